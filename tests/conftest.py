@@ -1,0 +1,37 @@
+"""What all tests share: no test is judged by the clock, and one that needs what this machine lacks says so."""
+
+import importlib.util
+import os
+import shutil
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Machines that run the tests are slow and shared; a deadline on an example would fail for that alone. CI draws the same
+# examples every time, so that it is the change under test that fails; people draw new ones.
+settings.register_profile(
+    "enginepool",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("enginepool")
+
+
+def missing(marker: str) -> str | None:
+    """What a test with this marker lacks here. CI lacks nothing of `engine`: there such a test runs, and fails if it must."""
+    if marker == "engine" and "CI" not in os.environ and importlib.util.find_spec("sglang") is None:
+        return "needs the sglang package: make setup"
+    if marker == "gpu" and shutil.which("nvidia-smi") is None:
+        return "needs a CUDA GPU: no nvidia-smi on PATH"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `engine` or `gpu` where they cannot run."""
+    for marker in ("engine", "gpu"):
+        if reason := missing(marker):
+            for item in items:
+                if item.get_closest_marker(marker):
+                    item.add_marker(pytest.mark.skip(reason=reason))

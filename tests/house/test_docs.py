@@ -1,0 +1,166 @@
+"""What the pages say is so: their programs run, their commands are known, their files parse, their links lead somewhere.
+
+`markdown.py` says how a comment before a block changes what is done with it.
+"""
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from enginepool.config import load_config
+from tests.house import markdown
+from tests.house.markdown import Block
+
+ROOT = Path(__file__).parents[2]
+#: Folders of the repository that hold no pages and no text of ours.
+ELSEWHERE = {"build", "dist", "node_modules", "__pycache__", "enginepool.egg-info"}
+
+#: A console command -> why this test does not run it. Every other command is run.
+NOT_RUN_HERE = {
+    "make": "needs an environment of its own; prints the list that the Makefile holds",
+    "make demo": "takes minutes on a new machine; the demo has tests of its own",
+    "make test": "it is what runs this test",
+    'pip install "enginepool[sglang]"': "needs a CUDA GPU; test_packaging reads what the extra asks for",
+    "pip install enginepool": "needs a package index; test_packaging builds and imports the wheel",
+}
+
+
+def files(*suffixes: str) -> list[Path]:
+    """The repository's own files with one of these suffixes (all if none), each by its real place once."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = sorted(f for f in folders if f not in ELSEWHERE and (f == ".ci" or not f.startswith(".")))
+        folders[:] = [name for name in folders if not (Path(folder) / name).is_symlink()]
+        found += [Path(folder) / name for name in sorted(names) if not suffixes or name.endswith(suffixes)]
+    return [file for file in found if not file.is_symlink()]
+
+
+PAGES = [file.relative_to(ROOT).as_posix() for file in files(".md")]
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text("utf-8")
+
+
+def blocks_in(language: str) -> list[tuple[str, Block]]:
+    return [(name, block) for name in PAGES for block in markdown.blocks(page(name)) if block.language == language]
+
+
+def named(cases: list[tuple[str, Block]]) -> list[object]:
+    return [pytest.param(name, block, id=f"{name}:{block.line}") for name, block in cases]
+
+
+def lay_out(name: str, folder: Path) -> None:
+    """Write the files that a page shows, so that its commands and programs find them."""
+    for block in markdown.blocks(page(name)):
+        if block.key == "file":
+            assert re.fullmatch(r"[\w.-]+", block.value), f"{name}:{block.line}: a plain file name, not {block.value!r}"
+            (folder / block.value).write_text(block.text, "utf-8")
+
+
+def run(command: list[str], folder: Path) -> None:
+    """Run in a folder and a process group of its own, with this environment's commands first on PATH."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    output = folder / "output.txt"
+    with output.open("wb") as file:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True)
+        try:
+            status: int | str = process.wait(timeout=240)
+        except subprocess.TimeoutExpired:
+            status = "still running after 240 s"
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert status == 0, f"{command[-1]}\n{output.read_text('utf-8', 'replace')}"
+
+
+@pytest.mark.parametrize(("name", "block"), named(blocks_in("python")))
+def test_a_program_on_a_page_runs(name: str, block: Block, tmp_path: Path) -> None:
+    """One that needs a GPU or a pool that runs already is only parsed, and its page says why in a comment."""
+    compile(block.text, f"{name}:{block.line}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    if block.key == "only parsed":
+        assert block.value, f"{name}:{block.line}: only parsed, and no reason given"
+        return
+    lay_out(name, tmp_path)
+    (tmp_path / "program.py").write_text(block.text, "utf-8")
+    run([sys.executable, "program.py"], tmp_path)
+
+
+@pytest.mark.parametrize(("name", "block"), named(blocks_in("toml")))
+def test_a_toml_file_on_a_page_is_what_the_loader_takes(name: str, block: Block, tmp_path: Path) -> None:
+    tomllib.loads(block.text)
+    if block.key == "file" and block.value.startswith("pool"):
+        lay_out(name, tmp_path)
+        load_config(tmp_path / block.value)
+
+
+@pytest.mark.parametrize("example", [file.name for file in sorted((ROOT / "examples").glob("*.toml"))])
+def test_an_example_configuration_is_what_the_loader_takes(example: str) -> None:
+    load_config(ROOT / "examples" / example)
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in blocks_in("console")}))
+def test_the_commands_on_a_page_run_in_order(name: str, tmp_path: Path) -> None:
+    """All in one shell and one folder, as a reader would type them; what was left in the background ends with the shell."""
+    lay_out(name, tmp_path)
+    typed = [command for page_, block in blocks_in("console") if page_ == name for command in markdown.commands(block)]
+    assert typed, f"{name}: a console block without a line that begins with '$ '"
+    script = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"]
+    run(["bash", "-c", "\n".join(script + [command for command in typed if command not in NOT_RUN_HERE])], tmp_path)
+
+
+def test_every_block_says_its_language() -> None:
+    """A block without a language escapes these tests; `text` says that it is meant to."""
+    known = {"console", "python", "toml", "text", "json", "jsonl"}
+    unknown = [f"{n}:{b.line}: {b.language!r}" for n in PAGES for b in markdown.blocks(page(n)) if b.language not in known]
+    assert unknown == []
+
+
+def test_every_link_leads_to_a_file_and_a_heading_that_exist() -> None:
+    broken: list[str] = []
+    for name in PAGES:
+        for target in markdown.links(page(name)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            place, _, anchor = target.partition("#")
+            file = (ROOT / name).parent / place if place else ROOT / name
+            if not file.exists() or (anchor and anchor not in markdown.anchors(file.read_text("utf-8"))):
+                broken.append(f"{name}: {target}")
+    assert broken == []
+
+
+def test_every_path_that_a_page_maps_or_names_exists() -> None:
+    rooms = tuple(f"{room}/" for room in ("enginepool", "protocol", "workers", "tests", "bench", "requirements", ".ci"))
+    missing: list[str] = []
+    for name in PAGES:
+        text = page(name)
+        paths = [path for block in markdown.blocks(text) if block.key == "map" for path in markdown.mapped_paths(block)]
+        paths += [code for code in markdown.code_spans(text) if code.startswith(rooms) and re.fullmatch(r"[\w./-]+", code)]
+        missing += [f"{name}: {path}" for path in paths if not (ROOT / path).exists()]
+    assert missing == []
+
+
+#: What holds on one machine alone. An address such as ipc:///tmp/pool is what a user types, and fine.
+MACHINE = re.compile(r"(?<![\w.])/(?:work|root|home|Users|workspace|opt)/|(?<![\w.])(?<!ipc://)/tm[p]/")
+REGISTRY = re.compile(
+    r"pypi\.org|pythonhosted\.|download\.pytorch\.|npmjs\.|registry\.|index-ur[l]|--find-link[s]|docker\.io|ghcr\.io"
+)
+
+
+def test_no_file_names_a_place_on_one_machine_or_a_registry() -> None:
+    found: list[str] = []
+    for file in files():
+        try:
+            lines = file.read_text("utf-8").splitlines()
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(lines, 1):
+            if MACHINE.search(line) or REGISTRY.search(line):
+                found.append(f"{file.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert found == []
