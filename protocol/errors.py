@@ -1,0 +1,59 @@
+"""The closed set of error codes that travel on the wire, and the exception that carries one.
+
+Each code says whose fault it is and whether sending the same request again is safe and may help. PROTOCOL.md
+section "Errors" is the specification of this table; a test holds the two together.
+"""
+
+from typing import Literal, NamedTuple
+
+Fault = Literal["caller", "pool", "nobody"]
+
+
+class CodeFacts(NamedTuple):
+    """What a code means to the peer that receives it."""
+
+    fault: Fault
+    retry: bool
+    meaning: str
+
+
+CODES: dict[str, CodeFacts] = {
+    "malformed": CodeFacts("caller", False, "a frame is missing, truncated, or not what its header says"),
+    "bad_request": CodeFacts("caller", False, "a field has a value that cannot be served; `field` and `limit` say which"),
+    "too_large": CodeFacts("caller", False, "the message is over the size limit that Welcome names"),
+    "unsupported": CodeFacts("caller", False, "the message type or a requested feature is not known here"),
+    "protocol_version": CodeFacts("caller", False, "the peers share no protocol version"),
+    "hello_required": CodeFacts("nobody", True, "this link has not said Hello to this coordinator; say it and resend"),
+    "unauthorised": CodeFacts("caller", False, "the resume token does not belong to that peer id"),
+    "superseded": CodeFacts("caller", False, "a newer link or incarnation of this peer exists; this one is refused"),
+    "unknown_group": CodeFacts("caller", False, "no group of that name; `limit` lists the names"),
+    "id_reused": CodeFacts("caller", False, "the request id was used before for another content"),
+    "busy": CodeFacts("nobody", True, "a bound is reached; try again after `retry_after_ms`"),
+    "deadline_exceeded": CodeFacts("nobody", False, "`timeout_ms` ran out before the answer"),
+    "cancelled": CodeFacts("caller", False, "the caller cancelled the request"),
+    "poisoned": CodeFacts("caller", False, "workers died each time the request ran alone; `evidence` says how"),
+    "engine_error": CodeFacts("pool", False, "the engine refused or failed on this request; the worker lives on"),
+    "pool_down": CodeFacts("pool", True, "no worker of the group is left and none will be restarted"),
+    "needs_weights": CodeFacts("pool", True, "the committed weights of the group exist nowhere; publish them again"),
+    "shutting_down": CodeFacts("pool", True, "the coordinator is draining and takes no new requests"),
+}
+
+
+class WireError(Exception):
+    """A message or a field that is refused.
+
+    Args:
+        code: a key of `CODES`.
+        message: one line: what is wrong, where, and which limit.
+        field: the field at fault, as the sender names it (`priority`, `items[3]`, `frames[2]`).
+        limit: the limit that was passed, as text.
+    """
+
+    def __init__(self, code: str, message: str, *, field: str = "", limit: str = "") -> None:
+        if code not in CODES:
+            raise ValueError(f"unknown error code {code!r}")
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.field = field
+        self.limit = limit

@@ -1,0 +1,96 @@
+"""Frames: what stands around the messages. Reading frame 0, and holding payload frames to what their header says.
+
+Everything here raises `WireError` with a code of `errors.CODES`; nothing else escapes, whatever the bytes are.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import MAX_HEADER_BYTES, FrameSpec, Message
+
+Buffer = bytes | memoryview
+
+ITEM_BYTES = {"int32": 4, "uint32": 4, "float32": 4, "utf8": 1}
+
+_encoder = msgspec.msgpack.Encoder()
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def encode_header(message: Message) -> bytes:
+    """Frame 0 of `message`."""
+    return _encoder.encode(message)
+
+
+def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer) -> Any:
+    """The message in frame 0.
+
+    Raises:
+        WireError: `too_large` over MAX_HEADER_BYTES, `malformed` for bytes that are no msgpack map, `unsupported` for an
+            unknown `type`, `bad_request` with the field's name for a value of the wrong kind.
+    """
+    if len(frame) > MAX_HEADER_BYTES:
+        raise WireError(
+            "too_large",
+            f"frame 0 has {len(frame)} bytes; at most {MAX_HEADER_BYTES} are read",
+            field="frame 0",
+            limit=str(MAX_HEADER_BYTES),
+        )
+    try:
+        return decoder.decode(frame)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError("malformed", f"frame 0 is not msgpack: {error}", field="frame 0") from None
+
+
+def _invalid(text: str) -> WireError:
+    at = _AT.search(text)
+    field = at.group(1) if at else ""
+    what = text[: at.start()] if at else text
+    missing = _MISSING.search(what)
+    if missing:
+        field = f"{field}.{missing.group(1)}" if field else missing.group(1)
+    if field == "type" and not missing:
+        return WireError("unsupported", f"type: {what}: no such message here", field="type")
+    if not field:
+        return WireError("malformed", f"frame 0 is no message: {what}", field="frame 0")
+    return WireError("bad_request", f"{field}: {what}", field=field)
+
+
+def payload_bytes(spec: FrameSpec) -> int:
+    """How many bytes the frame that `spec` describes has."""
+    n = ITEM_BYTES[spec.dtype]
+    for side in spec.shape:
+        if side < 0:
+            raise WireError("malformed", f"frame {spec.name!r} has a negative shape {list(spec.shape)}", field=spec.name)
+        n *= side
+    return n
+
+
+def check_frames(specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> None:
+    """Hold payload `frames` to the header's `specs`: as many, and each of the length that dtype and shape give.
+
+    Raises:
+        WireError: `malformed`, naming the frame and both lengths.
+    """
+    if len(specs) != len(frames):
+        raise WireError(
+            "malformed",
+            f"frames: the header lists {len(specs)} payload frames and {len(frames)} came",
+            field="frames",
+            limit=str(len(specs)),
+        )
+    for spec, frame in zip(specs, frames, strict=True):
+        want = payload_bytes(spec)
+        if want != len(frame):
+            raise WireError(
+                "malformed",
+                f"frame {spec.name!r} has {len(frame)} bytes; {spec.dtype} {list(spec.shape)} takes {want}",
+                field=spec.name,
+                limit=str(want),
+            )

@@ -1,0 +1,365 @@
+"""Every message of the wire protocol, version 1: frame 0 of a multipart message, a msgpack map tagged by `type`.
+
+The structs are the schema; PROTOCOL.md is the specification and `vectors/` holds golden messages of each. Evolution is
+append-only: a new field has a default, unknown keys are ignored, an unknown `type` is answered `unsupported`.
+
+Encoded messages omit fields that hold their default. Bulk data are not in frame 0: `frames` lists what follows, in order,
+as [name, dtype, shape]; see `frames.py`.
+"""
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_PRIORITY = 1000
+MAX_LABELS = 4096
+MAX_ID = 2**63 - 1
+#: Frame 0 over this many bytes is refused before it is decoded.
+MAX_HEADER_BYTES = 1 << 20
+
+Dtype = Literal["int32", "uint32", "float32", "utf8"]
+
+
+class FrameSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One payload frame: [name, dtype, shape]. For `utf8` the shape is [bytes]."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+
+
+class Message(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False):
+    """Base of all messages. Subclasses set their own tag."""
+
+
+# --- both ways ---------------------------------------------------------------------------------------------------------
+
+
+class Ping(Message, tag="ping"):
+    """Are you there? Answered by `pong` with the same `at` (sender's clock, any unit)."""
+
+    at: int = 0
+
+
+class Pong(Message, tag="pong"):
+    """The answer to `ping`. `epoch` is the coordinator's (0 from a worker); workers say their `stage`."""
+
+    at: int = 0
+    epoch: int = 0
+    stage: str = ""
+
+
+class Failure(Message, tag="error"):
+    """A request, or a message, that was refused or failed. `id` is absent when the message had no readable id."""
+
+    code: str
+    message: str
+    id: int | None = None
+    seq: int = 0
+    final: bool = True
+    field: str = ""
+    limit: str = ""
+    retry_after_ms: int | None = None
+    evidence: list[str] = []
+
+
+# --- client to coordinator ---------------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag="hello"):
+    """First message on every link.
+
+    `client` is 16 random bytes made once per client object; `token` 16 secret bytes made with it, which prove on a later
+    link that it is the same client; `incarnation` grows with each new link, and the highest wins.
+    """
+
+    client: bytes
+    token: bytes
+    protocol: int = PROTOCOL_VERSION
+    incarnation: int = 0
+    agent: str = ""
+    capabilities: list[str] = []
+
+
+class Score(Message, tag="score"):
+    """Score items. Frames, in this order: `query`, (`query_lengths`), `items`, `item_lengths`.
+
+    Without `query_lengths` the query frame is one query for all items; with it, row i of `query` belongs to item i. `query`
+    and `items` are both int32 token ids or both utf8 text; lengths are uint32 and count ids or bytes.
+    """
+
+    id: int
+    frames: list[FrameSpec]
+    group: str = ""
+    labels: list[int] = []
+    softmax: bool = False
+    item_first: bool = False
+    hidden: bool = False
+    priority: int = 0
+    timeout_ms: int | None = None
+
+
+class Cancel(Message, tag="cancel"):
+    """Take back request `id`. Answered by its final answer: `cancelled`, or the result if that came first."""
+
+    id: int
+
+
+class Ack(Message, tag="ack"):
+    """The final answers of these requests have arrived; the coordinator may forget them."""
+
+    ids: list[int]
+
+
+class Goodbye(Message, tag="goodbye"):
+    """This client leaves for good: its requests are cancelled and nothing is kept for it."""
+
+
+class Status(Message, tag="status"):
+    """Ask for a `status_report`."""
+
+    id: int = 0
+
+
+# --- coordinator to client ---------------------------------------------------------------------------------------------
+
+
+class Welcome(Message, tag="welcome"):
+    """Answer to `hello`: the coordinator's epoch, what it can do, and the window it grants to this client."""
+
+    epoch: int
+    protocol: int = PROTOCOL_VERSION
+    capabilities: list[str] = []
+    groups: list[str] = []
+    window_requests: int = 0
+    window_bytes: int = 0
+    max_message_bytes: int = 0
+    ping_ms: int = 1000
+
+
+class Usage(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """[items, tokens]: rows scored and prompt tokens computed, over all parts of a request."""
+
+    items: int
+    tokens: int
+
+
+class Timings(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """[queued_us, run_us]: arrival to first dispatch on the coordinator's clock; longest time of a part in an engine."""
+
+    queued_us: int
+    run_us: int
+
+
+class Result(Message, tag="result"):
+    """The answer of a score request. Frames: `scores` float32 [items, labels], then `hidden` float32 [items, size] if asked.
+
+    `forwards` holds, for each batch that the request was part of, how many forward passes that batch took: 1 is whole.
+    """
+
+    id: int
+    version: int
+    forwards: list[int]
+    usage: Usage
+    timings: Timings
+    frames: list[FrameSpec]
+    seq: int = 0
+    final: bool = True
+
+
+class WorkerStatus(msgspec.Struct, omit_defaults=True):
+    """One worker in a status report. Times in seconds."""
+
+    name: str
+    incarnation: str
+    stage: str
+    pid: int = 0
+    host: str = ""
+    version: int | None = None
+    batches: int = 0
+    tokens: int = 0
+    done: int = 0
+    silent_s: float = 0.0
+    detail: str = ""
+    restarts: int = 0
+
+
+class GroupStatus(msgspec.Struct, omit_defaults=True):
+    """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward."""
+
+    name: str
+    queued: int = 0
+    running: int = 0
+    queued_tokens: int = 0
+    oldest_s: float = 0.0
+    version: int | None = None
+    answered: int = 0
+    failed: int = 0
+    batches: int = 0
+    forwards: int = 0
+    split_batches: int = 0
+    lost_batches: int = 0
+    poisoned: int = 0
+    model: str = ""
+    down: str = ""
+    workers: list[WorkerStatus] = []
+
+
+class StatusReport(Message, tag="status_report"):
+    """What the pool is doing. `pauses` counts garbage collections of the coordinator and their total time in µs."""
+
+    epoch: int
+    id: int = 0
+    uptime_s: float = 0.0
+    clients: int = 0
+    answers_kept: int = 0
+    answers_bytes: int = 0
+    outbox_bytes: int = 0
+    pauses: tuple[int, int] = (0, 0)
+    draining: bool = False
+    groups: list[GroupStatus] = []
+
+
+# --- worker to coordinator ---------------------------------------------------------------------------------------------
+
+#: (epoch, counter): fresh for every attempt; an answer with an unknown one is dropped.
+TaskId = tuple[int, int]
+
+
+class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
+    """What a loaded engine can do, and the budgets inside which a batch is one forward pass.
+
+    `kind`: `causal` scores label tokens, `classifier` returns the head's logits. `context`: the longest query + item, in
+    tokens, that is accepted. `labels`: columns of a classifier's scores (0 for causal). `hidden`: size of pooled hidden
+    states (0: not available). `page`: lengths count rounded up to it. `batch_*`: budget of one batch; `inflight_*`: bound on
+    the sum of all batches at this worker. A single row may exceed `batch_tokens`, never `inflight_tokens`.
+    """
+
+    kind: Literal["causal", "classifier"]
+    vocab: int
+    context: int
+    batch_tokens: int
+    batch_rows: int
+    inflight_tokens: int
+    inflight_rows: int
+    page: int = 1
+    labels: int = 0
+    hidden: int = 0
+    model: str = ""
+    engine: str = ""
+    device: str = ""
+    text: bool = True
+
+
+class Register(Message, tag="register"):
+    """First message of a worker on every link. `incarnation` names this process for ever; `epoch` is the last one it heard."""
+
+    group: str
+    incarnation: str
+    protocol: int = PROTOCOL_VERSION
+    pid: int = 0
+    host: str = ""
+    epoch: int = 0
+    capabilities: list[str] = []
+
+
+class Stage(Message, tag="stage"):
+    """What the worker is doing: `starting`, `loading`, `compiling`, `ready`, `draining`; one line of detail."""
+
+    stage: Literal["starting", "loading", "compiling", "ready", "draining"]
+    detail: str = ""
+
+
+class Ready(Message, tag="ready"):
+    """The engine is loaded and warm, and holds `version` of the weights."""
+
+    capabilities: Capabilities
+    version: int = 0
+
+
+class Idle(Message, tag="idle"):
+    """This worker has heard `epoch`, and holds no batch of an earlier one."""
+
+    epoch: int
+
+
+class PartDone(msgspec.Struct, omit_defaults=True, gc=False):
+    """The rows of one part, or its error: `frames` lists `scores` (and `hidden`), else `code` and `message` say why not."""
+
+    frames: list[FrameSpec] = []
+    code: str = ""
+    message: str = ""
+
+
+class Done(Message, tag="done"):
+    """A batch is finished; parts in the batch's order. `forwards`: forward passes it took, as measured in the engine."""
+
+    batch: TaskId
+    parts: list[PartDone]
+    version: int = 0
+    forwards: int = 1
+    run_us: int = 0
+
+
+class Tokenised(Message, tag="tokenised"):
+    """Token ids of a text request: frames `items` int32 and `item_lengths` uint32, one row for each query + item."""
+
+    task: TaskId
+    frames: list[FrameSpec] = []
+    code: str = ""
+    message: str = ""
+
+
+class Bye(Message, tag="bye"):
+    """The worker ends; `reason` is one line for the operator."""
+
+    reason: str
+    failed: bool = False
+
+
+# --- coordinator to worker ---------------------------------------------------------------------------------------------
+
+
+class Accept(Message, tag="accept"):
+    """Answer to `register`. After `orphan_s` seconds without a word from a coordinator the worker ends itself."""
+
+    epoch: int
+    protocol: int = PROTOCOL_VERSION
+    orphan_s: float = 60.0
+
+
+class Part(msgspec.Struct, omit_defaults=True, gc=False):
+    """Rows of one request inside a batch; `frames` are the next frames of the message, as in `score`, ids only."""
+
+    frames: list[FrameSpec]
+    labels: list[int] = []
+    softmax: bool = False
+    item_first: bool = False
+
+
+class Batch(Message, tag="batch"):
+    """Run these parts as exactly one forward pass."""
+
+    batch: TaskId
+    parts: list[Part]
+    priority: int = 0
+    hidden: bool = False
+
+
+class Tokenise(Message, tag="tokenise"):
+    """Turn text into ids: frames as in `score`, utf8. Each row is tokenised as the concatenation of query and item."""
+
+    task: TaskId
+    frames: list[FrameSpec]
+    item_first: bool = False
+
+
+class Drain(Message, tag="drain"):
+    """Finish what is running, then end."""
+
+
+FromClient = Hello | Score | Cancel | Ack | Goodbye | Status | Ping | Pong
+ToClient = Welcome | Result | Failure | StatusReport | Ping | Pong
+FromWorker = Register | Stage | Ready | Idle | Done | Tokenised | Bye | Failure | Ping | Pong
+ToWorker = Accept | Batch | Tokenise | Drain | Failure | Ping | Pong
