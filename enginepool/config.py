@@ -1,0 +1,219 @@
+"""Configuration: frozen structs with their defaults, and the one loader that reads them.
+
+A pool is described by a TOML file (`enginepool serve --config pool.toml`) or by the same structs made in Python. Unknown keys
+and impossible values are refused with the key's name.
+"""
+
+import ipaddress
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. The message is one line that names the key, the value and what is allowed."""
+
+
+class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Bounds of the coordinator. Past one of them a client gets `busy` (or `too_large`), never a lost request."""
+
+    #: score items queued or running, over all groups
+    queue_items: int = 1_000_000
+    #: payload bytes of requests queued or running
+    queue_bytes: int = 1 << 30
+    #: unanswered requests, and their payload bytes, that one client may have
+    window_requests: int = 4096
+    window_bytes: int = 256 << 20
+    #: the largest message; over twice this the link is cut by ZeroMQ itself
+    max_message_bytes: int = 64 << 20
+    #: answers are kept for a resend until acknowledged, at most this long and this large in all
+    answers_s: float = 60.0
+    answers_bytes: int = 64 << 20
+    #: bytes parked for a peer whose socket is full; past this the peer is cut
+    outbox_bytes: int = 64 << 20
+
+
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Deadlines of everything that can hang, in seconds."""
+
+    #: pings to workers, and what clients are told to do
+    ping_s: float = 1.0
+    #: a worker or client that is silent for this long is lost
+    silence_s: float = 10.0
+    client_silence_s: float = 30.0
+    #: process start to Register; then loading; then compiling
+    starting_s: float = 120.0
+    loading_s: float = 1800.0
+    compiling_s: float = 900.0
+    #: a forward has max(forward_s, forward_factor x predicted)
+    forward_s: float = 30.0
+    forward_factor: float = 10.0
+    #: daemon workers outlive a dead coordinator by this
+    orphan_s: float = 60.0
+    #: SIGTERM and close() let begun work finish for this long
+    drain_s: float = 10.0
+
+
+class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """When a worker is started again: backoff doubles from `backoff_s` to `backoff_max_s`; more than `max_restarts` within
+    `window_s` retire its place."""
+
+    backoff_s: float = 0.5
+    backoff_max_s: float = 30.0
+    max_restarts: int = 10
+    window_s: float = 600.0
+    #: deaths of a request that ran alone before it is `poisoned`
+    max_attempts: int = 3
+
+
+class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A named set of identical workers."""
+
+    #: a checkpoint directory or a name that SGLang can load; for engine "sim" any name
+    model: str
+    engine: Literal["sglang", "sim"] = "sglang"
+    #: workers that this pool starts itself; 0: only workers that dial in
+    workers: int = 1
+    device: str = "auto"
+    dtype: str = "auto"
+    #: for each worker the GPUs it sees (CUDA_VISIBLE_DEVICES); empty: worker i sees GPU i on a CUDA machine
+    gpus: list[str] = []
+    #: seconds of waiting that weigh as much as one level of priority; none: strict priority
+    ageing_s: float | None = 1.0
+    #: caps on one batch, below what the engine's settings give
+    max_batch_tokens: int | None = None
+    max_batch_rows: int | None = None
+    #: forwards of tokens in flight at a worker
+    forwards_in_flight: int = 2
+    #: further settings for the engine, by its own names
+    options: dict[str, Any] = {}
+
+
+class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A pool: where it listens, where it keeps its journal, its groups, its bounds."""
+
+    groups: dict[str, GroupConfig]
+    listen: str = "tcp://127.0.0.1:5755"
+    #: where workers dial in; empty: an ipc socket in `state_dir`
+    listen_workers: str = ""
+    #: journal, worker records and logs; one pool at a time
+    state_dir: str = "~/.local/state/enginepool"
+    #: bind beyond loopback although the protocol has no keys yet
+    allow_remote: bool = False
+    limits: Limits = Limits()
+    timing: Timing = Timing()
+    restart: Restart = Restart()
+
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+_AT = re.compile(r" - at `\$\.?(.*)`$")
+
+
+def load_config(path: Path) -> PoolConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, no TOML, or has an unknown key or an impossible value; the line names it.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    try:
+        config = msgspec.toml.decode(text, type=PoolConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {_say(str(error))}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    return check_config(config, where=str(path))
+
+
+def decode_config(data: bytes) -> PoolConfig:
+    """The same from JSON, as an embedding program hands it over. Raises ConfigError."""
+    try:
+        config = msgspec.json.decode(data, type=PoolConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"configuration: {_say(str(error))}") from None
+    return check_config(config, where="configuration")
+
+
+def encode_config(config: PoolConfig) -> bytes:
+    """JSON that `decode_config` reads."""
+    return msgspec.json.encode(config)
+
+
+def _say(text: str) -> str:
+    at = _AT.search(text)
+    if not at:
+        return text
+    return f"{at.group(1)}: {text[: at.start()]}"
+
+
+def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
+    """`config` itself, when every value is possible. Raises ConfigError naming the first that is not."""
+
+    def need(ok: bool, key: str, value: object, allowed: str) -> None:
+        if not ok:
+            raise ConfigError(f"{where}: {key} = {value!r}: {allowed}")
+
+    need(bool(config.groups), "groups", {}, "a pool needs at least one group")
+    for name, group in config.groups.items():
+        at = f"groups.{name}"
+        need(bool(_NAME.fullmatch(name)), at, name, "a name has a-z 0-9 _ . - and at most 64 characters")
+        need(bool(group.model), f"{at}.model", group.model, "must name a model")
+        need(0 <= group.workers <= 4096, f"{at}.workers", group.workers, "0 to 4096")
+        need(group.ageing_s is None or 0 < group.ageing_s < 1e9, f"{at}.ageing_s", group.ageing_s, "more than 0, or left out")
+        need(group.forwards_in_flight in (1, 2, 3, 4), f"{at}.forwards_in_flight", group.forwards_in_flight, "1 to 4")
+        need(
+            not group.gpus or len(group.gpus) == group.workers,
+            f"{at}.gpus",
+            group.gpus,
+            f"one entry for each of {group.workers} workers",
+        )
+        for key in ("max_batch_tokens", "max_batch_rows"):
+            value = getattr(group, key)
+            need(value is None or value > 0, f"{at}.{key}", value, "more than 0, or left out")
+    for part, struct in (("limits", config.limits), ("timing", config.timing), ("restart", config.restart)):
+        for key in struct.__struct_fields__:
+            value = getattr(struct, key)
+            zero_ok = key == "max_restarts"
+            need(0 < value < 1e15 or (zero_ok and value == 0), f"{part}.{key}", value, "more than 0")
+    need(
+        config.limits.max_message_bytes <= config.limits.window_bytes <= config.limits.queue_bytes,
+        "limits.window_bytes",
+        config.limits.window_bytes,
+        "at least limits.max_message_bytes and at most limits.queue_bytes",
+    )
+    need(
+        config.timing.ping_s * 2 <= config.timing.silence_s, "timing.ping_s", config.timing.ping_s, "at most half of silence_s"
+    )
+    for key in ("listen", "listen_workers"):
+        value = getattr(config, key)
+        if key == "listen" or value:
+            check_endpoint(value, config.allow_remote, f"{where}: {key}")
+    return config
+
+
+def check_endpoint(endpoint: str, allow_remote: bool, where: str) -> None:
+    """Refuse what cannot be bound safely: another transport, a bad port, an address beyond loopback without `allow_remote`."""
+    scheme, _, rest = endpoint.partition("://")
+    if scheme == "ipc" and rest:
+        if len(rest.encode()) > 100:
+            raise ConfigError(f"{where} = {endpoint!r}: an ipc path has at most 100 bytes")
+        return
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not (port in ("*", "0") or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
+        raise ConfigError(f"{where} = {endpoint!r}: write tcp://HOST:PORT or ipc://PATH")
+    if allow_remote:
+        return
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise ConfigError(
+            f"{where} = {endpoint!r}: not loopback, and the protocol has no keys; "
+            "set allow_remote = true if the network is trusted"
+        )

@@ -1,0 +1,82 @@
+"""Answers that are kept until the client has acknowledged them, for a resend of the same request.
+
+Bounded in age and in bytes; the oldest go first. A client that asks again after that has its request run again: execution is
+at least once, and the caller still gets one answer.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from enginepool.coordinator.events import Buffer
+from enginepool.protocol.messages import Message
+
+if TYPE_CHECKING:
+    from enginepool.coordinator.state import Client
+
+#: what an answer costs beside its payload
+OVERHEAD = 400
+
+
+class Kept(NamedTuple):
+    """A final answer, and what its request's content was."""
+
+    at: float
+    digest: int
+    nbytes: int
+    message: Message
+    frames: Sequence[Buffer]
+
+
+class Answers:
+    """Final answers by client and request id, oldest first."""
+
+    __slots__ = ("_kept", "_max_age", "_max_bytes", "nbytes")
+
+    def __init__(self, max_age: float, max_bytes: int) -> None:
+        self._kept: OrderedDict[tuple[Client, int], Kept] = OrderedDict()
+        self._max_age = max_age
+        self._max_bytes = max_bytes
+        #: equals the sum over the kept; at most max_bytes
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def add(self, client: "Client", id: int, digest: int, message: Message, frames: Sequence[Buffer], now: float) -> None:
+        """Keep the final answer of request `id`."""
+        nbytes = OVERHEAD
+        for frame in frames:
+            nbytes += len(frame)
+        self._kept[client, id] = Kept(now, digest, nbytes, message, frames)
+        self.nbytes += nbytes
+        while self.nbytes > self._max_bytes:
+            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def get(self, client: "Client", id: int) -> Kept | None:
+        """The answer of request `id`, when it is still kept."""
+        return self._kept.get((client, id))
+
+    def drop(self, client: "Client", id: int) -> None:
+        """Forget the answer of request `id`."""
+        kept = self._kept.pop((client, id), None)
+        if kept is not None:
+            self.nbytes -= kept.nbytes
+
+    def expire(self, now: float) -> None:
+        """Forget answers that are too old."""
+        kept = self._kept
+        while kept:
+            oldest = next(iter(kept))
+            if now - kept[oldest].at < self._max_age:
+                return
+            self.drop(*oldest)
+
+    def drop_client(self, client: "Client") -> None:
+        """Forget all answers of a client."""
+        for key in [key for key in self._kept if key[0] is client]:
+            self.drop(*key)
+
+    def check(self) -> None:
+        assert self.nbytes == sum(kept.nbytes for kept in self._kept.values()), self.nbytes
+        assert self.nbytes <= self._max_bytes, self.nbytes

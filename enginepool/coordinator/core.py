@@ -1,0 +1,91 @@
+"""What the parts of the machine share: the clock of the present event, the effects so far, the entities, the counters."""
+
+from heapq import heapify, heappop, heappush
+
+from enginepool.config import PoolConfig
+from enginepool.coordinator.answers import Answers
+from enginepool.coordinator.effects import Effect
+from enginepool.coordinator.events import Link
+from enginepool.coordinator.phases import DONE
+from enginepool.coordinator.state import Client, Group, Request, Worker
+from enginepool.protocol.messages import TaskId
+
+
+class Deadlines:
+    """Requests by deadline; entries of finished ones are dropped at the top, and swept once they are half."""
+
+    __slots__ = ("_heap", "_stale")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._stale = 0
+
+    def add(self, request: Request, deadline: float) -> None:
+        heappush(self._heap, (deadline, request.seq, request))
+
+    def next(self) -> float:
+        """When the next one is due."""
+        heap = self._heap
+        while heap and heap[0][2].state == DONE:
+            heappop(heap)
+            self._stale -= 1
+        return heap[0][0] if heap else float("inf")
+
+    def forget(self) -> None:
+        """A request with a deadline is done."""
+        self._stale += 1
+        if self._stale > 64 and self._stale * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].state != DONE]
+            heapify(self._heap)
+            self._stale = 0
+
+    def due(self, now: float) -> list[Request]:
+        """Take out what is due."""
+        out: list[Request] = []
+        while self.next() <= now:
+            # Its finish() will call forget() for the entry taken out here.
+            self._stale -= 1
+            out.append(heappop(self._heap)[2])
+        return out
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+class Core:
+    """The shared state of one coordinator."""
+
+    __slots__ = (
+        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "groups", "links",
+        "live_bytes", "live_rows", "now", "seq", "started", "touched", "worker_links",
+    )  # fmt: skip
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.epoch = 0
+        self.now = 0.0
+        self.started = 0.0
+        #: of the event in hand
+        self.effects: list[Effect] = []
+        self.groups: dict[str, Group] = {}
+        self.clients: dict[bytes, Client] = {}
+        #: newest links only
+        self.links: dict[Link, Client] = {}
+        self.worker_links: dict[Link, Worker] = {}
+        self.answers = Answers(config.limits.answers_s, config.limits.answers_bytes)
+        self.deadlines = Deadlines()
+        #: rows and payload bytes of all live requests: what `limits.queue_*` bound
+        self.live_rows = 0
+        self.live_bytes = 0
+        #: arrival numbers of requests
+        self.seq = 0
+        #: numbers of batches, tokenising tasks and incarnations
+        self.counter = 0
+        self.draining = False
+        #: what the event in hand changed, when tests want to check it
+        self.touched: list[Client | Request | Worker | Group] | None = None
+
+    def task_id(self) -> TaskId:
+        """Fresh for every attempt."""
+        self.counter += 1
+        return (self.epoch, self.counter)

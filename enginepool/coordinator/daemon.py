@@ -1,0 +1,256 @@
+"""The coordinator process: sockets, clock, journal and worker processes around the pure machine.
+
+    python -m enginepool.coordinator.daemon
+
+reads its whole configuration as JSON from ENGINEPOOL_CONFIG; `enginepool serve` calls `run` with the same struct. In embedded
+use ENGINEPOOL_LIFELINE names the read end of a pipe that the embedding program holds: when it closes, this process and its
+workers end.
+"""
+
+import asyncio
+import contextlib
+import gc
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Literal
+
+import uvloop
+import zmq
+
+from enginepool.config import ConfigError, PoolConfig, check_endpoint, decode_config
+from enginepool.coordinator import effects as ef
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.events import Link
+from enginepool.coordinator.journal import Journal, Record
+from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.sockets import Router, Sockets
+from enginepool.coordinator.supervisor import LocalSupervisor
+from enginepool.coordinator.translate import client_event, id_of, worker_event
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import encode_header
+from enginepool.protocol.messages import Failure
+
+CONFIG_VARIABLE = "ENGINEPOOL_CONFIG"
+LIFELINE_VARIABLE = "ENGINEPOOL_LIFELINE"
+
+
+class Pauses:
+    """Counts garbage collections and their time, which every request in flight waits for."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.microseconds = 0
+        self._began = 0.0
+
+    def __call__(self, phase: Literal["start", "stop"], info: dict[str, int]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.count += 1
+            self.microseconds += int((time.perf_counter() - self._began) * 1e6)
+
+
+class Daemon:
+    """One coordinator on one loop."""
+
+    def __init__(self, config: PoolConfig, loop: asyncio.AbstractEventLoop, lifeline: int | None) -> None:
+        self.config = config
+        self.loop = loop
+        self.machine = Machine(config)
+        self.ended: asyncio.Future[int] = loop.create_future()
+        self._lifeline = lifeline
+        self._pauses = Pauses()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = float("inf")
+        self._max_bytes = config.limits.max_message_bytes
+        with contextlib.ExitStack() as stack:
+            directory = Path(config.state_dir).expanduser()
+            self.journal = Journal(directory)
+            stack.callback(self.journal.close)
+            # Workers find the successor of a dead coordinator at the same place, so the place is derived, not random.
+            workers_endpoint = config.listen_workers or f"ipc://{directory / 'workers.sock'}"
+            check_endpoint(workers_endpoint, config.allow_remote, "listen_workers")
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            stack.callback(context.term)
+            limits = config.limits
+            clients = Router(context, 2 * limits.max_message_bytes, limits.outbox_bytes, self._client_cut)
+            stack.callback(clients.close)
+            workers = Router(context, 2 * limits.max_message_bytes, limits.queue_bytes, self._worker_cut)
+            stack.callback(workers.close)
+            clients.bind(config.listen)
+            workers.bind(workers_endpoint)
+            self.sockets = Sockets(loop, clients, workers)
+            self.supervisor = LocalSupervisor(loop, config, directory, workers.endpoint, lifeline, self._exited)
+            self._stack = stack.pop_all()
+
+    def start(self) -> None:
+        """Take up the epoch, adopt or start workers, listen."""
+        epoch = max(self.journal.record.epoch + 1, time.time_ns() // 1000)
+        self.journal.write(Record(epoch, self.journal.record.versions))
+        alive = self.supervisor.survivors()
+        self.handle(ev.Started(self.loop.time(), epoch, dict(self.journal.record.versions), alive))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._signalled)
+        if self._lifeline is not None:
+            self.loop.add_reader(self._lifeline, self._owner_gone)
+        self.sockets.listen(self._from_client, self._from_worker)
+        gc.callbacks.append(self._pauses)
+        gc.collect()
+        gc.freeze()
+        # What requests are made of is freed by reference counts; a full collection over a long queue would stop everything.
+        gc.set_threshold(50_000, 50, 1000)
+        self._tick()
+
+    # --- in ------------------------------------------------------------------------------------------------------------
+
+    def _from_client(self, link: Link, frames: list[bytes]) -> None:
+        try:
+            if not frames:
+                raise WireError("malformed", "the message has no frame 0", field="frame 0")
+            event = client_event(self.loop.time(), link, frames, self._max_bytes)
+        except WireError as error:
+            failure = Failure(
+                error.code, error.message, id_of(frames[0]) if frames else None, field=error.field, limit=error.limit
+            )
+            self.sockets.clients.send(link, [encode_header(failure)])
+            return
+        if type(event) is ev.StatusAsked:
+            event.outbox_bytes = self.sockets.clients.parked_bytes
+            event.pauses = (self._pauses.count, self._pauses.microseconds)
+        self.handle(event)
+
+    def _from_worker(self, link: Link, frames: list[bytes]) -> None:
+        try:
+            event = worker_event(self.loop.time(), link, frames or [b""])
+        except WireError as error:
+            self.sockets.workers.send(link, [encode_header(Failure(error.code, error.message, field=error.field))])
+            return
+        self.handle(event)
+
+    def _client_cut(self, link: Link) -> None:
+        self.loop.call_soon(lambda: self.handle(ev.LinkCut(self.loop.time(), link)))
+
+    def _worker_cut(self, link: Link) -> None:
+        self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(self.loop.time(), link, "does not read its messages")))
+
+    def _exited(self, incarnation: str, reason: str, permanent: bool) -> None:
+        say(f"worker {incarnation} ended: {reason}")
+        self.handle(ev.WorkerExited(self.loop.time(), incarnation, reason, permanent))
+
+    def _signalled(self) -> None:
+        if self.machine.core.draining:
+            say("asked again to end: ending now")
+            self._end_now(1)
+            return
+        say(f"draining for at most {self.config.timing.drain_s:g} s")
+        self.handle(ev.DrainAsked(self.loop.time(), self.config.timing.drain_s))
+
+    def _owner_gone(self) -> None:
+        # The program that embeds this pool is gone, and so is everybody who could want an answer.
+        self._end_now(0)
+
+    def _end_now(self, code: int) -> None:
+        self.supervisor.kill_all()
+        if not self.ended.done():
+            self.ended.set_result(code)
+
+    # --- out -----------------------------------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event) -> None:
+        """One event through the machine, and its effects."""
+        for effect in self.machine.handle(event):
+            if type(effect) is ef.ToClient:
+                if not self.sockets.clients.send(effect.link, [encode_header(effect.message), *effect.frames]):
+                    self._client_cut(effect.link)
+            elif type(effect) is ef.ToWorker:
+                # A worker that is gone is noticed by its process or its silence.
+                self.sockets.workers.send(effect.link, [encode_header(effect.message), *effect.frames])
+            else:
+                self._perform(effect)
+        wake_at = self.machine.wake_at()
+        if wake_at < self._timer_at:
+            self._set_timer(wake_at)
+
+    def _perform(self, effect: ef.Effect) -> None:
+        if type(effect) is ef.StartWorker:
+            say(f"starting worker {effect.incarnation}")
+            self.supervisor.start(effect.group, effect.index, effect.incarnation)
+        elif type(effect) is ef.KillWorker:
+            self.supervisor.kill(effect.incarnation)
+        elif type(effect) is ef.Drained:
+            if not self.ended.done():
+                self.ended.set_result(0)
+        else:
+            raise AssertionError(f"no way to perform {effect}")
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = at
+        self._timer = self.loop.call_at(at, self._tick)
+
+    def _tick(self) -> None:
+        # Sockets first: after a stall of our own, what peers said meanwhile counts before any deadline does.
+        self.sockets.turn()
+        self._timer_at = float("inf")
+        self.handle(ev.Tick(self.loop.time()))
+        self._set_timer(self.machine.wake_at())
+        self.sockets.turn()
+
+    def close(self) -> None:
+        """Let go of sockets and locks."""
+        if self._timer is not None:
+            self._timer.cancel()
+        with contextlib.suppress(ValueError):
+            gc.callbacks.remove(self._pauses)
+        self.sockets.close()
+        self._stack.close()
+
+
+def say(text: str) -> None:
+    """One line for the operator."""
+    print(f"enginepool: {text}", file=sys.stderr, flush=True)  # noqa: T201 (the daemon says what it does)
+
+
+async def _serve(config: PoolConfig, lifeline: int | None) -> int:
+    daemon = Daemon(config, asyncio.get_running_loop(), lifeline)
+    try:
+        daemon.start()
+        say(
+            f"listening on {daemon.sockets.clients.endpoint}, workers on {daemon.sockets.workers.endpoint}, "
+            f"epoch {daemon.machine.core.epoch}"
+        )
+        return await daemon.ended
+    finally:
+        daemon.close()
+
+
+def run(config: PoolConfig) -> int:
+    """Serve until SIGTERM or SIGINT has drained the pool; returns the exit code.
+
+    Raises:
+        ConfigError: an endpoint or the state directory is in use, or cannot be used; one line says which.
+    """
+    fd = os.environ.get(LIFELINE_VARIABLE)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(config, int(fd) if fd else None))
+
+
+def main() -> int:
+    """Entry point of the process: the configuration comes in the environment."""
+    text = os.environ.get(CONFIG_VARIABLE)
+    if text is None:
+        say(f"{CONFIG_VARIABLE} is not set: it holds the pool's configuration as JSON")
+        return 2
+    try:
+        return run(decode_config(text.encode()))
+    except ConfigError as error:
+        say(str(error))
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,278 @@
+"""The door: everything about a score request that can be refused, checked before the queue.
+
+`open_score` checks what needs no knowledge of the model, `check_limits` the rest against a group's capabilities (at once, or
+when the group's first worker is ready). Both name the field, where in it, and the limit. `cut` and `with_ids` are the only
+other places that look into payload frames; neither changes a byte of them.
+
+Reading a frame of 2,000 ids costs about two microseconds: ids are viewed as uint32, so that one maximum finds both the
+largest id and a negative one.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.coordinator.events import Buffer, Work
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import check_frames
+from enginepool.protocol.messages import MAX_ID, MAX_LABELS, MAX_PRIORITY, Capabilities, FrameSpec, Part, Score
+
+_SHARED = ("query", "items", "item_lengths")
+_PAIRED = ("query", "query_lengths", "items", "item_lengths")
+_INT31 = 2**31
+#: A row's index is named in an error up to this many rows in; sums over fewer rows are cheaper without numpy.
+_FEW = 64
+
+
+def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
+    """The work that a `score` message asks for.
+
+    Raises:
+        WireError: `malformed` for frames that do not fit their header, `bad_request` for a value that nothing could serve.
+    """
+    if not 0 <= score.id <= MAX_ID:
+        raise _bad("id", f"id: {score.id} is outside 0..{MAX_ID}", str(MAX_ID))
+    if not -MAX_PRIORITY <= score.priority <= MAX_PRIORITY:
+        raise _bad("priority", f"priority: {score.priority} is outside ±{MAX_PRIORITY}", str(MAX_PRIORITY))
+    if score.timeout_ms is not None and score.timeout_ms <= 0:
+        raise _bad("timeout_ms", f"timeout_ms: {score.timeout_ms}; a timeout is more than 0", "0")
+    labels = score.labels
+    max_label = -1
+    if labels:
+        if len(labels) > MAX_LABELS:
+            raise _bad("labels", f"labels: {len(labels)} ids; at most {MAX_LABELS}", str(MAX_LABELS))
+        max_label = max(labels)
+        if min(labels) < 0 or max_label >= _INT31:
+            raise _bad("labels", "labels: a token id is 0 or more and fits in 31 bits", str(_INT31 - 1))
+    specs = score.frames
+    check_frames(specs, frames)
+    names = tuple([spec.name for spec in specs])
+    if names == _SHARED:
+        query, items, item_lengths = frames
+        query_lengths = None
+    elif names == _PAIRED:
+        query, query_lengths, items, item_lengths = frames
+    else:
+        raise WireError(
+            "malformed",
+            f"frames: {list(names)}; a score request has {list(_SHARED)}, or {list(_PAIRED)}",
+            field="frames",
+        )
+    text = specs[0].dtype == "utf8"
+    _check_dtypes(specs, text)
+    rows, tokens, longest = _measure(query, query_lengths, items, item_lengths, text)
+    if text:
+        max_id = -1
+        _check_text("query", query, query_lengths)
+        _check_text("items", items, item_lengths)
+    else:
+        max_id = max(_max_id("query", query, query_lengths), _max_id("items", items, item_lengths))
+    nbytes = 0
+    for frame in frames:
+        nbytes += len(frame)
+    part = Part(specs, labels, score.softmax, score.item_first)
+    digest = hash((score.group, tuple(labels), score.softmax, score.item_first, score.hidden, names, *frames))
+    return Work(
+        score.group, rows, tokens, longest, max_id, max_label, score.hidden, text, nbytes, digest, part, tuple(frames)
+    )  # fmt: skip
+
+
+def check_limits(work: Work, can: Capabilities) -> WireError | None:
+    """What stands against `work` on an engine of these capabilities; None when it can be served."""
+    if can.kind == "causal" and work.max_label < 0:
+        return _bad("labels", "labels: a causal model scores label token ids; name at least one", "1")
+    if can.kind == "classifier" and work.max_label >= 0:
+        return _bad("labels", f"labels: a classifier has its own {can.labels} labels; name none", "0")
+    if work.max_label >= can.vocab:
+        return _bad("labels", f"labels: id {work.max_label} is outside the vocabulary of {can.vocab}", str(can.vocab))
+    if work.hidden and not can.hidden:
+        return _bad("hidden", "hidden: this model returns no pooled hidden states", "0")
+    if work.text:
+        if not can.text:
+            return _bad("query", "query: this group takes token ids, not text", "")
+        return None
+    if work.max_id >= can.vocab:
+        return _bad(*_locate_id(work, can.vocab))
+    longest = min(can.context, can.inflight_tokens - (can.page - 1))
+    if work.longest > longest:
+        row = next(i for i, n in enumerate(row_lengths(work)) if n > longest)
+        return _bad(
+            f"items[{row}]", f"items[{row}]: {row_lengths(work)[row]} tokens with its query; at most {longest}", str(longest)
+        )
+    return None
+
+
+def row_lengths(work: Work) -> list[int]:
+    """Tokens of each row, query and item together."""
+    specs, frames = work.part.frames, work.frames
+    items = memoryview(frames[-1]).cast("I")
+    if len(specs) == 3:
+        shared = specs[0].shape[0]
+        return [n + shared for n in items]
+    return [q + n for q, n in zip(memoryview(frames[1]).cast("I"), items, strict=True)]
+
+
+def cut(work: Work, start: int, end: int) -> tuple[Part, list[Buffer]]:
+    """Rows `start` to `end` of `work`, as a part with its frames: slices of the same bytes."""
+    part, frames = work.part, work.frames
+    items, item_lengths, items_spec, lengths_spec = _cut_ragged(part.frames[-2].name, frames[-2], frames[-1], start, end)
+    if len(frames) == 3:
+        specs = [part.frames[0], items_spec, lengths_spec]
+        buffers: list[Buffer] = [frames[0], items, item_lengths]
+    else:
+        query, query_lengths, query_spec, query_lengths_spec = _cut_ragged("query", frames[0], frames[1], start, end)
+        specs = [query_spec, query_lengths_spec, items_spec, lengths_spec]
+        buffers = [query, query_lengths, items, item_lengths]
+    return Part(specs, part.labels, part.softmax, part.item_first), buffers
+
+
+def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> Work:
+    """The text `work` with its rows replaced by token ids, frames `items` and `item_lengths` of as many rows.
+
+    Raises:
+        WireError: `malformed`: these are not the ids of that work.
+    """
+    if [(s.name, s.dtype) for s in specs] != [("items", "int32"), ("item_lengths", "uint32")]:
+        raise WireError("malformed", "tokenised: frames are not items int32 and item_lengths uint32", field="frames")
+    items, item_lengths = frames
+    rows, tokens, longest = _measure(b"", None, items, item_lengths, False)
+    if rows != work.rows:
+        raise WireError("malformed", f"tokenised: {rows} rows for {work.rows}", field="item_lengths")
+    max_id = _max_id("items", items, item_lengths)
+    all_specs = [FrameSpec("query", "int32", (0,)), *specs]
+    part = Part(all_specs, work.part.labels, work.part.softmax, work.part.item_first)
+    return Work(
+        work.group, rows, tokens, longest, max_id, work.max_label, work.hidden, False,
+        work.nbytes, work.digest, part, (b"", items, item_lengths),
+    )  # fmt: skip
+
+
+# --- the parts of the door ---------------------------------------------------------------------------------------------
+
+
+def _bad(field: str, message: str, limit: str) -> WireError:
+    return WireError("bad_request", message, field=field, limit=limit)
+
+
+def _check_dtypes(specs: Sequence[FrameSpec], text: bool) -> None:
+    content = "utf8" if text else "int32"
+    for spec in specs:
+        want = "uint32" if spec.name.endswith("_lengths") else content
+        if spec.dtype != want:
+            raise WireError(
+                "malformed",
+                f"frame {spec.name!r} is {spec.dtype}; query and items are both int32 or both utf8, lengths are uint32",
+                field=spec.name,
+                limit=want,
+            )
+        if len(spec.shape) != 1:
+            raise WireError("malformed", f"frame {spec.name!r} has shape {list(spec.shape)}; one side", field=spec.name)
+
+
+def _measure(
+    query: Buffer, query_lengths: Buffer | None, items: Buffer, item_lengths: Buffer, text: bool
+) -> tuple[int, int, int]:
+    """(rows, tokens, longest row), with the lengths held to their frames. Text counts in bytes."""
+    unit = 1 if text else 4
+    rows = len(item_lengths) // 4
+    if not rows:
+        raise _bad("items", "items: empty; a score request has at least one item", "1")
+    lengths = memoryview(item_lengths).cast("I") if rows <= _FEW else np.frombuffer(item_lengths, np.uint32)
+    total, shortest, longest = _spread(lengths)
+    if total * unit != len(items):
+        raise WireError(
+            "malformed", f"item_lengths: sum {total}; frame 'items' has {len(items) // unit}", field="item_lengths"
+        )  # fmt: skip
+    if query_lengths is None:
+        shared = len(query) // unit
+        if not shared and not shortest:
+            row = next(i for i, n in enumerate(lengths) if not n)
+            raise _bad(f"items[{row}]", f"items[{row}]: empty, and so is the query", "1")
+        return rows, total + shared * rows, longest + shared
+    if len(query_lengths) != len(item_lengths):
+        raise WireError(
+            "malformed",
+            f"query_lengths: {len(query_lengths) // 4} rows for {rows} items",
+            field="query_lengths",
+            limit=str(rows),
+        )
+    heads = np.frombuffer(query_lengths, np.uint32)
+    heads_total = int(heads.sum(dtype=np.int64))
+    if heads_total * unit != len(query):
+        raise WireError(
+            "malformed", f"query_lengths: sum {heads_total}; frame 'query' has {len(query) // unit}", field="query_lengths"
+        )  # fmt: skip
+    both = heads.astype(np.int64) + np.frombuffer(item_lengths, np.uint32)
+    if not both.min():
+        row = int(both.argmin())
+        raise _bad(f"items[{row}]", f"items[{row}]: empty, and so is its query", "1")
+    return rows, int(both.sum()), int(both.max())
+
+
+def _spread(lengths: "memoryview[int] | npt.NDArray[np.uint32]") -> tuple[int, int, int]:
+    """(sum, minimum, maximum)."""
+    if isinstance(lengths, memoryview):
+        return sum(lengths), min(lengths), max(lengths)
+    return int(lengths.sum(dtype=np.int64)), int(lengths.min()), int(lengths.max())
+
+
+def _max_id(name: str, ids: Buffer, lengths: Buffer | None) -> int:
+    if not ids:
+        return -1
+    view = np.frombuffer(ids, np.uint32)
+    top = int(view.max())
+    if top >= _INT31:
+        at = int(view.argmax())
+        where = _where(name, at, lengths)
+        value = int(view[at]) - 2**32
+        raise _bad(where, f"{where}: token id {value} is negative", "0")
+    return top
+
+
+def _where(name: str, at: int, lengths: Buffer | None) -> str:
+    """`items[row][position]` of the id at `at` in a ragged frame."""
+    if lengths is None:
+        return f"{name}[{at}]"
+    ends = np.cumsum(np.frombuffer(lengths, np.uint32).astype(np.int64))
+    row = int(np.searchsorted(ends, at, side="right"))
+    return f"{name}[{row}][{at - (int(ends[row - 1]) if row else 0)}]"
+
+
+def _locate_id(work: Work, vocab: int) -> tuple[str, str, str]:
+    frames = work.frames
+    ragged = [("items", frames[-2], frames[-1]), ("query", frames[0], frames[1] if len(frames) == 4 else None)]
+    for name, ids, lengths in ragged:
+        view = np.frombuffer(ids, np.uint32)
+        over = np.flatnonzero(view >= vocab)
+        if len(over):
+            where = _where(name, int(over[0]), lengths)
+            return where, f"{where}: token id {int(view[over[0]])} is outside the vocabulary of {vocab}", str(vocab)
+    raise AssertionError("no id is outside the vocabulary")
+
+
+def _check_text(name: str, frame: Buffer, lengths: Buffer | None) -> None:
+    data = bytes(frame)
+    at = 0
+    pieces = [len(data)] if lengths is None else np.frombuffer(lengths, np.uint32).tolist()
+    for row, n in enumerate(pieces):
+        try:
+            data[at : at + n].decode()
+        except UnicodeDecodeError as error:
+            where = name if lengths is None else f"{name}[{row}]"
+            raise _bad(where, f"{where}: not UTF-8 at byte {error.start}", "") from None
+        at += n
+
+
+def _cut_ragged(
+    name: str, values: Buffer, lengths: Buffer, start: int, end: int
+) -> tuple[Buffer, Buffer, FrameSpec, FrameSpec]:
+    view = memoryview(lengths).cast("I")
+    first = sum(view[:start])
+    count = sum(view[start:end])
+    return (
+        memoryview(values)[4 * first : 4 * (first + count)],
+        memoryview(lengths)[4 * start : 4 * end],
+        FrameSpec(name, "int32", (count,)),
+        FrameSpec("query_lengths" if name == "query" else "item_lengths", "uint32", (end - start,)),
+    )

@@ -1,0 +1,50 @@
+"""What the coordinator wants done: the outputs of `Machine.handle`, performed in order by the shell.
+
+Messages are protocol structs with their payload frames; the shell encodes frame 0 and sends. A send may fail silently: whatever
+matters is repeated by its sender, or noticed by silence.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from enginepool.coordinator.events import Buffer, Link
+from enginepool.protocol.messages import Message
+
+
+class Effect(msgspec.Struct, gc=False):
+    """Base of all effects."""
+
+
+class ToClient(Effect):
+    """Send to a client."""
+
+    link: Link
+    message: Message
+    frames: Sequence[Buffer] = ()
+
+
+class ToWorker(Effect):
+    """Send to a worker."""
+
+    link: Link
+    message: Message
+    frames: Sequence[Buffer] = ()
+
+
+class StartWorker(Effect):
+    """Start the process of place `index` in `group`, under the name `incarnation`."""
+
+    group: str
+    index: int
+    incarnation: str
+
+
+class KillWorker(Effect):
+    """SIGKILL the process group of `incarnation`; `WorkerExited` follows once all of it has ended."""
+
+    incarnation: str
+
+
+class Drained(Effect):
+    """All work is answered and every worker of ours has ended: the process may end."""

@@ -1,0 +1,231 @@
+"""What can happen to the coordinator: the inputs of `Machine.handle`. Every event carries `now`, seconds on one monotonic
+clock.
+
+The shell makes them from sockets, timers and processes; the simulator makes them from a seed. `link` is the opaque address of a
+socket peer: it names a connection, never a client or a worker, and changes with each reconnect.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from enginepool.protocol.messages import Capabilities, FrameSpec, Part
+
+Link = bytes
+Buffer = bytes | memoryview
+
+
+class Event(msgspec.Struct, gc=False):
+    """Base of all events."""
+
+    now: float
+
+
+class Work(msgspec.Struct, frozen=True, gc=False):
+    """The content of a score request after the door has checked it: counts for deciding, buffers for forwarding.
+
+    `tokens` and `longest` are the sum and the maximum of the rows' lengths, query and item together (bytes while `text`).
+    `part` and `frames` are forwarded as they came. `digest` tells equal contents from others within this process.
+    """
+
+    group: str
+    rows: int
+    tokens: int
+    longest: int
+    max_id: int
+    max_label: int
+    hidden: bool
+    text: bool
+    nbytes: int
+    digest: int
+    part: Part
+    frames: Sequence[Buffer]
+
+
+# --- the pool itself ---------------------------------------------------------------------------------------------------
+
+
+class LiveProcess(msgspec.Struct, frozen=True):
+    """A worker process of an earlier coordinator that the supervisor found alive."""
+
+    group: str
+    index: int
+    incarnation: str
+
+
+class Started(Event):
+    """The first event. `versions` are the committed weight versions by group, from the journal."""
+
+    epoch: int
+    versions: dict[str, int]
+    alive: Sequence[LiveProcess] = ()
+
+
+class Tick(Event):
+    """Time has passed. Sent when `Machine.wake_at` is due; all sockets were drained before it."""
+
+
+class DrainAsked(Event):
+    """Take nothing new, finish what is queued within `within` seconds, then stop the workers."""
+
+    within: float
+
+
+# --- clients -----------------------------------------------------------------------------------------------------------
+
+
+class ClientHello(Event):
+    """A client opened a link. `incarnation` grows with each link of the same client."""
+
+    link: Link
+    client: bytes
+    token: bytes
+    incarnation: int
+
+
+class Submit(Event):
+    """A score request, checked for all that needs no knowledge of the model. `deadline` is on the clock of `now`."""
+
+    link: Link
+    id: int
+    work: Work
+    priority: int
+    deadline: float | None
+
+
+class CancelAsked(Event):
+    """A client takes request `id` back."""
+
+    link: Link
+    id: int
+
+
+class Acked(Event):
+    """A client has the answers of these requests."""
+
+    link: Link
+    ids: list[int]
+
+
+class Heard(Event):
+    """A ping with its `at`, or (None) a message that was refused at the door: the client on `link` is alive."""
+
+    link: Link
+    at: int | None = None
+
+
+class ClientLeft(Event):
+    """A client said goodbye."""
+
+    link: Link
+
+
+class LinkCut(Event):
+    """The link of a client is gone, or was cut because its outbox ran over. The client may come back on another one."""
+
+    link: Link
+
+
+class StatusAsked(Event):
+    """Somebody wants a status report; `measures` are facts of the shell that the report repeats."""
+
+    link: Link
+    id: int
+    outbox_bytes: int = 0
+    pauses: tuple[int, int] = (0, 0)
+
+
+# --- workers -----------------------------------------------------------------------------------------------------------
+
+
+class WorkerRegistered(Event):
+    """A worker opened a link. `epoch` is the last one it heard."""
+
+    link: Link
+    group: str
+    incarnation: str
+    pid: int
+    host: str
+
+
+class WorkerStage(Event):
+    """A worker says what it is doing."""
+
+    link: Link
+    stage: str
+    detail: str
+
+
+class WorkerReady(Event):
+    """A worker's engine is loaded and warm."""
+
+    link: Link
+    capabilities: Capabilities
+    version: int
+
+
+class WorkerIdle(Event):
+    """A worker has heard `epoch` and holds nothing older."""
+
+    link: Link
+    epoch: int
+
+
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """One part of a finished batch: its frames, already held to their specs, or an error code and line."""
+
+    specs: Sequence[FrameSpec]
+    frames: Sequence[Buffer]
+    code: str = ""
+    message: str = ""
+
+
+class BatchDone(Event):
+    """A worker finished a batch."""
+
+    link: Link
+    batch: tuple[int, int]
+    outcomes: Sequence[Outcome]
+    version: int
+    forwards: int
+    run_us: int
+
+
+class TextTokenised(Event):
+    """A worker tokenised a text request: frames `items` and `item_lengths`, held to their specs, or an error line."""
+
+    link: Link
+    task: tuple[int, int]
+    specs: Sequence[FrameSpec]
+    frames: Sequence[Buffer]
+    message: str = ""
+
+
+class WorkerHeard(Event):
+    """A pong of a worker, or a ping with its `at`."""
+
+    link: Link
+    at: int | None = None
+
+
+class WorkerBye(Event):
+    """A worker says that it ends, and why."""
+
+    link: Link
+    reason: str
+    failed: bool
+
+
+class WorkerBroken(Event):
+    """A worker sent what no worker sends; `reason` is one line."""
+
+    link: Link
+    reason: str
+
+
+class WorkerExited(Event):
+    """A worker's process and all its children have ended. `permanent`: starting it again cannot help."""
+
+    incarnation: str
+    reason: str
+    permanent: bool = False

@@ -1,0 +1,422 @@
+"""Workers and their places: registration, readiness, loss, restart, retirement.
+
+Two clocks are kept apart. Silence (`silence_s` without any message) means the process or its link is gone. Progress (a
+deadline for each stage, and for each forward) means it is alive and does nothing. Either way the worker is lost: its
+incarnation is refused for ever, its process group is killed, and no successor starts before the supervisor has seen all of it
+end.
+"""
+
+from collections import deque
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.batching import post_batch, pump, release_kept
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.effects import KillWorker, StartWorker, ToWorker
+from enginepool.coordinator.events import Link
+from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.state import Batch, Group, Place, Worker
+from enginepool.protocol.messages import Accept, Capabilities, Drain, Failure, Ping, Pong
+
+#: how many refused incarnations of workers that dialled in are remembered
+REFUSED = 65_536
+#: a worker that said goodbye ends within this, or is killed
+GOODBYE_S = 30.0
+#: a place that stayed up this long has its backoff forgotten
+STEADY_S = 60.0
+
+
+class Fleet:
+    """The worker side of the machine."""
+
+    def __init__(self, core: Core, requests: Requests) -> None:
+        self.core = core
+        self.requests = requests
+        self._refused: dict[str, None] = {}
+        self._refused_order: deque[str] = deque()
+        self._order = 0
+        self._pinged = 0.0
+
+    # --- links ---------------------------------------------------------------------------------------------------------
+
+    def register(self, e: ev.WorkerRegistered) -> None:
+        """A worker dials in: one of ours, one that somebody else started, or one that comes back on a new link."""
+        core = self.core
+        group = core.groups.get(e.group)
+        if group is None:
+            names = ", ".join(core.groups)
+            self._refuse(e.link, "unknown_group", f"group: {e.group!r} is none of: {names}")
+            return
+        if e.incarnation in self._refused:
+            self._refuse(e.link, "superseded", f"incarnation {e.incarnation} was given up")
+            return
+        worker = group.workers.get(e.incarnation)
+        if worker is not None:
+            core.worker_links.pop(worker.link, None)
+            worker.link = e.link
+        else:
+            place = next((p for p in group.places if p.incarnation == e.incarnation), None)
+            if place is not None and place.state != "up":
+                self._refuse(e.link, "superseded", f"incarnation {e.incarnation} was given up")
+                return
+            self._order += 1
+            worker = Worker(e.incarnation, group, e.link, place, self._order, e.now)
+            worker.pid, worker.host = e.pid, e.host
+            group.workers[e.incarnation] = worker
+        worker.heard = e.now
+        core.worker_links[e.link] = worker
+        core.effects.append(ToWorker(e.link, Accept(core.epoch, orphan_s=core.config.timing.orphan_s)))
+        # What was sent on the old link may be lost with it; the worker runs a batch id once.
+        for batch in worker.batches.values():
+            post_batch(core, batch)
+        if core.touched is not None:
+            core.touched.append(worker)
+
+    def _refuse(self, link: Link, code: str, message: str) -> None:
+        self.core.effects.append(ToWorker(link, Failure(code, message)))
+
+    def of(self, link: Link) -> Worker | None:
+        """The worker on `link`, heard just now; a link that nobody registered is told so."""
+        worker = self.core.worker_links.get(link)
+        if worker is None:
+            self._refuse(link, "hello_required", "this link has not registered with this coordinator")
+            return None
+        worker.heard = self.core.now
+        return worker
+
+    # --- progress ------------------------------------------------------------------------------------------------------
+
+    def stage(self, e: ev.WorkerStage) -> None:
+        """A worker says what it does; a new stage has a new deadline."""
+        worker = self.of(e.link)
+        if worker is None:
+            return
+        worker.detail = e.detail
+        if worker.stage != e.stage:
+            worker.stage = e.stage
+            worker.since = e.now
+            self._changed(worker)
+
+    def ready(self, e: ev.WorkerReady) -> None:
+        """A worker's engine is ready. The first one of a group sets the limits of the group."""
+        worker = self.of(e.link)
+        if worker is None:
+            return
+        group, can = worker.group, e.capabilities
+        others = [w for w in group.workers.values() if w is not worker and w.capabilities is not None]
+        wrong = _impossible(can)
+        if not wrong and group.capabilities is not None and others:
+            wrong = _differs(group.capabilities, can)
+        if wrong:
+            self.lose(worker, wrong, kill=True)
+            return
+        worker.capabilities = can
+        worker.version = e.version
+        worker.stage, worker.detail, worker.since = "ready", "", e.now
+        if group.capabilities is None or not others:
+            group.capabilities = can
+            self.requests.recheck(group)
+        group.down = ""
+        self._changed(worker)
+
+    def idle(self, e: ev.WorkerIdle) -> None:
+        """A worker has dropped everything of earlier epochs."""
+        worker = self.of(e.link)
+        if worker is not None and e.epoch == self.core.epoch:
+            worker.idle = True
+            self._changed(worker)
+
+    def _changed(self, worker: Worker) -> None:
+        group = worker.group
+        group.routing.update(worker)
+        if self.core.touched is not None:
+            self.core.touched.append(worker)
+        if worker.open:
+            if group.text_waiting:
+                self.requests.text_for(group)
+            pump(self.core, group)
+
+    # --- work ----------------------------------------------------------------------------------------------------------
+
+    def heard(self, e: ev.WorkerHeard) -> None:
+        """A worker is alive."""
+        if self.of(e.link) is not None and e.at is not None:
+            self.core.effects.append(ToWorker(e.link, Pong(e.at, self.core.epoch)))
+
+    def done(self, e: ev.BatchDone) -> None:
+        """A batch is finished. Unknown ids are of an earlier attempt, and dropped."""
+        worker = self.of(e.link)
+        if worker is None:
+            return
+        batch = worker.batches.get(e.batch)
+        if batch is None:
+            return
+        if wrong := _misfit(batch, e):
+            self.lose(worker, wrong, kill=True)
+            return
+        group = worker.group
+        self._remove(worker, batch)
+        worker.done += 1
+        group.batches += 1
+        group.forwards += e.forwards
+        if e.forwards != 1:
+            group.split_batches += 1
+        rate = e.run_us / 1e6 / batch.cost
+        group.rate = rate if not group.rate else 0.9 * group.rate + 0.1 * rate
+        self.requests.outcome(batch, e)
+        pump(self.core, group)
+        if self.core.touched is not None:
+            self.core.touched += (worker, group)
+
+    def _remove(self, worker: Worker, batch: Batch) -> None:
+        """Take a batch off its worker's ledger."""
+        group = worker.group
+        del worker.batches[batch.id]
+        worker.cost -= batch.cost
+        worker.rows -= batch.rows
+        if batch.trial:
+            group.trial = None
+            worker.kept = False
+            group.routing.update(worker)
+        elif worker.stamp:
+            group.routing.moved(worker)
+
+    def tokenised(self, e: ev.TextTokenised) -> None:
+        """A worker answered a tokenising task."""
+        worker = self.of(e.link)
+        if worker is not None:
+            self.requests.tokenised(worker, e)
+            pump(self.core, worker.group)
+
+    # --- loss ----------------------------------------------------------------------------------------------------------
+
+    def broken(self, e: ev.WorkerBroken) -> None:
+        """A worker said something that no worker says."""
+        worker = self.of(e.link)
+        if worker is not None:
+            self.lose(worker, e.reason, kill=True)
+
+    def bye(self, e: ev.WorkerBye) -> None:
+        """A worker ends. One that failed is killed with all it started; one that drained has a moment to end by itself."""
+        worker = self.of(e.link)
+        if worker is None:
+            return
+        place = worker.place
+        self.lose(worker, e.reason, kill=e.failed)
+        if place is not None and not e.failed:
+            place.last_words = e.reason
+            place.until = e.now + GOODBYE_S
+
+    def lose(self, worker: Worker, reason: str, *, kill: bool) -> None:
+        """This incarnation is gone for ever: its batches are dissolved, its process is killed unless it has ended."""
+        core, group = self.core, worker.group
+        worker.lost = True
+        del group.workers[worker.incarnation]
+        core.worker_links.pop(worker.link, None)
+        group.routing.update(worker)
+        if group.kept_worker is worker:
+            group.kept_worker = None
+        worker.kept = False
+        batches = list(worker.batches.values())
+        group.lost_batches += len(batches)
+        self.requests.texts_lost(worker, reason)
+        for batch in batches:
+            self._remove(worker, batch)
+            self.requests.lost(batch, reason)
+        if worker.place is None:
+            self._remember(worker.incarnation)
+            self._refuse(worker.link, "superseded", reason)
+        elif kill:
+            self._end(worker.place, reason)
+        pump(core, group)
+        if core.touched is not None:
+            core.touched += (worker, group)
+
+    def _remember(self, incarnation: str) -> None:
+        self._refused[incarnation] = None
+        self._refused_order.append(incarnation)
+        if len(self._refused_order) > REFUSED:
+            del self._refused[self._refused_order.popleft()]
+
+    def exited(self, e: ev.WorkerExited) -> None:
+        """All of a worker's process group has ended; its place may have a successor."""
+        for group in self.core.groups.values():
+            for place in group.places:
+                if place.incarnation == e.incarnation:
+                    worker = group.workers.get(e.incarnation)
+                    if worker is not None:
+                        self.lose(worker, e.reason, kill=False)
+                    if place.state == "up" and not place.last_words:
+                        place.last_words = e.reason
+                    self._vacate(place, e.permanent)
+                    return
+
+    # --- places --------------------------------------------------------------------------------------------------------
+
+    def open_places(self, group: Group, alive: list[ev.LiveProcess]) -> None:
+        """Make the group's places; those whose process survived an earlier coordinator wait for it to dial in."""
+        core = self.core
+        for index in range(group.config.workers):
+            place = Place(group, index)
+            group.places.append(place)
+            survivor = next((p for p in alive if p.group == group.name and p.index == index), None)
+            if survivor is not None:
+                place.state, place.incarnation = "up", survivor.incarnation
+                place.begun = core.now
+                place.until = core.now + core.config.timing.silence_s
+            else:
+                self._start(place)
+
+    def _start(self, place: Place) -> None:
+        core, name = self.core, place.group.name
+        core.counter += 1
+        place.incarnation = f"{name}-{place.index}.{core.epoch:x}.{core.counter}"
+        place.state = "up"
+        place.last_words = ""
+        place.begun = core.now
+        place.until = core.now + core.config.timing.starting_s
+        core.effects.append(StartWorker(name, place.index, place.incarnation))
+
+    def _end(self, place: Place, reason: str) -> None:
+        if place.state == "up":
+            place.state = "ending"
+            place.last_words = reason
+            self.core.effects.append(KillWorker(place.incarnation))
+
+    def _vacate(self, place: Place, permanent: bool) -> None:
+        """The process of a place has ended: wait and start again, or retire the place."""
+        core, policy = self.core, self.core.config.restart
+        place.incarnation = ""
+        if core.now - place.begun > STEADY_S:
+            place.losses.clear()
+        place.losses = [at for at in place.losses if core.now - at < policy.window_s]
+        place.losses.append(core.now)
+        if core.draining or permanent or len(place.losses) > policy.max_restarts:
+            place.state = "retired"
+            self._maybe_down(place.group)
+            return
+        place.state = "backoff"
+        place.restarts += 1
+        place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2 ** (len(place.losses) - 1))
+
+    def _maybe_down(self, group: Group) -> None:
+        if group.workers or any(place.state != "retired" for place in group.places) or self.core.draining:
+            return
+        last = next((p.last_words for p in group.places if p.last_words), "unknown")
+        group.down = f"group {group.name!r}: no worker is left and none will be restarted; the last one ended: {last}"
+        self.requests.fail_all(group, "pool_down", group.down)
+
+    # --- time ----------------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Ping, and act on every deadline that has passed."""
+        core, timing = self.core, self.core.config.timing
+        ping = core.now - self._pinged >= timing.ping_s
+        if ping:
+            self._pinged = core.now
+        for worker in list(core.worker_links.values()):
+            if worker.lost:
+                continue
+            if reason := self._overdue(worker):
+                self.lose(worker, reason, kill=True)
+            elif ping:
+                core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
+        for group in core.groups.values():
+            for place in group.places:
+                if core.now < place.until:
+                    continue
+                if place.state == "backoff" and not core.draining:
+                    self._start(place)
+                elif place.state == "up" and place.incarnation not in group.workers:
+                    why = f"the worker process did not register within {core.now - place.begun:.0f} s"
+                    self._end(place, place.last_words or why)
+
+    def _overdue(self, worker: Worker) -> str:
+        now, timing = self.core.now, self.core.config.timing
+        if now - worker.heard > timing.silence_s:
+            return f"silent for {now - worker.heard:.1f} s"
+        allowed = {"starting": timing.starting_s, "loading": timing.loading_s, "compiling": timing.compiling_s}.get(
+            worker.stage
+        )
+        if allowed is not None and now - worker.since > allowed:
+            return f"{worker.stage} for more than {allowed:.0f} s"
+        for batch in worker.batches.values():
+            if now > batch.deadline:
+                return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
+            break
+        return ""
+
+    def extend(self, gap: float) -> None:
+        """The coordinator itself stood still for `gap` seconds: nobody else is to blame for the silence."""
+        for worker in self.core.worker_links.values():
+            worker.heard += gap
+            worker.since += gap
+            for batch in worker.batches.values():
+                batch.deadline += gap
+        for group in self.core.groups.values():
+            for place in group.places:
+                place.until += gap
+        for client in self.core.clients.values():
+            client.heard += gap
+
+    # --- the end -------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Ask every worker of ours to end."""
+        for worker in self.core.worker_links.values():
+            if worker.place is not None:
+                self.core.effects.append(ToWorker(worker.link, Drain()))
+        for group in self.core.groups.values():
+            for place in group.places:
+                if place.state == "backoff":
+                    place.state = "retired"
+                elif place.state == "up" and place.incarnation not in group.workers:
+                    self._end(place, "the pool ends")
+
+    def kill_all(self) -> None:
+        """End every worker of ours now."""
+        for group in self.core.groups.values():
+            release_kept(group)
+            for place in group.places:
+                self._end(place, "the pool ends")
+
+    def ended(self) -> bool:
+        """No process of ours is left."""
+        return not any(place.incarnation for group in self.core.groups.values() for place in group.places)
+
+
+def _impossible(can: Capabilities) -> str:
+    if not (
+        0 < can.batch_tokens <= can.inflight_tokens
+        and 0 < can.batch_rows <= can.inflight_rows
+        and can.page > 0
+        and can.context > 0
+        and can.vocab > 0
+    ):
+        return f"ready with impossible capabilities: {can}"
+    return ""
+
+
+def _differs(first: Capabilities, can: Capabilities) -> str:
+    for key in ("kind", "vocab", "context", "batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "page", "labels",
+                "hidden", "text"):  # fmt: skip
+        if getattr(first, key) != getattr(can, key):
+            return f"ready with {key} = {getattr(can, key)!r}; the group's other workers have {getattr(first, key)!r}"
+    return ""
+
+
+def _misfit(batch: Batch, e: ev.BatchDone) -> str:
+    """Why this is no answer to that batch, or ""."""
+    if len(e.outcomes) != len(batch.slices):
+        return f"answered {len(e.outcomes)} parts for a batch of {len(batch.slices)}"
+    for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
+        if outcome.code:
+            continue
+        rows = end - start
+        want = ("scores", "hidden") if request.work.hidden else ("scores",)
+        if tuple([spec.name for spec in outcome.specs]) != want:
+            return f"answered frames {[spec.name for spec in outcome.specs]} where {list(want)} were asked"
+        for spec in outcome.specs:
+            shape = spec.shape
+            if spec.dtype != "float32" or len(shape) != 2 or shape[0] != rows:
+                return f"answered {spec.name} {spec.dtype} {list(shape)} for {rows} rows"
+    return ""

@@ -1,0 +1,163 @@
+"""The coordinator's machine: `handle(event) -> list[Effect]`, and nothing else changes its state.
+
+Pure: no sockets, clocks, randomness or logging. Time comes inside events. The shell performs the effects in order and sends
+`Tick` no later than `wake_at`. `requests` is the side of the clients, `fleet` the side of the workers, `batching` where they
+meet.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from enginepool.config import PoolConfig
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.effects import Drained, Effect, ToClient
+from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.state import Client, Group
+from enginepool.coordinator.status import report
+
+#: how often silence, stages, places and the answer store are looked at
+WATCH_S = 0.25
+#: a tick that is later than this was held up by the coordinator itself
+STALL_S = 1.0
+
+
+class Machine:
+    """One coordinator. `checked=True` runs `check()` on whatever an event touched (for tests)."""
+
+    def __init__(self, config: PoolConfig, *, checked: bool = False) -> None:
+        self.core = core = Core(config)
+        self.requests = requests = Requests(core)
+        self.fleet = fleet = Fleet(core, requests)
+        self._checked = checked
+        self._next_watch = 0.0
+        self._last_watch = 0.0
+        self._drain_until = float("inf")
+        self._kill_at = float("inf")
+        self._drained = False
+        self._on: dict[type[ev.Event], Callable[[Any], None]] = {
+            ev.Started: self._started,
+            ev.Tick: self._tick,
+            ev.DrainAsked: self._drain,
+            ev.ClientHello: requests.hello,
+            ev.Submit: requests.submit,
+            ev.CancelAsked: requests.cancel,
+            ev.Acked: requests.acked,
+            ev.Heard: requests.heard,
+            ev.ClientLeft: requests.left,
+            ev.LinkCut: requests.link_cut,
+            ev.StatusAsked: self._status,
+            ev.WorkerRegistered: fleet.register,
+            ev.WorkerStage: fleet.stage,
+            ev.WorkerReady: fleet.ready,
+            ev.WorkerIdle: fleet.idle,
+            ev.BatchDone: fleet.done,
+            ev.TextTokenised: fleet.tokenised,
+            ev.WorkerHeard: fleet.heard,
+            ev.WorkerBye: fleet.bye,
+            ev.WorkerBroken: fleet.broken,
+            ev.WorkerExited: fleet.exited,
+        }
+
+    def handle(self, event: ev.Event) -> list[Effect]:
+        """What to do about `event`. Times of events never go back."""
+        core = self.core
+        core.now = event.now
+        effects = core.effects = []
+        if self._checked:
+            core.touched = []
+        self._on[type(event)](event)
+        if core.draining:
+            self._draining()
+        if self._checked:
+            self._check_touched()
+        return effects
+
+    def wake_at(self) -> float:
+        """When the next `Tick` is due."""
+        return min(self._next_watch, self.core.deadlines.next())
+
+    def _started(self, e: ev.Started) -> None:
+        core = self.core
+        core.epoch = e.epoch
+        core.started = self._last_watch = e.now
+        for name, config in core.config.groups.items():
+            group = core.groups[name] = Group(name, config, e.versions.get(name, 0))
+            self.fleet.open_places(group, list(e.alive))
+
+    def _tick(self, e: ev.Tick) -> None:
+        if e.now >= self._next_watch:
+            gap = e.now - self._last_watch - WATCH_S
+            if gap > STALL_S:
+                self.fleet.extend(gap)
+            self._last_watch = e.now
+            self._next_watch = e.now + WATCH_S
+            self.fleet.watch()
+            self.requests.expire()
+        self.requests.overdue()
+
+    def _drain(self, e: ev.DrainAsked) -> None:
+        core = self.core
+        if not core.draining:
+            core.draining = True
+            self._drain_until = e.now + e.within
+
+    def _draining(self) -> None:
+        """Once all is answered, or time is up, the workers end; once they have, so may the process."""
+        core = self.core
+        busy = any(client.live for client in core.clients.values())
+        if busy and core.now >= self._drain_until:
+            for group in core.groups.values():
+                self.requests.fail_all(group, "shutting_down", "the coordinator ended before this request was answered")
+            busy = False
+        if busy or self._drained:
+            return
+        if self._kill_at == float("inf"):
+            self._kill_at = core.now + core.config.timing.drain_s
+            self.fleet.drain()
+        elif core.now >= self._kill_at:
+            self.fleet.kill_all()
+        if self.fleet.ended():
+            self._drained = True
+            core.effects.append(Drained())
+
+    def _status(self, e: ev.StatusAsked) -> None:
+        self.core.effects.append(ToClient(e.link, report(self.core, e)))
+
+    # --- for tests -----------------------------------------------------------------------------------------------------
+
+    def _check_touched(self) -> None:
+        for entity in self.core.touched or ():
+            if not isinstance(entity, Group):
+                entity.check()
+
+    def check(self) -> None:
+        """Every invariant of the whole machine."""
+        core = self.core
+        live = [request for client in core.clients.values() for request in client.live.values()]
+        assert core.live_rows == sum(r.work.rows for r in live)
+        assert core.live_bytes == sum(r.work.nbytes for r in live)
+        core.answers.check()
+        for client in core.clients.values():
+            client.check()
+            assert (client.link is None) or core.links.get(client.link) is client, client
+        for request in live:
+            request.check()
+        for link, worker in core.worker_links.items():
+            assert worker.link == link and worker.group.workers.get(worker.incarnation) is worker, worker
+            worker.check()
+        for group in core.groups.values():
+            group.check()
+            mine = [r for r in live if r.group is group]
+            assert group.waiting + group.running == len(mine), (group.waiting, group.running, len(mine))
+            assert group.tokens == sum(r.work.tokens for r in mine)
+            for place in group.places:
+                place.check()
+
+    def __repr__(self) -> str:
+        core = self.core
+        waiting = sum(group.waiting for group in core.groups.values())
+        running = sum(group.running for group in core.groups.values())
+        clients: dict[bytes, Client] = core.clients
+        return f"<Machine epoch={core.epoch} clients={len(clients)} waiting={waiting} running={running}>"

@@ -1,0 +1,435 @@
+"""Requests from the door to their one final answer: clients, admission, duplicates, text, outcomes, cancel, deadlines.
+
+The order of the checks in `submit` is a promise: who are you (link), have I answered this already (duplicate), can anybody
+serve it (group, limits), is there room (window, queue). So a resend is attached to its request even while the pool is full.
+"""
+
+import hmac
+from collections.abc import Sequence
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.batching import pump
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.door import check_limits, with_ids
+from enginepool.coordinator.effects import ToClient, ToWorker
+from enginepool.coordinator.events import Buffer, Link
+from enginepool.coordinator.phases import DONE, QUEUED, RUNNING, TEXT
+from enginepool.coordinator.state import Batch, Client, Group, Request, Worker
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import (
+    PROTOCOL_VERSION,
+    Failure,
+    FrameSpec,
+    Message,
+    Pong,
+    Result,
+    Timings,
+    Tokenise,
+    Usage,
+    Welcome,
+)
+
+
+class Requests:
+    """The client side of the machine."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    # --- clients -------------------------------------------------------------------------------------------------------
+
+    def hello(self, e: ev.ClientHello) -> None:
+        """A link says whose it is. The newest incarnation of a client wins; its secret proves that it is the same client."""
+        core = self.core
+        client = core.clients.get(e.client)
+        if client is None:
+            client = core.clients[e.client] = Client(e.client, e.token, e.incarnation, e.link, e.now)
+        else:
+            if not hmac.compare_digest(client.token, e.token):
+                self.refuse(e.link, None, "unauthorised", "hello: the token is not this client's", field="token")
+                return
+            if e.incarnation < client.incarnation:
+                self.refuse(e.link, None, "superseded", "hello: a newer link of this client exists", field="incarnation")
+                return
+            if client.link is not None:
+                core.links.pop(client.link, None)
+            client.link = e.link
+            client.incarnation = e.incarnation
+            client.heard = e.now
+        core.links[e.link] = client
+        limits = core.config.limits
+        welcome = Welcome(
+            core.epoch,
+            protocol=PROTOCOL_VERSION,
+            capabilities=["score"],
+            groups=list(core.groups),
+            window_requests=limits.window_requests,
+            window_bytes=limits.window_bytes,
+            max_message_bytes=limits.max_message_bytes,
+            ping_ms=int(core.config.timing.ping_s * 1000),
+        )
+        core.effects.append(ToClient(e.link, welcome))
+
+    def heard(self, e: ev.Heard) -> None:
+        """A client is alive; a link that nobody has greeted is told to say Hello."""
+        client = self.core.links.get(e.link)
+        if client is None:
+            self.refuse(e.link, None, "hello_required", "this link has not said hello to this coordinator")
+        else:
+            client.heard = e.now
+            if e.at is not None:
+                self.core.effects.append(ToClient(e.link, Pong(e.at, self.core.epoch)))
+
+    def left(self, e: ev.ClientLeft) -> None:
+        """A client leaves for good."""
+        client = self.core.links.get(e.link)
+        if client is not None:
+            self.drop_client(client)
+
+    def link_cut(self, e: ev.LinkCut) -> None:
+        """A client's link is gone; its requests go on, and it may come back on another link."""
+        client = self.core.links.pop(e.link, None)
+        if client is not None and client.link == e.link:
+            client.link = None
+
+    def drop_client(self, client: Client) -> None:
+        """Nobody waits for this client's answers any more."""
+        core = self.core
+        if client.link is not None:
+            core.links.pop(client.link, None)
+            client.link = None
+        for request in list(client.live.values()):
+            self.fail(request, "cancelled", "the client left")
+        core.answers.drop_client(client)
+        core.clients.pop(client.id, None)
+
+    def expire(self) -> None:
+        """Forget silent clients and old answers."""
+        core = self.core
+        core.answers.expire(core.now)
+        limit = core.now - core.config.timing.client_silence_s
+        for client in [c for c in core.clients.values() if c.heard < limit]:
+            self.drop_client(client)
+
+    # --- admission -----------------------------------------------------------------------------------------------------
+
+    def submit(self, e: ev.Submit) -> None:
+        core = self.core
+        client = core.links.get(e.link)
+        if client is None:
+            self.refuse(e.link, e.id, "hello_required", "this link has not said hello to this coordinator")
+            return
+        client.heard = core.now
+        work = e.work
+        if self._known_already(client, e):
+            return
+        if core.draining:
+            self.refuse(e.link, e.id, "shutting_down", "the coordinator is draining")
+            return
+        name = work.group
+        if not name and len(core.groups) == 1:
+            group = next(iter(core.groups.values()))
+        else:
+            found = core.groups.get(name)
+            if found is None:
+                names = ", ".join(core.groups)
+                text = f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
+                self.refuse(e.link, e.id, "unknown_group", text, field="group", limit=names)
+                return
+            group = found
+        if group.down:
+            self.refuse(e.link, e.id, "pool_down", group.down)
+            return
+        if group.capabilities is not None and (wrong := check_limits(work, group.capabilities)):
+            self.refuse(e.link, e.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+            return
+        limits = core.config.limits
+        nbytes = work.nbytes
+        if len(client.live) >= limits.window_requests:
+            self._busy(e, group, "window_requests", limits.window_requests)
+        elif client.nbytes + nbytes > limits.window_bytes:
+            self._busy(e, group, "window_bytes", limits.window_bytes)
+        elif core.live_rows + work.rows > limits.queue_items:
+            self._busy(e, group, "queue_items", limits.queue_items)
+        elif core.live_bytes + nbytes > limits.queue_bytes:
+            self._busy(e, group, "queue_bytes", limits.queue_bytes)
+        else:
+            self._accept(client, group, e)
+
+    def _known_already(self, client: Client, e: ev.Submit) -> bool:
+        """Attach a resend to its request or its answer; refuse another content under the same id."""
+        core = self.core
+        live = client.live.get(e.id)
+        kept = None if live is not None else core.answers.get(client, e.id)
+        if live is None and kept is None:
+            return False
+        digest = live.work.digest if live is not None else kept.digest if kept is not None else 0
+        if digest != e.work.digest:
+            self.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
+        elif kept is not None:
+            core.effects.append(ToClient(e.link, kept.message, kept.frames))
+        return True
+
+    def _busy(self, e: ev.Submit, group: Group, field: str, limit: int) -> None:
+        wait = group.rate * group.tokens / max(1, group.routing.open) / 2
+        retry_after_ms = round(1000 * min(max(wait, 0.02), 5.0))
+        failure = Failure(
+            "busy", f"{field}: {limit} is reached", e.id, field=field, limit=str(limit), retry_after_ms=retry_after_ms
+        )
+        self.core.effects.append(ToClient(e.link, failure))
+
+    def _accept(self, client: Client, group: Group, e: ev.Submit) -> None:
+        core = self.core
+        work = e.work
+        core.seq += 1
+        request = Request(client, group, e.id, work, e.priority, e.deadline, core.now, core.seq)
+        client.live[e.id] = request
+        client.nbytes += work.nbytes
+        core.live_rows += work.rows
+        core.live_bytes += work.nbytes
+        group.waiting += 1
+        group.tokens += work.tokens
+        if e.deadline is not None:
+            core.deadlines.add(request, e.deadline)
+        if core.touched is not None:
+            core.touched += (client, request, group)
+        if work.text:
+            request.state = TEXT
+            self.tokenise(request)
+        else:
+            group.queue.push(request)
+            pump(core, group)
+
+    # --- text ----------------------------------------------------------------------------------------------------------
+
+    def tokenise(self, request: Request) -> None:
+        """Send the text of `request` to a worker that is ready, in turn; it waits when there is none."""
+        core, group = self.core, request.group
+        ready = [w for w in group.workers.values() if w.open]
+        if not ready:
+            group.text_waiting.append(request)
+            return
+        group.text_turn += 1
+        worker = ready[group.text_turn % len(ready)]
+        task = core.task_id()
+        worker.texts[task] = request
+        part = request.work.part
+        core.effects.append(ToWorker(worker.link, Tokenise(task, part.frames, part.item_first), request.work.frames))
+
+    def tokenised(self, worker: Worker, e: ev.TextTokenised) -> None:
+        """The ids of a text request, or why there are none."""
+        request = worker.texts.pop(e.task, None)
+        if request is None or request.state == DONE:
+            return
+        if e.message:
+            self.fail(request, "engine_error", e.message)
+            return
+        group = request.group
+        old = request.work
+        try:
+            work = with_ids(old, e.specs, e.frames)
+        except WireError as error:
+            self.fail(request, "engine_error", error.message)
+            return
+        request.work = work
+        group.tokens += work.tokens - old.tokens
+        request.state = QUEUED
+        group.queue.push(request)
+        if group.capabilities is not None and (wrong := check_limits(work, group.capabilities)):
+            self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+
+    def texts_lost(self, worker: Worker, reason: str) -> None:
+        """A worker is lost with text in hand: another one takes it. Deaths count only when it had nothing else to die of."""
+        texts = list(worker.texts.values())
+        worker.texts.clear()
+        for request in texts:
+            if request.state == DONE:
+                continue
+            if len(texts) == 1 and not worker.batches:
+                self.died_alone(request, reason)
+            if request.state != DONE:
+                self.tokenise(request)
+
+    def text_for(self, group: Group) -> None:
+        """A worker is ready: text that waited goes to it."""
+        waiting, group.text_waiting = group.text_waiting, []
+        for request in waiting:
+            if request.state == TEXT:
+                self.tokenise(request)
+
+    # --- outcomes ------------------------------------------------------------------------------------------------------
+
+    def outcome(self, batch: Batch, e: ev.BatchDone) -> None:
+        """Give each part of a finished batch to its request."""
+        for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
+            if request.state == DONE:
+                continue
+            rows = end - start
+            request.flying -= rows
+            request.left -= rows
+            if outcome.code:
+                self.fail(request, outcome.code, outcome.message)
+                continue
+            request.forwards.append(e.forwards)
+            if e.run_us > request.run_us:
+                request.run_us = e.run_us
+            if rows == request.work.rows:
+                self._answer(request, e.version, outcome.specs, outcome.frames)
+                continue
+            if request.version is not None and request.version != e.version:
+                self._start_over(request)
+            request.version = e.version
+            request.pieces.append((start, outcome.specs, outcome.frames))
+            if not request.left:
+                specs, frames = _join(request)
+                self._answer(request, e.version, specs, frames)
+
+    def _start_over(self, request: Request) -> None:
+        """A part came from other weights than the earlier ones: those run again. One answer is of one version."""
+        again = [(start, start + specs[0].shape[0]) for start, specs, _ in request.pieces]
+        request.pieces.clear()
+        self.put_back(request, again)
+
+    def put_back(self, request: Request, ranges: list[tuple[int, int]]) -> None:
+        """Rows of a live request wait again, in their old place. The caller has taken flying rows off `flying`."""
+        request.back = sorted([*request.back, *ranges])
+        request.left = request.flying + request.waiting_rows()
+        if request.state == RUNNING:
+            request.state = QUEUED
+            request.group.running -= 1
+            request.group.waiting += 1
+        (request.group.suspects if request.suspect else request.group.queue).push(request)
+
+    def lost(self, batch: Batch, reason: str) -> None:
+        """Dissolve a batch whose worker is lost: its requests wait again, and run alone from now on."""
+        for request, start, end in batch.slices:
+            if request.state == DONE:
+                continue
+            request.flying -= end - start
+            if not request.suspect and request.lane is not None:
+                request.lane.forget()
+            request.suspect = True
+            self.put_back(request, [(start, end)])
+            if batch.trial:
+                self.died_alone(request, reason)
+            if self.core.touched is not None:
+                self.core.touched.append(request)
+
+    def died_alone(self, request: Request, reason: str) -> None:
+        """A worker died while it had nothing but this request: after `max_attempts` of them it is poisoned."""
+        request.attempts += 1
+        request.evidence.append(reason)
+        if request.attempts >= self.core.config.restart.max_attempts:
+            request.group.poisoned += 1
+            text = f"workers died {request.attempts} times while this request ran alone"
+            self.fail(request, "poisoned", text, evidence=request.evidence)
+
+    # --- final answers -------------------------------------------------------------------------------------------------
+
+    def _answer(self, request: Request, version: int, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> None:
+        work = request.work
+        queued_us = int((request.started - request.arrival) * 1e6)
+        message = Result(
+            request.id,
+            version,
+            request.forwards,
+            Usage(work.rows, work.tokens),
+            Timings(queued_us, request.run_us),
+            list(specs),
+        )
+        request.group.answered += 1
+        self._finish(request, message, frames)
+
+    def fail(
+        self, request: Request, code: str, message: str, *, field: str = "", limit: str = "", evidence: list[str] | None = None
+    ) -> None:
+        """The final answer of a live request is an error."""
+        request.group.failed += 1
+        failure = Failure(code, message, request.id, field=field, limit=limit, evidence=evidence or [])
+        self._finish(request, failure, ())
+
+    def _finish(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
+        core, client, group, work = self.core, request.client, request.group, request.work
+        if request.state == RUNNING:
+            group.running -= 1
+        else:
+            group.waiting -= 1
+            if request.lane is not None:
+                request.lane.forget()
+        group.tokens -= work.tokens
+        request.state = DONE
+        del client.live[request.id]
+        client.nbytes -= work.nbytes
+        core.live_rows -= work.rows
+        core.live_bytes -= work.nbytes
+        if request.deadline is not None:
+            core.deadlines.forget()
+        core.answers.add(client, request.id, work.digest, message, frames, core.now)
+        if client.link is not None:
+            core.effects.append(ToClient(client.link, message, frames))
+        if core.touched is not None:
+            core.touched += (client, request, group)
+
+    def refuse(self, link: Link, id: int | None, code: str, message: str, *, field: str = "", limit: str = "") -> None:
+        """Answer a message that was not accepted."""
+        self.core.effects.append(ToClient(link, Failure(code, message, id, field=field, limit=limit)))
+
+    def cancel(self, e: ev.CancelAsked) -> None:
+        """First handled wins: a request that has its answer keeps it."""
+        client = self.core.links.get(e.link)
+        if client is None:
+            self.refuse(e.link, e.id, "hello_required", "this link has not said hello to this coordinator")
+            return
+        client.heard = self.core.now
+        request = client.live.get(e.id)
+        if request is not None:
+            self.fail(request, "cancelled", "the caller cancelled")
+            pump(self.core, request.group)
+
+    def acked(self, e: ev.Acked) -> None:
+        """The client has these answers."""
+        client = self.core.links.get(e.link)
+        if client is None:
+            return
+        client.heard = self.core.now
+        for id_ in e.ids:
+            self.core.answers.drop(client, id_)
+
+    def overdue(self) -> None:
+        """Answer requests whose deadline has passed, wherever they are."""
+        core = self.core
+        groups: set[str] = set()
+        for request in core.deadlines.due(core.now):
+            if request.state != DONE:
+                waited = core.now - request.arrival
+                self.fail(request, "deadline_exceeded", f"timeout_ms: no answer after {waited:.3f} s", field="timeout_ms")
+                groups.add(request.group.name)
+        for name in groups:
+            pump(core, core.groups[name])
+
+    def fail_all(self, group: Group, code: str, message: str) -> None:
+        """Every live request of a group gets this error."""
+        for client in list(self.core.clients.values()):
+            for request in [r for r in client.live.values() if r.group is group]:
+                self.fail(request, code, message)
+        group.text_waiting.clear()
+
+    def recheck(self, group: Group) -> None:
+        """The group's capabilities are known now: hold what waited to them."""
+        can = group.capabilities
+        assert can is not None
+        for client in list(self.core.clients.values()):
+            for request in [r for r in client.live.values() if r.group is group and r.state != RUNNING]:
+                if wrong := check_limits(request.work, can):
+                    self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+
+
+def _join(request: Request) -> tuple[list[FrameSpec], list[Buffer]]:
+    """The pieces of a request that was cut, put together in row order. Rows are concatenated, bytes as they came."""
+    pieces = sorted(request.pieces, key=lambda piece: piece[0])
+    specs: list[FrameSpec] = []
+    frames: list[Buffer] = []
+    for i, spec in enumerate(pieces[0][1]):
+        specs.append(FrameSpec(spec.name, spec.dtype, (request.work.rows, *spec.shape[1:])))
+        frames.append(b"".join(piece[2][i] for piece in pieces))
+    return specs, frames

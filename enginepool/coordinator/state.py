@@ -1,0 +1,298 @@
+"""The coordinator's entities: clients, requests, batches, workers, places, groups.
+
+Everything that decisions depend on lives here and in `queue`, `routing` and `answers`; the other pure files only change it.
+Each attribute that has an invariant says it in a `#:` comment, and `check()` of the entity asserts it: tests run `check()` on
+whatever an event touched.
+
+The life of a request:
+
+    TEXT     its text is with a worker's tokenizer, or waits for a worker that is ready
+    QUEUED   some of its rows have not been given to a worker, or came back from one that was lost
+    RUNNING  all its rows are with workers
+    DONE     its one final answer exists
+
+The life of a worker: registered (it may say stages) → ready → lost. A worker gets work while it is `open`: ready, idle in
+this epoch, on the committed version, and not kept for a trial. A lost worker never comes back: its incarnation is refused.
+
+The life of a place (a worker that this pool starts itself): backoff → up (its process exists) → ending (SIGKILL is on its way)
+→ backoff …, or retired.
+"""
+
+from collections.abc import Sequence
+
+from enginepool.config import GroupConfig
+from enginepool.coordinator.events import Buffer, Link, Work
+from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING
+from enginepool.coordinator.queue import Queue
+from enginepool.coordinator.routing import Routing
+from enginepool.protocol.messages import Capabilities, FrameSpec, TaskId
+
+
+class Client:
+    """A client object somewhere, over all its links."""
+
+    __slots__ = ("heard", "id", "incarnation", "link", "live", "nbytes", "token")
+
+    def __init__(self, id: bytes, token: bytes, incarnation: int, link: Link, now: float) -> None:
+        self.id = id
+        self.token = token
+        self.incarnation = incarnation
+        #: the newest link; None once it is known to be gone
+        self.link: Link | None = link
+        self.heard = now
+        #: requests without an answer, by their id; their number and bytes are what the window bounds
+        self.live: dict[int, Request] = {}
+        #: equals the sum of work.nbytes over `live`
+        self.nbytes = 0
+
+    def check(self) -> None:
+        assert self.nbytes == sum(r.work.nbytes for r in self.live.values()), self
+        for id_, request in self.live.items():
+            assert request.id == id_ and request.client is self and request.state != DONE, (self, request)
+
+    def __repr__(self) -> str:
+        return f"<Client {self.id.hex()[:8]}.{self.incarnation} live={len(self.live)}>"
+
+
+class Request:
+    """A score request until its final answer."""
+
+    __slots__ = (
+        "arrival", "attempts", "back", "client", "deadline", "evidence", "flying", "forwards", "group", "id", "key", "lane",
+        "left", "next", "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self, client: Client, group: "Group", id: int, work: Work, priority: int, deadline: float | None, now: float, seq: int
+    ) -> None:
+        self.client = client
+        self.group = group
+        self.id = id
+        self.work = work
+        self.priority = priority
+        self.deadline = deadline
+        self.arrival = now
+        #: constant: arrival − priority × ageing_s, or −priority when the order is strict; smaller runs first
+        ageing_s = group.config.ageing_s
+        self.key = -float(priority) if ageing_s is None else now - priority * ageing_s
+        #: arrival number; breaks ties, and survives a return to the queue
+        self.seq = seq
+        self.state = QUEUED
+        #: rows from `next` on were never given to a worker; `back` are ranges that came back from a lost one
+        self.next = 0
+        self.back: list[tuple[int, int]] = []
+        #: rows with workers now
+        self.flying = 0
+        #: rows without an outcome: left == flying + rows in back + rows from next on
+        self.left = work.rows
+        #: (first row, specs, frames) of finished parts, when the request was cut
+        self.pieces: list[tuple[int, Sequence[FrameSpec], Sequence[Buffer]]] = []
+        #: weight version of the finished parts
+        self.version: int | None = None
+        self.forwards: list[int] = []
+        self.run_us = 0
+        #: when the first part was dispatched
+        self.started = 0.0
+        #: it was with a worker that was lost: from now on it runs alone
+        self.suspect = False
+        #: deaths of workers while it ran alone, and what was said of each
+        self.attempts = 0
+        self.evidence: list[str] = []
+        #: the queue in which its entry counts; entries in another one are stale
+        self.lane: Queue | None = None
+
+    def waiting_rows(self) -> int:
+        return self.work.rows - self.next + sum(end - start for start, end in self.back)
+
+    def check(self) -> None:
+        rows = self.work.rows
+        assert 0 <= self.next <= rows, self
+        if self.state == DONE:
+            assert self.client.live.get(self.id) is not self, self
+            return
+        assert self.client.live.get(self.id) is self, self
+        assert self.left == self.flying + self.waiting_rows(), (self, self.left, self.flying, self.next, self.back)
+        assert self.left > 0, self
+        if self.state == RUNNING:
+            assert self.flying == self.left and not self.waiting_rows(), self
+        else:
+            assert self.waiting_rows() > 0, self
+        if self.state == QUEUED:
+            assert self.lane is (self.group.suspects if self.suspect else self.group.queue), self
+
+    def __repr__(self) -> str:
+        return f"<Request {self.client.id.hex()[:8]}/{self.id} {NAMES[self.state]} rows={self.work.rows} left={self.left}>"
+
+
+#: rows `start` to `end` of a request, in a batch
+Slice = tuple[Request, int, int]
+
+
+class Batch:
+    """Rows that a worker runs as one forward."""
+
+    __slots__ = ("cost", "deadline", "id", "rows", "slices", "trial", "worker")
+
+    def __init__(self, id: TaskId, worker: "Worker", slices: list[Slice], cost: int, rows: int, trial: bool) -> None:
+        self.id = id
+        self.worker = worker
+        self.slices = slices
+        #: tokens, with lengths rounded up to the engine's page
+        self.cost = cost
+        self.rows = rows
+        #: when the worker is lost if it has not answered
+        self.deadline = 0.0
+        #: a suspect runs alone in it
+        self.trial = trial
+
+    def __repr__(self) -> str:
+        return f"<Batch {self.id[1]} rows={self.rows} cost={self.cost}{' trial' if self.trial else ''}>"
+
+
+class Worker:
+    """One incarnation of a worker process, on its newest link."""
+
+    __slots__ = (
+        "batches", "capabilities", "cost", "detail", "done", "group", "heard", "host", "idle", "incarnation", "kept", "link",
+        "lost", "order", "pid", "place", "rows", "since", "stage", "stamp", "texts", "version",
+    )  # fmt: skip
+
+    def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
+        self.incarnation = incarnation
+        self.group = group
+        self.link = link
+        self.place = place
+        self.pid = 0
+        self.host = ""
+        #: creation number: iteration over workers is in this order
+        self.order = order
+        self.stage = "starting"
+        self.detail = ""
+        #: when the stage began
+        self.since = now
+        self.heard = now
+        self.capabilities: Capabilities | None = None
+        self.version = 0
+        #: it said Idle in this epoch
+        self.idle = False
+        #: kept free for a trial, or in one
+        self.kept = False
+        self.lost = False
+        self.batches: dict[TaskId, Batch] = {}
+        #: sums over `batches`; never over the capabilities' inflight_tokens and inflight_rows
+        self.cost = 0
+        self.rows = 0
+        #: text requests that it tokenises now
+        self.texts: dict[TaskId, Request] = {}
+        self.done = 0
+        #: number of its newest entry in the routing; 0: none is valid
+        self.stamp = 0
+
+    @property
+    def open(self) -> bool:
+        """It may be given batches."""
+        return (
+            self.capabilities is not None
+            and self.idle
+            and not self.kept
+            and not self.lost
+            and self.stage == "ready"
+            and self.version == self.group.version
+        )
+
+    def check(self) -> None:
+        assert self.cost == sum(b.cost for b in self.batches.values()), self
+        assert self.rows == sum(b.rows for b in self.batches.values()), self
+        assert (self.stamp != 0) == self.open, (self, self.stamp)
+        if self.lost:
+            assert not self.batches and not self.texts, self
+        if self.batches:
+            assert self.capabilities is not None and self.idle, self
+            can = self.capabilities
+            assert self.cost <= can.inflight_tokens and self.rows <= can.inflight_rows, self
+        for batch in self.batches.values():
+            assert batch.worker is self and batch.slices, batch
+            if batch.trial:
+                assert len(self.batches) == 1 and len(batch.slices) == 1 and self.group.trial is batch, batch
+            if len(batch.slices) > 1 or batch.rows > 1:
+                assert self.capabilities is not None and batch.cost <= self.capabilities.batch_tokens, batch
+            assert self.capabilities is not None and batch.rows <= self.capabilities.batch_rows, batch
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.incarnation} {self.stage} batches={len(self.batches)} cost={self.cost}>"
+
+
+class Place:
+    """A worker that this pool starts itself: the succession of its incarnations."""
+
+    __slots__ = ("begun", "group", "incarnation", "index", "last_words", "losses", "restarts", "state", "until")
+
+    def __init__(self, group: "Group", index: int) -> None:
+        self.group = group
+        self.index = index
+        #: "backoff" | "up" | "ending" | "retired"
+        self.state = "backoff"
+        #: the process that is up or ending; "" otherwise
+        self.incarnation = ""
+        #: backoff: when to start; up: when the process must have registered
+        self.until = 0.0
+        self.begun = 0.0
+        #: times of losses within the restart window
+        self.losses: list[float] = []
+        self.restarts = 0
+        #: why the last one ended
+        self.last_words = ""
+
+    def check(self) -> None:
+        assert self.state in ("backoff", "up", "ending", "retired"), self.state
+        assert (self.incarnation != "") == (self.state in ("up", "ending")), (self.state, self.incarnation)
+
+
+class Group:
+    """A named set of identical workers, and the queue before them."""
+
+    __slots__ = (
+        "answered", "batches", "capabilities", "config", "down", "failed", "forwards", "kept_worker", "lost_batches", "name",
+        "places", "poisoned", "queue", "rate", "routing", "running", "split_batches", "suspects", "text_turn", "text_waiting",
+        "tokens", "trial", "version", "waiting", "workers",
+    )  # fmt: skip
+
+    def __init__(self, name: str, config: GroupConfig, version: int) -> None:
+        self.name = name
+        self.config = config
+        #: the committed version; workers that hold another get no work
+        self.version = version
+        #: of the first worker that was ready; None before that
+        self.capabilities: Capabilities | None = None
+        self.workers: dict[str, Worker] = {}
+        self.places: list[Place] = []
+        self.queue = Queue()
+        #: suspects, which run alone, one at a time
+        self.suspects = Queue()
+        self.trial: Batch | None = None
+        #: kept free for the next trial until its batches are done
+        self.kept_worker: Worker | None = None
+        self.routing = Routing()
+        #: text requests that no worker tokenises yet
+        self.text_waiting: list[Request] = []
+        self.text_turn = 0
+        #: why nothing will ever run here, or ""
+        self.down = ""
+        #: seconds for each token of a batch, smoothed; 0 before the first
+        self.rate = 0.0
+        #: requests in TEXT or QUEUED, requests in RUNNING, and the tokens of all of them
+        self.waiting = 0
+        self.running = 0
+        self.tokens = 0
+        self.answered = self.failed = self.poisoned = 0
+        self.batches = self.forwards = self.split_batches = self.lost_batches = 0
+
+    def check(self) -> None:
+        self.queue.check()
+        self.suspects.check()
+        idle = [w for w in self.workers.values() if w.open and not w.batches]
+        assert not (idle and self.queue.head() is not None), (self.name, idle, self.queue.head())
+        if self.trial is not None:
+            assert self.trial.id in self.trial.worker.batches, self.trial
+        if self.down:
+            assert self.queue.head() is None and self.suspects.head() is None and not self.text_waiting, self.down

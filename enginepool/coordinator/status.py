@@ -1,0 +1,74 @@
+"""The status report: what the pool is doing, read off the machine's state."""
+
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.events import StatusAsked
+from enginepool.coordinator.state import Group, Place, Worker
+from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
+
+
+def report(core: Core, asked: StatusAsked) -> StatusReport:
+    """The whole pool at this moment."""
+    return StatusReport(
+        epoch=core.epoch,
+        id=asked.id,
+        uptime_s=round(core.now - core.started, 3),
+        clients=len(core.clients),
+        answers_kept=len(core.answers),
+        answers_bytes=core.answers.nbytes,
+        outbox_bytes=asked.outbox_bytes,
+        pauses=asked.pauses,
+        draining=core.draining,
+        groups=[_group(core, group) for group in core.groups.values()],
+    )
+
+
+def _group(core: Core, group: Group) -> GroupStatus:
+    head = group.queue.head()
+    absent = [_absent(core, place) for place in group.places if place.incarnation not in group.workers]
+    return GroupStatus(
+        name=group.name,
+        queued=group.waiting,
+        running=group.running,
+        queued_tokens=group.tokens,
+        oldest_s=round(core.now - head[0][2].arrival, 3) if head else 0.0,
+        version=group.version,
+        answered=group.answered,
+        failed=group.failed,
+        batches=group.batches,
+        forwards=group.forwards,
+        split_batches=group.split_batches,
+        lost_batches=group.lost_batches,
+        poisoned=group.poisoned,
+        model=group.config.model,
+        down=group.down,
+        workers=[_worker(core, worker) for worker in group.workers.values()] + absent,
+    )
+
+
+def _worker(core: Core, worker: Worker) -> WorkerStatus:
+    place = worker.place
+    return WorkerStatus(
+        name=f"{worker.group.name}-{place.index}" if place is not None else worker.incarnation,
+        incarnation=worker.incarnation,
+        stage=worker.stage,
+        pid=worker.pid,
+        host=worker.host,
+        version=worker.version if worker.capabilities is not None else None,
+        batches=len(worker.batches),
+        tokens=worker.cost,
+        done=worker.done,
+        silent_s=round(core.now - worker.heard, 3),
+        detail=worker.detail,
+        restarts=place.restarts if place is not None else 0,
+    )
+
+
+def _absent(core: Core, place: Place) -> WorkerStatus:
+    stage = {"up": "starting", "ending": "ending", "backoff": "backoff", "retired": "retired"}[place.state]
+    return WorkerStatus(
+        name=f"{place.group.name}-{place.index}",
+        incarnation=place.incarnation,
+        stage=stage,
+        detail=place.last_words,
+        restarts=place.restarts,
+    )

@@ -1,0 +1,274 @@
+"""Worker processes: starting them, seeing all of them end, finding those of an earlier coordinator.
+
+`Supervisor` is what the daemon needs; `LocalSupervisor` does it with child processes on this host. Each worker leads a session
+of its own, so that one SIGKILL to its process group reaches the engine's children too. Ends are awaited on pidfds, of the
+worker and then of whatever its group still holds: a successor starts only when nothing of it is left to hold a GPU.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Protocol
+
+import msgspec
+import psutil
+
+from enginepool.config import PoolConfig
+from enginepool.coordinator.events import LiveProcess
+
+#: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
+PERMANENT = 78
+#: logs of ended workers that are kept
+KEPT_LOGS = 20
+
+#: (incarnation, reason, permanent)
+Exited = Callable[[str, str, bool], None]
+
+
+class Supervisor(Protocol):
+    """Starts and ends worker processes, wherever they run. Every started one is reported as exited exactly once."""
+
+    def survivors(self) -> list[LiveProcess]:
+        """Worker processes that an earlier coordinator started and that still run; from now on they are watched."""
+        ...
+
+    def start(self, group: str, index: int, incarnation: str) -> None:
+        """Start a worker that will register as `incarnation`."""
+        ...
+
+    def kill(self, incarnation: str) -> None:
+        """End a worker and everything that it started, now."""
+        ...
+
+    def kill_all(self) -> None:
+        """End all of them, without waiting."""
+        ...
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """A worker process as written to disk; `created` tells it from a later process with the same pid."""
+
+    group: str
+    index: int
+    incarnation: str
+    pid: int
+    created: float
+
+
+class LocalSupervisor:
+    """Workers as processes of this host."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: PoolConfig,
+        directory: Path,
+        endpoint: str,
+        lifeline: int | None,
+        exited: Exited,
+    ) -> None:
+        self._loop = loop
+        self._config = config
+        self._records = directory / "workers"
+        self._logs = directory / "logs"
+        self._endpoint = endpoint
+        self._lifeline = lifeline
+        self._exited = exited
+        self._processes: dict[str, _Record] = {}
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        self._killed: set[str] = set()
+        self._records.mkdir(exist_ok=True)
+        self._logs.mkdir(exist_ok=True)
+
+    # --- starting ------------------------------------------------------------------------------------------------------
+
+    def survivors(self) -> list[LiveProcess]:
+        found: list[LiveProcess] = []
+        for path in sorted(self._records.glob("*.json")):
+            record = msgspec.json.decode(path.read_bytes(), type=_Record)
+            if _alive(record):
+                self._processes[record.incarnation] = record
+                self._watch_leader(record)
+                found.append(LiveProcess(record.group, record.index, record.incarnation))
+            else:
+                _kill_group(record.pid)
+                path.unlink()
+        return found
+
+    def start(self, group: str, index: int, incarnation: str) -> None:
+        try:
+            with open(self._log(incarnation), "wb") as log:
+                child = self._spawn(group, index, incarnation, log)
+        except OSError as error:
+            reason = f"the worker process could not be started: {error.strerror}"
+            self._loop.call_soon(self._exited, incarnation, reason, False)
+            return
+        record = _Record(group, index, incarnation, child.pid, psutil.Process(child.pid).create_time())
+        self._path(incarnation).write_bytes(msgspec.json.encode(record))
+        self._processes[incarnation] = record
+        self._children[incarnation] = child
+        self._watch_leader(record)
+        self._tidy_logs()
+
+    def _spawn(self, group: str, index: int, incarnation: str, log: IO[bytes]) -> "subprocess.Popen[bytes]":
+        config, timing = self._config.groups[group], self._config.timing
+        spec = {
+            "endpoint": self._endpoint,
+            "group": group,
+            "incarnation": incarnation,
+            "engine": config.engine,
+            "model": config.model,
+            "device": config.device,
+            "dtype": config.dtype,
+            "options": config.options,
+            "max_batch_tokens": config.max_batch_tokens,
+            "max_batch_rows": config.max_batch_rows,
+            "forwards_in_flight": config.forwards_in_flight,
+            "lifeline_fd": self._lifeline,
+            "orphan_s": timing.orphan_s,
+            "drain_s": timing.drain_s,
+        }
+        environment = {**os.environ, "ENGINEPOOL_WORKER": msgspec.json.encode(spec).decode()}
+        gpu = self._gpu(group, index)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        return subprocess.Popen(
+            [sys.executable, "-m", "enginepool.workers.main"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=() if self._lifeline is None else (self._lifeline,),
+        )
+
+    def _gpu(self, group: str, index: int) -> str | None:
+        """CUDA_VISIBLE_DEVICES of a worker: as configured, else one GPU for each worker over all groups, in turn."""
+        config = self._config.groups[group]
+        if config.gpus:
+            return config.gpus[index]
+        if config.engine != "sglang" or config.device not in ("auto", "cuda"):
+            return None
+        visible = visible_gpus()
+        if not visible:
+            return None
+        before = 0
+        for name, other in self._config.groups.items():
+            if name == group:
+                break
+            before += other.workers
+        return visible[(before + index) % len(visible)]
+
+    # --- ending --------------------------------------------------------------------------------------------------------
+
+    def kill(self, incarnation: str) -> None:
+        record = self._processes.get(incarnation)
+        if record is not None:
+            self._killed.add(incarnation)
+            _kill_group(record.pid)
+
+    def kill_all(self) -> None:
+        for incarnation in list(self._processes):
+            self.kill(incarnation)
+
+    def _watch_leader(self, record: _Record) -> None:
+        self._when_ended(record.pid, lambda: self._leader_ended(record))
+
+    def _when_ended(self, pid: int, then: Callable[[], None]) -> None:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_soon(then)
+            return
+
+        def readable() -> None:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+            then()
+
+        self._loop.add_reader(fd, readable)
+
+    def _leader_ended(self, record: _Record) -> None:
+        child = self._children.pop(record.incarnation, None)
+        code = child.wait() if child is not None else None
+        _kill_group(record.pid)
+        self._await_group(record, code)
+
+    def _await_group(self, record: _Record, code: int | None) -> None:
+        """Wait for the members of the worker's session one after the other, until none is left."""
+        for process in psutil.process_iter():
+            try:
+                if os.getsid(process.pid) == record.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    self._when_ended(process.pid, lambda: self._await_group(record, code))
+                    return
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        self._processes.pop(record.incarnation, None)
+        self._path(record.incarnation).unlink(missing_ok=True)
+        self._exited(record.incarnation, self._reason(record.incarnation, code), code == PERMANENT)
+        self._killed.discard(record.incarnation)
+
+    def _reason(self, incarnation: str, code: int | None) -> str:
+        """How it ended, with the last line that it wrote."""
+        if code is None:
+            how = "ended"
+        elif code >= 0:
+            how = f"exit code {code}"
+        else:
+            how = f"ended by {signal.Signals(-code).name}"
+        if incarnation in self._killed:
+            return how
+        last = self.last_line(incarnation)
+        return f"{how}: {last}" if last else how
+
+    def last_line(self, incarnation: str) -> str:
+        """The last line in a worker's log, or nothing."""
+        try:
+            with open(self._log(incarnation), "rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - 4096))
+                lines = log.read().decode(errors="replace").split("\n")
+        except FileNotFoundError:
+            return ""
+        return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")
+
+    def _tidy_logs(self) -> None:
+        ended = [path for path in self._logs.glob("*.log") if path.stem not in self._processes]
+        for path in sorted(ended, key=lambda path: path.stat().st_mtime)[:-KEPT_LOGS]:
+            path.unlink()
+
+    def _path(self, incarnation: str) -> Path:
+        return self._records / f"{incarnation}.json"
+
+    def _log(self, incarnation: str) -> Path:
+        return self._logs / f"{incarnation}.log"
+
+
+def _alive(record: _Record) -> bool:
+    try:
+        process = psutil.Process(record.pid)
+        return abs(process.create_time() - record.created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _kill_group(leader: int) -> None:
+    """SIGKILL what is in the session that `leader` leads or led. Nothing else can have that session id while a member lives."""
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader:
+                os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def visible_gpus() -> list[str]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name for name in named.split(",") if name]
+    devices = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
+    return sorted(devices, key=int)

@@ -1,0 +1,141 @@
+"""From wire messages to events. What cannot become an event raises `WireError`, or is a broken worker; nothing else escapes.
+
+Pure: the shell hands over the frames of one multipart message and the time.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.door import open_score
+from enginepool.coordinator.events import Buffer, Link
+from enginepool.protocol import messages as m
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import check_frames, decode_header
+
+_from_client = msgspec.msgpack.Decoder(m.FromClient)
+_from_worker = msgspec.msgpack.Decoder(m.FromWorker)
+
+
+class _Id(msgspec.Struct):
+    id: int | None = None
+
+
+_id = msgspec.msgpack.Decoder(_Id)
+
+
+def client_event(now: float, link: Link, frames: Sequence[Buffer], max_bytes: int) -> ev.Event:
+    """The event that a client's message is.
+
+    Raises:
+        WireError: the message is refused; its text is for the client.
+    """
+    size = 0
+    for frame in frames:
+        size += len(frame)
+    if size > max_bytes:
+        raise WireError("too_large", f"the message has {size} bytes; at most {max_bytes}", field="frames", limit=str(max_bytes))
+    message: m.Message = decode_header(_from_client, frames[0])
+    make = _CLIENT.get(type(message))
+    if make is None:
+        raise WireError("unsupported", f"type: {type(message).__name__.lower()} is not for a coordinator", field="type")
+    return make(now, link, message, frames[1:])
+
+
+def id_of(frame: Buffer) -> int | None:
+    """The request id in a frame 0 that was refused, when one can be read."""
+    try:
+        return _id.decode(frame).id
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def worker_event(now: float, link: Link, frames: Sequence[Buffer]) -> ev.Event:
+    """The event that a worker's message is; nonsense is the event `WorkerBroken`.
+
+    Raises:
+        WireError: `protocol_version`: a worker that cannot be talked to.
+    """
+    try:
+        message = decode_header(_from_worker, frames[0])
+        return _WORKER[type(message)](now, link, message, frames[1:])
+    except WireError as error:
+        if error.code == "protocol_version":
+            raise
+        return ev.WorkerBroken(now, link, f"sent nonsense: {error.message}")
+
+
+# --- clients -----------------------------------------------------------------------------------------------------------
+
+
+def _hello(now: float, link: Link, hello: m.Hello, frames: Sequence[Buffer]) -> ev.Event:
+    if hello.protocol != m.PROTOCOL_VERSION:
+        text = f"protocol: version {hello.protocol} is not spoken here; version {m.PROTOCOL_VERSION} is"
+        raise WireError("protocol_version", text, field="protocol", limit=str(m.PROTOCOL_VERSION))
+    for field in ("client", "token"):
+        value = getattr(hello, field)
+        if len(value) != 16:
+            raise WireError("bad_request", f"{field}: {len(value)} bytes; exactly 16", field=field, limit="16")
+    if not 0 <= hello.incarnation <= m.MAX_ID:
+        raise WireError("bad_request", f"incarnation: outside 0..{m.MAX_ID}", field="incarnation", limit=str(m.MAX_ID))
+    return ev.ClientHello(now, link, hello.client, hello.token, hello.incarnation)
+
+
+def _score(now: float, link: Link, score: m.Score, frames: Sequence[Buffer]) -> ev.Event:
+    work = open_score(score, frames)
+    deadline = None if score.timeout_ms is None else now + score.timeout_ms / 1000
+    return ev.Submit(now, link, score.id, work, score.priority, deadline)
+
+
+_CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
+    m.Hello: _hello,
+    m.Score: _score,
+    m.Cancel: lambda now, link, message, _: ev.CancelAsked(now, link, message.id),
+    m.Ack: lambda now, link, message, _: ev.Acked(now, link, message.ids),
+    m.Goodbye: lambda now, link, message, _: ev.ClientLeft(now, link),
+    m.Status: lambda now, link, message, _: ev.StatusAsked(now, link, message.id),
+    m.Ping: lambda now, link, message, _: ev.Heard(now, link, message.at),
+    m.Pong: lambda now, link, message, _: ev.Heard(now, link),
+}
+
+
+# --- workers -----------------------------------------------------------------------------------------------------------
+
+
+def _register(now: float, link: Link, register: m.Register, frames: Sequence[Buffer]) -> ev.Event:
+    if register.protocol != m.PROTOCOL_VERSION:
+        raise WireError("protocol_version", f"protocol: version {register.protocol} is not spoken here", field="protocol")
+    return ev.WorkerRegistered(now, link, register.group, register.incarnation, register.pid, register.host)
+
+
+def _done(now: float, link: Link, done: m.Done, frames: Sequence[Buffer]) -> ev.Event:
+    outcomes: list[ev.Outcome] = []
+    at = 0
+    for part in done.parts:
+        mine = frames[at : at + len(part.frames)]
+        at += len(mine)
+        check_frames(part.frames, mine)
+        outcomes.append(ev.Outcome(part.frames, mine, part.code, part.message))
+    if at != len(frames):
+        raise WireError("malformed", f"frames: the parts list {at} and {len(frames)} came", field="frames")
+    return ev.BatchDone(now, link, done.batch, outcomes, done.version, done.forwards, done.run_us)
+
+
+def _tokenised(now: float, link: Link, tokenised: m.Tokenised, frames: Sequence[Buffer]) -> ev.Event:
+    check_frames(tokenised.frames, frames)
+    return ev.TextTokenised(now, link, tokenised.task, tokenised.frames, frames, tokenised.message)
+
+
+_WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
+    m.Register: _register,
+    m.Stage: lambda now, link, message, _: ev.WorkerStage(now, link, message.stage, message.detail),
+    m.Ready: lambda now, link, message, _: ev.WorkerReady(now, link, message.capabilities, message.version),
+    m.Idle: lambda now, link, message, _: ev.WorkerIdle(now, link, message.epoch),
+    m.Done: _done,
+    m.Tokenised: _tokenised,
+    m.Bye: lambda now, link, message, _: ev.WorkerBye(now, link, message.reason, message.failed),
+    m.Ping: lambda now, link, message, _: ev.WorkerHeard(now, link, message.at),
+    m.Pong: lambda now, link, message, _: ev.WorkerHeard(now, link),
+}

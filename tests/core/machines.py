@@ -1,0 +1,186 @@
+"""A machine under test, driven by hand: clients, workers and time in a few words."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
+from enginepool.coordinator import effects as ef
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.door import open_score
+from enginepool.coordinator.machine import Machine
+from enginepool.protocol.messages import (
+    Accept,
+    Batch,
+    Capabilities,
+    Failure,
+    FrameSpec,
+    Message,
+    Result,
+    Score,
+    Tokenise,
+)
+
+CAN = Capabilities("causal", 1000, 100, batch_tokens=100, batch_rows=8, inflight_tokens=200, inflight_rows=16)
+EPOCH = 7
+
+
+def work(
+    rows: int = 1, length: int = 10, *, first: int = 0, group: str = "", hidden: bool = False, labels: tuple[int, ...] = (1, 2)
+) -> ev.Work:
+    """`rows` items of `length` ids each, with an empty query; the ids count up from `first`."""
+    ids = (np.arange(rows * length, dtype=np.int32) + first) % 1000
+    specs = [
+        FrameSpec("query", "int32", (0,)),
+        FrameSpec("items", "int32", (rows * length,)),
+        FrameSpec("item_lengths", "uint32", (rows,)),
+    ]
+    score = Score(1, specs, group=group, hidden=hidden, labels=list(labels))
+    return open_score(score, [b"", ids.tobytes(), np.full(rows, length, np.uint32).tobytes()])
+
+
+def text(query: str, items: list[str]) -> ev.Work:
+    """A text request."""
+    data = [item.encode() for item in items]
+    specs = [
+        FrameSpec("query", "utf8", (len(query.encode()),)),
+        FrameSpec("items", "utf8", (sum(map(len, data)),)),
+        FrameSpec("item_lengths", "uint32", (len(items),)),
+    ]
+    lengths = np.array([len(d) for d in data], np.uint32).tobytes()
+    return open_score(Score(1, specs, labels=[1]), [query.encode(), b"".join(data), lengths])
+
+
+def config(
+    *,
+    workers: int = 0,
+    ageing_s: float | None = None,
+    groups: tuple[str, ...] = ("g",),
+    limits: Limits | None = None,
+    restart: Restart | None = None,
+) -> PoolConfig:
+    return PoolConfig(
+        groups={name: GroupConfig(model="m", engine="sim", workers=workers, ageing_s=ageing_s) for name in groups},
+        limits=limits or Limits(),
+        timing=Timing(),
+        restart=restart or Restart(),
+    )
+
+
+@dataclass
+class Sent:
+    """A message that the machine sent, and to whom."""
+
+    link: bytes
+    message: Message
+    frames: list[bytes] = field(default_factory=list[bytes])
+
+
+class Pool:
+    """A checked machine with what it sent, sorted by kind."""
+
+    def __init__(self, pool_config: PoolConfig | None = None, **kwargs: object) -> None:
+        self.machine = Machine(pool_config or config(**kwargs), checked=True)  # type: ignore[arg-type]
+        self.now = 100.0
+        self.sent: list[Sent] = []
+        self.batches: list[Sent] = []
+        self.started: list[ef.StartWorker] = []
+        self.killed: list[str] = []
+        self.drained = False
+        self.clients = 0
+        self.do(ev.Started(self.now, EPOCH, {}))
+
+    def do(self, event: ev.Event) -> list[Sent]:
+        """One event at the present time; returns what was sent to clients and workers."""
+        event.now = self.now
+        out: list[Sent] = []
+        for effect in self.machine.handle(event):
+            if isinstance(effect, ef.ToClient | ef.ToWorker):
+                sent = Sent(effect.link, effect.message, [bytes(f) for f in effect.frames])
+                out.append(sent)
+                if isinstance(effect.message, Batch):
+                    self.batches.append(sent)
+            elif isinstance(effect, ef.StartWorker):
+                self.started.append(effect)
+            elif isinstance(effect, ef.KillWorker):
+                self.killed.append(effect.incarnation)
+            elif isinstance(effect, ef.Drained):
+                self.drained = True
+        self.machine.check()
+        self.sent += out
+        return out
+
+    def wait(self, seconds: float) -> list[Sent]:
+        """Let time pass in ticks, as the shell does."""
+        out: list[Sent] = []
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, max(self.machine.wake_at(), self.now + 0.001))
+            out += self.do(ev.Tick(self.now))
+        return out
+
+    def client(self, link: bytes = b"", *, client: bytes = b"", incarnation: int = 0) -> bytes:
+        self.clients += 1
+        link = link or b"client%d" % self.clients
+        self.do(ev.ClientHello(0, link, client or link.ljust(16, b"."), b"t" * 16, incarnation))
+        return link
+
+    def worker(
+        self, name: str = "w", *, group: str = "g", can: Capabilities = CAN, version: int = 0, ready: bool = True
+    ) -> bytes:
+        """A worker that dials in; its link is its name."""
+        link = name.encode()
+        self.do(ev.WorkerRegistered(0, link, group, name, 1, "host"))
+        if ready:
+            self.do(ev.WorkerIdle(0, link, EPOCH))
+            self.do(ev.WorkerReady(0, link, can, version))
+        return link
+
+    def submit(self, link: bytes, id: int, content: ev.Work, *, priority: int = 0, timeout: float | None = None) -> list[Sent]:
+        return self.do(ev.Submit(0, link, id, content, priority, None if timeout is None else self.now + timeout))
+
+    def finish(self, sent: Sent, *, version: int = 0, forwards: int = 1, error: str = "") -> list[Sent]:
+        """The worker answers a batch: each row's score is its first id, its second column its length."""
+        assert isinstance(sent.message, Batch)
+        if sent in self.batches:
+            self.batches.remove(sent)
+        outcomes: list[ev.Outcome] = []
+        at = 0
+        for part in sent.message.parts:
+            frames = sent.frames[at : at + len(part.frames)]
+            at += len(part.frames)
+            if error:
+                outcomes.append(ev.Outcome([], [], "engine_error", error))
+                continue
+            items = np.frombuffer(frames[-2], np.int32)
+            lengths = np.frombuffer(frames[-1], np.uint32)
+            starts = np.cumsum(lengths) - lengths
+            scores = np.stack([items[starts], lengths], axis=1).astype(np.float32)
+            outcomes.append(ev.Outcome([FrameSpec("scores", "float32", scores.shape)], [scores.tobytes()]))
+        return self.do(ev.BatchDone(0, sent.link, sent.message.batch, outcomes, version, forwards, 1000))
+
+    def finish_all(self) -> list[Sent]:
+        out: list[Sent] = []
+        while self.batches:
+            out += self.finish(self.batches[0])
+        return out
+
+
+def results(sent: list[Sent]) -> dict[int, Result]:
+    return {s.message.id: s.message for s in sent if isinstance(s.message, Result)}
+
+
+def failures(sent: list[Sent]) -> dict[int | None, Failure]:
+    return {s.message.id: s.message for s in sent if isinstance(s.message, Failure)}
+
+
+def codes(sent: list[Sent]) -> list[str]:
+    return [s.message.code for s in sent if isinstance(s.message, Failure)]
+
+
+def texts(sent: list[Sent]) -> list[Sent]:
+    return [s for s in sent if isinstance(s.message, Tokenise)]
+
+
+def accepts(sent: list[Sent]) -> list[Sent]:
+    return [s for s in sent if isinstance(s.message, Accept)]

@@ -1,0 +1,204 @@
+"""Promises about batches: whole, in order, within budget, never an idle worker beside waiting work."""
+
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginepool.protocol.messages import Batch
+from tests.core.machines import CAN, Pool, Sent, config, results, work
+
+
+def rows(sent: Sent) -> list[int]:
+    assert isinstance(sent.message, Batch)
+    return [part.frames[-1].shape[0] for part in sent.message.parts]
+
+
+def test_an_idle_worker_gets_work_at_once() -> None:
+    pool = Pool()
+    pool.worker()
+    client = pool.client()
+    sent = pool.submit(client, 1, work(3))
+    assert [rows(s) for s in sent] == [[3]]
+
+
+def test_followers_of_other_callers_fill_what_is_left() -> None:
+    pool = Pool()
+    a, b = pool.client(), pool.client()
+    pool.submit(a, 1, work(3))
+    pool.submit(b, 1, work(2))
+    pool.submit(a, 2, work(3))
+    pool.submit(b, 2, work(1))
+    pool.worker()
+    # 8 rows to a batch: 3 + 2 + 3; the fourth request opens the next batch.
+    assert [rows(s) for s in pool.batches] == [[3, 2, 3], [1]]
+
+
+def test_other_signatures_do_not_share_a_batch() -> None:
+    can = CAN.__class__("classifier", 1000, 100, 100, 8, 200, 16, labels=2, hidden=4)
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work(1, labels=()))
+    pool.submit(client, 2, work(1, labels=(), hidden=True))
+    pool.submit(client, 3, work(1, labels=()))
+    pool.worker(can=can)
+    assert [rows(s) for s in pool.batches] == [[1, 1], [1]]
+    hidden = [s.message.hidden for s in pool.batches if isinstance(s.message, Batch)]
+    assert hidden == [False, True]
+
+
+def test_a_request_that_fits_a_batch_is_never_cut() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+    pool.submit(client, 1, work(5))
+    pool.submit(client, 2, work(7))
+    # 5 rows are in flight and 11 are free: request 2 fits as a whole.
+    assert [rows(s) for s in pool.batches] == [[5], [7]]
+    pool.submit(client, 3, work(5))
+    assert len(pool.batches) == 2, "4 rows are free: request 3 waits instead of being cut"
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[7], [5]]
+
+
+def test_nobody_overtakes_a_head_that_does_not_fit_yet() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+    pool.submit(client, 1, work(8))
+    pool.submit(client, 2, work(5))
+    pool.submit(client, 3, work(8))
+    pool.submit(client, 4, work(1))
+    assert [rows(s) for s in pool.batches] == [[8], [5]]
+    pool.finish(pool.batches[1])
+    assert [rows(s) for s in pool.batches] == [[8], [8]]
+
+
+def test_a_large_request_is_cut_in_row_order_and_put_together_again() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.worker("b")
+    sent = pool.submit(client, 1, work(21, 10))
+    assert [rows(s) for s in sent] == [[8], [8], [5]], "one for each worker, then the rest beside the first"
+    answers: list[Sent] = []
+    while pool.batches:
+        answers += [s for s in pool.finish(pool.batches[-1]) if 1 in results([s])]
+    (answer,) = answers
+    assert results(answers)[1].forwards == [1, 1, 1]
+    scores = np.frombuffer(answer.frames[0], np.float32).reshape(21, 2)
+    assert scores[:, 0].tolist() == [i * 10 for i in range(21)]
+
+
+def test_a_row_over_the_batch_budget_runs_alone() -> None:
+    can = CAN.__class__("causal", 1000, 150, 100, 8, 200, 16)
+    pool = Pool()
+    pool.worker(can=can)
+    client = pool.client()
+    pool.submit(client, 1, work(3, 120))
+    assert [rows(s) for s in pool.batches] == [[1]]
+    pool.finish_all()
+    assert list(results(pool.sent)) == [1]
+
+
+def test_work_goes_to_the_least_loaded_worker() -> None:
+    pool = Pool()
+    pool.worker("a")
+    pool.worker("b")
+    client = pool.client()
+    links = [pool.submit(client, i, work(rows, 10))[0].link for i, rows in enumerate([3, 1, 1, 2, 1, 1], start=1)]
+    assert links == [b"a", b"b", b"b", b"b", b"a", b"b"], "of two equals the one that changed longest ago"
+
+
+def test_a_higher_priority_is_dispatched_next() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+    for i in range(1, 10):
+        pool.submit(client, i, work(8))
+    assert len(pool.batches) == 2
+    pool.submit(client, 99, work(8), priority=5)
+    pool.finish(pool.batches[0])
+    message = pool.batches[-1].message
+    assert isinstance(message, Batch)
+    assert message.priority == 5
+
+
+def test_strict_order_is_priority_then_arrival() -> None:
+    pool = Pool()
+    client = pool.client()
+    for i, priority in enumerate([0, -3, 4, 0, 4, 1000, -1000], start=1):
+        pool.now += 1
+        pool.submit(client, i, work(8, 1, first=i), priority=priority)
+    pool.worker()
+    order: list[int] = []
+    while pool.batches:
+        order += results(pool.finish(pool.batches[0]))
+    assert order == [6, 3, 5, 1, 4, 2, 7]
+
+
+def test_ageing_lets_nothing_wait_for_ever() -> None:
+    """One level weighs `ageing_s` seconds: what comes 5 s later with priority 10 does not pass request 3."""
+    pool = Pool(config(ageing_s=0.5))
+    client = pool.client()
+    pool.worker()
+    pool.submit(client, 1, work(8, 12))
+    pool.submit(client, 2, work(8, 12))
+    pool.submit(client, 3, work(8, 12))
+    assert len(pool.batches) == 2
+    id_ = 10
+    waited = 0.0
+    while 3 not in results(pool.sent):
+        for _ in range(2):
+            id_ += 1
+            pool.submit(client, id_, work(8, 12), priority=10)
+        pool.wait(0.25)
+        waited += 0.25
+        pool.finish(pool.batches[0])
+        assert waited < 12, "request 3 is starved"
+    assert waited > 5
+
+
+def test_strict_priority_does_starve() -> None:
+    """The counterpart of the test above: without ageing the same stream keeps request 3 waiting."""
+    pool = Pool(config(ageing_s=None))
+    client = pool.client()
+    pool.worker()
+    for i in (1, 2, 3):
+        pool.submit(client, i, work(8, 12))
+    for i in range(10, 60):
+        pool.submit(client, i, work(8, 12), priority=10)
+        pool.wait(0.25)
+        pool.finish(pool.batches[0])
+    assert 3 not in results(pool.sent)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 30), st.integers(1, 40), st.integers(-5, 5)), min_size=1, max_size=25),
+    st.integers(1, 3),
+    st.randoms(use_true_random=False),
+)
+def test_every_split_and_merge_gives_each_row_its_own_score(
+    requests: list[tuple[int, int, int]], workers: int, random: Random
+) -> None:
+    """Whatever the sizes and priorities: one answer for each request, rows in order, budgets kept (asserted by `check`)."""
+    pool = Pool(ageing_s=1.0)
+    client = pool.client()
+    for i in range(workers):
+        pool.worker(f"w{i}")
+    for i, (n, length, priority) in enumerate(requests, start=1):
+        pool.submit(client, i, work(n, length, first=i), priority=priority)
+    got: dict[int, npt.NDArray[np.float32]] = {}
+    while pool.batches:
+        batch = random.choice(pool.batches)
+        for sent in pool.finish(batch):
+            for id_, result in results([sent]).items():
+                assert id_ not in got
+                got[id_] = np.frombuffer(sent.frames[0], np.float32).reshape(result.usage.items, 2)
+    assert sorted(got) == list(range(1, len(requests) + 1))
+    for id_, (n, length, _) in enumerate(requests, start=1):
+        want = [float((id_ + row * length) % 1000) for row in range(n)]
+        assert got[id_][:, 0].tolist() == want
+        assert got[id_][:, 1].tolist() == [float(length)] * n

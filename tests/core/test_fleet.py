@@ -1,0 +1,365 @@
+"""Promises about workers: loss is noticed, nothing is lost with them, poison is found, restarts are bounded."""
+
+import pytest
+
+from enginepool.config import Restart
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.machine import WATCH_S
+from enginepool.protocol.messages import Accept, Batch, Drain, FrameSpec, Ping
+from tests.core.machines import CAN, EPOCH, Pool, accepts, codes, config, failures, results, work
+
+
+def test_a_worker_gets_work_only_when_ready_and_idle_in_this_epoch() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work())
+    link = pool.worker(ready=False)
+    pool.do(ev.WorkerReady(0, link, CAN, 0))
+    assert not pool.batches
+    pool.do(ev.WorkerIdle(0, link, EPOCH - 1))
+    assert not pool.batches
+    pool.do(ev.WorkerIdle(0, link, EPOCH))
+    assert len(pool.batches) == 1
+
+
+def test_a_worker_on_another_weight_version_gets_no_work() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("old", version=3)
+    pool.submit(client, 1, work())
+    assert not pool.batches
+    pool.worker("current")
+    assert [s.link for s in pool.batches] == [b"current"]
+
+
+def test_an_unknown_link_is_asked_to_register() -> None:
+    pool = Pool()
+    assert codes(pool.do(ev.WorkerHeard(0, b"who"))) == ["hello_required"]
+
+
+def test_silence_loses_a_worker_and_its_requests_run_elsewhere() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work())
+    pool.worker("b")
+    for _ in range(5):
+        pool.wait(2.5)
+        pool.do(ev.WorkerHeard(0, b"b"))
+    assert "a" not in pool.machine.core.groups["g"].workers
+    assert list(results(pool.finish(pool.batches[-1]))) == [1]
+    assert codes(pool.do(ev.WorkerRegistered(0, b"a2", "g", "a", 1, "h"))) == ["superseded"], "refused for ever"
+
+
+def test_a_forward_that_takes_too_long_loses_a_worker_that_still_answers_pings() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work())
+    for _ in range(31):
+        pool.wait(1)
+        pool.do(ev.WorkerHeard(0, b"a"))
+        pool.do(ev.Heard(0, client, 0))
+    assert "superseded" in codes(pool.sent)
+    assert not pool.machine.core.groups["g"].workers
+
+
+@pytest.mark.parametrize(("stage", "allowed"), [("loading", 1800), ("compiling", 900)])
+def test_each_stage_has_its_own_deadline(stage: str, allowed: int) -> None:
+    pool = Pool()
+    link = pool.worker(ready=False)
+    pool.do(ev.WorkerStage(0, link, stage, ""))
+    for _ in range(allowed // 5 - 1):
+        pool.wait(5)
+        pool.do(ev.WorkerHeard(0, link))
+    assert pool.machine.core.groups["g"].workers
+    pool.wait(6)
+    assert not pool.machine.core.groups["g"].workers
+
+
+def test_a_stall_of_the_coordinator_is_not_blamed_on_its_peers() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work())
+    pool.wait(1)
+    pool.now += 60
+    pool.do(ev.Tick(0))
+    assert "a" in pool.machine.core.groups["g"].workers
+    assert client in pool.machine.core.links
+    pool.wait(8)
+    assert "a" in pool.machine.core.groups["g"].workers
+    pool.wait(3)
+    assert "a" not in pool.machine.core.groups["g"].workers, "after the stall the clock runs again"
+
+
+def test_a_worker_that_reconnects_gets_its_batches_again_under_the_same_ids() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work())
+    (first,) = pool.batches
+    accept, batch = pool.do(ev.WorkerRegistered(0, b"a-again", "g", "a", 1, "h"))
+    assert isinstance(accept.message, Accept) and accepts([accept])
+    assert batch.message == first.message and batch.link == b"a-again"
+    pool.finish(batch)
+    assert list(results(pool.sent)) == [1]
+
+
+def test_an_answer_with_an_unknown_batch_id_is_dropped() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.worker("b")
+    pool.submit(client, 1, work())
+    (batch,) = pool.batches
+    assert isinstance(batch.message, Batch)
+    assert pool.do(ev.BatchDone(0, b"b", batch.message.batch, [], 0, 1, 1)) == []
+    pool.finish(batch)
+    assert pool.finish(batch) == []
+    assert list(results(pool.sent)) == [1]
+
+
+@pytest.mark.parametrize(
+    "outcomes",
+    [
+        [],
+        [ev.Outcome([FrameSpec("scores", "float32", (2, 2))], [bytes(16)])],
+        [ev.Outcome([FrameSpec("scores", "int32", (3, 2))], [bytes(24)])],
+        [ev.Outcome([FrameSpec("numbers", "float32", (3, 2))], [bytes(24)])],
+        [ev.Outcome([], [])],
+    ],
+    ids=["no parts", "a row short", "ints", "another name", "no frames"],
+)
+def test_a_worker_that_answers_something_else_is_lost_and_its_work_is_done_by_another(outcomes: list[ev.Outcome]) -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work(3))
+    (batch,) = pool.batches
+    pool.worker("b")
+    assert isinstance(batch.message, Batch)
+    pool.batches.clear()
+    pool.do(ev.BatchDone(0, b"a", batch.message.batch, outcomes, 0, 1, 1))
+    assert "a" not in pool.machine.core.groups["g"].workers
+    assert list(results(pool.finish_all())) == [1]
+
+
+def test_a_poisonous_request_is_found_and_its_neighbours_are_answered() -> None:
+    """Each worker that gets request 3 dies. It runs alone after the first death, and three deaths alone make it poisoned."""
+    pool = Pool(config(restart=Restart(max_attempts=3)))
+    client = pool.client()
+    for i in range(1, 6):
+        pool.submit(client, i, work(1, first=20 * i))
+    n = 0
+    pool.worker("w0")
+    deaths = 0
+    while pool.batches:
+        batch = pool.batches.pop(0)
+        assert isinstance(batch.message, Batch)
+        if any(frame[:4] == (60).to_bytes(4, "little") for frame in batch.frames):
+            deaths += 1
+            pool.do(ev.WorkerBroken(0, batch.link, f"died of {deaths}"))
+            n += 1
+            pool.worker(f"w{n}")
+        else:
+            pool.finish(batch)
+    assert sorted(results(pool.sent)) == [1, 2, 4, 5]
+    failure = failures([s for s in pool.sent if s.link == client])[3]
+    assert failure.code == "poisoned"
+    assert failure.evidence == ["died of 2", "died of 3", "died of 4"]
+    assert deaths == 4, "one in company, three alone"
+
+
+def test_suspects_run_alone_one_at_a_time_while_others_are_served() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work(2))
+    pool.submit(client, 2, work(2))
+    pool.batches.clear()
+    pool.worker("b")
+    pool.worker("c")
+    pool.do(ev.WorkerBroken(0, b"a", "gone"))
+    (trial,) = pool.batches
+    pool.submit(client, 3, work(2))
+    pool.submit(client, 4, work(2))
+    links = [s.link for s in pool.batches]
+    assert links.count(trial.link) == 1, "nothing joins a trial"
+    pool.finish(trial)
+    assert [results([s]) for s in pool.sent if 1 in results([s])]
+    pool.finish_all()
+    assert sorted(results(pool.sent)) == [1, 2, 3, 4]
+
+
+def test_a_trial_waits_for_a_worker_to_fall_idle_and_does_not_wait_for_ever() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work(8))
+    pool.batches.clear()
+    pool.worker("b")
+    for i in range(2, 6):
+        pool.submit(client, i, work(8))
+    pool.do(ev.WorkerBroken(0, b"a", "gone"))
+    for i in range(6, 30):
+        pool.submit(client, i, work(8))
+        pool.finish(pool.batches[0])
+        if 1 in results(pool.sent):
+            break
+    assert 1 in results(pool.sent)
+    pool.finish_all()
+
+
+def test_parts_of_one_answer_come_from_one_weight_version() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work(20))
+    first, second = pool.batches[:2]
+    pool.finish(first, version=0)
+    pool.finish(second, version=1)
+    while pool.batches:
+        pool.finish(pool.batches[0], version=1)
+    (result,) = results(pool.sent).values()
+    assert result.version == 1
+    assert len(result.forwards) >= 3
+
+
+# --- places ------------------------------------------------------------------------------------------------------------
+
+
+def start(pool: Pool) -> str:
+    """The worker that was started last dials in and is ready."""
+    incarnation = pool.started[-1].incarnation
+    pool.worker(incarnation)
+    return incarnation
+
+
+def test_places_start_at_once_and_restart_with_growing_backoff() -> None:
+    pool = Pool(workers=1)
+    gaps: list[float] = []
+    for _ in range(4):
+        incarnation = start(pool)
+        count, at = len(pool.started), pool.now
+        pool.do(ev.WorkerExited(0, incarnation, "exit code 1"))
+        while len(pool.started) == count:
+            pool.wait(0.25)
+        # Places are looked at every WATCH_S, so a start is late by up to that.
+        gaps.append((pool.now - at) // (2 * WATCH_S) * 2 * WATCH_S)
+    assert gaps == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_no_successor_starts_before_the_end_of_the_process_group_is_seen() -> None:
+    pool = Pool(workers=1)
+    incarnation = start(pool)
+    pool.do(ev.WorkerBroken(0, incarnation.encode(), "nonsense"))
+    assert pool.killed == [incarnation]
+    pool.wait(60)
+    assert len(pool.started) == 1
+    pool.do(ev.WorkerExited(0, incarnation, "ended by SIGKILL"))
+    pool.wait(1)
+    assert len(pool.started) == 2
+
+
+def test_a_process_that_never_registers_is_killed() -> None:
+    pool = Pool(workers=1)
+    pool.wait(121)
+    assert pool.killed == [pool.started[0].incarnation]
+
+
+@pytest.mark.parametrize("permanent", [True, False])
+def test_when_no_worker_can_come_back_the_pool_says_so(permanent: bool) -> None:
+    pool = Pool(config(workers=1, restart=Restart(max_restarts=2)))
+    client = pool.client()
+    pool.submit(client, 1, work())
+    losses = 0
+    while not failures(pool.sent):
+        pool.wait(3)
+        pool.do(ev.Heard(0, client, 0))
+        if len(pool.started) > losses:
+            losses += 1
+            pool.do(ev.WorkerExited(0, pool.started[-1].incarnation, "exit code 78: no such model", permanent))
+    assert losses == (1 if permanent else 3)
+    failure = failures(pool.sent)[1]
+    assert failure.code == "pool_down" and "no such model" in failure.message
+    assert codes(pool.submit(client, 2, work())) == ["pool_down"]
+    pool.worker("dialled-in")
+    assert codes(pool.submit(client, 3, work())) == [], "a worker that dials in revives the group"
+
+
+def test_survivors_of_an_earlier_coordinator_are_adopted_or_ended() -> None:
+    pool = Pool(workers=0)
+    pool.machine = type(pool.machine)(config(workers=2), checked=True)
+    alive = [ev.LiveProcess("g", 0, "old-0"), ev.LiveProcess("g", 1, "old-1")]
+    pool.do(ev.Started(0, EPOCH, {}, alive))
+    assert not pool.started
+    pool.worker("old-0")
+    for _ in range(6):
+        pool.wait(2)
+        pool.do(ev.WorkerHeard(0, b"old-0"))
+    assert pool.killed == ["old-1"]
+    assert "old-0" in pool.machine.core.groups["g"].workers
+
+
+def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:
+    pool = Pool()
+    pool.worker(
+        "a", can=CAN.__class__("causal", 1000, 100, batch_tokens=300, batch_rows=8, inflight_tokens=200, inflight_rows=16)
+    )
+    assert not pool.machine.core.groups["g"].workers
+    pool.worker("b")
+    pool.worker("c", can=CAN.__class__("causal", 999, 100, 100, 8, 200, 16))
+    assert list(pool.machine.core.groups["g"].workers) == ["b"]
+
+
+def test_workers_are_pinged_every_second() -> None:
+    pool = Pool()
+    pool.worker("a")
+    pings = [s for s in pool.wait(5) if isinstance(s.message, Ping)]
+    assert len(pings) in (5, 6)
+
+
+# --- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_finishes_begun_work_refuses_new_and_ends_the_workers() -> None:
+    pool = Pool(workers=1)
+    incarnation = start(pool)
+    client = pool.client()
+    pool.submit(client, 1, work())
+    pool.do(ev.DrainAsked(0, 10))
+    assert codes(pool.submit(client, 2, work())) == ["shutting_down"]
+    assert not pool.drained
+    sent = pool.finish_all()
+    assert list(results(sent)) == [1]
+    assert [s.link for s in sent if isinstance(s.message, Drain)] == [incarnation.encode()]
+    pool.do(ev.WorkerBye(0, incarnation.encode(), "drained", False))
+    assert not pool.drained and not pool.killed
+    pool.do(ev.WorkerExited(0, incarnation, "exit code 0"))
+    assert pool.drained
+
+
+def test_a_drain_has_a_limit() -> None:
+    pool = Pool(workers=1)
+    incarnation = start(pool)
+    client = pool.client()
+    pool.submit(client, 1, work())
+    pool.do(ev.DrainAsked(0, 5))
+    pool.wait(5.5)
+    assert failures(pool.sent)[1].code == "shutting_down"
+    pool.do(ev.WorkerHeard(0, incarnation.encode()))
+    pool.wait(10.5)
+    assert pool.killed == [incarnation]
+    pool.do(ev.WorkerExited(0, incarnation, "ended by SIGKILL"))
+    assert pool.drained
+
+
+def test_a_drain_of_a_pool_that_is_still_starting_ends_it() -> None:
+    pool = Pool(workers=2)
+    pool.do(ev.DrainAsked(0, 5))
+    assert sorted(pool.killed) == sorted(s.incarnation for s in pool.started)
+    for s in pool.started:
+        pool.do(ev.WorkerExited(0, s.incarnation, "ended by SIGKILL"))
+    assert pool.drained
+    pool.wait(WATCH_S * 2)

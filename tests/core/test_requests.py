@@ -1,0 +1,328 @@
+"""Promises to clients: one final answer, clear refusals before the queue, bounds, duplicates, deadlines, cancel."""
+
+import pytest
+
+from enginepool.config import Limits
+from enginepool.coordinator import events as ev
+from enginepool.protocol.messages import Batch, Capabilities, Failure, FrameSpec, StatusReport, Welcome
+from tests.core.machines import CAN, Pool, codes, config, failures, results, text, texts, work
+
+
+def test_hello_is_answered_with_the_window() -> None:
+    pool = Pool(config(groups=("a", "b")))
+    (sent,) = pool.do(ev.ClientHello(0, b"x", b"c" * 16, b"t" * 16, 0))
+    assert isinstance(sent.message, Welcome)
+    assert sent.message.groups == ["a", "b"]
+    assert sent.message.window_requests == Limits().window_requests
+
+
+def test_a_link_without_hello_is_told_so() -> None:
+    pool = Pool()
+    assert codes(pool.submit(b"nobody", 1, work())) == ["hello_required"]
+    assert codes(pool.do(ev.CancelAsked(0, b"nobody", 1))) == ["hello_required"]
+    assert codes(pool.do(ev.Heard(0, b"nobody", 1))) == ["hello_required"]
+
+
+def test_a_client_is_known_by_its_token_and_its_newest_link_wins() -> None:
+    pool = Pool()
+    first = pool.client(b"one", client=b"c" * 16)
+    assert codes(pool.do(ev.ClientHello(0, b"thief", b"c" * 16, b"x" * 16, 5))) == ["unauthorised"]
+    pool.submit(first, 1, work())
+    second = pool.client(b"two", client=b"c" * 16, incarnation=1)
+    assert codes(pool.do(ev.ClientHello(0, b"old", b"c" * 16, b"t" * 16, 0))) == ["superseded"]
+    pool.worker()
+    (answer,) = [s for s in pool.finish_all() if results([s])]
+    assert answer.link == second
+
+
+def test_a_resend_is_attached_and_answered_once_on_the_newest_link() -> None:
+    pool = Pool()
+    client = pool.client(b"one", client=b"c" * 16)
+    pool.worker()
+    pool.submit(client, 1, work())
+    assert pool.submit(client, 1, work()) == []
+    again = pool.client(b"two", client=b"c" * 16, incarnation=1)
+    assert pool.submit(again, 1, work()) == []
+    sent = pool.finish_all()
+    assert [s.link for s in sent] == [b"two"]
+    assert list(results(sent)) == [1]
+
+
+def test_a_resend_after_the_answer_gets_the_same_answer_until_it_is_acknowledged() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+    pool.submit(client, 1, work())
+    (first,) = pool.finish_all()
+    (again,) = pool.submit(client, 1, work())
+    assert again.message == first.message and again.frames == first.frames
+    pool.do(ev.Acked(0, client, [1]))
+    assert len(pool.machine.core.answers) == 0
+    (batch,) = pool.submit(client, 1, work())
+    assert isinstance(batch.message, Batch), "forgotten: it is run again"
+
+
+@pytest.mark.parametrize("when", ["live", "answered"])
+def test_an_id_used_for_something_else_is_refused(when: str) -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+    pool.submit(client, 1, work(first=0))
+    if when == "answered":
+        pool.finish_all()
+    sent = pool.submit(client, 1, work(first=5))
+    assert codes(sent) == ["id_reused"]
+    assert failures(sent)[1].field == "id"
+
+
+def test_ids_are_scoped_to_the_client() -> None:
+    pool = Pool()
+    pool.worker()
+    a, b = pool.client(), pool.client()
+    pool.submit(a, 1, work(first=0))
+    pool.submit(b, 1, work(first=5))
+    assert sorted(s.link for s in pool.finish_all()) == [a, b]
+
+
+@pytest.mark.parametrize(
+    ("limits", "field"),
+    [
+        (Limits(window_requests=2), "window_requests"),
+        (Limits(max_message_bytes=100, window_bytes=100), "window_bytes"),
+        (Limits(queue_items=2), "queue_items"),
+        (Limits(max_message_bytes=100, window_bytes=100, queue_bytes=100), "window_bytes"),
+    ],
+)
+def test_past_a_bound_the_answer_is_busy_and_names_the_bound(limits: Limits, field: str) -> None:
+    pool = Pool(config(limits=limits))
+    client = pool.client()
+    assert pool.submit(client, 1, work()) == []
+    assert pool.submit(client, 2, work()) == []
+    (failure,) = failures(pool.submit(client, 3, work())).values()
+    assert (failure.code, failure.field, failure.limit) == ("busy", field, str(getattr(limits, field)))
+    assert failure.retry_after_ms is not None and failure.retry_after_ms > 0
+    # Room again: the same id is accepted, for nothing was kept of the refusal.
+    pool.worker()
+    pool.finish_all()
+    assert codes(pool.submit(client, 3, work())) == []
+
+
+def test_queue_bytes_bound_all_clients_together() -> None:
+    pool = Pool(config(limits=Limits(max_message_bytes=60, window_bytes=60, queue_bytes=100)))
+    assert codes(pool.submit(pool.client(), 1, work())) == []
+    assert codes(pool.submit(pool.client(), 1, work())) == []
+    (failure,) = failures(pool.submit(pool.client(), 1, work())).values()
+    assert (failure.code, failure.field) == ("busy", "queue_bytes")
+
+
+def test_an_unknown_group_is_named_with_the_known_ones() -> None:
+    pool = Pool(config(groups=("policy", "reward")))
+    client = pool.client()
+    (failure,) = failures(pool.submit(client, 1, work(group="nope"))).values()
+    assert (failure.code, failure.field, failure.limit) == ("unknown_group", "group", "policy, reward")
+    assert codes(pool.submit(client, 2, work())) == ["unknown_group"], "with two groups a request names one"
+    assert codes(pool.submit(client, 3, work(group="reward"))) == []
+
+
+CLASSIFIER = Capabilities("classifier", 1000, 100, 100, 8, 200, 16, labels=2)
+
+
+@pytest.mark.parametrize(
+    ("can", "content", "field", "limit"),
+    [
+        (CAN, work(labels=()), "labels", "1"),
+        (CAN, work(labels=(1, 1000)), "labels", "1000"),
+        (CAN, work(2, 101), "items[0]", "100"),
+        (CAN, work(hidden=True), "hidden", "0"),
+        (CLASSIFIER, work(), "labels", "0"),
+        (CAN.__class__("causal", 55, 100, 100, 8, 200, 16), work(6, 10), "items[5][5]", "55"),
+    ],
+)
+@pytest.mark.parametrize("early", [False, True], ids=["worker first", "request first"])
+def test_what_the_model_cannot_serve_is_refused_with_field_and_limit(
+    can: Capabilities, content: ev.Work, field: str, limit: str, early: bool
+) -> None:
+    """Before the queue when the model is known, else as soon as the first worker says what it is; neighbours are served."""
+    pool = Pool()
+    client = pool.client()
+    if not early:
+        pool.worker(can=can)
+    pool.submit(client, 1, content)
+    good = work(labels=() if can.kind == "classifier" else (1,))
+    pool.submit(client, 2, good)
+    if early:
+        pool.worker(can=can)
+    (failure,) = failures(pool.sent).values()
+    assert (failure.id, failure.code, failure.field, failure.limit) == (1, "bad_request", field, limit)
+    pool.finish_all()
+    assert list(results(pool.sent)) == [2]
+
+
+def test_a_deadline_answers_wherever_the_request_is() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work(8), timeout=1.0)
+    pool.submit(client, 2, work(8), timeout=3.0)
+    assert codes(pool.wait(1.5)) == ["deadline_exceeded"]
+    pool.worker()
+    assert len(pool.batches) == 1, "what is over never reaches a worker"
+    assert list(failures(pool.wait(2.0))) == [2], "also while it runs"
+    assert results(pool.finish_all()) == {}
+
+
+def test_cancel_against_answer_first_handled_wins() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+    pool.submit(client, 1, work())
+    pool.submit(client, 2, work())
+    assert codes(pool.do(ev.CancelAsked(0, client, 1))) == ["cancelled"]
+    assert list(results(pool.finish_all())) == [2]
+    assert pool.do(ev.CancelAsked(0, client, 2)) == []
+
+
+def test_cancelling_makes_room_for_the_next() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+    for i in (1, 2):
+        pool.submit(client, i, work(8))
+    pool.submit(client, 3, work(16))
+    pool.submit(client, 4, work(1))
+    assert len(pool.batches) == 2
+    pool.finish(pool.batches[0])
+    pool.do(ev.CancelAsked(0, client, 3))
+    pool.finish_all()
+    assert sorted(results(pool.sent)) == [1, 2, 4]
+
+
+def test_cancelled_requests_do_not_stay_in_memory() -> None:
+    pool = Pool()
+    client = pool.client()
+    for i in range(1, 2001):
+        pool.submit(client, i, work(), timeout=1000)
+        pool.machine.handle(ev.CancelAsked(pool.now, client, i))
+        pool.machine.handle(ev.Acked(pool.now, client, [i]))
+    core = pool.machine.core
+    assert core.groups["g"].queue.size <= 200
+    assert len(core.deadlines) <= 200
+    assert len(core.answers) == 0
+
+
+def test_answers_are_kept_within_bytes_and_seconds() -> None:
+    pool = Pool(config(limits=Limits(answers_bytes=10_000, answers_s=60)))
+    client = pool.client()
+    pool.worker()
+    for i in range(1, 101):
+        pool.submit(client, i, work())
+        pool.finish_all()
+    answers = pool.machine.core.answers
+    assert 0 < answers.nbytes <= 10_000
+    for _ in range(13):
+        pool.wait(5)
+        pool.do(ev.Heard(0, client, 1))
+        pool.do(ev.WorkerHeard(0, b"w"))
+    assert len(answers) == 0
+
+
+def test_a_silent_client_is_forgotten_with_all_it_asked_for() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work())
+    pool.wait(31)
+    core = pool.machine.core
+    assert not core.clients and not core.links and not core.live_rows and not len(core.answers)
+
+
+def test_a_goodbye_cancels() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work())
+    pool.do(ev.ClientLeft(0, client))
+    pool.worker()
+    assert not pool.batches
+
+
+def test_a_cut_link_keeps_its_requests_for_the_next_link() -> None:
+    pool = Pool()
+    client = pool.client(b"one", client=b"c" * 16)
+    pool.submit(client, 1, work())
+    pool.do(ev.LinkCut(0, client))
+    pool.worker()
+    assert pool.finish_all() == []
+    again = pool.client(b"two", client=b"c" * 16, incarnation=1)
+    (answer,) = pool.submit(again, 1, work())
+    assert list(results([answer])) == [1]
+
+
+# --- text --------------------------------------------------------------------------------------------------------------
+
+
+def ids(pool: Pool, sent: object, rows: list[list[int]]) -> None:
+    import numpy as np
+
+    task = sent.message.task  # type: ignore[attr-defined]
+    flat = np.array([i for row in rows for i in row], np.int32)
+    specs = [FrameSpec("items", "int32", flat.shape), FrameSpec("item_lengths", "uint32", (len(rows),))]
+    frames = [flat.tobytes(), np.array([len(row) for row in rows], np.uint32).tobytes()]
+    pool.do(ev.TextTokenised(0, sent.link, task, specs, frames))  # type: ignore[attr-defined]
+
+
+def test_text_is_tokenised_on_a_worker_before_it_is_queued() -> None:
+    pool = Pool()
+    client = pool.client()
+    assert pool.submit(client, 1, text("ab", ["c", "dé"])) == []
+    pool.worker()
+    (task,) = texts(pool.sent)
+    assert task.frames[1] == "cdé".encode()
+    ids(pool, task, [[5, 6], [7, 8, 9]])
+    (answer,) = pool.finish_all()
+    assert results([answer])[1].usage.tokens == 5
+
+
+def test_text_that_turns_out_too_long_is_refused() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+    pool.submit(client, 1, text("q", ["a", "b"]))
+    (task,) = texts(pool.sent)
+    ids(pool, task, [[1], list(range(101))])
+    (failure,) = failures(pool.sent).values()
+    assert (failure.code, failure.field, failure.limit) == ("bad_request", "items[1]", "100")
+
+
+def test_text_of_a_lost_worker_goes_to_another_one() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, text("q", ["a"]))
+    pool.do(ev.WorkerBroken(0, b"a", "gone"))
+    pool.worker("b")
+    first, second = texts(pool.sent)
+    assert (first.link, second.link) == (b"a", b"b")
+    ids(pool, second, [[1]])
+    assert list(results(pool.finish_all())) == [1]
+
+
+def test_status_counts_what_is_there() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+    for i in (1, 2, 3):
+        pool.submit(client, i, work(8))
+    (sent,) = pool.do(ev.StatusAsked(0, client, 5, 11, (3, 4)))
+    report = sent.message
+    assert isinstance(report, StatusReport)
+    (group,) = report.groups
+    assert (report.id, report.outbox_bytes, report.pauses) == (5, 11, (3, 4))
+    assert (group.queued, group.running, group.workers[0].batches) == (1, 2, 2)
+
+
+def test_refusals_of_one_do_not_touch_others() -> None:
+    pool = Pool()
+    pool.worker()
+    good, bad = pool.client(), pool.client()
+    pool.submit(good, 1, work())
+    for i in range(1, 50):
+        assert isinstance(pool.submit(bad, i, work(labels=()))[0].message, Failure)
+    assert list(results(pool.finish_all())) == [1]
