@@ -6,6 +6,9 @@ section "Errors" is the specification of this table; a test holds the two togeth
 
 from typing import Literal, NamedTuple
 
+#: characters of an error's message or field
+MAX_TEXT = 500
+
 Fault = Literal["caller", "pool", "nobody"]
 
 
@@ -54,6 +57,7 @@ class WireError(Exception):
             raise ValueError(f"unknown error code {code!r}")
         super().__init__(message)
         self.code = code
-        self.message = message
-        self.field = field
+        # Messages and fields may repeat what a peer sent; an error is a line, not an echo.
+        self.message = message if len(message) <= MAX_TEXT else message[:MAX_TEXT] + "…"
+        self.field = field[:MAX_TEXT]
         self.limit = limit

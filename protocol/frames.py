@@ -64,6 +64,8 @@ def _invalid(text: str) -> WireError:
 
 def payload_bytes(spec: FrameSpec) -> int:
     """How many bytes the frame that `spec` describes has."""
+    if len(spec.shape) not in (1, 2):
+        raise WireError("malformed", f"frame {spec.name!r} has {len(spec.shape)} dimensions; 1 or 2", field=spec.name)
     n = ITEM_BYTES[spec.dtype]
     for side in spec.shape:
         if side < 0:

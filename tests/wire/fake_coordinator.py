@@ -1,0 +1,142 @@
+"""A coordinator small enough to see through: one ROUTER in a thread, answers that can be checked by hand, faults on demand."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+import numpy as np
+import zmq
+
+from enginepool.protocol.messages import (
+    Ack,
+    Cancel,
+    Failure,
+    FrameSpec,
+    FromClient,
+    GroupStatus,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    Result,
+    Score,
+    Status,
+    StatusReport,
+    Timings,
+    Usage,
+    Welcome,
+)
+
+M = TypeVar("M", bound=Message)
+#: What answers a score request: a message and its payload frames. None: nothing, for now.
+Rule = Callable[[Score, Sequence[bytes]], tuple[Message, Sequence[bytes]] | None]
+#: Seconds that a test waits for what must come.
+PATIENCE_S = 30.0
+
+
+def lengths_and_sums(message: Score, frames: Sequence[bytes], version: int = 1) -> tuple[Message, Sequence[bytes]]:
+    """Column 0: the length of query + item; column 1: the sum of its ids (bytes, for text) and of the labels."""
+    kind = np.uint8 if message.frames[0].dtype == "utf8" else np.int32
+    lengths = np.frombuffer(frames[-1], np.uint32)
+    items = np.split(np.frombuffer(frames[-2], kind), np.cumsum(lengths)[:-1])
+    if len(frames) == 4:
+        queries = np.split(np.frombuffer(frames[0], kind), np.cumsum(np.frombuffer(frames[1], np.uint32))[:-1])
+    else:
+        queries = [np.frombuffer(frames[0], kind)] * len(items)
+    rows = [(len(q) + len(i), int(q.sum()) + int(i.sum()) + sum(message.labels)) for q, i in zip(queries, items, strict=True)]
+    scores = np.array(rows, np.float32)
+    specs, payload = [FrameSpec("scores", "float32", scores.shape)], [scores.tobytes()]
+    if message.hidden:
+        hidden = np.repeat(scores[:, :1], 4096, axis=1)
+        specs.append(FrameSpec("hidden", "float32", hidden.shape))
+        payload.append(hidden.tobytes())
+    usage = Usage(len(rows), int(scores[:, 0].sum()))
+    return Result(message.id, version, [1], usage, Timings(1500, 2_000_000), specs), payload
+
+
+class FakeCoordinator:
+    """Listens from construction to `stop`. `rule` may be replaced at any time; `heard` has every message in its order."""
+
+    def __init__(self, address: str, *, epoch: int = 1, window: int = 0, silent: bool = False) -> None:
+        self.epoch = epoch
+        self.window = window
+        self.silent = silent
+        self.rule: Rule = lengths_and_sums
+        self.groups: list[GroupStatus] = []
+        self.heard: queue.Queue[FromClient] = queue.Queue()
+        self.scores: list[Score] = []
+        self.payloads: list[list[bytes]] = []
+        self._errands: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+        self._greeted: set[bytes] = set()
+        self._decoder: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
+        self._stopping = threading.Event()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def __enter__(self) -> "FakeCoordinator":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
+
+    def wait_for(self, kind: type[M]) -> M:
+        """The next message of this kind; those before it are taken away."""
+        while True:
+            message = self.heard.get(timeout=PATIENCE_S)
+            if isinstance(message, kind):
+                return message
+
+    def tell(self, *frames: bytes) -> None:
+        """Send these frames to every client, whatever they are."""
+        self._errands.put(list(frames))
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            if self._socket.poll(20):
+                link, header, *payload = self._socket.recv_multipart()
+                self._hear(link, self._decoder.decode(header), payload)
+            while not self._errands.empty():
+                frames = self._errands.get()
+                for link in self._greeted:
+                    self._socket.send_multipart([link, *frames])
+        self._socket.close()
+        self._context.term()
+
+    def _hear(self, link: bytes, message: FromClient, payload: list[bytes]) -> None:
+        if self.silent:
+            self.heard.put(message)
+            return
+        if isinstance(message, Hello):
+            self._greeted.add(link)
+            self._send(link, Welcome(self.epoch, window_requests=self.window, groups=["g"]))
+        elif link not in self._greeted:
+            self._send(link, Failure("hello_required", "say hello", id=getattr(message, "id", None)))
+        elif isinstance(message, Score):
+            self.scores.append(message)
+            self.payloads.append(payload)
+            answer = self.rule(message, payload)
+            if answer is not None:
+                self._send(link, *answer)
+        elif isinstance(message, Ping):
+            self._send(link, Pong(at=message.at, epoch=self.epoch))
+        elif isinstance(message, Cancel):
+            self._send(link, Failure("cancelled", "as you wish", id=message.id))
+        elif isinstance(message, Status):
+            self._send(link, StatusReport(self.epoch, id=message.id, groups=self.groups))
+        else:
+            assert not isinstance(message, Ack) or message.ids
+        self.heard.put(message)
+
+    def _send(self, link: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:
+        self._socket.send_multipart([link, msgspec.msgpack.encode(message), *frames])

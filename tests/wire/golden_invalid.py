@@ -1,0 +1,587 @@
+"""The golden messages that must be refused, each wrong in one way, with the error that says so."""
+
+from typing import Any
+
+from tests.wire.golden import Array, Invalid, Piece, Raw, floats, ids, lengths, pack, text
+from tests.wire.golden_valid import EPOCH, ITEM_LENGTHS, ITEMS, QUERY, TOKEN
+
+SHARED = (QUERY, ITEMS, ITEM_LENGTHS)
+HUGE = 1 << 20
+
+
+def _specs(*arrays: Array) -> list[Any]:
+    return [array.spec() for array in arrays]
+
+
+def _hex(header: Any, *arrays: Array) -> list["str | list[Piece]"]:
+    return [pack(header).hex(), *(array.payload().hex() for array in arrays)]
+
+
+def _header(**changes: Any) -> dict[str, Any]:
+    """A good score header with some fields put in or replaced; None takes one out."""
+    header = {"type": "score", "id": 1, "frames": _specs(*SHARED), "labels": [5, 6], **changes}
+    return {key: value for key, value in header.items() if value is not None}
+
+
+def _score(
+    name: str,
+    about: str,
+    code: str,
+    field: str,
+    *,
+    stage: str,
+    model: str = "",
+    arrays: tuple[Array, ...] = SHARED,
+    **changes: Any,
+) -> Invalid:
+    header = _header(**{"frames": _specs(*arrays), **changes})
+    return Invalid(name, "client-coordinator", about, code, field, stage, _hex(header, *arrays), model)
+
+
+def _frame0(name: str, about: str, data: "bytes | list[Piece]", code: str, field: str) -> Invalid:
+    frame = data.hex() if isinstance(data, bytes) else data
+    return Invalid(name, "client-coordinator", about, code, field, "header", [frame])
+
+
+def _unreadable() -> list[Invalid]:
+    """Frame 0 cannot be read, or is no message."""
+    good = pack(_header())
+    unknown_key = pack({"type": "goodbye", "x": None})[:-1]
+    padded: list[Piece] = [unknown_key.hex() + "c600100000", {"hex": "00", "times": HUGE}]
+    at = "frame 0"
+    return [
+        _frame0("header-empty", "frame 0 has no bytes", b"", "malformed", at),
+        _frame0("header-truncated", "the map breaks off", good[:-2], "malformed", at),
+        _frame0("header-cut-in-key", "the map breaks off inside its first key", good[:4], "malformed", at),
+        _frame0("header-trailing-bytes", "bytes after the map", good + b"\x00", "malformed", at),
+        _frame0("header-json", "JSON is not msgpack", b'{"type":"goodbye"}', "malformed", at),
+        _frame0("header-http", "neither is HTTP", b"GET / HTTP/1.1\r\n\r\n", "malformed", at),
+        _frame0("header-pickle", "nor a pickle", b"(dp0\n.", "malformed", at),
+        _frame0("header-invalid-opcode", "0xc1 is never used in msgpack", unknown_key + b"\xc1", "malformed", at),
+        _frame0("header-array", "an array in place of a map", pack(["goodbye"]), "malformed", at),
+        _frame0("header-nil", "nil in place of a map", b"\xc0", "malformed", at),
+        _frame0("header-integer-key", "a key that is no string", pack({"type": "goodbye", 1: 2}), "malformed", at),
+        _frame0(
+            "header-string-not-utf8",
+            "a string in the header is not UTF-8",
+            pack(_header(group="ab")).replace(b"\xa2ab", b"\xa2\xff\xfe"),
+            "malformed",
+            at,
+        ),
+        _frame0(
+            "header-array-length-lies",
+            "labels claims 2^32 - 1 elements; nothing may be allocated for them",
+            pack(_header(labels=Raw(bytes.fromhex("ddffffffff")))),
+            "malformed",
+            at,
+        ),
+        _frame0(
+            "header-bytes-length-lies",
+            "an unknown key claims 2^32 - 1 bytes",
+            unknown_key + bytes.fromhex("c6ffffffff"),
+            "malformed",
+            at,
+        ),
+        _frame0(
+            "header-nested-too-deep",
+            "an unknown key holds arrays in arrays, 100,000 deep: a recursive decoder must not fall",
+            [unknown_key.hex(), {"hex": "91", "times": 100_000}, "c0"],
+            "malformed",
+            at,
+        ),
+        _frame0("header-too-large", "frame 0 is over 1 MiB, by an unknown key", padded, "too_large", at),
+        _frame0("type-missing", "a map without type", pack({"id": 1}), "bad_request", "type"),
+        _frame0(
+            "type-unknown", "a type that version 1 does not know", pack({"type": "generate", "id": 1}), "unsupported", "type"
+        ),
+        _frame0("type-integer", "a type that is no string", pack({"type": 7}), "unsupported", "type"),
+        _frame0(
+            "type-of-other-direction",
+            "a client does not send results; to the coordinator's client endpoint the type is unknown",
+            pack({"type": "result", "id": 1}),
+            "unsupported",
+            "type",
+        ),
+    ]
+
+
+def _fields() -> list[Invalid]:
+    """A field is missing, or has a value of another type."""
+    h, bad = "header", "bad_request"
+    way = "client-coordinator"
+    frames = _specs(*SHARED)
+    return [
+        _score("id-missing", "score without id", bad, "id", stage=h, id=None),
+        Invalid("frames-missing", way, "score without frames", bad, "frames", h, _hex(_header(frames=None))),
+        _score("id-string", "an id is an int", bad, "id", stage=h, id="1"),
+        _score("id-bool", "true is no int", bad, "id", stage=h, id=True),
+        _score("priority-nan", "a priority is an int, and NaN is none", bad, "priority", stage=h, priority=float("nan")),
+        _score("priority-float", "a whole float is no int either", bad, "priority", stage=h, priority=1.0),
+        _score("priority-string", "nor is a string", bad, "priority", stage=h, priority="high"),
+        _score("priority-nil", "nil stands only where the table says so", bad, "priority", stage=h, priority=Raw(b"\xc0")),
+        _score("timeout-float", "milliseconds are an int", bad, "timeout_ms", stage=h, timeout_ms=1.5),
+        _score("softmax-integer", "1 is no bool", bad, "softmax", stage=h, softmax=1),
+        _score("labels-integer", "labels is an array", bad, "labels", stage=h, labels=5),
+        _score("label-string", "a label is a token id", bad, "labels[1]", stage=h, labels=[5, "yes"]),
+        _score("label-float", "not a float", bad, "labels[0]", stage=h, labels=[5.5]),
+        _score("group-bytes", "a group's name is a str", bad, "group", stage=h, group=b"policy"),
+        _score("frames-map", "frames is an array", bad, "frames", stage=h, frames={"query": 1}),
+        _score(
+            "frame-spec-short",
+            "an entry has three elements",
+            bad,
+            "frames[1]",
+            stage=h,
+            frames=[frames[0], ["items", "int32"], frames[2]],
+        ),
+        _score(
+            "dtype-unknown",
+            "float64 is no dtype",
+            bad,
+            "frames[1][1]",
+            stage=h,
+            frames=[frames[0], ["items", "float64", [3]], frames[2]],
+        ),
+        _score(
+            "dtype-big-endian",
+            "a dtype has no byte order: all are little-endian",
+            bad,
+            "frames[0][1]",
+            stage=h,
+            frames=[["query", ">i4", [3]], *frames[1:]],
+        ),
+        _score(
+            "shape-float",
+            "a dimension is an int",
+            bad,
+            "frames[0][2][0]",
+            stage=h,
+            frames=[["query", "int32", [3.0]], *frames[1:]],
+        ),
+        Invalid("cancel-id-missing", way, "cancel what?", bad, "id", h, _hex({"type": "cancel"})),
+        Invalid("ack-ids-integer", way, "ids is an array", bad, "ids", h, _hex({"type": "ack", "ids": 1})),
+        Invalid("hello-client-missing", way, "hello from nobody", bad, "client", h, _hex({"type": "hello", "token": TOKEN})),
+        Invalid(
+            "hello-client-string",
+            way,
+            "the id is bin, not str",
+            bad,
+            "client",
+            h,
+            _hex({"type": "hello", "client": "0123456789abcdef", "token": TOKEN}),
+        ),
+    ]
+
+
+def _payload() -> list[Invalid]:
+    """The payload frames are not what the header says, or not what a score request has."""
+    f, c, bad = "frames", "content", "malformed"
+    way = "client-coordinator"
+    frames = _specs(*SHARED)
+    good = [array.payload().hex() for array in SHARED]
+    many_sides = [2**32] * 1000
+
+    def raw(name: str, about: str, field: str, payload: list[str], specs: list[Any] | None = None) -> Invalid:
+        header = pack(_header(frames=frames if specs is None else specs)).hex()
+        return Invalid(name, way, about, bad, field, f, [header, *payload])
+
+    return [
+        raw("payload-none", "the header alone", "frames", []),
+        raw("payload-too-few", "the last frame is missing", "frames", good[:2]),
+        raw("payload-too-many", "a frame more than the header lists", "frames", [*good, ""]),
+        raw("payload-truncated", "the items lack their last byte", "items", [good[0], good[1][:-2], good[2]]),
+        raw("payload-longer", "the items have one id more", "items", [good[0], good[1] + "00000000", good[2]]),
+        raw("payload-empty-frame", "the lengths have 0 bytes", "item_lengths", [good[0], good[1], ""]),
+        raw("shape-negative", "a negative dimension", "query", good, [["query", "int32", [-3]], *frames[1:]]),
+        raw("shape-two-negatives", "their product would be right", "query", good, [["query", "int32", [-3, -1]], *frames[1:]]),
+        raw("shape-mismatch", "the shape says 4, the frame has 3", "query", good, [["query", "int32", [4]], *frames[1:]]),
+        raw("shape-no-sides", "no dimension at all", "query", good, [["query", "int32", []], *frames[1:]]),
+        raw(
+            "shape-overflow-32",
+            "2^30 + 3 elements: in 32 bits the length would be right",
+            "query",
+            good,
+            [["query", "int32", [2**30 + 3]], *frames[1:]],
+        ),
+        raw(
+            "shape-overflow-64",
+            "2^62 + 3 elements: in 64 bits the length would be right",
+            "query",
+            good,
+            [["query", "int32", [2**62 + 3]], *frames[1:]],
+        ),
+        raw(
+            "shape-overflow-product",
+            "two dimensions whose product is 2^64 bytes more than 0",
+            "query",
+            ["", *good[1:]],
+            [["query", "int32", [2**31, 2**31]], *frames[1:]],
+        ),
+        raw(
+            "shape-many-sides",
+            "a thousand dimensions of 2^32: not even worth multiplying",
+            "query",
+            good,
+            [["query", "int32", many_sides], *frames[1:]],
+        ),
+        _score("frames-none", "a score request without frames", bad, "frames", stage=c, arrays=()),
+        _score("frames-lengths-missing", "items without lengths", bad, "frames", stage=c, arrays=SHARED[:2]),
+        _score("frames-other-order", "items before the query", bad, "frames", stage=c, arrays=(ITEMS, ITEM_LENGTHS, QUERY)),
+        _score("frames-other-name", "prompt in place of query", bad, "frames", stage=c, arrays=(ids("prompt", 1), *SHARED[1:])),
+        _score("frames-repeated", "the query twice", bad, "frames", stage=c, arrays=(QUERY, QUERY, ITEMS, ITEM_LENGTHS)),
+        _score(
+            "dtype-mixed",
+            "a query of ids with items of text",
+            bad,
+            "items",
+            stage=c,
+            arrays=(QUERY, text("items", "abc"), ITEM_LENGTHS),
+        ),
+        _score(
+            "dtype-query-float",
+            "token ids are no floats",
+            bad,
+            "query",
+            stage=c,
+            arrays=(Array("query", "float32", (1,), (1.0,)), *SHARED[1:]),
+        ),
+        _score(
+            "dtype-lengths-signed",
+            "lengths are uint32",
+            bad,
+            "item_lengths",
+            stage=c,
+            arrays=(QUERY, ITEMS, ids("item_lengths", 2, 1)),
+        ),
+        _score(
+            "shape-two-sides",
+            "ids have one dimension",
+            bad,
+            "items",
+            stage=c,
+            arrays=(QUERY, Array("items", "int32", (3, 1), (21, 22, 23)), ITEM_LENGTHS),
+        ),
+        _score(
+            "lengths-sum-short",
+            "an id belongs to no item",
+            bad,
+            "item_lengths",
+            stage=c,
+            arrays=(QUERY, ITEMS, lengths("item_lengths", 1, 1)),
+        ),
+        _score(
+            "lengths-sum-long",
+            "an item reaches past the frame",
+            bad,
+            "item_lengths",
+            stage=c,
+            arrays=(QUERY, ITEMS, lengths("item_lengths", 2, 2)),
+        ),
+        _score(
+            "lengths-sum-wraps",
+            "in 32 bits the sum would be right",
+            bad,
+            "item_lengths",
+            stage=c,
+            arrays=(QUERY, ITEMS, lengths("item_lengths", 2**32 - 1, 4)),
+        ),
+        _score(
+            "query-lengths-rows",
+            "three queries for two items",
+            bad,
+            "query_lengths",
+            stage=c,
+            arrays=(QUERY, lengths("query_lengths", 1, 1, 1), ITEMS, ITEM_LENGTHS),
+        ),
+        _score(
+            "query-lengths-sum",
+            "an id of the queries belongs to no row",
+            bad,
+            "query_lengths",
+            stage=c,
+            arrays=(QUERY, lengths("query_lengths", 1, 1), ITEMS, ITEM_LENGTHS),
+        ),
+    ]
+
+
+def _content() -> list[Invalid]:
+    """The values cannot be served by anything."""
+    c, bad = "content", "bad_request"
+    way = "client-coordinator"
+    labels_4097: list[Piece] = [
+        pack({"type": "score", "id": 1, "frames": _specs(*SHARED), "labels": Raw(bytes.fromhex("dc1001"))}).hex(),
+        {"hex": "05", "times": 4097},
+    ]
+    not_utf8: list[str | list[Piece]] = ["ff", "6162", "02000000"]
+    split = [["query", "utf8", [1]], ["items", "utf8", [2]], ["item_lengths", "uint32", [2]]]
+    whole = [["query", "utf8", [1]], ["items", "utf8", [2]], ["item_lengths", "uint32", [1]]]
+    return [
+        _score("id-negative", "ids begin at 0", bad, "id", stage=c, id=-1),
+        _score("id-too-large", "2^63 is one too many", bad, "id", stage=c, id=2**63),
+        _score("id-largest-uint64", "all 64 bits", bad, "id", stage=c, id=2**64 - 1),
+        _score("priority-too-high", "1001", bad, "priority", stage=c, priority=1001),
+        _score("priority-too-low", "-1001", bad, "priority", stage=c, priority=-1001),
+        _score("timeout-zero", "no time at all", bad, "timeout_ms", stage=c, timeout_ms=0),
+        _score("timeout-negative", "less than none", bad, "timeout_ms", stage=c, timeout_ms=-1),
+        Invalid(
+            "labels-too-many",
+            way,
+            "4097 labels",
+            bad,
+            "labels",
+            c,
+            [labels_4097, *(array.payload().hex() for array in SHARED)],
+        ),
+        _score("label-negative", "a token id is not negative", bad, "labels", stage=c, labels=[5, -1]),
+        _score("label-over-int31", "2^31 is no int32", bad, "labels", stage=c, labels=[2**31]),
+        _score("items-none", "no items", bad, "items", stage=c, arrays=(QUERY, ids("items"), lengths("item_lengths"))),
+        _score(
+            "row-empty",
+            "the query is empty, and so is item 1",
+            bad,
+            "items[1]",
+            stage=c,
+            arrays=(ids("query"), ids("items", 21), lengths("item_lengths", 1, 0)),
+        ),
+        _score(
+            "row-empty-pairs",
+            "item 0 is empty, and so is its own query",
+            bad,
+            "items[0]",
+            stage=c,
+            arrays=(ids("query", 11), lengths("query_lengths", 0, 1), ids("items", 22), lengths("item_lengths", 0, 1)),
+        ),
+        _score(
+            "row-empty-text",
+            "text of 0 bytes on both sides",
+            bad,
+            "items[0]",
+            stage=c,
+            arrays=(text("query", ""), text("items", "a"), lengths("item_lengths", 0, 1)),
+        ),
+        _score(
+            "query-id-negative",
+            "the second id of the query",
+            bad,
+            "query[1]",
+            stage=c,
+            arrays=(ids("query", 11, -1, 13), *SHARED[1:]),
+        ),
+        _score(
+            "item-id-negative",
+            "the first id of item 1",
+            bad,
+            "items[1][0]",
+            stage=c,
+            arrays=(QUERY, ids("items", 21, 22, -(2**31)), ITEM_LENGTHS),
+        ),
+        Invalid(
+            "text-query-not-utf8",
+            way,
+            "0xff stands nowhere in UTF-8",
+            bad,
+            "query",
+            c,
+            [pack(_header(frames=whole)).hex(), *not_utf8],
+        ),
+        Invalid(
+            "text-item-not-utf8",
+            way,
+            "a surrogate half",
+            bad,
+            "items[0]",
+            c,
+            [
+                pack(_header(frames=[["query", "utf8", [1]], ["items", "utf8", [3]], ["item_lengths", "uint32", [1]]])).hex(),
+                "61",
+                "eda080",
+                "03000000",
+            ],
+        ),
+        Invalid(
+            "text-cut-inside-character",
+            way,
+            "the two bytes of one character lie in two items",
+            bad,
+            "items[0]",
+            c,
+            [pack(_header(frames=split)).hex(), "61", "c3bc", "0100000001000000"],
+        ),
+    ]
+
+
+def _model() -> list[Invalid]:
+    """The values cannot be served by the model that `models` describes."""
+    m, bad = "model", "bad_request"
+    long_item = (QUERY, ids("items", *range(14)), lengths("item_lengths", 0, 14))
+    words = (text("query", "a"), text("items", "b"), lengths("item_lengths", 1))
+    return [
+        _score("labels-none", "a causal model scores labels", bad, "labels", stage=m, model="causal", labels=[]),
+        _score("labels-for-classifier", "a classifier has its own", bad, "labels", stage=m, model="classifier"),
+        _score("label-over-vocabulary", "1000 of 1000", bad, "labels", stage=m, model="causal", labels=[5, 1000]),
+        _score(
+            "item-id-over-vocabulary",
+            "1000 of 1000",
+            bad,
+            "items[1][0]",
+            stage=m,
+            model="causal",
+            arrays=(QUERY, ids("items", 21, 22, 1000), ITEM_LENGTHS),
+        ),
+        _score(
+            "query-id-over-vocabulary",
+            "the largest int32",
+            bad,
+            "query[0]",
+            stage=m,
+            model="causal",
+            arrays=(ids("query", 2**31 - 1), *SHARED[1:]),
+        ),
+        _score(
+            "row-over-context",
+            "3 + 14 ids in a context of 16",
+            bad,
+            "items[1]",
+            stage=m,
+            model="causal",
+            arrays=long_item,
+        ),
+        _score("hidden-of-causal", "this model has no pooled states", bad, "hidden", stage=m, model="causal", hidden=True),
+        _score(
+            "text-without-tokenizer", "this group takes ids", bad, "query", stage=m, model="classifier", labels=[], arrays=words
+        ),
+    ]
+
+
+def _link() -> list[Invalid]:
+    """Hello and register: what only the owner of the link can check."""
+    bad = "bad_request"
+    worker = {"type": "register", "group": "policy", "incarnation": "a1"}
+
+    def hello(name: str, about: str, code: str, field: str, **changes: Any) -> Invalid:
+        header = {"type": "hello", "client": bytes(range(16)), "token": TOKEN, **changes}
+        return Invalid(name, "client-coordinator", about, code, field, "link", _hex(header))
+
+    return [
+        hello("hello-client-short", "15 bytes", bad, "client", client=bytes(15)),
+        hello("hello-client-long", "17 bytes", bad, "client", client=bytes(17)),
+        hello("hello-token-empty", "0 bytes", bad, "token", token=b""),
+        hello("hello-version-unknown", "a version of the future", "protocol_version", "protocol", protocol=2),
+        hello("hello-version-0", "a version that never was", "protocol_version", "protocol", protocol=0),
+        Invalid(
+            "register-version-unknown",
+            "worker-coordinator",
+            "a version of the future",
+            "protocol_version",
+            "protocol",
+            "link",
+            _hex({**worker, "protocol": 2}),
+        ),
+    ]
+
+
+def _worker() -> list[Invalid]:
+    way, h, f, bad = "worker-coordinator", "header", "frames", "bad_request"
+    scores = floats("scores", (1, 2), 0.75, 0.25)
+
+    def done(name: str, about: str, field: str, parts: list[Any], *arrays: Array) -> Invalid:
+        return Invalid(
+            name, way, about, "malformed", field, f, _hex({"type": "done", "batch": [EPOCH, 1], "parts": parts}, *arrays)
+        )
+
+    return [
+        done("done-frame-missing", "two parts have rows, one frame came", "frames", [{"frames": _specs(scores)}] * 2, scores),
+        done("done-frame-unlisted", "a part with an error has no frames", "frames", [{"code": "engine_error"}], scores),
+        done(
+            "done-shape", "the scores are [1, 2], not [2, 2]", "scores", [{"frames": [["scores", "float32", [2, 2]]]}], scores
+        ),
+        Invalid(
+            "done-task-of-one",
+            way,
+            "a TaskId has two numbers",
+            bad,
+            "batch",
+            h,
+            _hex({"type": "done", "batch": [EPOCH], "parts": []}),
+        ),
+        Invalid(
+            "done-code-integer",
+            way,
+            "an error in a part has a code of the table",
+            bad,
+            "parts[0].code",
+            h,
+            _hex({"type": "done", "batch": [EPOCH, 1], "parts": [{"code": 7}]}),
+        ),
+        Invalid("stage-unknown", way, "no such stage", bad, "stage", h, _hex({"type": "stage", "stage": "dreaming"})),
+        Invalid("ready-bare", way, "ready for what?", bad, "capabilities", h, _hex({"type": "ready"})),
+        Invalid(
+            "ready-kind-unknown",
+            way,
+            "neither causal nor classifier",
+            bad,
+            "capabilities.kind",
+            h,
+            _hex({"type": "ready", "capabilities": {"kind": "oracle"}}),
+        ),
+        Invalid("idle-epoch-string", way, "an epoch is an int", bad, "epoch", h, _hex({"type": "idle", "epoch": "now"})),
+        Invalid("score-from-worker", way, "workers do not ask", "unsupported", "type", h, _hex({"type": "score", "id": 1})),
+    ]
+
+
+def _from_coordinator() -> list[Invalid]:
+    h, f, bad = "header", "frames", "bad_request"
+    batch = {"type": "batch", "batch": [EPOCH, 1], "parts": [{"frames": _specs(*SHARED)}]}
+    result = {"type": "result", "id": 1, "version": 3, "forwards": [1], "usage": [2, 9], "timings": [1, 2]}
+    scores = floats("scores", (2, 1), 0.5, 0.25)
+    short = floats("scores", (1, 1), 0.5)
+    return [
+        Invalid(
+            "batch-frame-missing",
+            "coordinator-worker",
+            "two of three frames",
+            "malformed",
+            "frames",
+            f,
+            _hex(batch, *SHARED[:2]),
+        ),
+        Invalid(
+            "batch-part-bare",
+            "coordinator-worker",
+            "a part without frames",
+            bad,
+            "parts[0].frames",
+            h,
+            _hex({"type": "batch", "batch": [EPOCH, 1], "parts": [{}]}),
+        ),
+        Invalid(
+            "accept-epoch-missing",
+            "coordinator-worker",
+            "accepted by whom?",
+            bad,
+            "epoch",
+            h,
+            _hex({"type": "accept"}),
+        ),
+        Invalid(
+            "result-scores-short",
+            "coordinator-client",
+            "the header says two rows, one came",
+            "malformed",
+            "scores",
+            f,
+            _hex({**result, "frames": _specs(scores)}, short),
+        ),
+        Invalid(
+            "result-usage-short",
+            "coordinator-client",
+            "usage has two numbers",
+            bad,
+            "usage",
+            h,
+            _hex({**result, "usage": [2], "frames": []}),
+        ),
+    ]
+
+
+INVALID = [*_unreadable(), *_fields(), *_payload(), *_content(), *_model(), *_link(), *_worker(), *_from_coordinator()]

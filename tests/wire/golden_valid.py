@@ -1,0 +1,541 @@
+"""The valid golden messages: at least one of every type in every direction, then the corners of each."""
+
+from typing import Any
+
+from tests.wire.golden import Array, Raw, Valid, floats, ids, lengths, pack, text
+
+CLIENT = bytes(range(16))
+TOKEN = bytes(range(240, 256))
+EPOCH = 1_700_000_000_000_000
+WORKER = "5f1d7a3c9b2e4d6f8a0b1c2d3e4f5a6b"
+MAX_ID = 2**63 - 1
+
+QUERY = ids("query", 11, 12, 13)
+ITEMS = ids("items", 21, 22, 23)
+ITEM_LENGTHS = lengths("item_lengths", 2, 1)
+SCORES = floats("scores", (2, 2), 0.75, 0.25, 0.5, 0.5)
+
+CAUSAL: dict[str, Any] = {
+    "kind": "causal",
+    "vocab": 1000,
+    "context": 16,
+    "batch_tokens": 64,
+    "batch_rows": 8,
+    "inflight_tokens": 128,
+    "inflight_rows": 16,
+}
+CLASSIFIER: dict[str, Any] = {**CAUSAL, "kind": "classifier", "labels": 1, "hidden": 4, "text": False}
+
+
+def _specs(*arrays: Array) -> list[Any]:
+    return [array.spec() for array in arrays]
+
+
+def _score(name: str, about: str, *arrays: Array, after: dict[str, Any], sent: dict[str, Any] | Raw | None = None) -> Valid:
+    header = {"type": "score", "id": 1, "frames": _specs(*arrays), **after}
+    return Valid(name, "client-coordinator", about, header, arrays, sent)
+
+
+_SCORE: dict[str, Any] = {
+    "type": "score",
+    "id": 1,
+    "frames": _specs(QUERY, ITEMS, ITEM_LENGTHS),
+    "labels": [5, 6],
+    "softmax": True,
+    "timeout_ms": 30000,
+}
+
+
+def _variant(name: str, about: str, sent: dict[str, Any] | Raw) -> Valid:
+    return Valid(name, "client-coordinator", about, _SCORE, (QUERY, ITEMS, ITEM_LENGTHS), sent)
+
+
+def _from_client() -> list[Valid]:
+    way = "client-coordinator"
+    empty = ids("query")
+    pairs = (ids("query", 11, 12, 13), lengths("query_lengths", 1, 2), ids("items", 21, 22, 23), lengths("item_lengths", 2, 1))
+    return [
+        Valid("hello", way, "a client says who it is, on its first link", {"type": "hello", "client": CLIENT, "token": TOKEN}),
+        Valid(
+            "hello-again",
+            way,
+            "the same client on its third link, with all fields",
+            {
+                "type": "hello",
+                "client": CLIENT,
+                "token": TOKEN,
+                "incarnation": 2,
+                "agent": "example/0.1 (C++)",
+                "capabilities": ["something-new"],
+            },
+        ),
+        Valid("score", way, "two items of 2 and 1 ids behind a query of 3", _SCORE, (QUERY, ITEMS, ITEM_LENGTHS)),
+        _score(
+            "score-pairs",
+            "each item has a query of its own: rows 11 21 22 and 12 13 23",
+            *pairs,
+            after={"labels": [5]},
+        ),
+        _score(
+            "score-text",
+            "text, to be tokenised by a worker; lengths count bytes",
+            text("query", "Is it good? "),
+            text("items", "JaGrüße👍"),
+            lengths("item_lengths", 2, 7, 4),
+            after={"labels": [9, 10]},
+        ),
+        _score(
+            "score-text-pairs",
+            "text, each item with its own query",
+            text("query", "ab"),
+            lengths("query_lengths", 1, 1),
+            text("items", "cde"),
+            lengths("item_lengths", 1, 2),
+            after={"labels": [5]},
+        ),
+        _score(
+            "score-all-fields",
+            "every field differs from its default; a classifier would be asked for hidden states",
+            QUERY,
+            ITEMS,
+            ITEM_LENGTHS,
+            after={
+                "group": "reward",
+                "labels": [5, 6],
+                "softmax": True,
+                "item_first": True,
+                "hidden": True,
+                "priority": -1000,
+                "timeout_ms": 1,
+            },
+        ),
+        _score("score-top-priority", "the highest priority", QUERY, ITEMS, ITEM_LENGTHS, after={"priority": 1000}),
+        _score(
+            "score-empty-query",
+            "the rows are whole prompts",
+            empty,
+            ITEMS,
+            ITEM_LENGTHS,
+            after={"labels": [5]},
+        ),
+        _score(
+            "score-empty-item",
+            "the second item is empty: row 1 is the query alone",
+            QUERY,
+            ids("items", 21),
+            lengths("item_lengths", 1, 0),
+            after={"labels": [5]},
+        ),
+        _score(
+            "score-empty-items-frame",
+            "one item, and it is empty: the frame `items` has 0 bytes",
+            QUERY,
+            ids("items"),
+            lengths("item_lengths", 0),
+            after={"labels": [5]},
+        ),
+        _score(
+            "score-largest-ids",
+            "the largest token ids that int32 holds; whether the model has them is another question",
+            ids("query", 2**31 - 1),
+            ids("items", 0),
+            lengths("item_lengths", 1),
+            after={"labels": [0, 2**31 - 1]},
+        ),
+        Valid(
+            "score-largest-request-id",
+            way,
+            "request ids go up to 2^63 - 1",
+            {"type": "score", "id": MAX_ID, "frames": _specs(QUERY, ITEMS, ITEM_LENGTHS)},
+            (QUERY, ITEMS, ITEM_LENGTHS),
+        ),
+        Valid(
+            "score-request-id-0",
+            way,
+            "and begin at 0",
+            {"type": "score", "id": 0, "frames": _specs(QUERY, ITEMS, ITEM_LENGTHS)},
+            (QUERY, ITEMS, ITEM_LENGTHS),
+        ),
+        _variant(
+            "score-unknown-keys",
+            "keys that version 1 does not know are ignored, whatever they hold",
+            {**_SCORE, "trace": {"a": [1, None, 2.5]}, "blob": b"\x00\xff"},
+        ),
+        _variant("score-other-order", "the order of keys is free", dict(reversed(_SCORE.items()))),
+        _variant(
+            "score-defaults-written",
+            "a field may be sent although it holds its default",
+            {**_SCORE, "group": "", "item_first": False, "hidden": False, "priority": 0},
+        ),
+        _variant(
+            "score-wide-integers",
+            "an integer may be sent in a wider format than it needs: id as int 64, labels as uint 32 and int 32",
+            {
+                **_SCORE,
+                "id": Raw(bytes.fromhex("d30000000000000001")),
+                "labels": [Raw(bytes.fromhex("ce00000005")), Raw(bytes.fromhex("d200000006"))],
+            },
+        ),
+        _variant(
+            "score-wide-containers",
+            "the map as map 32, a string as str 8",
+            Raw(
+                bytes.fromhex("df00000006")
+                + bytes.fromhex("d904")
+                + b"type"
+                + pack("score")
+                + b"".join(pack(key) + pack(value) for key, value in _SCORE.items() if key != "type")
+            ),
+        ),
+        _variant(
+            "score-longer-frame-spec",
+            "further elements of an array structure are ignored",
+            {**_SCORE, "frames": [[*spec, "later"] for spec in _SCORE["frames"]]},
+        ),
+        Valid("cancel", way, "take request 1 back", {"type": "cancel", "id": 1}),
+        Valid("ack", way, "the answer of request 1 has arrived", {"type": "ack", "ids": [1]}),
+        Valid("ack-many", way, "many at once, in any order", {"type": "ack", "ids": [3, 128, 2, 65536, MAX_ID]}),
+        Valid("goodbye", way, "the client leaves for good", {"type": "goodbye"}),
+        Valid("status", way, "what is the pool doing?", {"type": "status", "id": 7}),
+        Valid("ping-from-client", way, "are you there?", {"type": "ping", "at": 123456}),
+        Valid("pong-from-client", way, "a client answers a ping", {"type": "pong", "at": 99}),
+    ]
+
+
+def _to_client() -> list[Valid]:
+    way = "coordinator-client"
+    hidden = floats("hidden", (2, 4), 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 0.25, -0.25)
+    reward = floats("scores", (2, 1), -1.5, 3.25)
+    return [
+        Valid(
+            "welcome",
+            way,
+            "the answer to hello",
+            {
+                "type": "welcome",
+                "epoch": EPOCH,
+                "capabilities": ["something-new"],
+                "groups": ["policy", "reward"],
+                "window_requests": 4096,
+                "window_bytes": 268435456,
+                "max_message_bytes": 67108864,
+            },
+        ),
+        Valid(
+            "result",
+            way,
+            "the answer to `score`: one whole batch, weight version 3",
+            {
+                "type": "result",
+                "id": 1,
+                "version": 3,
+                "forwards": [1],
+                "usage": [2, 9],
+                "timings": [150, 4200],
+                "frames": _specs(SCORES),
+            },
+            (SCORES,),
+        ),
+        Valid(
+            "result-hidden",
+            way,
+            "a reward model: one column, and hidden states of size 4; the request was cut into two batches",
+            {
+                "type": "result",
+                "id": 300,
+                "version": 0,
+                "forwards": [1, 1],
+                "usage": [2, 9],
+                "timings": [0, 70000],
+                "frames": _specs(reward, hidden),
+            },
+            (reward, hidden),
+        ),
+        Valid(
+            "error-bad-request",
+            way,
+            "a refusal at the door names the field and the limit",
+            {
+                "type": "error",
+                "code": "bad_request",
+                "message": "priority: 1001 is outside ±1000",
+                "id": 1,
+                "field": "priority",
+                "limit": "1000",
+            },
+        ),
+        Valid(
+            "error-busy",
+            way,
+            "a bound is reached; the id stays free",
+            {"type": "error", "code": "busy", "message": "the queue is full", "id": 1, "retry_after_ms": 250},
+        ),
+        Valid(
+            "error-poisoned",
+            way,
+            "workers died of this request; how, is in the evidence",
+            {
+                "type": "error",
+                "code": "poisoned",
+                "message": "3 workers died while the request ran alone",
+                "id": 1,
+                "evidence": ["policy-0: killed by signal 9", "policy-1: killed by signal 9", "policy-0: silent for 10 s"],
+            },
+        ),
+        Valid(
+            "error-without-id",
+            way,
+            "about a message in which no id could be read",
+            {
+                "type": "error",
+                "code": "malformed",
+                "message": "frame 0 is not msgpack: Input data was truncated",
+                "field": "frame 0",
+            },
+        ),
+        Valid(
+            "error-hello-required",
+            way,
+            "this link has not said hello to this coordinator",
+            {"type": "error", "code": "hello_required", "message": "say hello first"},
+        ),
+        Valid(
+            "status-report",
+            way,
+            "a group with one worker; GroupStatus has so many fields that some encoders write its map as map 16",
+            {
+                "type": "status_report",
+                "epoch": EPOCH,
+                "id": 7,
+                "uptime_s": 12.5,
+                "clients": 1,
+                "answers_kept": 2,
+                "answers_bytes": 640,
+                "outbox_bytes": 128,
+                "pauses": [3, 900],
+                "groups": [
+                    {
+                        "name": "policy",
+                        "queued": 4,
+                        "running": 2,
+                        "queued_tokens": 800,
+                        "oldest_s": 0.25,
+                        "version": 3,
+                        "answered": 10,
+                        "batches": 5,
+                        "forwards": 5,
+                        "model": "tiny",
+                        "workers": [
+                            {
+                                "name": "policy-0",
+                                "incarnation": WORKER,
+                                "stage": "ready",
+                                "pid": 4242,
+                                "host": "node-1",
+                                "version": 3,
+                                "batches": 1,
+                                "tokens": 9,
+                                "done": 5,
+                                "silent_s": 0.5,
+                            }
+                        ],
+                    }
+                ],
+            },
+            exact=False,
+        ),
+        Valid(
+            "status-report-empty",
+            way,
+            "nothing but the epoch, while it ends",
+            {"type": "status_report", "epoch": EPOCH, "draining": True},
+        ),
+        Valid("ping-to-client", way, "a coordinator may ping too", {"type": "ping", "at": 99}),
+        Valid("pong-to-client", way, "with the epoch", {"type": "pong", "at": 123456, "epoch": EPOCH}),
+    ]
+
+
+def _from_worker() -> list[Valid]:
+    way = "worker-coordinator"
+    tokens = (ids("items", 2, 73, 115, 2, 74), lengths("item_lengths", 3, 2))
+    first = floats("scores", (1, 2), 0.75, 0.25)
+    second = floats("scores", (2, 1), 0.125, 1.0)
+    reward = floats("scores", (1, 1), -1.5)
+    hidden = floats("hidden", (1, 4), 1.0, -1.0, 0.5, -0.5)
+    return [
+        Valid(
+            "register",
+            way,
+            "a new worker process",
+            {"type": "register", "group": "policy", "incarnation": WORKER, "pid": 4242, "host": "node-1"},
+        ),
+        Valid(
+            "register-again",
+            way,
+            "the same process on a new link; it has heard an epoch",
+            {
+                "type": "register",
+                "group": "policy",
+                "incarnation": WORKER,
+                "epoch": EPOCH,
+                "capabilities": ["something-new"],
+            },
+        ),
+        Valid("stage", way, "loading", {"type": "stage", "stage": "loading", "detail": "shard 2 of 4"}),
+        Valid("stage-bare", way, "without detail", {"type": "stage", "stage": "compiling"}),
+        Valid("ready", way, "a causal model; fields with defaults left out", {"type": "ready", "capabilities": CAUSAL}),
+        Valid(
+            "ready-classifier",
+            way,
+            "a reward model with hidden states and no tokenizer, at weight version 3",
+            {
+                "type": "ready",
+                "capabilities": {
+                    **CAUSAL,
+                    "kind": "classifier",
+                    "page": 16,
+                    "labels": 1,
+                    "hidden": 4,
+                    "model": "tiny-reward",
+                    "engine": "example 0.1",
+                    "device": "cpu",
+                    "text": False,
+                },
+                "version": 3,
+            },
+        ),
+        Valid("idle", way, "it holds nothing older than this epoch", {"type": "idle", "epoch": EPOCH}),
+        Valid(
+            "done",
+            way,
+            "the batch of one part is finished: one forward pass",
+            {
+                "type": "done",
+                "batch": [EPOCH, 1],
+                "parts": [{"frames": _specs(SCORES)}],
+                "version": 3,
+                "run_us": 4200,
+            },
+            (SCORES,),
+        ),
+        Valid(
+            "done-three-parts",
+            way,
+            "the second part failed, its neighbours did not; the engine needed two passes",
+            {
+                "type": "done",
+                "batch": [EPOCH, 2],
+                "parts": [
+                    {"frames": _specs(first)},
+                    {"code": "engine_error", "message": "the engine refused the prompt"},
+                    {"frames": _specs(second)},
+                ],
+                "version": 3,
+                "forwards": 2,
+                "run_us": 9000,
+            },
+            (first, second),
+        ),
+        Valid(
+            "done-hidden",
+            way,
+            "a row of a reward model with its hidden state",
+            {"type": "done", "batch": [EPOCH, 3], "parts": [{"frames": _specs(reward, hidden)}]},
+            (reward, hidden),
+        ),
+        Valid(
+            "tokenised",
+            way,
+            "two rows of ids",
+            {"type": "tokenised", "task": [EPOCH, 4], "frames": _specs(*tokens)},
+            tokens,
+        ),
+        Valid(
+            "tokenised-failed",
+            way,
+            "the tokenizer refused",
+            {"type": "tokenised", "task": [EPOCH, 4], "code": "engine_error", "message": "no tokenizer"},
+        ),
+        Valid("bye", way, "drained", {"type": "bye", "reason": "drained"}),
+        Valid("bye-failed", way, "the engine broke", {"type": "bye", "reason": "the engine hangs", "failed": True}),
+        Valid(
+            "error-from-worker",
+            way,
+            "it drains, and does not take batch 5",
+            {"type": "error", "code": "shutting_down", "message": "this worker drains and takes no work", "id": 5},
+        ),
+        Valid("ping-from-worker", way, "are you there?", {"type": "ping", "at": 5}),
+        Valid("pong-from-worker", way, "with the stage", {"type": "pong", "at": 77, "stage": "ready"}),
+    ]
+
+
+def _to_worker() -> list[Valid]:
+    way = "coordinator-worker"
+    one = (QUERY, ITEMS, ITEM_LENGTHS)
+    two = (ids("query"), ids("items", 2, 73, 115), lengths("item_lengths", 3))
+    pairs = (ids("query", 1, 2), lengths("query_lengths", 1, 1), ids("items", 3, 4), lengths("item_lengths", 1, 1))
+    words = (text("query", "Is it good? "), text("items", "JaGrüße👍"), lengths("item_lengths", 2, 7, 4))
+    return [
+        Valid("accept", way, "the answer to register", {"type": "accept", "epoch": EPOCH}),
+        Valid("accept-orphan", way, "with another patience", {"type": "accept", "epoch": EPOCH + 1, "orphan_s": 2.5}),
+        Valid(
+            "batch",
+            way,
+            "one part: the payload frames of `score`, as they came",
+            {
+                "type": "batch",
+                "batch": [EPOCH, 1],
+                "parts": [{"frames": _specs(*one), "labels": [5, 6], "softmax": True}],
+            },
+            one,
+        ),
+        Valid(
+            "batch-three-parts",
+            way,
+            "rows of three requests; the payload frames follow part by part",
+            {
+                "type": "batch",
+                "batch": [EPOCH, 2],
+                "parts": [
+                    {"frames": _specs(*one), "labels": [5, 6], "softmax": True},
+                    {"frames": _specs(*two), "labels": [7]},
+                    {"frames": _specs(*pairs), "labels": [8], "item_first": True},
+                ],
+                "priority": -3,
+            },
+            (*one, *two, *pairs),
+        ),
+        Valid(
+            "batch-hidden",
+            way,
+            "hidden states are wanted of all parts",
+            {"type": "batch", "batch": [EPOCH, 3], "parts": [{"frames": _specs(*two)}], "hidden": True},
+            two,
+        ),
+        Valid(
+            "tokenise",
+            way,
+            "the text of `score-text`",
+            {"type": "tokenise", "task": [EPOCH, 4], "frames": _specs(*words)},
+            words,
+        ),
+        Valid(
+            "tokenise-item-first",
+            way,
+            "rows are item + query",
+            {"type": "tokenise", "task": [EPOCH, 5], "frames": _specs(*words), "item_first": True},
+            words,
+        ),
+        Valid("drain", way, "finish and end", {"type": "drain"}),
+        Valid(
+            "error-to-worker",
+            way,
+            "this incarnation was declared lost",
+            {"type": "error", "code": "superseded", "message": "this incarnation was declared lost"},
+        ),
+        Valid("ping-to-worker", way, "every second", {"type": "ping", "at": 77}),
+        Valid("pong-to-worker", way, "with the epoch", {"type": "pong", "at": 5, "epoch": EPOCH}),
+    ]
+
+
+VALID = [*_from_client(), *_to_client(), *_from_worker(), *_to_worker()]

@@ -1,0 +1,299 @@
+"""The daemon keeps the promises of PROTOCOL.md to peers that were written from that page alone, over real sockets."""
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from enginepool.config import GroupConfig, PoolConfig, encode_config
+from enginepool.workers.sim_scores import expected_scores
+from tests.wire.plain_client import PlainClient
+from tests.wire.plain_worker import PlainWorker, toy_score, toy_tokens
+from tests.wire.test_vectors import INVALID, frames_of
+
+Context = zmq.Context[zmq.Socket[bytes]]
+#: a group whose workers are started by somebody else
+DIAL_IN = GroupConfig(model="toy", engine="sim", workers=0)
+#: what a client may send to any pool, and must be refused whatever its model is
+REFUSED = [v for v in INVALID if v["direction"] == "client-coordinator" and v["invalid"]["stage"] != "model"]
+
+
+class Daemon:
+    """A coordinator process that listens: on free ports of this host, or where an earlier one did."""
+
+    def __init__(self, folder: Path, group: GroupConfig, after: "Daemon | None" = None) -> None:
+        free = "tcp://127.0.0.1:0"
+        config = PoolConfig(
+            {"policy": group},
+            listen=after.clients if after else free,
+            listen_workers=after.workers if after else free,
+            state_dir=str(folder),
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "enginepool.coordinator.daemon"],
+            env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.clients: str = ""
+        self.workers: str = ""
+        self._listens = threading.Event()
+        #: reads all that the daemon writes, so that it never waits for a full pipe
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        assert self._listens.wait(60)
+        assert self.clients, "the daemon ended before it listened"
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as lines:
+            for line in lines:
+                if "listening on" in line:
+                    words = line.replace(",", " ").split()
+                    self.clients, self.workers = words[words.index("on") + 1], words[words.index("workers") + 2]
+                    self._listens.set()
+        self._listens.set()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(30)
+
+    def stop(self) -> None:
+        """Ask it to end; make it, if it does not."""
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        finally:
+            self.kill()
+
+    def __enter__(self) -> "Daemon":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@contextmanager
+def plain_workers(context: Context, address: str, n: int) -> Generator[list[PlainWorker]]:
+    """`n` plain workers, each on a thread of its own."""
+    over = threading.Event()
+    found: list[PlainWorker] = []
+
+    def work(ready: threading.Event) -> None:
+        worker = PlainWorker(context, address, "policy", silence_s=2.5)
+        found.append(worker)
+        ready.set()
+        while not worker.ended and not over.is_set():
+            worker.step(20)
+        if not worker.ended:
+            worker.end("the test is over")
+
+    threads: list[threading.Thread] = []
+    try:
+        for _ in range(n):
+            ready = threading.Event()
+            threads.append(threading.Thread(target=work, args=(ready,)))
+            threads[-1].start()
+            assert ready.wait(30)
+        yield found
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[Context]:
+    made = Context()
+    yield made
+    made.destroy(linger=0)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, context: Context) -> Iterator[Daemon]:
+    """A daemon of one group, which two plain workers serve."""
+    with Daemon(tmp_path_factory.mktemp("pool"), DIAL_IN) as daemon, plain_workers(context, daemon.workers, 2):
+        yield daemon
+
+
+@pytest.fixture
+def client(pool: Daemon, context: Context) -> Iterator[PlainClient]:
+    plain = PlainClient(context, pool.clients)
+    plain.hello()
+    yield plain
+    plain.goodbye()
+
+
+def expected(rows: list[list[int]], labels: list[int]) -> list[list[float]]:
+    return [[toy_score(row, label) for label in labels] for row in rows]
+
+
+def next_answer(client: PlainClient) -> dict[str, Any]:
+    """The header of the next result or error, which is not acknowledged."""
+    while client.socket.poll(30_000):
+        header: dict[str, Any] = msgspec.msgpack.decode(client.socket.recv_multipart()[0])
+        if header["type"] in ("result", "error"):
+            return header
+    raise AssertionError("no answer came")
+
+
+def test_ids_are_scored_by_plain_peers_on_both_sides(client: PlainClient) -> None:
+    answer = client.score([11, 12, 13], [[21, 22], [23], []], labels=[5, 6])
+    assert answer.rows() == expected([[11, 12, 13, 21, 22], [11, 12, 13, 23], [11, 12, 13]], [5, 6])
+    assert answer.header["forwards"] == [1]
+    assert answer.header["usage"] == [3, 12]
+    turned = client.score([11, 12, 13], [[21, 22]], labels=[5], item_first=True)
+    assert turned.rows() == expected([[21, 22, 11, 12, 13]], [5])
+
+
+def test_each_item_may_have_a_query_of_its_own(client: PlainClient) -> None:
+    answer = client.score([[11], [12, 13]], [[21, 22], [23]], labels=[5])
+    assert answer.rows() == expected([[11, 21, 22], [12, 13, 23]], [5])
+
+
+def test_text_is_tokenised_by_a_worker_as_one_text_a_row(client: PlainClient) -> None:
+    answer = client.score("Good? ", ["Ja", "Grüße"], labels=[5, 6])
+    assert answer.rows() == expected([toy_tokens("Good? Ja"), toy_tokens("Good? Grüße")], [5, 6])
+    pairs = client.score(["a", "b"], ["c", "de"], labels=[5], item_first=True)
+    assert pairs.rows() == expected([toy_tokens("ca"), toy_tokens("deb")], [5])
+
+
+def test_a_request_over_the_budget_of_a_worker_is_cut_and_put_together_in_order(client: PlainClient) -> None:
+    items = [[2 + i, 3] for i in range(50)]
+    answer = client.score([1, 2, 3], items, labels=[5, 6, 7])
+    assert answer.rows() == expected([[1, 2, 3, *item] for item in items], [5, 6, 7])
+    assert answer.header["usage"] == [50, 250]
+    assert len(answer.header["forwards"]) >= 50 // 8
+    assert set(answer.header["forwards"]) == {1}
+
+
+def test_many_requests_in_flight_are_each_answered_once(client: PlainClient) -> None:
+    cases = {client.submit([n], [[n + 1], [n + 2]], labels=[n], priority=n % 7 - 3): n for n in range(1, 200)}
+    for id_, n in cases.items():
+        assert client.wait(id_).rows() == expected([[n, n + 1], [n, n + 2]], [n])
+    assert client.answers == {}
+    assert client.unanswered == {}
+
+
+@pytest.mark.parametrize("vector", REFUSED, ids=lambda v: v["name"])
+def test_an_invalid_vector_is_answered_with_its_code_and_field_and_harms_nobody(
+    vector: dict[str, Any], client: PlainClient
+) -> None:
+    client.socket.send_multipart(frames_of(vector))
+    want = vector["invalid"]
+    answer = next_answer(client)
+    assert (answer["code"], answer.get("field", "")) == (want["code"], want["field"])
+    assert client.score([1], [[2]], labels=[3]).rows() == expected([[1, 2]], [3])
+
+
+def test_a_label_outside_the_vocabulary_is_refused_with_the_limit(client: PlainClient) -> None:
+    answer = client.score([1], [[2]], labels=[300])
+    assert [answer.header.get(key) for key in ("code", "field", "limit")] == ["bad_request", "labels", "300"]
+    unknown = client.score([1], [[2]], labels=[3], group="poetry")
+    assert [unknown.header.get(key) for key in ("code", "field", "limit")] == ["unknown_group", "group", "policy"]
+
+
+def test_an_answer_is_kept_for_a_resend_until_it_is_acknowledged_and_its_id_is_taken(client: PlainClient) -> None:
+    id_ = client.submit([1], [[2]], labels=[3])
+    sent = client.unanswered[id_]
+    first = next_answer(client)
+    assert (first["type"], first["id"]) == ("result", id_)
+    client.send({**sent.header, "labels": [4]}, sent.payload)
+    reused = next_answer(client)
+    assert (reused["code"], reused["id"], reused["field"]) == ("id_reused", id_, "id")
+    client.post(id_)
+    assert next_answer(client) == first
+    client.post(id_)
+    assert client.wait(id_).rows() == expected([[1, 2]], [3])
+
+
+def test_the_first_of_result_and_cancelled_is_the_only_answer(client: PlainClient) -> None:
+    ids = [client.submit([n], [[n]], labels=[3]) for n in range(1, 30)]
+    for id_ in ids:
+        client.cancel(id_)
+    for n, id_ in enumerate(ids, 1):
+        answer = client.wait(id_)
+        assert answer.header.get("code") == "cancelled" or answer.rows() == expected([[n, n]], [3])
+
+
+def test_the_status_names_the_group_and_its_workers(client: PlainClient) -> None:
+    client.score([1], [[2]], labels=[3])
+    (group,) = client.status()["groups"]
+    assert group["name"] == "policy"
+    assert group["model"] in ("toy", "")
+    assert [worker["stage"] for worker in group["workers"]] == ["ready", "ready"]
+
+
+def test_the_highest_incarnation_of_a_client_wins_and_its_secret_proves_it(client: PlainClient, context: Context) -> None:
+    second = PlainClient(context, client.address)
+    second.client, second.token, second.incarnation = client.client, client.token, client.incarnation
+    second.hello()
+    assert second.score([1], [[2]], labels=[3]).rows() == expected([[1, 2]], [3])
+
+    thief = PlainClient(context, client.address)
+    thief.client, thief.incarnation = client.client, 1000
+    thief.greet()
+    late = PlainClient(context, client.address)
+    late.client, late.token, late.incarnation = client.client, client.token, -1
+    late.greet()
+    for peer, code in ((thief, "unauthorised"), (late, "superseded")):
+        while not peer.complaints:
+            peer.step(float("inf"))
+        assert peer.complaints[0]["code"] == code
+        peer.socket.close(0)
+    second.goodbye()
+
+
+@contextmanager
+def greeted(context: Context, daemon: Daemon) -> Generator[PlainClient]:
+    plain = PlainClient(context, daemon.clients)
+    plain.hello()
+    yield plain
+    plain.goodbye()
+
+
+def test_a_deadline_without_a_worker_is_kept(tmp_path: Path, context: Context) -> None:
+    with Daemon(tmp_path, DIAL_IN) as daemon, greeted(context, daemon) as plain:
+        answer = plain.score([1], [[2]], labels=[3], timeout_s=0.2)
+        assert answer.header["code"] == "deadline_exceeded"
+
+
+def test_plain_peers_find_a_restarted_coordinator_and_nothing_is_lost(tmp_path: Path, context: Context) -> None:
+    first = Daemon(tmp_path, DIAL_IN)
+    plain = PlainClient(context, first.clients)
+    epoch = plain.hello()["epoch"]
+    waiting = plain.submit([1], [[2]], labels=[3])
+    first.kill()
+    with Daemon(tmp_path, DIAL_IN, after=first) as second, plain_workers(context, second.workers, 1):
+        assert plain.wait(waiting).rows() == expected([[1, 2]], [3])
+        assert plain.epoch > epoch
+        plain.goodbye()
+
+
+def test_a_plain_worker_is_adopted_by_the_next_coordinator(tmp_path: Path, context: Context) -> None:
+    first = Daemon(tmp_path, DIAL_IN)
+    with plain_workers(context, first.workers, 1) as (worker,):
+        plain = PlainClient(context, first.clients)
+        plain.hello()
+        assert plain.score([1], [[2]], labels=[3]).rows() == expected([[1, 2]], [3])
+        first.kill()
+        with Daemon(tmp_path, DIAL_IN, after=first):
+            assert plain.score([1], [[2]], labels=[3]).rows() == expected([[1, 2]], [3])
+            assert worker.epoch == plain.epoch
+            plain.goodbye()
+
+
+def test_a_plain_client_is_served_by_the_package_s_own_workers(tmp_path: Path, context: Context) -> None:
+    with Daemon(tmp_path, GroupConfig(model="sim", engine="sim", workers=1)) as daemon, greeted(context, daemon) as plain:
+        answer = plain.score([11, 12, 13], [[21, 22], [23]], labels=[5, 6])
+        want = expected_scores([11, 12, 13], [[21, 22], [23]], labels=[5, 6]).scores
+        assert answer.rows() == want.tolist()

@@ -1,0 +1,171 @@
+"""PROTOCOL.md says what the code does: every message, field, type, default, code and constant, in both directions."""
+
+import inspect
+import json
+import re
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+
+from enginepool.protocol import frames, messages
+from enginepool.protocol.errors import CODES
+from enginepool.protocol.messages import FrameSpec, Message, TaskId
+
+FOLDER = Path(__file__).parents[2] / "protocol"
+PAGE = (FOLDER / "PROTOCOL.md").read_text(encoding="utf-8")
+VECTORS: dict[str, dict[str, Any]] = {
+    vector["name"]: vector
+    for vector in json.loads((FOLDER / "vectors" / "vectors.json").read_text(encoding="utf-8"))["vectors"]
+}
+WAYS = {
+    "client to coordinator": messages.FromClient,
+    "coordinator to client": messages.ToClient,
+    "worker to coordinator": messages.FromWorker,
+    "coordinator to worker": messages.ToWorker,
+}
+#: headings that name more than one way
+SHORT = {
+    "both ways": set(WAYS),
+    "coordinator to client, both ways to worker": set(WAYS) - {"client to coordinator"},
+}
+
+
+def structs() -> "list[type[msgspec.Struct]]":
+    found = [value for _, value in inspect.getmembers(messages, inspect.isclass) if issubclass(value, msgspec.Struct)]
+    return [struct for struct in found if struct is not Message]
+
+
+def heading_of(struct: type[msgspec.Struct]) -> str:
+    """What stands before the bracket in the heading of a struct's section: the tag of a message, the name of a structure."""
+    tag = struct.__struct_config__.tag
+    return struct.__name__ if tag is None else str(tag)
+
+
+def sections() -> dict[str, tuple[str, str]]:
+    """Name -> (what stands in the bracket, text) of each section that describes a message or a structure."""
+    parts = re.split(r"^### `(\w+)` \((.+)\)$", PAGE, flags=re.MULTILINE)
+    names, brackets, texts = parts[1::3], parts[2::3], parts[3::3]
+    assert len(set(names)) == len(names)
+    return {
+        name: (bracket, re.split(r"^##", text, flags=re.MULTILINE)[0])
+        for name, bracket, text in zip(names, brackets, texts, strict=True)
+    }
+
+
+SECTIONS = sections()
+
+
+def table(text: str, head: str) -> list[list[str]]:
+    """Cells of the rows of the first table whose head begins with `head`."""
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith(head)]
+    if not starts:
+        return []
+    rows: list[list[str]] = []
+    for line in lines[starts[0] + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows
+
+
+def shown(name: str, hint: Any) -> str:
+    """A field's type as the page writes it. TaskId is an alias, which the page uses for the ids of tasks."""
+    if hint == TaskId:
+        return "TaskId" if name in ("batch", "task") else "[int, int]"
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return "str"
+    if origin in (list, tuple):
+        return f"array of {shown(name, inner[0])}"
+    if origin in (Union, UnionType):
+        return f"{shown(name, inner[0])} or nil"
+    if hint is bytes:
+        return "bin"
+    return hint.__name__
+
+
+def default_of(field: msgspec.structs.FieldInfo) -> str:
+    """A field's default as the page writes it."""
+    if field.required:
+        return "required"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    return "`nil`" if value is None else f"`{json.dumps(value)}`"
+
+
+@pytest.mark.parametrize("struct", structs(), ids=heading_of)
+def test_the_table_of_a_message_has_its_fields_with_types_and_defaults_in_order(struct: type[msgspec.Struct]) -> None:
+    _, text = SECTIONS[heading_of(struct)]
+    hints = get_type_hints(struct)
+    rows = table(text, "| field | type |")
+    assert [row[:3] for row in rows] == [
+        [f"`{field.name}`", f"`{shown(field.name, hints[field.name])}`", default_of(field)]
+        for field in msgspec.structs.fields(struct)
+    ]
+    assert all(row[3] for row in rows), "every field has a meaning"
+
+
+def test_every_section_of_a_message_or_structure_has_a_struct_and_the_other_way_round() -> None:
+    assert set(SECTIONS) == {heading_of(struct) for struct in structs()}
+
+
+@pytest.mark.parametrize("struct", structs(), ids=heading_of)
+def test_a_heading_says_which_way_a_message_goes_or_how_a_structure_is_encoded(struct: type[msgspec.Struct]) -> None:
+    bracket, _ = SECTIONS[heading_of(struct)]
+    if not issubclass(struct, Message):
+        assert bracket == ("array" if struct.__struct_config__.array_like else "map")
+        return
+    ways = {way for way, union in WAYS.items() if struct in get_args(union)}
+    assert SHORT.get(bracket, {bracket}) == ways
+
+
+@pytest.mark.parametrize("struct", structs(), ids=heading_of)
+def test_every_allowed_string_of_a_field_is_named(struct: type[msgspec.Struct]) -> None:
+    meanings = {row[0].strip("`"): row[3] for row in table(SECTIONS[heading_of(struct)][1], "| field | type |")}
+    for name, hint in get_type_hints(struct).items():
+        if get_origin(hint) is Literal:
+            for value in get_args(hint):
+                assert f"`{value}`" in meanings[name]
+
+
+def test_the_error_table_is_the_closed_set_of_codes() -> None:
+    want = [[f"`{code}`", facts.fault, "yes" if facts.retry else "no", facts.meaning] for code, facts in CODES.items()]
+    assert table(PAGE, "| code | fault |") == want
+
+
+def test_the_table_of_limits_has_the_constants() -> None:
+    said = {row[0].strip("`"): int(row[1]) for row in table(PAGE, "| name | value |")}
+    assert said == {name: getattr(messages, name) for name in dir(messages) if name.isupper()}
+
+
+def test_the_table_of_dtypes_has_their_sizes() -> None:
+    said = {row[0].strip("`"): int(row[1]) for row in table(PAGE, "| dtype | bytes")}
+    assert said == frames.ITEM_BYTES
+    assert set(said) == set(get_args(get_type_hints(FrameSpec)["dtype"]))
+
+
+def test_every_code_that_the_page_names_exists() -> None:
+    """Words in code that look like an error code: those before and after "answered", and those in the tables of refusals."""
+    named = set(re.findall(r"(?:answered|refused with|with `error`) `(\w+)`", PAGE))
+    assert named
+    assert named <= {*CODES, *SECTIONS}
+
+
+BYTES = re.findall(r"^```text vector=(\S+) frame=(\d)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(("name", "frame", "dump"), BYTES, ids=[f"{name}-{frame}" for name, frame, _ in BYTES])
+def test_the_bytes_on_the_page_are_those_of_the_golden_vectors(name: str, frame: str, dump: str) -> None:
+    digits = "".join(line[:48] for line in dump.splitlines())
+    assert bytes.fromhex(digits) == bytes.fromhex(VECTORS[name]["frames"][int(frame)])
+
+
+def test_the_worked_example_shows_bytes_and_names_vectors_that_exist() -> None:
+    assert len(BYTES) >= 8
+    life = PAGE[PAGE.index("## Life of a score request") : PAGE.index("## Client and coordinator")]
+    named = set(re.findall(r"\w+ \(([\w-]+)\)", life))
+    assert {"hello", "welcome", "register", "accept", "score", "batch", "done", "result", "ack"} <= named
+    assert named <= set(VECTORS)
