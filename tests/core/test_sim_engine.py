@@ -1,0 +1,352 @@
+"""The sim engine: the same question has the same answer, whoever asks and however it is batched; faults come when asked for."""
+
+import asyncio
+import math
+import os
+import zlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginepool.workers.engine import BatchScores, Engine, EngineDied, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.sim_engine import BYTE_OFFSET, SimEngine
+from enginepool.workers.sim_scores import expected_scores, score_part
+
+IDS = st.lists(st.integers(0, 151_935), max_size=8)
+
+
+def part(
+    query: list[int],
+    items: list[list[int]],
+    labels: tuple[int, ...] = (7,),
+    *,
+    softmax: bool = False,
+    item_first: bool = False,
+) -> ScorePart:
+    return ScorePart(
+        np.array(query, np.int32),
+        np.array([token for item in items for token in item], np.int32),
+        np.array([len(item) for item in items], np.uint32),
+        labels=labels,
+        softmax=softmax,
+        item_first=item_first,
+    )
+
+
+def engine(**options: Any) -> SimEngine:
+    return SimEngine("model", options=options)
+
+
+T = TypeVar("T")
+
+
+def work(coroutine: Coroutine[Any, Any, T]) -> T:
+    async def bounded() -> T:
+        async with asyncio.timeout(20):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+def score(sim: SimEngine, *parts: ScorePart, hidden: bool = False) -> BatchScores:
+    return work(sim.score(ScoreBatch(parts, hidden=hidden)))
+
+
+def rows(answer: PartScores | EngineError) -> list[list[float]]:
+    assert isinstance(answer, PartScores)
+    return answer.scores.tolist()
+
+
+# --- answers ------------------------------------------------------------------------------------------------------------
+
+
+def in_plain_python(prompt: list[int], column: int, seed: int, version: int) -> float:
+    """The formula of sim_scores, one number at a time."""
+    crc = zlib.crc32(b"".join(token.to_bytes(4, "little") for token in prompt))
+    z = 0x9E3779B97F4A7C15 * seed + 0xD1B54A32D192ED03 * version + 0x8CB92BA72F3D8DD7 * (column + 1)
+    z %= 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    k = (z ^ (z >> 31)) | 1
+    return (((crc + 1) * k % 2**64 >> 41) + 0.5) / 2**23
+
+
+@given(IDS, st.lists(IDS, min_size=1, max_size=5), st.lists(st.integers(0, 2**17), min_size=1, max_size=3), st.booleans())
+def test_a_causal_score_is_the_documented_function(
+    query: list[int], items: list[list[int]], labels: list[int], item_first: bool
+) -> None:
+    answer = score(engine(seed=3, version=2), part(query, items, tuple(labels), item_first=item_first))
+    prompts = [item + query if item_first else query + item for item in items]
+    assert rows(answer.parts[0]) == [[in_plain_python(p, label, 3, 2) for label in labels] for p in prompts]
+    assert answer.version == 2
+    assert answer.forwards == 1
+
+
+@given(st.lists(st.tuples(IDS, IDS), min_size=1, max_size=5), st.booleans())
+def test_a_query_for_each_item_scores_as_each_pair_alone(pairs: list[tuple[list[int], list[int]]], item_first: bool) -> None:
+    together = expected_scores([q for q, _ in pairs], [i for _, i in pairs], labels=(1, 2), item_first=item_first)
+    alone = [expected_scores(q, [i], labels=(1, 2), item_first=item_first).scores[0].tolist() for q, i in pairs]
+    assert together.scores.tolist() == alone
+
+
+def test_softmax_makes_the_labels_of_a_row_sum_to_one() -> None:
+    plain = score(engine(), part([1], [[2], [3]], (4, 5, 6)))
+    soft = score(engine(), part([1], [[2], [3]], (4, 5, 6), softmax=True))
+    for p, s in zip(rows(plain.parts[0]), rows(soft.parts[0]), strict=True):
+        assert s == pytest.approx([value / sum(p) for value in p], rel=1e-6)
+
+
+def test_a_classifier_answers_logits_and_softmax_is_that_of_logits() -> None:
+    sim = engine(kind="classifier", labels=3)
+    plain = rows(score(sim, part([1], [[2]], ())).parts[0])
+    soft = rows(score(sim, part([1], [[2]], (), softmax=True)).parts[0])
+    assert plain == [[in_plain_python([1, 2], column, 0, 0) for column in range(3)]]
+    e = [math.exp(value) for value in plain[0]]
+    assert soft[0] == pytest.approx([value / sum(e) for value in e], rel=1e-6)
+
+
+def test_hidden_states_come_when_asked_for_and_are_refused_when_there_are_none() -> None:
+    sim = engine(kind="classifier", hidden=4)
+    (answer,) = score(sim, part([1], [[2], [3]], ()), hidden=True).parts
+    assert isinstance(answer, PartScores)
+    assert answer.hidden is not None
+    want = [[in_plain_python([1, t], 2**32 + j, 0, 0) for j in range(4)] for t in (2, 3)]
+    assert answer.hidden.tolist() == want
+    assert score(sim, part([1], [[2]], ())).parts[0].hidden is None  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    with pytest.raises(EngineError, match="hidden"):
+        score(engine(), part([1], [[2]]), hidden=True)
+
+
+def test_scores_depend_on_prompt_label_seed_and_version_and_on_nothing_else() -> None:
+    def one(sim: SimEngine, p: ScorePart) -> float:
+        return rows(score(sim, p).parts[0])[0][0]
+
+    base = one(engine(), part([1], [[2]]))
+    assert one(engine(), part([], [[1, 2]])) == base
+    assert rows(score(engine(), part([9], [[9]]), part([1], [[2]])).parts[1])[0][0] == base
+    others = [
+        one(engine(), part([1], [[3]])),
+        one(engine(), part([1], [[2]], (8,))),
+        one(engine(seed=1), part([1], [[2]])),
+        one(engine(version=1), part([1], [[2]])),
+    ]
+    assert len({base, *others}) == 5
+
+
+def test_text_is_its_bytes() -> None:
+    sim = engine()
+    assert work(sim.tokenise(["aé", ""])) == [[97 + BYTE_OFFSET, 0xC3 + BYTE_OFFSET, 0xA9 + BYTE_OFFSET], []]
+    with pytest.raises(EngineError, match="no room"):
+        work(engine(vocab=100).tokenise(["a"]))
+
+
+def test_scores_lie_strictly_between_zero_and_one() -> None:
+    p = part([], [[i] for i in range(20_000)])
+    scores = score_part(p).scores
+    assert scores.min() > 0
+    assert scores.max() < 1
+    assert abs(scores.mean() - 0.5) < 0.01
+
+
+# --- capabilities and options -------------------------------------------------------------------------------------------
+
+
+def test_capabilities_follow_options_and_caps() -> None:
+    reports: list[tuple[str, str]] = []
+    sim = SimEngine(
+        "m",
+        options={"kind": "classifier", "labels": 2, "hidden": 8, "batch_tokens": 100},
+        max_batch_tokens=40,
+        max_batch_rows=1000,
+        forwards_in_flight=3,
+    )
+    held_by_type: Engine = sim
+    c = work(held_by_type.start(lambda stage, detail: reports.append((stage, detail))))
+    assert (c.kind, c.labels, c.hidden, c.model, c.engine) == ("classifier", 2, 8, "m", "sim")
+    assert (c.batch_tokens, c.inflight_tokens, c.batch_rows, c.inflight_rows) == (40, 120, 256, 768)
+    assert c.context == 120, "a row over what may be in flight could never be sent"
+    assert [stage for stage, _ in reports] == ["loading", "compiling"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"latency": 3}, "latency"),
+        ({"vocab": 0}, "vocab = 0"),
+        ({"token_s": -1.0}, "token_s"),
+        ({"kind": "other"}, "other"),
+        ({"faults": [{"kind": "explode"}]}, "explode"),
+        ({"faults": [{"kind": "crash", "at": 3}]}, "`at`"),
+    ],
+)
+def test_impossible_options_are_refused_by_name(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match="options of engine sim") as refused:
+        SimEngine("m", options=options)
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "forwards"),
+    [([8], 1), ([4, 4], 1), ([4, 5], 2), ([20], 1), ([20, 1], 2), ([1] * 4, 1), ([1] * 5, 2), ([3, 3, 3, 3, 3], 3)],
+)
+def test_a_batch_over_the_budget_takes_more_than_one_forward(sizes: list[int], forwards: int) -> None:
+    sim = engine(batch_tokens=8, batch_rows=4)
+    assert score(sim, part([], [[1] * n for n in sizes])).forwards == forwards
+
+
+# --- order and cost -----------------------------------------------------------------------------------------------------
+
+
+def test_one_forward_at_a_time_by_priority_then_arrival() -> None:
+    sim = engine(forward_s=1e-4)
+    order: list[int] = []
+
+    async def one(n: int, priority: int) -> None:
+        await sim.score(ScoreBatch((part([n], [[n]]),), priority))
+        order.append(n)
+
+    async def all_of_them() -> None:
+        async with asyncio.TaskGroup() as group:
+            for n, priority in enumerate([0, 0, 5, -5, 5]):
+                group.create_task(one(n, priority))
+
+    work(all_of_them())
+    assert order == [0, 2, 4, 1, 3]
+
+
+def test_a_cancelled_batch_gives_its_turn_away() -> None:
+    sim = engine(forward_s=1e-4)
+
+    async def scenario() -> int:
+        tasks = [asyncio.create_task(sim.score(ScoreBatch((part([n], [[n]]),)))) for n in range(4)]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        tasks[1].cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        return sum(isinstance(result, BatchScores) for result in results)
+
+    assert work(scenario()) == 2
+
+
+def test_the_cost_is_that_of_forward_rows_and_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    score(engine(forward_s=1.0, row_s=0.1, token_s=0.01), part([1, 2], [[3], [4, 5]]))
+    assert slept == pytest.approx([1.0 + 0.2 + 0.07])
+    for seed in (1, 1, 2):
+        score(engine(forward_s=1.0, jitter=0.5, seed=seed), part([1], [[2]]))
+    first, again, other = slept[1:]
+    assert first == again != other
+    assert all(0.5 <= seconds <= 1.5 for seconds in slept[1:])
+
+
+def test_without_costs_nothing_is_awaited() -> None:
+    coroutine = engine().score(ScoreBatch((part([1], [[2]]),)))
+    with pytest.raises(StopIteration):
+        coroutine.send(None)
+
+
+# --- faults -------------------------------------------------------------------------------------------------------------
+
+
+def faulty(kind: str, **when: Any) -> SimEngine:
+    return engine(faults=[{"kind": kind, **when}])
+
+
+def test_a_crash_fails_the_batch_and_everything_after_it_and_wakes_the_watcher() -> None:
+    sim = faulty("crash", at_batch=2)
+
+    async def scenario() -> str:
+        watcher = asyncio.create_task(sim.died())
+        await sim.score(ScoreBatch((part([1], [[2]]),)))
+        for _ in range(2):
+            with pytest.raises(EngineDied, match="crash"):
+                await sim.score(ScoreBatch((part([1], [[2]]),)))
+        return await watcher
+
+    assert "crash" in work(scenario())
+
+
+def test_a_hang_never_answers_nor_lets_others_run() -> None:
+    sim = faulty("hang", on_token=13)
+
+    async def scenario() -> set[bool]:
+        tasks = [asyncio.create_task(sim.score(ScoreBatch((part([token], [[2]]),)))) for token in (13, 1)]
+        for _ in range(100):
+            await asyncio.sleep(0)
+        done = {task.done() for task in tasks}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return done
+
+    assert work(scenario()) == {False}
+
+
+@pytest.mark.parametrize(("kind", "sleeper"), [("slow", "asyncio.sleep"), ("block", "time.sleep")])
+def test_slow_and_block_take_their_seconds(kind: str, sleeper: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(sleeper, sleep if kind == "slow" else slept.append)
+    assert score(faulty(kind, seconds=7.0), part([1], [[2]])).forwards == 1
+    assert slept == [7.0]
+
+
+def test_an_error_refuses_the_batch_or_only_the_part_with_the_token() -> None:
+    with pytest.raises(EngineError, match="asked for"):
+        score(faulty("error", at_batch=1), part([1], [[2]]))
+    good, bad = score(faulty("error", on_token=13), part([1], [[2]]), part([1], [[13]])).parts
+    assert isinstance(good, PartScores)
+    assert isinstance(bad, EngineError)
+    assert "13" in str(bad)
+
+
+def test_wrong_rows_takes_a_row_away() -> None:
+    assert len(rows(score(faulty("wrong_rows"), part([1], [[2], [3]])).parts[0])) == 1
+
+
+def test_lie_forwards_reports_one_too_many() -> None:
+    sim = faulty("lie_forwards", at_batch=1)
+    assert [score(sim, part([1], [[2]])).forwards for _ in range(2)] == [2, 1]
+
+
+def test_a_token_in_the_query_triggers_too_and_other_batches_are_well() -> None:
+    sim = faulty("lie_forwards", on_token=13)
+    assert [score(sim, part([token], [[2]])).forwards for token in (13, 12)] == [2, 1]
+
+
+def test_an_engine_that_cannot_load_says_why() -> None:
+    with pytest.raises(EngineDied, match="crash_on_load"):
+        work(faulty("crash_on_load").start(lambda stage, detail: None))
+
+
+@pytest.mark.parametrize("kind", ["abort", "exit_on_load"])
+def test_the_hard_faults_end_the_process(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def end(*args: int) -> None:
+        ended.append(kind)
+        raise SystemExit
+
+    monkeypatch.setattr(os, "kill", end)
+    monkeypatch.setattr(os, "_exit", end)
+    sim = faulty(kind)
+
+    async def scenario() -> None:
+        await sim.start(lambda stage, detail: None)
+        await sim.score(ScoreBatch((part([1], [[2]]),)))
+
+    with pytest.raises(SystemExit):
+        work(scenario())
+    assert ended == [kind]

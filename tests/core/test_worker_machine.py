@@ -1,0 +1,547 @@
+"""The worker's machine: what it says after `accept`, what it runs, what it answers, and when it ends."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
+
+from enginepool.protocol.messages import (
+    Accept,
+    Batch,
+    Bye,
+    Capabilities,
+    Done,
+    Drain,
+    Failure,
+    FrameSpec,
+    Idle,
+    Message,
+    Part,
+    PartDone,
+    Ping,
+    Ready,
+    Register,
+    Stage,
+    TaskId,
+    Tokenise,
+    Tokenised,
+)
+from enginepool.workers.events import (
+    BatchDone,
+    Connected,
+    Disconnected,
+    DrainWanted,
+    Effect,
+    End,
+    EngineLost,
+    EngineReady,
+    EngineStage,
+    Event,
+    Exit,
+    LifelineClosed,
+    Note,
+    Received,
+    RunBatch,
+    RunTokenise,
+    Send,
+    TextDone,
+    Tick,
+    WorkFailed,
+)
+from enginepool.workers.machine import KEPT_ANSWERS, KEPT_BYTES, WorkerMachine
+
+CAPABILITIES = Capabilities("causal", 1000, 100, 64, 8, 128, 16)
+IDS = [FrameSpec("query", "int32", (1,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
+
+
+def machine(**kwargs: float) -> WorkerMachine:
+    return WorkerMachine("w1", "policy", now=0.0, pid=7, host="here", **kwargs)
+
+
+def batch(epoch: int, n: int, parts: int = 1) -> Batch:
+    return Batch((epoch, n), [Part(IDS)] * parts)
+
+
+def run(w: WorkerMachine, *events: Event) -> list[Effect]:
+    """The effects of the last event."""
+    effects: list[Effect] = []
+    for event in events:
+        effects = w.handle(event)
+        w.check()
+    return effects
+
+
+def hear(w: WorkerMachine, message: Message, *, now: float | None = None) -> list[Effect]:
+    return run(w, Received(w.now if now is None else now, message))
+
+
+def sent(effects: Sequence[Effect]) -> list[Message]:
+    return [effect.message for effect in effects if isinstance(effect, Send)]
+
+
+def ready(epoch: int = 5, **kwargs: float) -> WorkerMachine:
+    w = machine(**kwargs)
+    run(w, Connected(0.0), Received(0.0, Accept(epoch)), EngineReady(0.0, CAPABILITIES, 3))
+    return w
+
+
+def done(w: WorkerMachine, epoch: int, n: int, frames: tuple[bytes, ...] = ()) -> list[Effect]:
+    return run(w, BatchDone(w.now, (epoch, n), [PartDone()], frames, 3, 1, 10))
+
+
+# --- registration -------------------------------------------------------------------------------------------------------
+
+
+def test_registers_on_every_new_link_with_the_last_epoch_heard() -> None:
+    w = machine()
+    me = Register("policy", "w1", pid=7, host="here")
+    assert sent(run(w, Connected(0.0))) == [me]
+    hear(w, Accept(5))
+    assert sent(run(w, Disconnected(1.0), Connected(1.5))) == [Register("policy", "w1", pid=7, host="here", epoch=5)]
+
+
+def test_registers_again_when_the_coordinator_asks_but_not_once_for_each_refused_message() -> None:
+    w = ready()
+    refusal = Failure("hello_required", "who are you?")
+    assert [type(m) for m in sent(hear(w, refusal, now=1.0))] == [Register]
+    assert hear(w, refusal, now=1.1) == []
+    assert [type(m) for m in sent(hear(w, refusal, now=2.1))] == [Register]
+
+
+def test_an_unanswered_register_is_repeated() -> None:
+    w = machine()
+    run(w, Connected(0.0))
+    said = [t / 4 for t in range(1, 13) if sent(run(w, Tick(t / 4)))]
+    assert said == [1.0, 2.0, 3.0]
+
+
+def test_a_silent_coordinator_is_asked_every_five_seconds() -> None:
+    w = ready()
+    said = [t / 4 for t in range(1, 49) if sent(run(w, Tick(t / 4)))]
+    assert said == [5.0, 10.0]
+    assert w.registered, "silence does not make the link unusable"
+
+
+def test_nothing_is_said_while_the_link_is_down() -> None:
+    w = ready()
+    run(w, Disconnected(0.0))
+    assert all(run(w, Tick(t / 4)) == [] for t in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("events", "after_accept"),
+    [
+        ([], [Idle(9), Stage("starting")]),
+        ([EngineStage(0.0, "compiling", "kernels")], [Idle(9), Stage("compiling", "kernels")]),
+        ([EngineReady(0.0, CAPABILITIES, 3)], [Idle(9), Ready(CAPABILITIES, 3)]),
+        ([Received(0.0, Accept(8))], [Idle(9), Stage("starting")]),
+        ([Received(0.0, Accept(9))], [Idle(9), Stage("starting")]),
+        ([EngineReady(0.0, CAPABILITIES, 3), Received(0.0, Accept(9))], [Idle(9), Ready(CAPABILITIES, 3)]),
+        ([Received(0.0, Accept(10))], []),
+    ],
+)
+def test_after_every_accept_comes_idle_then_ready_or_stage(events: list[Event], after_accept: list[Message]) -> None:
+    w = machine()
+    run(w, Connected(0.0), *events)
+    assert sent(hear(w, Accept(9))) == after_accept
+
+
+def test_a_lower_epoch_changes_nothing_and_is_noted() -> None:
+    w = ready(epoch=5)
+    run(w, Disconnected(0.0), Connected(0.0))
+    effects = hear(w, Accept(4))
+    assert [type(effect) for effect in effects] == [Note]
+    assert (w.epoch, w.registered) == (5, False)
+
+
+def test_stages_are_reported_only_on_a_registered_link() -> None:
+    w = machine()
+    assert run(w, Connected(0.0), EngineStage(0.0, "loading", "m")) == []
+    hear(w, Accept(5))
+    assert sent(run(w, EngineStage(0.0, "compiling", ""))) == [Stage("compiling")]
+    assert sent(run(w, EngineReady(0.0, CAPABILITIES, 3))) == [Ready(CAPABILITIES, 3)]
+
+
+@pytest.mark.parametrize("code", ["superseded", "unauthorised", "protocol_version", "unknown_group"])
+def test_a_final_refusal_ends_the_process_at_once(code: str) -> None:
+    w = ready()
+    (end,) = hear(w, Failure(code, "no"))
+    assert isinstance(end, End)
+    assert (end.code, end.close) == (Exit.REFUSED, False)
+    assert code in end.reason
+
+
+def test_another_failure_is_noted() -> None:
+    w = ready()
+    assert hear(w, Failure("unsupported", "what?")) == [Note("the coordinator reports unsupported: what?")]
+
+
+# --- work ---------------------------------------------------------------------------------------------------------------
+
+
+def test_several_batches_run_at_once_and_each_is_answered() -> None:
+    w = ready()
+    first, second = batch(5, 1), batch(5, 2)
+    assert hear(w, first) == [RunBatch(first)]
+    assert hear(w, second) == [RunBatch(second)]
+    assert sent(done(w, 5, 2)) == [Done((5, 2), [PartDone()], version=3, run_us=10)]
+    assert sent(done(w, 5, 1)) == [Done((5, 1), [PartDone()], version=3, run_us=10)]
+
+
+def test_a_batch_that_comes_again_is_not_run_again() -> None:
+    w = ready()
+    hear(w, batch(5, 1))
+    assert hear(w, batch(5, 1)) == []
+    answer = done(w, 5, 1, (b"abcd",))
+    assert hear(w, batch(5, 1)) == answer
+
+
+def test_the_last_answers_are_kept_and_no_more() -> None:
+    w = ready()
+    for n in range(KEPT_ANSWERS + 1):
+        hear(w, batch(5, n))
+        done(w, 5, n)
+    assert [type(effect) for effect in hear(w, batch(5, 1))] == [Send]
+    assert [type(effect) for effect in hear(w, batch(5, 0))] == [RunBatch]
+
+
+def test_kept_answers_are_bounded_in_bytes() -> None:
+    w = ready()
+    for n in range(4):
+        hear(w, batch(5, n))
+        done(w, 5, n, (bytes(KEPT_BYTES // 2),))
+    assert list(w.answers) == [(5, 2), (5, 3)]
+    hear(w, batch(5, 4))
+    assert sent(done(w, 5, 4, (bytes(KEPT_BYTES + 1),))), "an answer too large to keep is still sent"
+    assert not w.answers
+
+
+@pytest.mark.parametrize("epoch", [4, 6])
+def test_work_of_another_epoch_is_refused(epoch: int) -> None:
+    w = ready()
+    (failure,) = sent(hear(w, batch(epoch, 1)))
+    assert isinstance(failure, Failure)
+    assert (failure.code, failure.id) == ("hello_required", 1)
+
+
+def test_work_before_ready_is_refused() -> None:
+    w = machine()
+    run(w, Connected(0.0), Received(0.0, Accept(5)))
+    (failure,) = sent(hear(w, batch(5, 1)))
+    assert isinstance(failure, Failure)
+    assert failure.code == "hello_required"
+
+
+def test_work_on_a_link_that_was_not_accepted_is_refused_and_registration_repeated() -> None:
+    w = machine()
+    run(w, Connected(0.0), EngineReady(0.0, CAPABILITIES, 3))
+    assert [type(m) for m in sent(hear(w, batch(5, 1), now=1.5))] == [Failure, Register]
+
+
+def test_a_failed_batch_fails_every_part() -> None:
+    w = ready()
+    hear(w, batch(5, 1, parts=3))
+    (answer,) = sent(run(w, WorkFailed(0.0, (5, 1), "no")))
+    assert isinstance(answer, Done)
+    assert [(part.code, part.message) for part in answer.parts] == [("engine_error", "no")] * 3
+
+
+def test_text_comes_back_as_ids_and_a_failure_as_a_code() -> None:
+    w = ready()
+    task = Tokenise((5, 1), [])
+    assert hear(w, task) == [RunTokenise(task)]
+    frames = (bytes(12), bytes(8))
+    specs = [FrameSpec("items", "int32", (3,)), FrameSpec("item_lengths", "uint32", (2,))]
+    assert run(w, TextDone(0.0, (5, 1), *frames)) == [Send(Tokenised((5, 1), specs), frames)]
+    hear(w, Tokenise((5, 2), []))
+    assert sent(run(w, WorkFailed(0.0, (5, 2), "odd", "malformed"))) == [Tokenised((5, 2), code="malformed", message="odd")]
+
+
+def test_an_answer_that_was_finished_while_the_link_was_down_is_sent_after_accept() -> None:
+    w = ready()
+    hear(w, batch(5, 1))
+    run(w, Disconnected(0.0))
+    assert done(w, 5, 1) == []
+    run(w, Connected(0.0))
+    assert [type(m) for m in sent(hear(w, Accept(5)))] == [Idle, Ready, Done]
+    assert [type(m) for m in sent(hear(w, Accept(5)))] == [Idle, Ready]
+
+
+def test_a_higher_epoch_drops_running_and_finished_work() -> None:
+    w = ready()
+    for n in (1, 2):
+        hear(w, batch(5, n))
+    done(w, 5, 1)
+    assert sent(hear(w, Accept(6))) == [Idle(6), Ready(CAPABILITIES, 3)]
+    assert done(w, 5, 2) == [], "the answer of a dropped batch is nobody's"
+    assert not w.answers
+
+
+def test_new_work_waits_until_dropped_work_has_left_the_engine() -> None:
+    w = ready()
+    for n in (1, 2):
+        hear(w, batch(5, n))
+    hear(w, Accept(6))
+    new = [batch(6, 3), batch(6, 4)]
+    assert [hear(w, message) for message in new] == [[], []]
+    assert hear(w, batch(6, 3)) == [], "held work that comes again is not held twice"
+    assert run(w, WorkFailed(0.0, (5, 1), "no")) == []
+    assert done(w, 5, 2) == [RunBatch(message) for message in new]
+
+
+def test_held_work_of_a_dropped_epoch_never_reaches_the_engine() -> None:
+    w = ready()
+    hear(w, batch(5, 1))
+    hear(w, Accept(6))
+    hear(w, batch(6, 2))
+    hear(w, Accept(7))
+    hear(w, batch(7, 3))
+    assert done(w, 5, 1) == [RunBatch(batch(7, 3))]
+
+
+# --- the end ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_engine_says_why_and_ends_the_process_with_its_code() -> None:
+    w = ready()
+    hear(w, batch(5, 1))
+    bye, end = run(w, EngineLost(0.0, "scheduler exited with -9"))
+    assert bye == Send(Bye("scheduler exited with -9", failed=True))
+    assert end == End(Exit.ENGINE_DIED, "scheduler exited with -9", False)
+    assert Exit.ENGINE_DIED == 70
+
+
+@pytest.mark.parametrize("ask", [Received(0.0, Drain()), DrainWanted(0.0, "SIGTERM")])
+def test_an_idle_worker_drains_at_once(ask: Event) -> None:
+    w = ready()
+    effects = run(w, ask)
+    assert [type(m) for m in sent(effects)] == [Stage, Bye]
+    assert effects[-1] == w.ended
+    assert isinstance(effects[-1], End)
+    assert (effects[-1].code, effects[-1].close) == (0, True)
+
+
+def test_a_draining_worker_finishes_what_runs_and_refuses_what_is_new() -> None:
+    w = ready()
+    hear(w, batch(5, 1))
+    hear(w, Tokenise((5, 2), []))
+    assert sent(run(w, DrainWanted(0.0, "SIGTERM"))) == [Stage("draining", "SIGTERM")]
+    assert run(w, DrainWanted(0.0, "SIGTERM")) == []
+    (refusal,) = sent(hear(w, batch(5, 3)))
+    assert isinstance(refusal, Failure)
+    assert refusal.code == "shutting_down"
+    assert [type(m) for m in sent(done(w, 5, 1))] == [Done]
+    assert [type(m) for m in sent(run(w, TextDone(0.0, (5, 2), b"", b"")))] == [Tokenised, Bye]
+    assert w.ended is not None
+
+
+def test_a_drain_ends_at_its_deadline_and_says_what_is_unfinished() -> None:
+    w = ready(drain_s=1.0)
+    hear(w, batch(5, 1))
+    run(w, DrainWanted(0.0, "SIGTERM"))
+    assert run(w, Tick(0.9)) == []
+    bye, end = run(w, Tick(1.0))
+    assert bye == Send(Bye("drained: SIGTERM; 1 unfinished after 1 s"))
+    assert end == w.ended
+
+
+def test_a_draining_worker_ends_when_a_new_epoch_wants_none_of_its_work() -> None:
+    w = ready()
+    hear(w, batch(5, 1))
+    run(w, DrainWanted(0.0, "SIGTERM"))
+    assert [type(m) for m in sent(hear(w, Accept(6)))] == [Idle, Stage, Bye]
+    assert w.ended is not None
+
+
+def test_a_worker_that_loads_while_it_drains_does_not_become_ready() -> None:
+    w = machine()
+    run(w, Connected(0.0), Received(0.0, Accept(5)), DrainWanted(0.0, "SIGTERM"), EngineReady(0.0, CAPABILITIES, 3))
+    assert w.ended is not None
+
+
+def test_no_word_from_a_coordinator_ends_an_orphan() -> None:
+    w = machine(orphan_s=3.0)
+    run(w, Connected(0.0))
+    ends = [t / 4 for t in range(1, 30) if any(isinstance(effect, End) for effect in run(w, Tick(t / 4)))]
+    assert ends == [3.0]
+    assert w.ended is not None
+    assert (w.ended.code, w.ended.close) == (Exit.ORPHANED, True)
+
+
+def test_accept_sets_the_time_after_which_a_worker_is_an_orphan() -> None:
+    w = machine(orphan_s=1.0)
+    run(w, Connected(0.0), Received(0.5, Accept(5, orphan_s=4.0)))
+    assert [t / 4 for t in range(3, 40) if run(w, Tick(t / 4)) and w.ended] == [4.5]
+
+
+def test_pings_keep_a_worker_from_being_an_orphan() -> None:
+    w = ready()
+    w.orphan_s = 3.0
+    for t in range(1, 100):
+        run(w, Tick(t / 4))
+        hear(w, Ping(t), now=t / 4)
+    assert w.ended is None
+
+
+def test_a_stall_of_the_worker_itself_is_not_held_against_the_coordinator() -> None:
+    w = ready()
+    run(w, Tick(1.0), Tick(1000.0))
+    assert w.ended is None
+    assert w.heard_at == 999.0
+
+
+def test_a_closed_lifeline_ends_the_process_at_once() -> None:
+    w = ready()
+    hear(w, batch(5, 1))
+    (end,) = run(w, LifelineClosed(0.0))
+    assert isinstance(end, End)
+    assert (end.code, end.close) == (Exit.OWNER_GONE, False)
+
+
+def test_nothing_has_an_effect_after_the_end() -> None:
+    w = ready()
+    run(w, LifelineClosed(0.0))
+    for event in (Connected(1.0), Received(1.0, Accept(9)), Tick(99.0), EngineLost(1.0, "x"), DrainWanted(1.0, "y")):
+        assert run(w, event) == []
+
+
+def test_the_state_can_be_read() -> None:
+    w = ready()
+    hear(w, batch(5, 1))
+    assert repr(w) == "<WorkerMachine policy/w1 ready epoch=5 registered running=1 held=0 leaving=0 unsent=0>"
+
+
+# --- any order of events ------------------------------------------------------------------------------------------------
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A coordinator that restarts, a link that breaks and repeats, and an engine that answers in any order."""
+
+    tasks = Bundle("tasks")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = machine()
+        self.counter = 0
+        #: what the engine is computing
+        self.engine: list[TaskId] = []
+        self.runs: dict[TaskId, int] = {}
+        self.accepted: set[TaskId] = set()
+        self.answered: dict[TaskId, Message] = {}
+
+    def handle(self, event: Event) -> list[Effect]:
+        was_ended = self.w.ended is not None
+        epoch = self.w.epoch
+        effects = self.w.handle(event)
+        self.w.check()
+        assert not (was_ended and effects)
+        for effect in effects:
+            if isinstance(effect, RunBatch | RunTokenise):
+                task = effect.batch.batch if isinstance(effect, RunBatch) else effect.task.task
+                assert task[0] == self.w.epoch
+                assert not any(other[0] < task[0] for other in self.engine), "two epochs share the engine"
+                self.runs[task] = self.runs.get(task, 0) + 1
+                assert self.runs[task] == 1, "ran twice"
+                self.engine.append(task)
+            elif isinstance(effect, Send):
+                self.said(effect.message)
+            elif isinstance(effect, End):
+                assert effect is effects[-1]
+        if isinstance(event, Received) and isinstance(event.message, Accept) and event.message.epoch >= epoch and effects:
+            kinds = [type(message) for message in sent(effects)]
+            assert kinds[0] is Idle
+            assert kinds[1] in (Stage, Ready)
+        return effects
+
+    def said(self, message: Message) -> None:
+        if isinstance(message, Done | Tokenised):
+            task = message.batch if isinstance(message, Done) else message.task
+            assert self.w.registered
+            assert task[0] == self.w.epoch, "an answer of a dropped epoch"
+            assert task in self.runs
+            assert self.answered.setdefault(task, message) == message, "a repeated answer differs"
+        if isinstance(message, Stage | Ready | Idle):
+            assert self.w.registered
+
+    @rule(dt=st.sampled_from([0.0, 0.1, 0.25, 1.0, 3.0]))
+    def tick(self, dt: float) -> None:
+        self.handle(Tick(self.w.now + dt))
+
+    @rule()
+    def connect(self) -> None:
+        self.handle(Connected(self.w.now))
+
+    @rule()
+    def disconnect(self) -> None:
+        self.handle(Disconnected(self.w.now))
+
+    @rule(step=st.sampled_from([0, 0, 0, 1, -1]))
+    def accept(self, step: int) -> None:
+        self.handle(Received(self.w.now, Accept(max(1, self.w.epoch + step))))
+
+    @rule()
+    def hello_required(self) -> None:
+        self.handle(Received(self.w.now, Failure("hello_required", "?")))
+
+    @rule()
+    def ready(self) -> None:
+        if self.w.capabilities is None:
+            self.handle(EngineReady(self.w.now, CAPABILITIES, 1))
+
+    @rule(target=tasks, text=st.booleans(), stale=st.sampled_from([0, 0, 0, 1]))
+    def work(self, text: bool, stale: int) -> tuple[TaskId, bool]:
+        self.counter += 1
+        key = (self.w.epoch - stale, self.counter)
+        self.deliver((key, text))
+        return key, text
+
+    @rule(task=tasks)
+    def deliver(self, task: tuple[TaskId, bool]) -> None:
+        key, text = task
+        if self.counter > KEPT_ANSWERS:
+            return
+        can = key[0] == self.w.epoch and self.w.stage == "ready" and self.w.ended is None
+        self.handle(Received(self.w.now, Tokenise(key, []) if text else batch(*key)))
+        if can:
+            self.accepted.add(key)
+
+    @precondition(lambda self: bool(self.engine))  # pyright: ignore[reportUnknownLambdaType, reportUnknownMemberType, reportUnknownArgumentType]
+    @rule(pick=st.integers(0, 1000), fails=st.booleans())
+    def engine_answers(self, pick: int, fails: bool) -> None:
+        key = self.engine.pop(pick % len(self.engine))
+        if fails:
+            self.handle(WorkFailed(self.w.now, key, "no"))
+        elif self.w.running.get(key, 0) is None:
+            self.handle(TextDone(self.w.now, key, bytes(4), bytes(4)))
+        else:
+            self.handle(BatchDone(self.w.now, key, [PartDone()]))
+
+    @rule(how=st.sampled_from(["drain", "sigterm", "lost", "superseded"]), really=st.integers(0, 9))
+    def end(self, how: str, really: int) -> None:
+        if really:
+            return
+        now = self.w.now
+        event: Event = {
+            "drain": Received(now, Drain()),
+            "sigterm": DrainWanted(now, "SIGTERM"),
+            "lost": EngineLost(now, "x"),
+            "superseded": Received(now, Failure("superseded", "x")),
+        }[how]
+        self.handle(event)
+
+    @invariant()
+    def accepted_work_is_in_one_place(self) -> None:
+        """What was taken in the present epoch is held, in the engine, answered, or waits for the link."""
+        if self.w.ended is not None:
+            return
+        for key in self.accepted:
+            if key[0] != self.w.epoch:
+                continue
+            places = [key in self.w.held, key in self.engine, key in self.answered or key in self.w.unsent]
+            assert sum(places) == 1, (key, places)
+
+
+AnyOrder.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

@@ -1,0 +1,122 @@
+"""What an engine is to a worker: the interface that `sglang_engine` and `sim_engine` implement.
+
+The worker's loop owns an engine for the whole life of the process: `start` once, then any number of overlapping `score` and
+`tokenise` calls on one asyncio loop, then `close` once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.protocol.messages import Capabilities
+
+Ids = npt.NDArray[np.int32]
+Lengths = npt.NDArray[np.uint32]
+Scores = npt.NDArray[np.float32]
+
+
+class EngineError(Exception):
+    """The engine refused or failed on this work and lives on. The message is one line for the caller."""
+
+
+class EngineDied(Exception):
+    """The engine is gone or hangs; the process that hosts it must end. The message is one line for the operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePart:
+    """Rows of one request. Row i is `query` + `item` i (`item_first` swaps them).
+
+    query: int32, one query for all rows when `query_lengths` is None, else the concatenation of one query for each row.
+    items: int32, the concatenation of all items; item_lengths: uint32 [rows].
+    labels: token ids whose probabilities are wanted (causal models; empty for classifiers).
+    """
+
+    query: Ids
+    items: Ids
+    item_lengths: Lengths
+    query_lengths: Lengths | None = None
+    labels: tuple[int, ...] = ()
+    softmax: bool = False
+    item_first: bool = False
+
+    def prompts(self) -> list[list[int]]:
+        """Each row's token ids, query and item joined."""
+        ends = np.cumsum(self.item_lengths).tolist()
+        items = self.items.tolist()
+        query = self.query.tolist()
+        query_ends = None if self.query_lengths is None else np.cumsum(self.query_lengths).tolist()
+        rows: list[list[int]] = []
+        start = query_start = 0
+        for i, end in enumerate(ends):
+            item = items[start:end]
+            start = end
+            if query_ends is None:
+                head = query
+            else:
+                head = query[query_start : query_ends[i]]
+                query_start = query_ends[i]
+            rows.append(item + head if self.item_first else head + item)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreBatch:
+    """Parts that must run as exactly one forward pass. `priority`: larger runs first, whatever the engine's own sign is."""
+
+    parts: tuple[ScorePart, ...]
+    priority: int = 0
+    hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PartScores:
+    """scores: float32 [rows, labels]; hidden: float32 [rows, hidden size] when it was asked for."""
+
+    scores: Scores
+    hidden: Scores | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchScores:
+    """The outcome of a batch: one entry for each part, in order; `forwards` as measured inside the engine."""
+
+    parts: tuple[PartScores | EngineError, ...]
+    forwards: int
+    version: int
+
+
+#: Called by `start` with (stage, one line of detail); stages are those of `protocol.messages.Stage`.
+Report = Callable[[str, str], None]
+
+
+class Engine(Protocol):
+    """One model on one device set, in this process."""
+
+    async def start(self, report: Report) -> Capabilities:
+        """Load the model, warm it up and say what it can do. Raises EngineDied with the reason when it cannot."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that are loaded now."""
+        ...
+
+    async def tokenise(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, with the special tokens that the model's tokenizer adds. Raises EngineError."""
+        ...
+
+    async def score(self, batch: ScoreBatch) -> BatchScores:
+        """Run one batch. Raises EngineError when the whole batch is refused, EngineDied when the engine is lost."""
+        ...
+
+    async def died(self) -> str:
+        """Wait until the engine is lost; return the reason."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine and every process that it started. Never hangs for longer than 20 s. Idempotent."""
+        ...

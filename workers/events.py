@@ -1,0 +1,152 @@
+"""What happens to a worker (events), what its machine wants done about it (effects), and how its process may end."""
+
+from enum import IntEnum
+
+import msgspec
+
+from enginepool.protocol.messages import Batch, Capabilities, Message, PartDone, TaskId, Tokenise
+
+Frame = bytes | memoryview
+
+
+class Exit(IntEnum):
+    """Exit codes of a worker process. Everything else (a signal, a Python traceback) is an accident."""
+
+    DRAINED = 0
+    #: the configuration cannot work; a restart would end the same way
+    UNUSABLE = 78
+    #: the engine is lost; `bye` and stderr say why
+    ENGINE_DIED = 70
+    #: the owner's end of the lifeline closed
+    OWNER_GONE = 72
+    #: no coordinator was heard for `orphan_s`
+    ORPHANED = 75
+    #: the coordinator refuses this incarnation for ever
+    REFUSED = 76
+
+
+# --- events: every one carries `now`, seconds on the worker's monotonic clock ------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Base of all events."""
+
+    now: float
+
+
+class Connected(Event, frozen=True):
+    """The link to the coordinator is up, for the first time or again."""
+
+
+class Disconnected(Event, frozen=True):
+    """The link is down; what was queued for it is gone."""
+
+
+class Received(Event, frozen=True):
+    """A message of the coordinator (one of `protocol.messages.ToWorker`) with its payload frames."""
+
+    message: Message
+    frames: tuple[Frame, ...] = ()
+
+
+class EngineStage(Event, frozen=True):
+    """The engine reports what it is doing before it is ready."""
+
+    stage: str
+    detail: str = ""
+
+
+class EngineReady(Event, frozen=True):
+    """The engine is loaded and warm."""
+
+    capabilities: Capabilities
+    version: int = 0
+
+
+class BatchDone(Event, frozen=True):
+    """The engine answered a batch; `frames` are the payload of all parts in order."""
+
+    batch: TaskId
+    parts: list[PartDone]
+    frames: tuple[Frame, ...] = ()
+    version: int = 0
+    forwards: int = 1
+    run_us: int = 0
+
+
+class TextDone(Event, frozen=True):
+    """The engine tokenised the texts of a task."""
+
+    task: TaskId
+    items: Frame
+    item_lengths: Frame
+
+
+class WorkFailed(Event, frozen=True):
+    """A batch or a tokenise task failed as a whole and the engine lives on."""
+
+    task: TaskId
+    message: str
+    code: str = "engine_error"
+
+
+class EngineLost(Event, frozen=True):
+    """The engine is gone or hangs."""
+
+    reason: str
+
+
+class DrainWanted(Event, frozen=True):
+    """Somebody on this machine asks the worker to finish and end (SIGTERM)."""
+
+    reason: str
+
+
+class LifelineClosed(Event, frozen=True):
+    """The process that owns this worker is gone."""
+
+
+class Tick(Event, frozen=True):
+    """Time passes. Comes at least every `machine.TICK_S` seconds unless the process is stalled."""
+
+
+# --- effects ------------------------------------------------------------------------------------------------------------
+
+
+class Effect(msgspec.Struct, frozen=True, gc=False):
+    """Base of all effects."""
+
+
+class Send(Effect, frozen=True):
+    """Send to the coordinator, in order. Nothing arrives while the link is down."""
+
+    message: Message
+    frames: tuple[Frame, ...] = ()
+
+
+class RunBatch(Effect, frozen=True):
+    """Give a batch to the engine; exactly one `BatchDone` or `WorkFailed` follows, unless the engine is lost."""
+
+    batch: Batch
+    frames: tuple[Frame, ...] = ()
+
+
+class RunTokenise(Effect, frozen=True):
+    """Give texts to the engine's tokenizer; exactly one `TextDone` or `WorkFailed` follows, unless the engine is lost."""
+
+    task: Tokenise
+    frames: tuple[Frame, ...] = ()
+
+
+class Note(Effect, frozen=True):
+    """One line for the operator (stderr)."""
+
+    line: str
+
+
+class End(Effect, frozen=True):
+    """The process ends. `close`: the engine is closed in peace first; otherwise everything is killed at once."""
+
+    code: Exit
+    reason: str
+    close: bool

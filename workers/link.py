@@ -1,0 +1,218 @@
+"""The link to the coordinator: a thread that owns the ZeroMQ socket and answers pings, whatever the main thread is doing.
+
+Messages go to the worker's loop through `Link.take`, and from it through `Link.send`. The thread is also the last resort: a
+main thread that stands still in an engine's code cannot notice that its owner or every coordinator is gone, so the thread
+ends the process then.
+
+ZMQ_IMMEDIATE is on: nothing is queued for a link that is not up, because a coordinator refuses what comes before `register`.
+"""
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import decode_header, encode_header
+from enginepool.protocol.messages import Accept, Message, Ping, Pong, ToWorker
+from enginepool.workers.events import Connected, Disconnected, Event, Exit, Frame, LifelineClosed, Received
+from enginepool.workers.process import end_process, say
+from enginepool.workers.spec import SpecError
+
+#: frames over this are sent without a copy (below it, copying is cheaper)
+ZERO_COPY_BYTES = 1 << 16
+#: messages read before the outbox gets its turn
+READ_AT_MOST = 256
+#: the main thread has this long to end the process once the lifeline is closed
+LIFELINE_GRACE_S = 3.0
+#: and this factor of `orphan_s` once no coordinator speaks
+ORPHAN_GRACE = 2.0
+_POLL_MS = 500
+
+
+class Link:
+    """One DEALER in one thread.
+
+    Args:
+        endpoint: where the coordinator listens for workers.
+        take: called on the loop for every event, in the order in which they happened.
+        after: called on the loop when a run of events has been taken.
+        lifeline_fd: read end of a pipe whose end of file means that the owner is gone.
+        orphan_s: see `WorkerMachine`; `accept` replaces it.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        take: Callable[[Event], None],
+        after: Callable[[], None],
+        *,
+        lifeline_fd: int | None = None,
+        orphan_s: float = 60.0,
+    ) -> None:
+        self.endpoint = endpoint
+        #: what a pong says; a plain attribute, written by the loop and read by the thread
+        self.stage = "starting"
+        self._take = take
+        self._after = after
+        self._lifeline = lifeline_fd
+        self._orphan_s = orphan_s
+        self._loop = asyncio.get_running_loop()
+        self._inbox: deque[Event] = deque()
+        self._taking = False
+        self._outbox: deque[list[Frame]] = deque()
+        self._woken = False
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._linger_ms: int | None = None
+        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._thread = threading.Thread(target=self._run, name="link", daemon=True)
+
+    def start(self) -> None:
+        """Connect in the background.
+
+        Raises:
+            SpecError: the endpoint is none that ZeroMQ can connect to.
+        """
+        self._context = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.DEALER)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.IMMEDIATE, 1)
+        socket.set(zmq.SNDHWM, 10_000)
+        socket.set(zmq.RCVHWM, 10_000)
+        socket.set(zmq.RECONNECT_IVL, 100)
+        socket.set(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.set(zmq.HEARTBEAT_IVL, 2000)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, 6000)
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        try:
+            socket.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            socket.disable_monitor()
+            self._context.destroy(linger=0)
+            raise SpecError(f"endpoint {self.endpoint}: {error}") from None
+        self._thread.start()
+
+    def send(self, message: Message, frames: tuple[Frame, ...] = ()) -> None:
+        """Queue a message; it leaves at the next `flush`."""
+        self._outbox.append([encode_header(message), *frames])
+
+    def flush(self) -> None:
+        """Let the thread send what is queued."""
+        if self._outbox and not self._woken:
+            self._wake()
+
+    def stop(self, linger_s: float) -> None:
+        """Send what is queued, wait at most `linger_s` for it to leave, and close. Idempotent."""
+        if self._thread.is_alive():
+            self._linger_ms = int(linger_s * 1000)
+            self._wake()
+            self._thread.join(linger_s + 1.0)
+
+    def _wake(self) -> None:
+        self._woken = True
+        try:
+            os.write(self._wake_write, b"\0")
+        except BlockingIOError:
+            return  # the pipe is full of wake-ups already
+
+    # --- on the loop ----------------------------------------------------------------------------------------------------
+
+    def take_all(self) -> None:
+        """Hand over what has arrived. Also called before timers act, so that they judge by what was said."""
+        self._taking = False
+        inbox = self._inbox
+        for _ in range(len(inbox)):
+            self._take(inbox.popleft())
+        self._after()
+
+    # --- in the thread --------------------------------------------------------------------------------------------------
+
+    def _deliver(self, event: Event) -> None:
+        self._inbox.append(event)
+        if not self._taking:
+            self._taking = True
+            self._loop.call_soon_threadsafe(self.take_all)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        poller.register(self._wake_read, zmq.POLLIN)
+        if self._lifeline is not None:
+            poller.register(self._lifeline, zmq.POLLIN)
+        self._heard_at = time.monotonic()
+        doom: float | None = None
+        while self._linger_ms is None:
+            # A blocked outbox means that the link is down or full; POLLOUT says when it is worth another try.
+            poller.modify(self._socket, zmq.POLLIN | zmq.POLLOUT if self._outbox else zmq.POLLIN)
+            ready = dict(poller.poll(_POLL_MS))
+            if self._wake_read in ready:
+                os.read(self._wake_read, 1 << 16)
+            self._woken = False
+            if self._monitor in ready:
+                self._read_monitor()
+            if self._socket in ready:
+                self._read_socket()
+            if self._lifeline is not None and self._lifeline in ready and not os.read(self._lifeline, 1 << 16):
+                poller.unregister(self._lifeline)
+                doom = time.monotonic() + LIFELINE_GRACE_S
+                self._deliver(LifelineClosed(time.monotonic()))
+            self._write()
+            now = time.monotonic()
+            if doom is not None and now > doom:
+                say("the owner is gone and the main thread does not answer: killed")
+                end_process(Exit.OWNER_GONE)
+            if now - self._heard_at > ORPHAN_GRACE * self._orphan_s + LIFELINE_GRACE_S:
+                say("no coordinator speaks and the main thread does not answer: killed")
+                end_process(Exit.ORPHANED)
+        self._write()
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._context.destroy(linger=self._linger_ms)
+
+    def _read_monitor(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            now = time.monotonic()
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._deliver(Connected(now))
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._outbox.clear()
+                self._deliver(Disconnected(now))
+
+    def _read_socket(self) -> None:
+        for _ in range(READ_AT_MOST):
+            try:
+                header, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            now = self._heard_at = time.monotonic()
+            try:
+                message: Message = decode_header(self._decoder, header)
+            except WireError as error:
+                say(f"dropped a message of the coordinator: {error.message}")
+                continue
+            if type(message) is Ping:
+                self._outbox.append([encode_header(Pong(message.at, stage=self.stage))])
+            elif type(message) is Accept:
+                self._orphan_s = message.orphan_s
+            self._deliver(Received(now, message, tuple(frames)))
+
+    def _write(self) -> None:
+        outbox = self._outbox
+        while outbox:
+            frames = outbox[0]
+            copy = all(len(frame) <= ZERO_COPY_BYTES for frame in frames)
+            try:
+                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
+            except zmq.Again:
+                return
+            outbox.popleft()

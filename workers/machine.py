@@ -1,0 +1,385 @@
+"""The worker's decisions as one function: `handle(event) -> list[Effect]`. No clock, socket, thread or engine in here.
+
+How it thinks. A worker serves one coordinator at a time, known by its epoch. On every new link, and when the coordinator is
+silent or asks for it, the worker says `register`; `accept` makes the link usable and carries the epoch:
+
+    epoch of accept   what follows
+    higher            work of earlier epochs is dropped; send idle, then ready or stage
+    the same          the same again, since the first may have been lost with its link; then the answers that were finished
+                      while the link was unusable
+    lower             ignored: that coordinator has been replaced
+
+Work is taken only in the accepted epoch and only while `ready`. A dropped batch may still be inside the engine, where it takes
+room; work of the new epoch is therefore held back here until the last dropped one has left, or two batches could share a
+forward budget that was counted for one, and be cut. A batch that comes twice runs once: while it runs the copy is ignored,
+afterwards the kept answer is sent again.
+
+    stage: starting -> loading -> compiling -> ready -> draining, and from each of them the end (`End`), after which
+    nothing has an effect.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from enginepool.protocol.messages import (
+    Accept,
+    Batch,
+    Bye,
+    Capabilities,
+    Done,
+    Drain,
+    Failure,
+    FrameSpec,
+    Idle,
+    Message,
+    PartDone,
+    Ready,
+    Register,
+    Stage,
+    TaskId,
+    Tokenise,
+    Tokenised,
+)
+from enginepool.workers.events import (
+    BatchDone,
+    Connected,
+    Disconnected,
+    DrainWanted,
+    Effect,
+    End,
+    EngineLost,
+    EngineReady,
+    EngineStage,
+    Event,
+    Exit,
+    LifelineClosed,
+    Note,
+    Received,
+    RunBatch,
+    RunTokenise,
+    Send,
+    TextDone,
+    Tick,
+    WorkFailed,
+)
+
+#: how often the shell sends `Tick`
+TICK_S = 0.25
+#: a registered worker that hears nothing for this long says `register` again
+SILENCE_S = 5.0
+#: an unanswered `register` is repeated after this
+ASK_AGAIN_S = 1.0
+#: no event for this long, though ticks are due, means that this process stood still; the coordinator is not blamed for it
+STALL_S = 2.0
+#: finished answers kept for a batch that is delivered again, and their payload bytes in all
+KEPT_ANSWERS = 64
+KEPT_BYTES = 16 << 20
+
+#: refusals after which this incarnation can never be served
+FINAL_REFUSALS = frozenset({"superseded", "unauthorised", "protocol_version", "unknown_group"})
+
+
+class WorkerMachine:
+    """The state of one worker process.
+
+    Args:
+        now: the clock at the start; silence is counted from here until a coordinator speaks.
+        orphan_s: seconds without a word from a coordinator before the process ends; `accept` replaces it.
+        drain_s: how long begun work may take to finish once the worker drains.
+    """
+
+    def __init__(
+        self,
+        incarnation: str,
+        group: str,
+        *,
+        now: float,
+        pid: int = 0,
+        host: str = "",
+        orphan_s: float = 60.0,
+        drain_s: float = 10.0,
+    ) -> None:
+        self.incarnation = incarnation
+        self.group = group
+        self.pid = pid
+        self.host = host
+        self.orphan_s = orphan_s
+        self.drain_s = drain_s
+        #: the latest time of any event; never goes back
+        self.now = now
+        #: the highest epoch accepted; 0 before the first
+        self.epoch = 0
+        self.linked = False
+        #: `accept` came on the present link; implies linked
+        self.registered = False
+        self.heard_at = now
+        self.asked_at = -ASK_AGAIN_S
+        self.stage = "starting"
+        self.detail = ""
+        #: set once the engine is loaded
+        self.capabilities: Capabilities | None = None
+        self.version = 0
+        #: work of this epoch that is not answered: its number of parts, None for a tokenise task
+        self.running: dict[TaskId, int | None] = {}
+        #: the part of `running` that is not yet given to the engine; empty when `leaving` is
+        self.held: dict[TaskId, RunBatch | RunTokenise] = {}
+        #: work of earlier epochs that is still inside the engine
+        self.leaving: set[TaskId] = set()
+        #: answers of this epoch in the order they were finished; at most KEPT_ANSWERS and KEPT_BYTES
+        self.answers: dict[TaskId, Send] = {}
+        self.answer_bytes = 0
+        #: answers that are not sent yet because the link was unusable; in `answers` too, unless those are full
+        self.unsent: dict[TaskId, Send] = {}
+        self.drain_until: float | None = None
+        self.drain_reason = ""
+        self.ended: End | None = None
+        self._handlers: dict[type[Event], Callable[[Any], list[Effect]]] = {
+            Received: self._received,
+            BatchDone: self._batch_done,
+            TextDone: self._text_done,
+            WorkFailed: self._work_failed,
+            Tick: self._tick,
+            Connected: self._connected,
+            Disconnected: self._disconnected,
+            EngineStage: self._engine_stage,
+            EngineReady: self._engine_ready,
+            EngineLost: self._engine_lost,
+            DrainWanted: self._drain_wanted,
+            LifelineClosed: self._lifeline_closed,
+        }
+
+    def __repr__(self) -> str:
+        state = "ended" if self.ended else self.stage
+        return (
+            f"<WorkerMachine {self.group}/{self.incarnation} {state} epoch={self.epoch}"
+            f" {'registered' if self.registered else 'linked' if self.linked else 'unlinked'}"
+            f" running={len(self.running)} held={len(self.held)} leaving={len(self.leaving)} unsent={len(self.unsent)}>"
+        )
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take one event; return what is to be done, in order."""
+        if self.ended is not None:
+            return []
+        if event.now > self.now:
+            gap = event.now - self.now
+            if gap > STALL_S:
+                self.heard_at += gap
+                self.asked_at += gap
+            self.now = event.now
+        return self._handlers[type(event)](event)
+
+    # --- the link -------------------------------------------------------------------------------------------------------
+
+    def _connected(self, event: Connected) -> list[Effect]:
+        self.linked = True
+        self.registered = False
+        return self._register()
+
+    def _disconnected(self, event: Disconnected) -> list[Effect]:
+        self.linked = self.registered = False
+        return []
+
+    def _register(self) -> list[Effect]:
+        self.asked_at = self.now
+        me = Register(self.group, self.incarnation, pid=self.pid, host=self.host, epoch=self.epoch)
+        return [Send(me)]
+
+    def _ask(self) -> list[Effect]:
+        """Register, unless the last one may still be answered."""
+        return self._register() if self.now - self.asked_at >= ASK_AGAIN_S else []
+
+    def _received(self, event: Received) -> list[Effect]:
+        self.heard_at = self.now
+        message = event.message
+        if isinstance(message, Batch):
+            return self._work(message.batch, len(message.parts), RunBatch(message, event.frames))
+        if isinstance(message, Tokenise):
+            return self._work(message.task, None, RunTokenise(message, event.frames))
+        if isinstance(message, Accept):
+            return self._accept(message)
+        if isinstance(message, Failure):
+            return self._refused(message)
+        if isinstance(message, Drain):
+            return self._drain("the coordinator asked for it")
+        return []
+
+    def _accept(self, message: Accept) -> list[Effect]:
+        if message.epoch < self.epoch:
+            return [Note(f"ignored: accept of epoch {message.epoch}, a coordinator of epoch {self.epoch} was heard")]
+        self.linked = self.registered = True
+        self.orphan_s = message.orphan_s
+        if message.epoch > self.epoch:
+            self._drop()
+            self.epoch = message.epoch
+        effects: list[Effect] = [Send(Idle(self.epoch)), self._say_stage(), *self.unsent.values()]
+        self.unsent.clear()
+        return effects + self._end_if_drained()
+
+    def _drop(self) -> None:
+        self.leaving |= self.running.keys() - self.held.keys()
+        self.running.clear()
+        self.held.clear()
+        self.answers.clear()
+        self.answer_bytes = 0
+        self.unsent.clear()
+
+    def _refused(self, message: Failure) -> list[Effect]:
+        if message.code == "hello_required":
+            self.registered = False
+            return self._ask()
+        if message.code in FINAL_REFUSALS:
+            return self._end(Exit.REFUSED, f"refused by the coordinator: {message.code}: {message.message}", close=False)
+        return [Note(f"the coordinator reports {message.code}: {message.message}")]
+
+    # --- work -----------------------------------------------------------------------------------------------------------
+
+    def _work(self, task: TaskId, parts: int | None, run: RunBatch | RunTokenise) -> list[Effect]:
+        if task in self.running or task in self.unsent:
+            return []
+        if task in self.answers:
+            return [self.answers[task]] if self.registered else []
+        if self.stage == "draining":
+            return [Send(Failure("shutting_down", f"this worker drains and takes no work: {task}", id=task[1]))]
+        if task[0] != self.epoch or self.stage != "ready":
+            why = f"work {task} is refused: epoch {self.epoch} is accepted here, stage {self.stage}"
+            refusal: list[Effect] = [Send(Failure("hello_required", why, id=task[1]))]
+            return refusal if self.registered else refusal + self._ask()
+        self.running[task] = parts
+        if self.leaving:
+            self.held[task] = run
+            return []
+        return [run]
+
+    def _batch_done(self, event: BatchDone) -> list[Effect]:
+        done = Done(event.batch, event.parts, version=event.version, forwards=event.forwards, run_us=event.run_us)
+        return self._finished(event.batch, Send(done, event.frames))
+
+    def _text_done(self, event: TextDone) -> list[Effect]:
+        specs = [
+            FrameSpec("items", "int32", (len(event.items) // 4,)),
+            FrameSpec("item_lengths", "uint32", (len(event.item_lengths) // 4,)),
+        ]
+        return self._finished(event.task, Send(Tokenised(event.task, specs), (event.items, event.item_lengths)))
+
+    def _work_failed(self, event: WorkFailed) -> list[Effect]:
+        parts = self.running.get(event.task)
+        answer: Message
+        if parts is None:
+            answer = Tokenised(event.task, code=event.code, message=event.message)
+        else:
+            failed = PartDone(code=event.code, message=event.message)
+            answer = Done(event.task, [failed] * parts, version=self.version, forwards=0)
+        return self._finished(event.task, Send(answer))
+
+    def _finished(self, task: TaskId, answer: Send) -> list[Effect]:
+        """`task` has left the engine. Its answer is sent, kept or, when its epoch is over, dropped."""
+        if task in self.leaving:
+            self.leaving.remove(task)
+            if self.leaving:
+                return []
+            released: list[Effect] = list(self.held.values())
+            self.held.clear()
+            return released
+        if task not in self.running:
+            return []
+        del self.running[task]
+        self._keep(task, answer)
+        if self.registered:
+            return [answer, *self._end_if_drained()]
+        self.unsent[task] = answer
+        return self._end_if_drained()
+
+    def _keep(self, task: TaskId, answer: Send) -> None:
+        self.answers[task] = answer
+        for frame in answer.frames:
+            self.answer_bytes += len(frame)
+        while len(self.answers) > KEPT_ANSWERS or self.answer_bytes > KEPT_BYTES:
+            oldest = next(iter(self.answers))
+            for frame in self.answers.pop(oldest).frames:
+                self.answer_bytes -= len(frame)
+
+    # --- the engine -----------------------------------------------------------------------------------------------------
+
+    def _say_stage(self) -> Send:
+        if self.stage == "ready" and self.capabilities is not None:
+            return Send(Ready(self.capabilities, self.version))
+        return Send(Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
+
+    def _engine_stage(self, event: EngineStage) -> list[Effect]:
+        if self.stage in ("ready", "draining"):
+            return []
+        self.stage, self.detail = event.stage, event.detail
+        return [self._say_stage()] if self.registered else []
+
+    def _engine_ready(self, event: EngineReady) -> list[Effect]:
+        self.capabilities, self.version = event.capabilities, event.version
+        if self.stage == "draining":
+            return []
+        self.stage, self.detail = "ready", ""
+        return [self._say_stage()] if self.registered else []
+
+    def _engine_lost(self, event: EngineLost) -> list[Effect]:
+        bye = Send(Bye(event.reason, failed=True))
+        return [bye, *self._end(Exit.ENGINE_DIED, event.reason, close=False)]
+
+    # --- the end --------------------------------------------------------------------------------------------------------
+
+    def _drain_wanted(self, event: DrainWanted) -> list[Effect]:
+        return self._drain(event.reason)
+
+    def _drain(self, reason: str) -> list[Effect]:
+        if self.drain_until is not None:
+            return []
+        self.drain_until = self.now + self.drain_s
+        self.drain_reason = reason
+        self.stage, self.detail = "draining", reason
+        if self.registered:
+            return [self._say_stage(), *self._end_if_drained()]
+        return self._end_if_drained()
+
+    def _end_if_drained(self) -> list[Effect]:
+        if self.drain_until is None:
+            return []
+        owed = len(self.running) + len(self.unsent)
+        if owed and self.now < self.drain_until:
+            return []
+        reason = f"drained: {self.drain_reason}"
+        if owed:
+            reason += f"; {owed} unfinished after {self.drain_s:g} s"
+        return [Send(Bye(reason)), *self._end(Exit.DRAINED, reason, close=True)]
+
+    def _lifeline_closed(self, event: LifelineClosed) -> list[Effect]:
+        return self._end(Exit.OWNER_GONE, "the process that owns this worker is gone", close=False)
+
+    def _tick(self, event: Tick) -> list[Effect]:
+        silent = self.now - self.heard_at
+        if silent >= self.orphan_s:
+            return self._end(Exit.ORPHANED, f"no word from a coordinator for {self.orphan_s:g} s", close=True)
+        effects = self._end_if_drained()
+        if effects or not self.linked:
+            return effects
+        wait = SILENCE_S if self.registered else ASK_AGAIN_S
+        since = self.now - (max(self.heard_at, self.asked_at) if self.registered else self.asked_at)
+        return self._register() if since >= wait else []
+
+    def _end(self, code: Exit, reason: str, *, close: bool) -> list[Effect]:
+        self.ended = End(code, reason, close)
+        return [self.ended]
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant of the state does not hold."""
+        assert not self.registered or self.linked
+        assert self.held.keys() <= self.running.keys()
+        assert self.leaving or not self.held, "work is held back and nothing is leaving"
+        assert not self.running.keys() & self.answers.keys(), "answered and running"
+        assert not self.running.keys() & self.unsent.keys()
+        assert all(task[0] == self.epoch for task in (*self.running, *self.answers, *self.unsent))
+        assert all(task[0] < self.epoch for task in self.leaving)
+        assert len(self.answers) <= KEPT_ANSWERS
+        assert self.answer_bytes == sum(len(frame) for answer in self.answers.values() for frame in answer.frames)
+        assert self.answer_bytes <= KEPT_BYTES
+        assert not self.registered or not self.unsent, "the link is usable and answers are not sent"
+        assert self.stage != "ready" or self.capabilities is not None
+        assert (self.stage == "draining") == (self.drain_until is not None)
+        assert self.capabilities is not None or not self.running
+        assert self.heard_at <= self.now

@@ -1,0 +1,300 @@
+"""A worker process: `python -m enginepool.workers.main` with its configuration in the environment (see `spec.py`).
+
+The machine decides, the link talks, the engine computes; this file carries events and effects between them on one loop.
+"""
+
+import asyncio
+import gc
+import os
+import platform
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Coroutine
+from typing import Any, NoReturn
+
+import uvloop
+
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import Bye, TaskId
+from enginepool.workers.engine import Engine, EngineDied, EngineError, ScoreBatch
+from enginepool.workers.events import (
+    BatchDone,
+    DrainWanted,
+    Effect,
+    End,
+    EngineLost,
+    EngineReady,
+    EngineStage,
+    Event,
+    Exit,
+    Note,
+    RunBatch,
+    RunTokenise,
+    Send,
+    TextDone,
+    Tick,
+    WorkFailed,
+)
+from enginepool.workers.link import Link
+from enginepool.workers.machine import TICK_S, WorkerMachine
+from enginepool.workers.payload import decode_batch, decode_texts, encode_rows, encode_scores
+from enginepool.workers.process import end_process, say
+from enginepool.workers.spec import VARIABLE, SpecError, WorkerSpec, read_spec
+
+#: an engine may hold the main thread while it loads; a coordinator that is there has this long to be heard before
+ACCEPT_FIRST_S = 3.0
+#: the last message has this long to leave
+LINGER_S = 1.0
+#: an engine that is not closed by then is killed
+CLOSE_S = 20.0
+
+
+def make_engine(spec: WorkerSpec) -> Engine:
+    """The engine that `spec` names, not started.
+
+    Raises:
+        SpecError: its packages are not installed, or its options are refused.
+    """
+    try:
+        if spec.engine == "sim":
+            from enginepool.workers.sim_engine import SimEngine as Chosen
+        else:
+            from enginepool.workers.sglang_engine import SglangEngine as Chosen
+    except ImportError as error:
+        raise SpecError(
+            f"engine {spec.engine!r} cannot be imported: {error}; pip install 'enginepool[{spec.engine}]'"
+        ) from error
+    try:
+        return Chosen(
+            spec.model,
+            options=spec.options,
+            device=spec.device,
+            dtype=spec.dtype,
+            max_batch_tokens=spec.max_batch_tokens,
+            max_batch_rows=spec.max_batch_rows,
+            forwards_in_flight=spec.forwards_in_flight,
+            nccl_port=spec.nccl_port,
+        )
+    except ValueError as error:
+        raise SpecError(str(error)) from None
+
+
+class Worker:
+    """Performs what the machine decides. Everything runs on the loop of the main thread, except the link's thread."""
+
+    def __init__(self, spec: WorkerSpec, engine: Engine) -> None:
+        self.spec = spec
+        self.engine = engine
+        self.machine = WorkerMachine(
+            spec.incarnation,
+            spec.group,
+            now=time.monotonic(),
+            pid=os.getpid(),
+            host=platform.node(),
+            orphan_s=spec.orphan_s,
+            drain_s=spec.drain_s,
+        )
+        self.loop = asyncio.get_running_loop()
+        self.link = Link(spec.endpoint, self.take, self.after, lifeline_fd=spec.lifeline_fd, orphan_s=spec.orphan_s)
+        self.end: asyncio.Future[End] = self.loop.create_future()
+        self.accepted = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> Exit:
+        """Serve until the machine says that it is over; return the exit code."""
+        self.link.start()
+        self._listen_to_signals()
+        self.loop.call_later(TICK_S, self._tick)
+        self._spawn(self._load())
+        self._spawn(self._watch())
+        end = await self.end
+        say(f"{self.spec.group}/{self.spec.incarnation} ends: {end.reason}")
+        for task in self.tasks:
+            task.cancel()
+        if end.code not in (Exit.OWNER_GONE, Exit.REFUSED):
+            self.link.stop(LINGER_S)
+        if end.close:
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self.engine.close()
+            except TimeoutError:
+                say(f"the engine did not close within {CLOSE_S:g} s: killed")
+            except Exception:
+                traceback.print_exc()
+        return end.code
+
+    def take(self, event: Event) -> None:
+        """Let the machine handle one event and perform its effects."""
+        try:
+            for effect in self.machine.handle(event):
+                self._perform(effect)
+        except Exception as error:
+            # A state that nobody foresaw: better no worker than one that answers by chance.
+            traceback.print_exc()
+            reason = f"the worker failed at {type(event).__name__}: {_one_line(error)}"
+            self.link.send(Bye(reason, failed=True))
+            if not self.end.done():
+                self.end.set_result(End(Exit.ENGINE_DIED, reason, False))
+        self.link.stage = self.machine.stage
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self.link.send(effect.message, effect.frames)
+        elif isinstance(effect, RunBatch):
+            self._run_batch(effect)
+        elif isinstance(effect, RunTokenise):
+            self._run_tokenise(effect)
+        elif isinstance(effect, Note):
+            say(effect.line)
+        elif isinstance(effect, End) and not self.end.done():
+            self.end.set_result(effect)
+
+    def after(self) -> None:
+        """A run of events has been taken."""
+        if self.machine.epoch and not self.accepted.is_set():
+            self.accepted.set()
+        self.link.flush()
+
+    def feed(self, event: Event) -> None:
+        """An event from this side of the link."""
+        self.take(event)
+        self.link.flush()
+
+    # --- timers and signals ---------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self.loop.call_later(TICK_S, self._tick)
+        self.link.take_all()
+        self.feed(Tick(time.monotonic()))
+
+    def _listen_to_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._drain, signal.Signals(number).name)
+
+    def _drain(self, reason: str) -> None:
+        self.feed(DrainWanted(time.monotonic(), reason))
+
+    # --- the engine -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _load(self) -> None:
+        try:
+            async with asyncio.timeout(ACCEPT_FIRST_S):
+                await self.accepted.wait()
+        except TimeoutError:
+            say(f"no coordinator at {self.spec.endpoint} yet; loading {self.spec.model}")
+        try:
+            capabilities = await self.engine.start(self._report)
+        except EngineDied as error:
+            self.feed(EngineLost(time.monotonic(), str(error)))
+            return
+        except Exception as error:
+            traceback.print_exc()
+            self.feed(EngineLost(time.monotonic(), f"the engine did not start: {_one_line(error)}"))
+            return
+        # Engines install handlers of their own while they start.
+        self._listen_to_signals()
+        gc.collect()
+        gc.freeze()
+        self.feed(EngineReady(time.monotonic(), capabilities, self.engine.version))
+
+    def _report(self, stage: str, detail: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.feed(EngineStage(time.monotonic(), stage, detail))
+        else:
+            self.loop.call_soon_threadsafe(self._report, stage, detail)
+
+    async def _watch(self) -> None:
+        reason = await self.engine.died()
+        self.feed(EngineLost(time.monotonic(), reason))
+
+    def _run_batch(self, run: RunBatch) -> None:
+        try:
+            batch = decode_batch(run.batch, run.frames)
+        except WireError as error:
+            self.feed(WorkFailed(time.monotonic(), run.batch.batch, error.message, error.code))
+            return
+        self._spawn(self._score(run.batch.batch, batch))
+
+    async def _score(self, key: TaskId, batch: ScoreBatch) -> None:
+        began = time.monotonic()
+        try:
+            scores = await self.engine.score(batch)
+            now = time.monotonic()
+            parts, frames = encode_scores(scores)
+            event = BatchDone(now, key, parts, frames, scores.version, scores.forwards, int((now - began) * 1e6))
+        except Exception as error:
+            event = _failure(key, error)
+        self.feed(event)
+
+    def _run_tokenise(self, run: RunTokenise) -> None:
+        try:
+            texts = decode_texts(run.task, run.frames)
+        except WireError as error:
+            self.feed(WorkFailed(time.monotonic(), run.task.task, error.message, error.code))
+            return
+        self._spawn(self._tokenise(run.task.task, texts))
+
+    async def _tokenise(self, key: TaskId, texts: list[str]) -> None:
+        try:
+            items, lengths = encode_rows(await self.engine.tokenise(texts))
+            event = TextDone(time.monotonic(), key, items, lengths)
+        except Exception as error:
+            event = _failure(key, error)
+        self.feed(event)
+
+
+def _failure(key: TaskId, error: Exception) -> Event:
+    now = time.monotonic()
+    if isinstance(error, EngineDied):
+        return EngineLost(now, str(error))
+    if isinstance(error, EngineError):
+        return WorkFailed(now, key, str(error))
+    traceback.print_exception(error)
+    return WorkFailed(now, key, _one_line(error))
+
+
+def _one_line(error: Exception) -> str:
+    first = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+
+
+async def serve(spec: WorkerSpec) -> NoReturn:
+    """Run one worker on the running loop, then end the process. Raises SpecError."""
+    engine = make_engine(spec)
+    code = await Worker(spec, engine).run()
+    # Not by returning: closing the loop waits for the executor's threads, and an engine may have left one stuck.
+    end_process(code)
+
+
+def main() -> NoReturn:
+    """The process entry."""
+    try:
+        spec = read_spec(os.environ)
+        # An engine's children have no business with it.
+        del os.environ[VARIABLE]
+        if spec.lifeline_fd is not None:
+            os.set_inheritable(spec.lifeline_fd, False)
+        uvloop.run(serve(spec))
+    except SpecError as error:
+        say(str(error))
+        code = Exit.UNUSABLE
+    except OSError as error:
+        say(f"cannot start: {error}")
+        code = Exit.UNUSABLE
+    except Exception:
+        traceback.print_exc()
+        code = Exit.ENGINE_DIED
+    else:
+        code = Exit.DRAINED
+    end_process(code)
+
+
+if __name__ == "__main__":
+    main()

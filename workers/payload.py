@@ -1,0 +1,139 @@
+"""Payload frames to arrays and back: what stands between the wire and an engine."""
+
+from itertools import pairwise
+
+import numpy as np
+
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import check_frames
+from enginepool.protocol.messages import Batch, FrameSpec, Part, PartDone, Tokenise
+from enginepool.workers.engine import BatchScores, EngineError, Lengths, ScoreBatch, ScorePart, Scores
+from enginepool.workers.events import Frame
+
+_IDS = [("query", "int32"), ("items", "int32"), ("item_lengths", "uint32")]
+_IDS_PAIRED = [("query", "int32"), ("query_lengths", "uint32"), ("items", "int32"), ("item_lengths", "uint32")]
+_TEXT = [("query", "utf8"), ("items", "utf8"), ("item_lengths", "uint32")]
+_TEXT_PAIRED = [("query", "utf8"), ("query_lengths", "uint32"), ("items", "utf8"), ("item_lengths", "uint32")]
+
+#: answers below this are copied into bytes, so that they do not keep a larger array alive
+_COPY_BELOW = 1 << 16
+
+
+def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> ScoreBatch:
+    """The batch that an engine takes. The arrays are read-only views of `frames`.
+
+    Raises:
+        WireError: `malformed`, when the frames are not what the header says.
+    """
+    parts: list[ScorePart] = []
+    at = 0
+    for i, part in enumerate(batch.parts):
+        end = at + len(part.frames)
+        parts.append(_decode_part(i, part, frames[at:end]))
+        at = end
+    if not parts or at != len(frames):
+        raise WireError("malformed", f"batch {batch.batch}: {len(parts)} parts list {at} frames and {len(frames)} came")
+    return ScoreBatch(tuple(parts), batch.priority, batch.hidden)
+
+
+def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> ScorePart:
+    check_frames(part.frames, frames)
+    layout = [(spec.name, spec.dtype) for spec in part.frames]
+    query_lengths = None
+    if layout == _IDS:
+        query, items, lengths = frames
+    elif layout == _IDS_PAIRED:
+        query, paired, items, lengths = frames
+        query_lengths = np.frombuffer(paired, np.uint32)
+    else:
+        raise WireError("malformed", f"parts[{i}].frames: {layout}: not the frames of token ids", field=f"parts[{i}].frames")
+    decoded = ScorePart(
+        np.frombuffer(query, np.int32),
+        np.frombuffer(items, np.int32),
+        np.frombuffer(lengths, np.uint32),
+        query_lengths,
+        tuple(part.labels),
+        part.softmax,
+        part.item_first,
+    )
+    _check_lengths(f"parts[{i}].items", decoded.item_lengths, decoded.items.size)
+    if query_lengths is not None:
+        _check_lengths(f"parts[{i}].query", query_lengths, decoded.query.size)
+        _check_pairs(f"parts[{i}].query_lengths", query_lengths, decoded.item_lengths)
+    return decoded
+
+
+def _check_lengths(field: str, lengths: Lengths, size: int) -> None:
+    if int(lengths.sum(dtype=np.int64)) != size:
+        raise WireError("malformed", f"{field}: the lengths add up to {lengths.sum(dtype=np.int64)}, not {size}", field=field)
+
+
+def _check_pairs(field: str, query_lengths: Lengths, item_lengths: Lengths) -> None:
+    if query_lengths.size != item_lengths.size:
+        raise WireError("malformed", f"{field}: {query_lengths.size} queries for {item_lengths.size} items", field=field)
+
+
+def decode_texts(task: Tokenise, frames: tuple[Frame, ...]) -> list[str]:
+    """The text of each row, query and item joined.
+
+    Raises:
+        WireError: `malformed`, when the frames are not what the header says or a row is not UTF-8.
+    """
+    check_frames(task.frames, frames)
+    layout = [(spec.name, spec.dtype) for spec in task.frames]
+    if layout == _TEXT:
+        query, items, lengths = frames
+        items_of = _cut("items", items, lengths)
+        queries = [bytes(query)] * len(items_of)
+    elif layout == _TEXT_PAIRED:
+        query, paired, items, lengths = frames
+        items_of = _cut("items", items, lengths)
+        queries = _cut("query", query, paired)
+        _check_pairs("query_lengths", np.frombuffer(paired, np.uint32), np.frombuffer(lengths, np.uint32))
+    else:
+        raise WireError("malformed", f"frames: {layout}: not the frames of text", field="frames")
+    texts: list[str] = []
+    for i, (head, item) in enumerate(zip(queries, items_of, strict=True)):
+        row = item + head if task.item_first else head + item
+        try:
+            texts.append(row.decode())
+        except UnicodeDecodeError as error:
+            raise WireError("malformed", f"items[{i}]: not UTF-8: {error.reason}", field=f"items[{i}]") from None
+    return texts
+
+
+def _cut(field: str, data: Frame, lengths: Frame) -> list[bytes]:
+    sizes = np.frombuffer(lengths, np.uint32)
+    _check_lengths(field, sizes, len(data))
+    ends = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
+    return [bytes(data[start:end]) for start, end in pairwise(ends)]
+
+
+def encode_rows(rows: list[list[int]]) -> tuple[bytes, bytes]:
+    """`items` and `item_lengths` of tokenised rows."""
+    ids = np.fromiter((token for row in rows for token in row), np.int32)
+    lengths = np.fromiter((len(row) for row in rows), np.uint32)
+    return ids.tobytes(), lengths.tobytes()
+
+
+def encode_scores(scores: BatchScores) -> tuple[list[PartDone], tuple[Frame, ...]]:
+    """The parts of a `done` message and their payload frames. Shapes are the engine's own: the coordinator checks them."""
+    parts: list[PartDone] = []
+    frames: list[Frame] = []
+    for part in scores.parts:
+        if isinstance(part, EngineError):
+            parts.append(PartDone(code="engine_error", message=str(part)))
+            continue
+        specs = [FrameSpec("scores", "float32", part.scores.shape)]
+        frames.append(_to_frame(part.scores))
+        if part.hidden is not None:
+            specs.append(FrameSpec("hidden", "float32", part.hidden.shape))
+            frames.append(_to_frame(part.hidden))
+        parts.append(PartDone(specs))
+    return parts, tuple(frames)
+
+
+def _to_frame(array: Scores) -> Frame:
+    if array.nbytes < _COPY_BELOW:
+        return array.tobytes()
+    return np.ascontiguousarray(array).data.cast("B")

@@ -1,0 +1,306 @@
+"""A deterministic engine without a model: answers from `sim_scores`, latency from a cost model, faults on demand.
+
+Users dry-run a pool with it, and the tests of the pool check every answer against `sim_scores.expected_scores`. It runs one
+forward at a time, the waiting batch of the highest priority first, and counts more than one forward for a batch that is over
+its budget, as a real engine would. When nothing costs anything, a batch is answered at once.
+"""
+
+import asyncio
+import heapq
+import os
+import random
+import signal
+import time
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from enginepool.protocol.messages import Capabilities
+from enginepool.workers.engine import BatchScores, EngineDied, EngineError, PartScores, Report, ScoreBatch, ScorePart
+from enginepool.workers.sim_scores import score_part
+
+#: token id of the byte 0 in the sim's tokenizer; ids below are special
+BYTE_OFFSET = 3
+
+FaultKind = Literal[
+    "crash",
+    "abort",
+    "hang",
+    "block",
+    "slow",
+    "error",
+    "wrong_rows",
+    "lie_forwards",
+    "exit_on_load",
+    "crash_on_load",
+    "block_on_load",
+]
+
+
+class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Something that goes wrong, at the n-th batch that this engine is given (from 1), or in any batch with a token id in it.
+    Without either: at every batch.
+
+    crash: the engine dies with a reason. abort: the process is killed without a word. hang: the engine never answers again.
+    block: the process's main thread stands still for `seconds`. slow: the batch takes `seconds` more. error: the engine refuses
+    the parts that have the token, or the whole batch. wrong_rows: the first part lacks a row. lie_forwards: one too many is
+    reported. exit_on_load, crash_on_load, block_on_load: the process exits, the engine dies, the main thread stands still,
+    while it loads.
+    """
+
+    kind: FaultKind
+    at_batch: int | None = None
+    on_token: int | None = None
+    seconds: float = 1.0
+
+
+class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of the sim engine; unknown keys are refused. Times in seconds; sizes in tokens and rows.
+
+    A batch costs `forward_s` + rows * `row_s` + tokens * `token_s`, times 1 ± `jitter` drawn from `seed`. `labels`: columns of
+    a classifier. `inflight_*` default to the batch budget times the forwards in flight.
+    """
+
+    kind: Literal["causal", "classifier"] = "causal"
+    vocab: int = 151_936
+    context: int = 32_768
+    labels: int = 1
+    hidden: int = 0
+    batch_tokens: int = 16_384
+    batch_rows: int = 256
+    inflight_tokens: int | None = None
+    inflight_rows: int | None = None
+    version: int = 0
+    seed: int = 0
+    load_s: float = 0.0
+    forward_s: float = 0.0
+    row_s: float = 0.0
+    token_s: float = 0.0
+    jitter: float = 0.0
+    faults: list[Fault] = []
+
+
+class SimEngine:
+    """An `Engine`.
+
+    Raises:
+        ValueError: `options` has an unknown key or an impossible value; one line that names it.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        options: dict[str, Any] | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_batch_tokens: int | None = None,
+        max_batch_rows: int | None = None,
+        forwards_in_flight: int = 2,
+        nccl_port: int | None = None,
+    ) -> None:
+        try:
+            o = msgspec.convert(options or {}, SimOptions)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"options of engine sim: {error}") from None
+        for key in ("vocab", "context", "labels", "batch_tokens", "batch_rows"):
+            if getattr(o, key) < 1:
+                raise ValueError(f"options of engine sim: {key} = {getattr(o, key)}: must be more than 0")
+        for key in ("hidden", "version", "seed", "load_s", "forward_s", "row_s", "token_s", "jitter"):
+            if not 0 <= getattr(o, key) < 1 << 62:
+                raise ValueError(f"options of engine sim: {key} = {getattr(o, key)}: must not be negative")
+        self.options = o
+        tokens = min(o.batch_tokens, max_batch_tokens or o.batch_tokens)
+        rows = min(o.batch_rows, max_batch_rows or o.batch_rows)
+        inflight_tokens = o.inflight_tokens or tokens * forwards_in_flight
+        self._capabilities = Capabilities(
+            kind=o.kind,
+            vocab=o.vocab,
+            context=min(o.context, inflight_tokens),
+            batch_tokens=tokens,
+            batch_rows=rows,
+            inflight_tokens=inflight_tokens,
+            inflight_rows=o.inflight_rows or rows * forwards_in_flight,
+            labels=o.labels if o.kind == "classifier" else 0,
+            hidden=o.hidden,
+            model=model,
+            engine="sim",
+            device="none",
+            text=o.vocab >= BYTE_OFFSET + 256,
+        )
+        self._classes = o.labels if o.kind == "classifier" else 0
+        self._costs = any((o.forward_s, o.row_s, o.token_s))
+        self._random = random.Random(o.seed)
+        self._given = 0
+        self._busy = False
+        self._order = 0
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._reason = ""
+        self._dead = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        """The version of the weights, from the options."""
+        return self.options.version
+
+    async def start(self, report: Report) -> Capabilities:
+        """Take `load_s` and say what the options say."""
+        report("loading", self._capabilities.model)
+        for fault in self.options.faults:
+            if fault.kind == "exit_on_load":
+                os._exit(3)
+            if fault.kind == "crash_on_load":
+                raise EngineDied("sim engine: crash_on_load asked for by options.faults")
+            if fault.kind == "block_on_load":
+                time.sleep(fault.seconds)  # noqa: ASYNC251 - standing still is what this fault is
+        if self.options.load_s:
+            await asyncio.sleep(self.options.load_s)
+        report("compiling", "nothing to compile")
+        return self._capabilities
+
+    async def died(self) -> str:
+        """Wait until a `crash` fault has happened; return its reason."""
+        await self._dead.wait()
+        return self._reason
+
+    async def close(self) -> None:
+        """Nothing is held; returns at once."""
+
+    async def tokenise(self, texts: list[str]) -> list[list[int]]:
+        """One token for each byte of UTF-8: the byte's value + BYTE_OFFSET; no special tokens."""
+        if not self._capabilities.text:
+            raise EngineError(f"a vocabulary of {self.options.vocab} has no room for the bytes of text")
+        return [[byte + BYTE_OFFSET for byte in text.encode()] for text in texts]
+
+    async def score(self, batch: ScoreBatch) -> BatchScores:
+        """Run one batch, after the running one and those of higher priority."""
+        self._given += 1
+        self._must_live()
+        faults = self._faults_of(batch) if self.options.faults else []
+        if not faults and not self._costs and not self._busy:
+            return self._answer(batch)
+        await self._turn(batch.priority)
+        try:
+            self._must_live()
+            for fault in faults:
+                await self._suffer(fault)
+            if self._costs:
+                await asyncio.sleep(self._seconds(batch))
+            return self._spoil(self._answer(batch), batch, faults)
+        finally:
+            self._pass_on()
+
+    def _must_live(self) -> None:
+        if self._reason:
+            raise EngineDied(self._reason)
+
+    # --- one forward at a time ------------------------------------------------------------------------------------------
+
+    async def _turn(self, priority: int) -> None:
+        if not self._busy:
+            self._busy = True
+            return
+        self._order += 1
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (-priority, self._order, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._pass_on()
+            raise
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = heapq.heappop(self._waiting)[2]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._busy = False
+
+    # --- costs and answers ----------------------------------------------------------------------------------------------
+
+    def _seconds(self, batch: ScoreBatch) -> float:
+        o = self.options
+        seconds = o.forward_s + sum(len(part.item_lengths) * o.row_s + tokens_of(part) * o.token_s for part in batch.parts)
+        return seconds * (1 + o.jitter * (2 * self._random.random() - 1)) if o.jitter else seconds
+
+    def _answer(self, batch: ScoreBatch) -> BatchScores:
+        o = self.options
+        hidden = o.hidden if batch.hidden else 0
+        if batch.hidden and not hidden:
+            raise EngineError("hidden states are not available: options.hidden is 0")
+        parts = tuple(
+            score_part(part, classes=self._classes, hidden=hidden, seed=o.seed, version=o.version) for part in batch.parts
+        )
+        return BatchScores(parts, self._forwards(batch), o.version)
+
+    def _forwards(self, batch: ScoreBatch) -> int:
+        """Greedy admission of rows: how many forwards the batch takes under the budget."""
+        rows = sum(len(part.item_lengths) for part in batch.parts)
+        tokens = sum(tokens_of(part) for part in batch.parts)
+        budget = self._capabilities
+        if rows <= 1 or (tokens <= budget.batch_tokens and rows <= budget.batch_rows):
+            return 1
+        forwards, rows, tokens = 1, 0, 0
+        for part in batch.parts:
+            for prompt in part.prompts():
+                if rows and (rows == budget.batch_rows or tokens + len(prompt) > budget.batch_tokens):
+                    forwards, rows, tokens = forwards + 1, 0, 0
+                rows, tokens = rows + 1, tokens + len(prompt)
+        return forwards
+
+    # --- faults ---------------------------------------------------------------------------------------------------------
+
+    def _faults_of(self, batch: ScoreBatch) -> list[Fault]:
+        return [
+            fault
+            for fault in self.options.faults
+            if (fault.at_batch is None or fault.at_batch == self._given)
+            and (fault.on_token is None or any(_has(part, fault.on_token) for part in batch.parts))
+        ]
+
+    async def _suffer(self, fault: Fault) -> None:
+        match fault.kind:
+            case "crash":
+                self._reason = "sim engine: crash asked for by options.faults"
+                self._dead.set()
+                raise EngineDied(self._reason)
+            case "abort":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                await asyncio.Event().wait()
+            case "block":
+                time.sleep(fault.seconds)  # noqa: ASYNC251 - standing still is what this fault is
+            case "slow":
+                await asyncio.sleep(fault.seconds)
+            case "error" if fault.on_token is None:
+                raise EngineError("sim engine: error asked for by options.faults")
+            case _:
+                pass
+
+    def _spoil(self, scores: BatchScores, batch: ScoreBatch, faults: list[Fault]) -> BatchScores:
+        parts = list(scores.parts)
+        forwards = scores.forwards
+        for fault in faults:
+            first = parts[0]
+            if fault.kind == "lie_forwards":
+                forwards += 1
+            elif fault.kind == "wrong_rows" and isinstance(first, PartScores):
+                parts[0] = PartScores(first.scores[:-1], None if first.hidden is None else first.hidden[:-1])
+            elif fault.kind == "error" and fault.on_token is not None:
+                for i, part in enumerate(batch.parts):
+                    if _has(part, fault.on_token):
+                        parts[i] = EngineError(f"sim engine: token {fault.on_token} is refused by options.faults")
+        return BatchScores(tuple(parts), forwards, scores.version)
+
+
+def tokens_of(part: ScorePart) -> int:
+    """Prompt tokens of all rows."""
+    query = part.query.size if part.query_lengths is not None else part.query.size * part.item_lengths.size
+    return query + part.items.size
+
+
+def _has(part: ScorePart, token: int) -> bool:
+    return bool(np.any(part.query == token) or np.any(part.items == token))

@@ -1,0 +1,132 @@
+"""The answers of the sim engine: a pure function of prompt, label, seed and weight version, easy to repeat in any language.
+
+For a prompt (query and item joined) of ids p and a column c, all modulo 2**64:
+
+    mix(z): z = (z ^ (z >> 30)) * M1, z = (z ^ (z >> 27)) * M2, z ^ (z >> 31)       the finaliser of splitmix64
+    crc = CRC-32 (zlib) of p as little-endian int32
+    k   = mix(A * seed + B * version + C * (c + 1)) | 1
+    u   = ((((crc + 1) * k) >> 41) + 0.5) / 2**23       in (0, 1), exact in float32
+
+c is the label's token id (causal), the column (classifier), or 2**32 + the column (hidden states). A causal score is u, and
+softmax divides by the row's sum, as it does over log-probabilities. A classifier's logit is u, and softmax is that of logits.
+"""
+
+import sys
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.workers.engine import Ids, Lengths, PartScores, ScorePart, Scores
+
+_A = 0x9E3779B97F4A7C15
+_B = 0xD1B54A32D192ED03
+_C = 0x8CB92BA72F3D8DD7
+_M1 = 0xBF58476D1CE4E5B9
+_M2 = 0x94D049BB133111EB
+_64 = (1 << 64) - 1
+_HIDDEN = 1 << 32
+
+
+def score_part(part: ScorePart, *, classes: int = 0, hidden: int = 0, seed: int = 0, version: int = 0) -> PartScores:
+    """Scores of every row of `part`, and hidden states of size `hidden` when that is not 0.
+
+    Args:
+        classes: columns of a classifier; 0: a causal model, whose columns are the part's labels.
+    """
+    crcs = np.array(prompt_crcs(part), np.uint64)
+    crcs += 1
+    salt = _A * seed + _B * version
+    scores = _uniform(crcs, range(classes) if classes else part.labels, salt)
+    if part.softmax:
+        wide = scores.astype(np.float64)
+        if classes:
+            wide = np.exp(wide)
+        scores = (wide / wide.sum(axis=1, keepdims=True)).astype(np.float32)
+    states = _uniform(crcs, range(_HIDDEN, _HIDDEN + hidden), salt) if hidden else None
+    return PartScores(scores, states)
+
+
+def expected_scores(
+    query: Sequence[int] | Sequence[Sequence[int]],
+    items: Sequence[Sequence[int]],
+    *,
+    labels: Sequence[int] = (),
+    softmax: bool = False,
+    item_first: bool = False,
+    classes: int = 0,
+    hidden: int = 0,
+    seed: int = 0,
+    version: int = 0,
+) -> PartScores:
+    """What a sim engine answers to a request, for callers that hold lists of ids. `query` is one for all items, or one each."""
+    lengths = np.array([len(item) for item in items], np.uint32)
+    flat = np.array([token for item in items for token in item], np.int32)
+    if len(query) and not isinstance(query[0], int):
+        rows = [list(row) for row in query if not isinstance(row, int)]
+        head = np.array([token for row in rows for token in row], np.int32)
+        paired = np.array([len(row) for row in rows], np.uint32)
+    else:
+        head, paired = np.array(query, np.int32), None
+    part = ScorePart(head, flat, lengths, paired, tuple(labels), softmax, item_first)
+    return score_part(part, classes=classes, hidden=hidden, seed=seed, version=version)
+
+
+def prompt_crcs(part: ScorePart) -> list[int]:
+    """The CRC-32 of each row's prompt."""
+    items = _bytes(part.items)
+    ends = _byte_ends(part.item_lengths)
+    query = _bytes(part.query)
+    crcs: list[int] = []
+    start = 0
+    if part.query_lengths is None:
+        if part.item_first:
+            for end in ends:
+                crcs.append(zlib.crc32(query, zlib.crc32(items[start:end])))
+                start = end
+        else:
+            head = zlib.crc32(query)
+            for end in ends:
+                crcs.append(zlib.crc32(items[start:end], head))
+                start = end
+        return crcs
+    query_start = 0
+    for end, query_end in zip(ends, _byte_ends(part.query_lengths), strict=True):
+        first, second = query[query_start:query_end], items[start:end]
+        if part.item_first:
+            first, second = second, first
+        crcs.append(zlib.crc32(second, zlib.crc32(first)))
+        start, query_start = end, query_end
+    return crcs
+
+
+def _bytes(ids: Ids) -> memoryview:
+    little = ids if sys.byteorder == "little" else ids.astype("<i4")
+    return np.ascontiguousarray(little).data.cast("B") if little.size else memoryview(b"")
+
+
+def _byte_ends(lengths: Lengths) -> list[int]:
+    return (np.cumsum(lengths, dtype=np.int64) * 4).tolist()
+
+
+def _uniform(hashes: npt.NDArray[np.uint64], columns: range | tuple[int, ...], salt: int) -> Scores:
+    """float32 [rows, columns] in (0, 1)."""
+    z = hashes[:, None] * _factors(columns, salt)
+    z >>= 41
+    u = z.astype(np.float32)
+    u += 0.5
+    u *= 2.0**-23
+    return u
+
+
+@lru_cache(256)
+def _factors(columns: range | tuple[int, ...], salt: int) -> npt.NDArray[np.uint64]:
+    return np.array([_mix((salt + _C * (column + 1)) & _64) | 1 for column in columns], np.uint64)
+
+
+def _mix(z: int) -> int:
+    z = (z ^ (z >> 30)) * _M1 & _64
+    z = (z ^ (z >> 27)) * _M2 & _64
+    return z ^ (z >> 31)

@@ -1,0 +1,86 @@
+"""What one worker process is told: a JSON object in the environment, written by whoever starts it."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+#: the environment variable that holds the JSON of a `WorkerSpec`
+VARIABLE = "ENGINEPOOL_WORKER"
+
+ENGINES = ("sglang", "sim")
+
+
+class SpecError(Exception):
+    """The worker cannot be configured from this. The message is one line that names the key and what is allowed."""
+
+
+class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration of a worker. The environment keeps it off the command line, where other users could read it.
+
+    endpoint: where the coordinator listens for workers (`tcp://…` or `ipc://…`).
+    group: the group whose work this worker does.
+    incarnation: names this process for ever; a restarted worker gets a new one.
+    engine: `sglang` or `sim`.
+    model: a checkpoint directory or a name that the engine can load; for `sim` any name.
+    device, dtype: as the engine names them; `auto` lets it choose.
+    options: further settings for the engine, by its own names.
+    max_batch_tokens, max_batch_rows: caps on one batch, below what the engine's settings give.
+    forwards_in_flight: forwards of tokens that may be in flight at this worker.
+    nccl_port: port for the engine's own process group; none: the engine chooses.
+    lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the worker ends at once.
+    orphan_s: seconds without a word from a coordinator before the worker ends; `accept` may replace it.
+    drain_s: seconds that begun work has to finish after SIGTERM or `drain`.
+    """
+
+    endpoint: str
+    group: str
+    incarnation: str
+    engine: str
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    options: dict[str, Any] = {}
+    max_batch_tokens: int | None = None
+    max_batch_rows: int | None = None
+    forwards_in_flight: int = 2
+    nccl_port: int | None = None
+    lifeline_fd: int | None = None
+    orphan_s: float = 60.0
+    drain_s: float = 10.0
+
+
+def read_spec(environment: Mapping[str, str]) -> WorkerSpec:
+    """The worker's configuration.
+
+    Raises:
+        SpecError: the variable is not set, no JSON, or has an unknown key or an impossible value; the line names it.
+    """
+    text = environment.get(VARIABLE)
+    if text is None:
+        raise SpecError(f"{VARIABLE} is not set: it holds the worker's configuration as JSON")
+    try:
+        spec = msgspec.json.decode(text, type=WorkerSpec)
+    except msgspec.ValidationError as error:
+        raise SpecError(f"{VARIABLE}: {error}") from None
+    except msgspec.DecodeError as error:
+        raise SpecError(f"{VARIABLE} is not JSON: {error}") from None
+
+    def need(ok: bool, key: str, allowed: str) -> None:
+        if not ok:
+            raise SpecError(f"{VARIABLE}: {key} = {getattr(spec, key)!r}: {allowed}")
+
+    need("://" in spec.endpoint, "endpoint", "must be a ZeroMQ endpoint such as tcp://127.0.0.1:5756")
+    need(bool(spec.group), "group", "must name a group")
+    need(bool(spec.incarnation), "incarnation", "must name this process")
+    need(spec.engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
+    need(bool(spec.model), "model", "must name a model")
+    for key in ("max_batch_tokens", "max_batch_rows", "forwards_in_flight", "nccl_port"):
+        value = getattr(spec, key)
+        need(value is None or value > 0, key, "must be more than 0")
+    for key in ("orphan_s", "drain_s"):
+        value = getattr(spec, key)
+        need(math.isfinite(value) and value >= 0, key, "must be seconds, not negative")
+    need(spec.lifeline_fd is None or spec.lifeline_fd >= 0, "lifeline_fd", "must be a file descriptor")
+    return spec
