@@ -14,8 +14,8 @@ from enginepool.protocol.messages import Message
 if TYPE_CHECKING:
     from enginepool.coordinator.state import Client
 
-#: what an answer costs beside its payload
-OVERHEAD = 400
+#: what an answer costs beside its payload, measured
+OVERHEAD = 1000
 
 
 class Kept(NamedTuple):

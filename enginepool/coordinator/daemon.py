@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Literal
 
 import uvloop
-import zmq
 
 from enginepool.config import ConfigError, PoolConfig, check_endpoint, decode_config
 from enginepool.coordinator import effects as ef
@@ -73,13 +72,9 @@ class Daemon:
             # Workers find the successor of a dead coordinator at the same place, so the place is derived, not random.
             workers_endpoint = config.listen_workers or f"ipc://{directory / 'workers.sock'}"
             check_endpoint(workers_endpoint, config.allow_remote, "listen_workers")
-            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            stack.callback(context.term)
             limits = config.limits
-            clients = Router(context, 2 * limits.max_message_bytes, limits.outbox_bytes, self._client_cut)
-            stack.callback(clients.close)
-            workers = Router(context, 2 * limits.max_message_bytes, limits.queue_bytes, self._worker_cut)
-            stack.callback(workers.close)
+            clients = stack.enter_context(Router(2 * limits.max_message_bytes, limits.outbox_bytes, self._client_cut))
+            workers = stack.enter_context(Router(2 * limits.max_message_bytes, limits.queue_bytes, self._worker_cut))
             clients.bind(config.listen)
             workers.bind(workers_endpoint)
             self.sockets = Sockets(loop, clients, workers)
@@ -97,9 +92,9 @@ class Daemon:
         if self._lifeline is not None:
             self.loop.add_reader(self._lifeline, self._owner_gone)
         self.sockets.listen(self._from_client, self._from_worker)
-        gc.callbacks.append(self._pauses)
         gc.collect()
         gc.freeze()
+        gc.callbacks.append(self._pauses)
         # What requests are made of is freed by reference counts; a full collection over a long queue would stop everything.
         gc.set_threshold(50_000, 50, 1000)
         self._tick()

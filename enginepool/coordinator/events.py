@@ -201,6 +201,14 @@ class TextTokenised(Event):
     message: str = ""
 
 
+class WorkerRefused(Event):
+    """A worker did not take the batch or text with this number of our epoch: it drains, or is not ready in this epoch."""
+
+    link: Link
+    number: int | None
+    draining: bool
+
+
 class WorkerHeard(Event):
     """A pong of a worker, or a ping with its `at`."""
 

@@ -13,6 +13,7 @@ from enginepool.coordinator.batching import post_batch, pump, release_kept
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import KillWorker, StartWorker, ToWorker
 from enginepool.coordinator.events import Link
+from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Group, Place, Worker
 from enginepool.protocol.messages import Accept, Capabilities, Drain, Failure, Ping, Pong
@@ -50,6 +51,9 @@ class Fleet:
             self._refuse(e.link, "superseded", f"incarnation {e.incarnation} was given up")
             return
         worker = group.workers.get(e.incarnation)
+        before = core.worker_links.get(e.link)
+        if before is not None and before is not worker:
+            self.lose(before, f"its link registered another incarnation, {e.incarnation}", kill=True)
         if worker is not None:
             core.worker_links.pop(worker.link, None)
             worker.link = e.link
@@ -68,6 +72,8 @@ class Fleet:
         # What was sent on the old link may be lost with it; the worker runs a batch id once.
         for batch in worker.batches.values():
             post_batch(core, batch)
+        for task, (request, _) in worker.texts.items():
+            self.requests.post_text(worker, task, request)
         if core.touched is not None:
             core.touched.append(worker)
 
@@ -186,6 +192,28 @@ class Fleet:
         if worker is not None:
             self.requests.tokenised(worker, e)
             pump(self.core, worker.group)
+
+    def refused(self, e: ev.WorkerRefused) -> None:
+        """A worker did not take a batch or a text: that goes elsewhere, and the worker registers again before it gets more."""
+        worker = self.of(e.link)
+        if worker is None or e.number is None:
+            return
+        task = (self.core.epoch, e.number)
+        batch = worker.batches.get(task)
+        text, _ = worker.texts.pop(task, (None, 0.0))
+        if batch is None and text is None:
+            return
+        worker.stage = "draining" if e.draining else "starting"
+        worker.since = e.now
+        worker.group.routing.update(worker)
+        if not e.draining:
+            self._refuse(worker.link, "hello_required", "register again: work was refused")
+        if batch is not None:
+            self._remove(worker, batch)
+            self.requests.returned(batch)
+        if text is not None and text.state == TEXT:
+            self.requests.tokenise(text)
+        pump(self.core, worker.group)
 
     # --- loss ----------------------------------------------------------------------------------------------------------
 
@@ -343,6 +371,10 @@ class Fleet:
             if now > batch.deadline:
                 return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
             break
+        for _, due in worker.texts.values():
+            if now > due:
+                return "a text was not tokenised in time"
+            break
         return ""
 
     def extend(self, gap: float) -> None:
@@ -352,6 +384,7 @@ class Fleet:
             worker.since += gap
             for batch in worker.batches.values():
                 batch.deadline += gap
+            worker.texts = {task: (request, due + gap) for task, (request, due) in worker.texts.items()}
         for group in self.core.groups.values():
             for place in group.places:
                 place.until += gap

@@ -54,6 +54,7 @@ class Machine:
             ev.WorkerIdle: fleet.idle,
             ev.BatchDone: fleet.done,
             ev.TextTokenised: fleet.tokenised,
+            ev.WorkerRefused: fleet.refused,
             ev.WorkerHeard: fleet.heard,
             ev.WorkerBye: fleet.bye,
             ev.WorkerBroken: fleet.broken,

@@ -23,6 +23,7 @@ from enginepool.protocol.messages import (
     Message,
     Pong,
     Result,
+    TaskId,
     Timings,
     Tokenise,
     Usage,
@@ -56,6 +57,9 @@ class Requests:
             client.link = e.link
             client.incarnation = e.incarnation
             client.heard = e.now
+        before = core.links.get(e.link)
+        if before is not None and before is not client:
+            before.link = None
         core.links[e.link] = client
         limits = core.config.limits
         welcome = Welcome(
@@ -212,13 +216,17 @@ class Requests:
         group.text_turn += 1
         worker = ready[group.text_turn % len(ready)]
         task = core.task_id()
-        worker.texts[task] = request
+        worker.texts[task] = (request, core.now + core.config.timing.forward_s)
+        self.post_text(worker, task, request)
+
+    def post_text(self, worker: Worker, task: TaskId, request: Request) -> None:
+        """Send a tokenising task, which its worker may have already: the worker runs an id once."""
         part = request.work.part
-        core.effects.append(ToWorker(worker.link, Tokenise(task, part.frames, part.item_first), request.work.frames))
+        self.core.effects.append(ToWorker(worker.link, Tokenise(task, part.frames, part.item_first), request.work.frames))
 
     def tokenised(self, worker: Worker, e: ev.TextTokenised) -> None:
         """The ids of a text request, or why there are none."""
-        request = worker.texts.pop(e.task, None)
+        request, _ = worker.texts.pop(e.task, (None, 0.0))
         if request is None or request.state == DONE:
             return
         if e.message:
@@ -240,7 +248,7 @@ class Requests:
 
     def texts_lost(self, worker: Worker, reason: str) -> None:
         """A worker is lost with text in hand: another one takes it. Deaths count only when it had nothing else to die of."""
-        texts = list(worker.texts.values())
+        texts = [request for request, _ in worker.texts.values()]
         worker.texts.clear()
         for request in texts:
             if request.state == DONE:
@@ -314,6 +322,13 @@ class Requests:
                 self.died_alone(request, reason)
             if self.core.touched is not None:
                 self.core.touched.append(request)
+
+    def returned(self, batch: Batch) -> None:
+        """A worker did not take a batch: its rows wait again, and nobody is suspected."""
+        for request, start, end in batch.slices:
+            if request.state != DONE:
+                request.flying -= end - start
+                self.put_back(request, [(start, end)])
 
     def died_alone(self, request: Request, reason: str) -> None:
         """A worker died while it had nothing but this request: after `max_attempts` of them it is poisoned."""

@@ -15,7 +15,7 @@ import fcntl
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO
+from typing import IO, Self
 
 import zmq
 
@@ -33,13 +33,17 @@ RETRY_S = 0.005
 Receive = Callable[[Link, list[bytes]], None]
 
 
+def _context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """The process's one context."""
+    return zmq.Context.instance()
+
+
 class Router:
     """One bound ROUTER socket with outboxes."""
 
-    def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", max_frame: int, max_outbox: int, cut: Callable[[Link], None]
-    ) -> None:
-        self._socket = socket = context.socket(zmq.ROUTER)
+    def __init__(self, max_frame: int, max_outbox: int, cut: Callable[[Link], None]) -> None:
+        self._socket: zmq.Socket[bytes] = _context().socket(zmq.ROUTER)
+        socket = self._socket
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
@@ -150,9 +154,16 @@ class Router:
         return sum(self._parked_bytes.values())
 
     def close(self) -> None:
+        """Idempotent. What was sent lingers for half a second at most."""
         self._socket.close()
         if self._lock is not None:
             self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
 class Sockets:
@@ -208,3 +219,5 @@ class Sockets:
                 handle.cancel()
         self.clients.close()
         self.workers.close()
+        # Waits until what was sent has left, or has lingered long enough.
+        _context().term()

@@ -182,8 +182,8 @@ class Worker:
         #: sums over `batches`; never over the capabilities' inflight_tokens and inflight_rows
         self.cost = 0
         self.rows = 0
-        #: text requests that it tokenises now
-        self.texts: dict[TaskId, Request] = {}
+        #: text requests that it tokenises now, and when it must have done so
+        self.texts: dict[TaskId, tuple[Request, float]] = {}
         self.done = 0
         #: number of its newest entry in the routing; 0: none is valid
         self.stamp = 0

@@ -136,6 +136,7 @@ _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Done: _done,
     m.Tokenised: _tokenised,
     m.Bye: lambda now, link, message, _: ev.WorkerBye(now, link, message.reason, message.failed),
+    m.Failure: lambda now, link, message, _: ev.WorkerRefused(now, link, message.id, message.code == "shutting_down"),
     m.Ping: lambda now, link, message, _: ev.WorkerHeard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.WorkerHeard(now, link),
 }

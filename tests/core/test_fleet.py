@@ -363,3 +363,37 @@ def test_a_drain_of_a_pool_that_is_still_starting_ends_it() -> None:
         pool.do(ev.WorkerExited(0, s.incarnation, "ended by SIGKILL"))
     assert pool.drained
     pool.wait(WATCH_S * 2)
+
+
+def test_work_that_a_worker_refuses_goes_elsewhere_and_nobody_is_suspected() -> None:
+    pool = Pool()
+    client = pool.client()
+    link = pool.worker("a")
+    pool.submit(client, 1, work())
+    (batch,) = pool.batches
+    assert isinstance(batch.message, Batch)
+    sent = pool.do(ev.WorkerRefused(0, link, batch.message.batch[1], False))
+    assert codes(sent) == ["hello_required"]
+    pool.batches.clear()
+    pool.worker("b")
+    assert [s.link for s in pool.batches] == [b"b"]
+    pool.submit(client, 2, work())
+    assert [s.link for s in pool.batches] == [b"b", b"b"], "the first worker gets nothing before it is ready again"
+    pool.do(ev.WorkerRegistered(0, link, "g", "a", 1, "h"))
+    pool.do(ev.WorkerReady(0, link, CAN, 0))
+    pool.submit(client, 3, work())
+    assert pool.batches[-1].link == b"a"
+    assert sorted(results(pool.finish_all())) == [1, 2, 3]
+
+
+def test_a_link_belongs_to_the_last_worker_that_registered_on_it() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work())
+    pool.batches.clear()
+    pool.do(ev.WorkerRegistered(0, b"a", "g", "another", 1, "h"))
+    assert list(pool.machine.core.groups["g"].workers) == ["another"]
+    pool.do(ev.WorkerIdle(0, b"a", EPOCH))
+    pool.do(ev.WorkerReady(0, b"a", CAN, 0))
+    assert list(results(pool.finish_all())) == [1]

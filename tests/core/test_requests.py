@@ -326,3 +326,33 @@ def test_refusals_of_one_do_not_touch_others() -> None:
     for i in range(1, 50):
         assert isinstance(pool.submit(bad, i, work(labels=()))[0].message, Failure)
     assert list(results(pool.finish_all())) == [1]
+
+
+def test_a_link_belongs_to_the_last_client_that_greeted_on_it() -> None:
+    pool = Pool()
+    link = pool.client(b"x", client=b"a" * 16)
+    pool.submit(link, 1, work())
+    pool.client(b"x", client=b"b" * 16)
+    pool.worker()
+    assert results(pool.finish_all()) == {}, "the first client's answer does not go to the second"
+
+
+def test_text_that_a_reconnecting_worker_may_have_lost_is_sent_again() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, text("q", ["a"]))
+    again = texts(pool.do(ev.WorkerRegistered(0, b"a2", "g", "a", 1, "h")))
+    assert [s.link for s in again] == [b"a2"]
+
+
+def test_text_that_is_not_tokenised_in_time_loses_the_worker() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, text("q", ["a"]))
+    for _ in range(32):
+        pool.wait(1)
+        pool.do(ev.WorkerHeard(0, b"a"))
+        pool.do(ev.Heard(0, client, 0))
+    assert not pool.machine.core.groups["g"].workers
