@@ -11,9 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-
-class ConfigError(Exception):
-    """The configuration cannot be used. The message is one line that names the key, the value and what is allowed."""
+from enginepool.errors import ConfigError
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

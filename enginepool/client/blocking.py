@@ -1,0 +1,186 @@
+"""`BlockingPool`: the same calls for code that does not await (notebooks, scripts), over a loop in a thread of its own."""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+
+import uvloop
+
+from enginepool.client.payload import Ids, ScoreResult
+from enginepool.client.pool import Opening, Pool
+from enginepool.errors import PoolClosed
+from enginepool.protocol.messages import StatusReport
+
+if TYPE_CHECKING:
+    from enginepool.config import PoolConfig
+
+T = TypeVar("T")
+
+#: Seconds for closing; a pool that was started here drains its workers first.
+_CLOSE_S = 30.0
+#: Seconds for the thread to end after that.
+_STOP_S = 5.0
+
+
+class ScoreOptions(TypedDict, total=False):
+    """The options of `Pool.score` and `Pool.score_pairs`."""
+
+    label_token_ids: Ids | None
+    apply_softmax: bool
+    item_first: bool
+    return_pooled_hidden_states: bool
+    group: str
+    priority: int
+    timeout: float | None
+    retry_busy: bool
+
+
+class BlockingPool:
+    """A `Pool` whose calls return when they are done. Any thread may call, also several at once.
+
+    Ctrl-C in a call takes its request back. The pool closes with `close`, at the end of a `with` block, when the object is
+    forgotten, and at the end of the program.
+    """
+
+    def __init__(self, opening: Callable[[], Opening]) -> None:
+        """Not for callers: use `connect` or `start`."""
+        self._thread = LoopThread()
+        try:
+            self._pool = self._thread.call(_opened(opening))
+        except BaseException:
+            self._thread.stop()
+            raise
+        self._end = weakref.finalize(self, _close, self._thread, self._pool)
+
+    @classmethod
+    def connect(cls, address: str, *, connect_timeout: float | None = 10.0) -> "BlockingPool":
+        """As `Pool.connect`."""
+        return cls(lambda: Pool.connect(address, connect_timeout=connect_timeout))
+
+    @classmethod
+    def start(
+        cls,
+        model: str | None = None,
+        *,
+        workers: int = 1,
+        engine: str = "sglang",
+        device: str = "auto",
+        config: "PoolConfig | None" = None,
+        start_timeout: float = 60.0,
+        **settings: Any,
+    ) -> "BlockingPool":
+        """As `Pool.start`."""
+        return cls(
+            lambda: Pool.start(
+                model, workers=workers, engine=engine, device=device, config=config, start_timeout=start_timeout, **settings
+            )
+        )
+
+    def score(self, query: str | Ids, items: Sequence[str] | Sequence[Ids], **options: Unpack[ScoreOptions]) -> ScoreResult:
+        """As `Pool.score`."""
+        return self._call(self._pool.score(query, items, **options))
+
+    def score_pairs(
+        self,
+        prompts: Sequence[str] | Sequence[Ids],
+        responses: Sequence[str] | Sequence[Ids],
+        **options: Unpack[ScoreOptions],
+    ) -> ScoreResult:
+        """As `Pool.score_pairs`."""
+        return self._call(self._pool.score_pairs(prompts, responses, **options))
+
+    def ready(
+        self, timeout: float | None = None, *, group: str = "", report: Callable[[str], None] | None = None
+    ) -> StatusReport:
+        """As `Pool.ready`; `report` is called in the pool's thread."""
+        return self._call(self._pool.ready(timeout, group=group, report=report))
+
+    def status(self, timeout: float | None = 10.0) -> StatusReport:
+        """As `Pool.status`."""
+        return self._call(self._pool.status(timeout))
+
+    def close(self) -> None:
+        """As `Pool.close`. Calls that are under way in other threads end with PoolClosed."""
+        self._end()
+
+    @property
+    def address(self) -> str:
+        """Where the coordinator listens."""
+        return self._pool.address
+
+    def __enter__(self) -> "BlockingPool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return repr(self._pool).replace("<Pool", "<BlockingPool", 1)
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if not self._end.alive:
+            work.close()
+            raise PoolClosed("the pool is closed")
+        return self._thread.call(work)
+
+
+class LoopThread:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self._thread = threading.Thread(target=_run, args=(running,), name="enginepool", daemon=True)
+        self._thread.start()
+        self._loop, self._stop = running.result()
+
+    def call(self, work: Coroutine[Any, Any, T], within: float | None = None) -> T:
+        """Run `work` on the loop and wait for it. Whatever interrupts the waiting cancels the work."""
+        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(within)
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Cancel what runs and end the thread."""
+        self._loop.call_soon_threadsafe(self._stop.set)
+        if not self.is_current:
+            self._thread.join(_STOP_S)
+
+    @property
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begin `work` from the loop's own thread, where nobody may wait, and stop after it."""
+        task = self._loop.create_task(work)
+        task.add_done_callback(lambda _: self._stop.set())
+
+
+def _run(running: "Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]") -> None:
+    async def until_stopped() -> None:
+        stop = asyncio.Event()
+        running.set_result((asyncio.get_running_loop(), stop))
+        await stop.wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(until_stopped())
+
+
+async def _opened(opening: Callable[[], Opening]) -> Pool:
+    return await opening()
+
+
+def _close(thread: LoopThread, pool: Pool) -> None:
+    if thread.is_current:
+        # The garbage collector found the forgotten pool while it ran in the pool's own thread.
+        thread.spawn(pool.close())
+        return
+    try:
+        thread.call(pool.close(), _CLOSE_S)
+    finally:
+        thread.stop()

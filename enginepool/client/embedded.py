@@ -1,0 +1,261 @@
+"""The coordinator as a child of this process: started, watched, started again, and ended with it.
+
+The child inherits the read end of a pipe, the lifeline. Nobody but this process holds the write end, so however this process
+ends, the pipe closes, and the coordinator ends its workers and itself. A coordinator that dies alone is started again with the
+same endpoints and the same state directory, where it finds its journal and its living workers; the client's session sends
+again what was not answered.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from enginepool.config import PoolConfig, decode_config, encode_config
+from enginepool.errors import ConfigError
+from enginepool.protocol.messages import Failure
+
+COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
+#: Exit code of a coordinator whose configuration cannot be used.
+_BAD_CONFIG = 2
+#: Lines of the coordinator's stderr that go into an error.
+_LAST_LINES = 10
+#: Seconds for the child to end after its lifeline closed, before it is killed.
+_END_S = 5.0
+#: Paths of ipc sockets have at most 107 bytes; mkdtemp adds 8 to the prefix, and the longest name below is workers.sock.
+_LONGEST_PARENT = 60
+_GROUP = "default"
+
+
+def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> PoolConfig:
+    """The whole configuration from the arguments of `Pool.start`. Raises ConfigError naming the key at fault."""
+    try:
+        if config is not None:
+            if group["model"] is not None:
+                raise ConfigError("model: name either a model or a whole config")
+            return decode_config(encode_config(config))
+        if group["model"] is None:
+            raise ConfigError("model: name one, or give a whole config")
+        return decode_config(msgspec.json.encode({"groups": {_GROUP: group}}))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(f"groups.{_GROUP}.", "").replace("groups[...].", "")) from None
+    except TypeError as error:
+        raise ConfigError(f"configuration: {error}") from None
+
+
+class RestartPolicy:
+    """When a dead coordinator is started again: at once at first, later after 0.1 s doubling to 5 s; not when it has died
+    more than `most` times within `window_s`."""
+
+    def __init__(self, most: int = 5, window_s: float = 60.0) -> None:
+        self.most, self.window_s = most, window_s
+        self._deaths: deque[float] = deque()
+
+    def after_death(self, now: float) -> float | None:
+        """Seconds to wait before the next start; None: no more."""
+        self._deaths.append(now)
+        while self._deaths[0] < now - self.window_s:
+            self._deaths.popleft()
+        deaths = len(self._deaths)
+        if deaths > self.most:
+            return None
+        return 0.0 if deaths == 1 else min(0.1 * 2 ** (deaths - 2), 5.0)
+
+
+class EmbeddedCoordinator:
+    """A coordinator process that belongs to one `Pool`.
+
+    Args:
+        config: what it serves. A fixed `listen` and a `state_dir` of its own are kept; the defaults, and a `listen` with a port
+            that the system would choose, are replaced by a private directory.
+        policy: when it is started again.
+    """
+
+    def __init__(self, config: PoolConfig, *, policy: RestartPolicy | None = None) -> None:
+        parent = tempfile.gettempdir()
+        if len(os.fsencode(parent)) > _LONGEST_PARENT:
+            parent = "/tmp"
+        self.directory = Path(tempfile.mkdtemp(prefix="enginepool-", dir=parent))
+        self._remove = weakref.finalize(self, _remove, self.directory, os.getpid())
+        standard = PoolConfig(groups={})
+        if config.listen == standard.listen or config.listen.endswith((":*", ":0")):
+            config = msgspec.structs.replace(config, listen=f"ipc://{self.directory}/pool.sock")
+        if config.state_dir == standard.state_dir:
+            config = msgspec.structs.replace(config, state_dir=str(self.directory))
+        self.config = config
+        self.address = config.listen
+        #: times that it was started
+        self.starts = 0
+        self._policy = policy or RestartPolicy()
+        self._settled = False
+        self._stopping = False
+        self._lifeline: int | None = None
+        self._cut: Callable[[], object] = _nothing
+        self._process: subprocess.Popen[bytes] | None = None
+        self._descriptor: int = -1
+        self._again: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running child."""
+        return None if self._process is None else self._process.pid
+
+    def start(self, lost: Callable[[Failure], None]) -> None:
+        """Start the child. `lost` is called once, if it ended and stays down."""
+        self._loop = asyncio.get_running_loop()
+        self._lost = lost
+        self._gone = asyncio.Event()
+        read, write = os.pipe()
+        self._lifeline = read
+        # Also when this object is forgotten with its loop: then nobody is left who could ask the coordinator for anything.
+        self._cut = weakref.finalize(self, _close, read, write)
+        _living.add(self)
+        self._spawn()
+
+    def settle(self) -> None:
+        """It has served: from now on it is started again when it dies. Before, its end is the answer."""
+        self._settled = True
+
+    async def stop(self) -> None:
+        """End the child and its workers: a drain first, then the lifeline, then SIGKILL. Twice is once."""
+        self._stopping = True
+        if self._again is not None:
+            self._again.cancel()
+        try:
+            if self._process is not None:
+                self._signal(signal.SIGTERM)
+                await self._wait_gone(self.config.timing.drain_s + _END_S)
+                self.cut_lifeline()
+                await self._wait_gone(_END_S)
+        finally:
+            self.cut_lifeline()
+            if self._process is not None:
+                self._signal(signal.SIGKILL)
+                self._loop.remove_reader(self._descriptor)
+                self._reap(self._process)
+            self._remove()
+
+    # --- the process ---------------------------------------------------------------------------------------------------
+
+    def _spawn(self) -> None:
+        self._again = None
+        if self._stopping or self._lifeline is None:
+            return
+        environment = {
+            **os.environ,
+            "ENGINEPOOL_CONFIG": encode_config(self.config).decode(),
+            "ENGINEPOOL_LIFELINE": str(self._lifeline),
+        }
+        try:
+            with open(self._log, "ab") as log:
+                # A session of its own: Ctrl-C in a terminal is for this process, which then closes the pool.
+                self._process = subprocess.Popen(
+                    COMMAND, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True, pass_fds=(self._lifeline,),
+                )  # fmt: skip
+        except OSError as error:
+            text = f"the coordinator could not be started: {error.strerror or error}"
+            self._loop.call_soon(self._lost, Failure("pool_down", text))
+            return
+        self.starts += 1
+        self._gone.clear()
+        self._descriptor = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(self._descriptor, self._exited)
+
+    def _exited(self) -> None:
+        process = self._process
+        if process is None:
+            return
+        self._loop.remove_reader(self._descriptor)
+        code = self._reap(process)
+        self._gone.set()
+        if self._stopping:
+            return
+        if not self._settled:
+            self._lost(self._failure("ended before it answered", code))
+            return
+        wait = self._policy.after_death(self._loop.time())
+        if wait is None:
+            story = f"ended more than {self._policy.most} times within {self._policy.window_s:g} s, the last time"
+            self._lost(self._failure(story, code))
+        else:
+            self._again = self._loop.call_later(wait, self._spawn)
+
+    def _reap(self, process: "subprocess.Popen[bytes]") -> int:
+        code = process.wait()
+        os.close(self._descriptor)
+        self._process = None
+        return code
+
+    def _failure(self, story: str, code: int) -> Failure:
+        lines = self._last_lines()
+        if code == _BAD_CONFIG and lines:
+            return Failure("config", lines[-1].removeprefix("enginepool: "))
+        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+        return Failure("pool_down", f"the coordinator {story} with {how}", evidence=lines)
+
+    def _last_lines(self) -> list[str]:
+        with contextlib.suppress(OSError):
+            text = self._log.read_bytes()[-10_000:].decode(errors="replace")
+            return [line for line in text.splitlines() if line.strip()][-_LAST_LINES:]
+        return []
+
+    @property
+    def _log(self) -> Path:
+        return self.directory / "coordinator.log"
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the whole group on SIGKILL; the workers are in groups of their own and follow the lifeline."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            if number is signal.SIGKILL:
+                os.killpg(self._process.pid, number)
+            else:
+                self._process.send_signal(number)
+
+    async def _wait_gone(self, within: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                await self._gone.wait()
+
+    def cut_lifeline(self) -> None:
+        """Close both ends in this process; the coordinator ends when no process holds the write end."""
+        self._lifeline = None
+        self._cut()
+
+
+def _nothing() -> None:
+    """Before the start there is no lifeline to cut."""
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _remove(directory: Path, owner: int) -> None:
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+_living: "weakref.WeakSet[EmbeddedCoordinator]" = weakref.WeakSet()
+
+
+def _cut_lifelines() -> None:
+    """In a fork of this process: its copy of the write end would keep a pool alive after the owner is gone."""
+    for coordinator in list(_living):
+        coordinator.cut_lifeline()
+
+
+os.register_at_fork(after_in_child=_cut_lifelines)

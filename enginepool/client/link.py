@@ -1,0 +1,198 @@
+"""The socket of a client: one DEALER on a running asyncio loop, read when its descriptor says so, never blocking.
+
+libzmq's descriptor is edge-triggered: it says once that something happened. So a reader drains until the socket is empty, and
+after each send looks again, because sending may swallow the signal. (zmq.asyncio does the same with a future for each message,
+at several times the CPU.)
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
+from enginepool.protocol.messages import Failure, FrameSpec, Message, Result, ToClient
+
+#: Frames over this many bytes are handed to libzmq, and taken from it, without a copy; below it a copy is cheaper.
+_LARGE = 1 << 16
+#: Messages that are read before others on the loop have their turn.
+_BURST = 256
+#: A full socket is tried again after this, in seconds, if its descriptor says nothing sooner.
+_RETRY_S = 0.05
+_SNDHWM = 1000
+
+Received = Callable[[ToClient, Sequence[Buffer]], None]
+
+
+class Link:
+    """A connection to one address, opened anew as often as the session asks.
+
+    Args:
+        address: `tcp://HOST:PORT` or `ipc://PATH`.
+        received: called for each message that can be read; its payload has the lengths that its header says.
+        complain: called with one line for each message that cannot be read, and is dropped.
+    """
+
+    def __init__(self, address: str, received: Received, complain: Callable[[str], None]) -> None:
+        self.address = address
+        self._received = received
+        self._complain = complain
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._descriptor: int = -1
+        self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+        #: messages that the socket did not take; bounded by the session's window and by `open`
+        self._outbox: deque[list[Buffer]] = deque()
+        self._retry: asyncio.TimerHandle | None = None
+
+    def open(self) -> None:
+        """Close the socket, with everything queued on it, and open a new one.
+
+        Raises:
+            OSError: the address is none that ZeroMQ can connect to.
+        """
+        self._close_socket(0)
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, _SNDHWM)
+            # Nothing is queued for a connection that does not stand: it waits in the outbox, and `open` forgets it.
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+            if "[" in self.address:
+                socket.setsockopt(zmq.IPV6, 1)
+            socket.connect(self.address)
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise OSError(error.errno, error.strerror or str(error)) from None
+        self._socket = socket
+        self._descriptor = int(socket.getsockopt(zmq.FD))
+        self._loop.add_reader(self._descriptor, self.drain)
+
+    def send(self, message: Message, frames: Sequence[Buffer] = ()) -> None:
+        """Send, or park until the socket takes it."""
+        socket = self._socket
+        if socket is None:
+            return
+        parts: list[Buffer] = [encode_header(message), *frames]
+        if self._outbox or not _try_send(socket, parts):
+            self._outbox.append(parts)
+            self._retry_soon()
+        elif _readable(socket):
+            self._loop.call_soon(self.drain)
+
+    def drain(self, most: int = _BURST) -> None:
+        """Read what is there, at most so many messages now, and send what is parked."""
+        socket = self._socket
+        if socket is None:
+            return
+        read = 0
+        try:
+            while read < most and self._read(socket):
+                read += 1
+                if self._socket is not socket:
+                    return
+        except BaseException:
+            # A broken callback must not swallow the edge: what is left in the socket would wait for the next message.
+            self._loop.call_soon(self.drain)
+            raise
+        if read == most:
+            self._loop.call_soon(self.drain)
+        self._flush()
+
+    def close(self, linger_s: float) -> None:
+        """Close for good; what was sent has so long to leave. Blocks that long at most."""
+        self._flush()
+        self._close_socket(int(linger_s * 1000))
+        self._context.term()
+
+    @property
+    def closed(self) -> bool:
+        return self._context.closed
+
+    def _read(self, socket: "zmq.Socket[bytes]") -> bool:
+        """Read one message; False when there is none."""
+        try:
+            head = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        message: ToClient | None = None
+        try:
+            message = decode_header(self._decoder, head)
+        except WireError as error:
+            self._complain(f"dropped a message that cannot be read: {error.message}")
+        specs: Sequence[FrameSpec] = message.frames if isinstance(message, Result) else ()
+        frames: list[Buffer] = []
+        while socket.getsockopt(zmq.RCVMORE):
+            if len(frames) < len(specs) and _is_large(specs[len(frames)]):
+                frames.append(socket.recv(copy=False).buffer)
+            else:
+                frames.append(socket.recv())
+        if isinstance(message, Result):
+            try:
+                check_frames(specs, frames)
+            except WireError as error:
+                text = f"the answer cannot be read: {error.message}"
+                message = Failure(error.code, text, id=message.id, field=error.field, limit=error.limit)
+                frames = []
+        if message is not None:
+            self._received(message, frames)
+        return True
+
+    def _flush(self) -> None:
+        socket = self._socket
+        while self._outbox and socket is not None:
+            if not _try_send(socket, self._outbox[0]):
+                self._retry_soon()
+                return
+            self._outbox.popleft()
+            if not self._outbox and _readable(socket):
+                self._loop.call_soon(self.drain)
+
+    def _retry_soon(self) -> None:
+        if self._retry is None:
+            self._retry = self._loop.call_later(_RETRY_S, self._retry_now)
+
+    def _retry_now(self) -> None:
+        self._retry = None
+        self.drain()
+
+    def _close_socket(self, linger_ms: int) -> None:
+        self._outbox.clear()
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._socket is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._socket.close(linger_ms)
+            self._socket = None
+
+
+def _readable(socket: "zmq.Socket[bytes]") -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+def _is_large(spec: FrameSpec) -> bool:
+    size = 1
+    for side in spec.shape:
+        size *= side
+    return size * 4 > _LARGE
+
+
+def _try_send(socket: "zmq.Socket[bytes]", parts: Sequence[Buffer]) -> bool:
+    """Whether the socket took the whole message; if not it took nothing (libzmq rolls back what it has of it)."""
+    last = len(parts) - 1
+    try:
+        for i, part in enumerate(parts):
+            flags = zmq.NOBLOCK if i == last else zmq.NOBLOCK | zmq.SNDMORE
+            socket.send(part, flags, copy=len(part) <= _LARGE)
+    except zmq.Again:
+        return False
+    return True

@@ -1,0 +1,64 @@
+"""Waiting for workers: asks for the status until the groups can serve, and says what they do meanwhile."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from enginepool.errors import DeadlineExceeded, PoolDown, UnknownGroup
+from enginepool.protocol.messages import GroupStatus, StatusReport
+
+#: Seconds between two looks.
+_LOOK_S = 0.25
+
+Ask = Callable[[float | None], Awaitable[StatusReport]]
+
+
+async def wait_until_ready(ask: Ask, within: float | None, group: str, say: Callable[[str], None]) -> StatusReport:
+    """The first status report in which every group, or `group`, has a ready worker.
+
+    Raises:
+        DeadlineExceeded, PoolDown, UnknownGroup: as `Pool.ready` says.
+    """
+    loop = asyncio.get_running_loop()
+    until = None if within is None else loop.time() + within
+    said: dict[tuple[str, str], str] = {}
+    waiting = "no coordinator answered"
+    while True:
+        left = None if until is None else until - loop.time()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded(f"not ready after {within:g} s: {waiting}", limit=f"{within:g} s")
+        try:
+            report = await ask(left)
+        except DeadlineExceeded:
+            continue
+        groups = [status for status in report.groups if group in ("", status.name)]
+        if group and not groups:
+            names = ", ".join(status.name for status in report.groups)
+            raise UnknownGroup(f"group: no group {group!r}", field="group", limit=names)
+        for status in groups:
+            if status.down:
+                raise PoolDown(f"group {status.name!r} is down: {status.down}", field="group")
+            for line in _news(status, said):
+                say(line)
+        late = [status for status in groups if not any(worker.stage == "ready" for worker in status.workers)]
+        if groups and not late:
+            return report
+        waiting = "; ".join(_describe(status) for status in late) or "the pool has no group"
+        await asyncio.sleep(_LOOK_S if left is None else min(_LOOK_S, left))
+
+
+def _news(status: GroupStatus, said: dict[tuple[str, str], str]) -> list[str]:
+    """Lines for workers that do something else than when last looked at."""
+    lines: list[str] = []
+    for worker in status.workers:
+        doing = f"{worker.stage}: {worker.detail}" if worker.detail else worker.stage
+        if said.get((status.name, worker.name)) != doing:
+            said[status.name, worker.name] = doing
+            lines.append(f"{status.name}: {worker.name} {doing}")
+    return lines
+
+
+def _describe(status: GroupStatus) -> str:
+    if not status.workers:
+        return f"group {status.name!r} has no worker yet"
+    doing = ", ".join(f"{w.name} {w.stage}{f' ({w.detail})' if w.detail else ''}" for w in status.workers)
+    return f"group {status.name!r}: {doing}"

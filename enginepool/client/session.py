@@ -1,0 +1,392 @@
+"""The client's side of the protocol as a pure machine: `handle(event) -> list[Effect]`; every request gets one final answer.
+
+Time is in events, randomness comes through `jitter`; no sockets, clocks or tasks here. How it thinks:
+
+The *link* goes new → greeting → welcomed, and back to greeting whenever the coordinator does not know this client (it answers
+`hello_required`, or speaks of a higher epoch) or says nothing for `silence_s`; at last it is ended. Silence counts from the
+first ping without an answer, and a tick that comes late forgives it, so a client that was itself stopped does not take its own
+pause for the coordinator's. Each Hello has a higher incarnation than the one before. Silence also opens a new socket: what is
+queued on the old one would otherwise arrive some day. What a coordinator of a lower epoch says does not count.
+
+*Requests* (`calls.py`) are sent while the link is welcomed and the window has room: the largest priority, then the oldest.
+When the link is lost they are sent again after the next Welcome, under the same ids; the coordinator attaches them or starts
+anew, and later copies of an answer are dropped here. Deadlines are the coordinator's to keep; a sent request fails here
+`grace_s` after its own, so that no call hangs when nobody answers.
+
+*Acknowledgements* go out in batches, except for `busy`: that leaves the id free, and an acknowledgement that arrives after the
+second attempt would make the coordinator forget it.
+"""
+
+from collections.abc import Callable
+from math import inf
+from typing import Any, Literal
+
+from enginepool.client.calls import Calls
+from enginepool.client.events import (
+    Abandon,
+    Abort,
+    Answer,
+    AskStatus,
+    Close,
+    Complaint,
+    Effect,
+    Ended,
+    Event,
+    Fail,
+    OpenLink,
+    Received,
+    Report,
+    Send,
+    Start,
+    Submit,
+    Tick,
+    Welcomed,
+)
+from enginepool.client.settings import DEFAULTS, Settings
+from enginepool.protocol.errors import CODES
+from enginepool.protocol.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    Failure,
+    Goodbye,
+    Hello,
+    Ping,
+    Pong,
+    Result,
+    Status,
+    StatusReport,
+    Welcome,
+)
+
+State = Literal["new", "greeting", "welcomed", "ended"]
+
+#: Errors about the link itself, whichever message they answer.
+_LINK_CODES = frozenset({"hello_required", "superseded", "unauthorised", "protocol_version"})
+_CLOSED = Failure("closed", "the pool is closed")
+
+
+class ClientSession:
+    """One client of one coordinator, for the client object's whole life.
+
+    Args:
+        client: 16 random bytes: who this is.
+        token: 16 secret random bytes.
+        jitter: a source of floats in [0, 1), for backing off.
+        settings: times and sizes.
+        agent: name and version of the software, for the operator.
+    """
+
+    def __init__(
+        self, client: bytes, token: bytes, jitter: Callable[[], float], settings: Settings = DEFAULTS, agent: str = ""
+    ) -> None:
+        self.settings = settings
+        self.state: State = "new"
+        self.calls = Calls(settings, jitter)
+        #: of the coordinator; 0 before the first Welcome; only grows
+        self.epoch: int = 0
+        #: of the last Hello
+        self.incarnation = 0
+        #: why it ended
+        self.end: Failure | None = None
+        self._client, self._token, self._agent = client, token, agent
+        self._now = -inf
+        self._out: list[Effect] = []
+        self._last_id = 0
+        #: status questions without an answer: (deadline, when to ask again)
+        self._statuses: dict[int, tuple[float, float]] = {}
+        #: final answers that are not acknowledged yet
+        self._acks: list[int] = []
+        self._ping_s = 1.0
+        self._strikes = 0
+        self._strike_at = -inf
+        self._hello_after = -inf
+        # When the link has something to do; inf: nothing.
+        self._connect_by = inf  # until the first Welcome
+        self._greet_by = inf  # while greeting
+        self._hello_at = inf  # while greeting
+        self._ping_at = inf  # while welcomed
+        self._silent_at = inf  # while a ping is unanswered
+        self._ack_at = inf
+        self._sweep_at = inf
+        self._status_at = inf
+        self._on: dict[type[Event], Callable[[Any], None]] = {
+            Start: self._on_start,
+            Submit: self._on_submit,
+            Abandon: self._on_abandon,
+            AskStatus: self._on_ask_status,
+            Received: self._on_received,
+            Tick: self._on_tick,
+            Abort: self._on_abort,
+            Close: self._on_close,
+        }
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take one event, and say what is to be done, in order."""
+        self._out = []
+        self._now = max(self._now, event.now)
+        self._on[type(event)](event)
+        return self._out
+
+    @property
+    def wake_at(self) -> float:
+        """When the next Tick is due; inf: nothing waits for time."""
+        return min(
+            self.calls.wake_at, self._connect_by, self._greet_by, self._hello_at, self._ping_at, self._silent_at,
+            self._ack_at, self._sweep_at, self._status_at,
+        )  # fmt: skip
+
+    # --- the caller's side ---------------------------------------------------------------------------------------------
+
+    def _on_start(self, event: Start) -> None:
+        if self.state != "new":
+            raise ValueError("a session starts once")
+        self._connect_by = inf if event.connect_by is None else event.connect_by
+        self._greet(open_link=True)
+
+    def _on_submit(self, event: Submit) -> None:
+        if self._take_id(event.score.id):
+            self.calls.submit(event, self._now, self._out)
+
+    def _on_abandon(self, event: Abandon) -> None:
+        if event.id in self._statuses:
+            del self._statuses[event.id]
+            self._time_statuses()
+        else:
+            self.calls.abandon(event.id, self._now, self._out)
+
+    def _on_ask_status(self, event: AskStatus) -> None:
+        if not self._take_id(event.id):
+            return
+        deadline = inf if event.deadline is None else event.deadline
+        self._statuses[event.id] = (deadline, self._now + self.settings.status_s)
+        self._time_statuses()
+        if self.state == "welcomed":
+            self._out.append(Send(Status(event.id)))
+
+    def _on_abort(self, event: Abort) -> None:
+        self._finish(event.failure)
+
+    def _on_close(self, event: Close) -> None:
+        if self.state == "welcomed":
+            self._flush_acks()
+            self._out.append(Send(Goodbye()))
+        self._finish(_CLOSED)
+
+    def _take_id(self, id_: int) -> bool:
+        if id_ <= self._last_id:
+            raise ValueError(f"id {id_} after {self._last_id}: the ids of a client only grow")
+        self._last_id = id_
+        if self.end is not None:
+            self._out.append(Fail(id_, self.end))
+        return self.end is None
+
+    # --- the coordinator's side ----------------------------------------------------------------------------------------
+
+    def _on_received(self, event: Received) -> None:
+        if self.state in ("new", "ended"):
+            return
+        message = event.message
+        if isinstance(message, Welcome):
+            self._on_welcome(message)
+            return
+        if isinstance(message, Pong) and 0 < message.epoch < self.epoch:
+            return
+        self._silent_at = inf
+        if isinstance(message, Result):
+            if message.final:
+                self._answered(message.id, Answer(message.id, message, event.frames))
+        elif isinstance(message, Failure):
+            self._on_failure(message)
+        elif isinstance(message, Ping):
+            self._out.append(Send(Pong(at=message.at)))
+        elif isinstance(message, Pong):
+            if message.epoch > self.epoch:
+                self._greet_again()
+        else:
+            self._on_report(message)
+
+    def _on_welcome(self, message: Welcome) -> None:
+        if message.protocol != PROTOCOL_VERSION:
+            text = f"the coordinator answers in protocol {message.protocol}; this client speaks {PROTOCOL_VERSION}"
+            self._finish(Failure("protocol_version", text, limit=str(PROTOCOL_VERSION)))
+            return
+        if message.epoch < self.epoch:
+            return
+        self._silent_at = inf
+        again = self.state == "welcomed" and message.epoch == self.epoch
+        new_epoch = message.epoch > self.epoch
+        self.state = "welcomed"
+        self.epoch = message.epoch
+        self._ping_s = max(message.ping_ms, 1) / 1000
+        if not again:
+            self._connect_by = self._greet_by = self._hello_at = inf
+            self._ping_at = self._now + self._ping_s
+            self._sweep_at = self._now + self.settings.resend_s
+            self._out.append(Welcomed(message.epoch, tuple(message.groups)))
+            if new_epoch:
+                self._acks.clear()
+            self._flush_acks()
+            for id_ in self._statuses:
+                self._out.append(Send(Status(id_)))
+        self.calls.welcome(message, new_epoch, self._now, self._out)
+
+    def _on_report(self, message: StatusReport) -> None:
+        if message.id in self._statuses:
+            del self._statuses[message.id]
+            self._time_statuses()
+            self._out.append(Report(message.id, message))
+
+    def _on_failure(self, failure: Failure) -> None:
+        code = failure.code
+        if code == "hello_required":
+            self._greet_again()
+        elif code == "superseded":
+            self._on_superseded(failure)
+        elif code in _LINK_CODES:
+            self._finish(failure)
+        elif failure.id is None:
+            if self.state == "greeting" and code in CODES and not CODES[code].retry:
+                self._finish(failure)  # it is the Hello that was refused
+            else:
+                self._out.append(Complaint(failure))
+        elif code == "busy":
+            self.calls.busy(failure, failure.id, self._now, self._out)
+        elif failure.final:
+            self._answered(failure.id, Fail(failure.id, failure))
+
+    def _on_superseded(self, failure: Failure) -> None:
+        """An old link of our own, or somebody with our identity (a fork): the second never stops."""
+        if self._now < self._hello_after:
+            return
+        if self._now - self._strike_at > 10.0:
+            self._strikes = 0
+        self._strike_at = self._now
+        self._strikes += 1
+        if self._strikes > self.settings.superseded_limit:
+            self._finish(failure)
+        else:
+            self._greet(open_link=False)
+
+    def _answered(self, id_: int, effect: Answer | Fail) -> None:
+        # A duplicate is acknowledged too: the first acknowledgement may be what was lost.
+        self._acks.append(id_)
+        if self.state == "welcomed":
+            if len(self._acks) >= self.settings.ack_batch:
+                self._flush_acks()
+            elif self._ack_at == inf:
+                self._ack_at = self._now + self.settings.ack_delay_s
+        self.calls.answered(id_, effect, self._now, self._out)
+
+    # --- time ----------------------------------------------------------------------------------------------------------
+
+    def _on_tick(self, event: Tick) -> None:
+        now, settings = self._now, self.settings
+        if now - self.wake_at > settings.stall_s:
+            self._forgive()
+        self.calls.tick(now, self._out)
+        if now >= self._connect_by:
+            self._finish(Failure("connect", "no coordinator answered"))
+        elif now >= self._greet_by or now >= self._silent_at:
+            self._greet(open_link=True)
+        elif now >= self._hello_at:
+            self._greet(open_link=False)
+        if now >= self._ping_at:
+            self._ping_at = now + self._ping_s
+            self._silent_at = min(self._silent_at, now + settings.silence_s)
+            self._out.append(Send(Ping(at=max(int(now * 1e6), 0))))
+        if now >= self._ack_at:
+            self._flush_acks()
+        if now >= self._sweep_at:
+            self._sweep_at = now + settings.resend_s
+            self.calls.sweep(now, self._out)
+        if now >= self._status_at:
+            self._ask_again()
+
+    def _forgive(self) -> None:
+        """This side was stopped: what the coordinator said meanwhile may still be on the way, so everybody gets their time."""
+        if self._silent_at < inf:
+            self._silent_at = max(self._silent_at, self._now + self.settings.silence_s)
+        if self._greet_by < inf:
+            self._greet_by = max(self._greet_by, self._now + self.settings.silence_s)
+        if self._connect_by < inf:
+            self._connect_by = max(self._connect_by, self._now + self.settings.hello_s)
+
+    def _ask_again(self) -> None:
+        for id_, (deadline, again) in list(self._statuses.items()):
+            if self._now >= deadline:
+                del self._statuses[id_]
+                self._out.append(Fail(id_, Failure("deadline_exceeded", "no status report came in time", id=id_)))
+            elif self._now >= again:
+                self._statuses[id_] = (deadline, self._now + self.settings.status_s)
+                if self.state == "welcomed":
+                    self._out.append(Send(Status(id_)))
+        self._time_statuses()
+
+    def _time_statuses(self) -> None:
+        self._status_at = min((min(times) for times in self._statuses.values()), default=inf)
+
+    # --- the parts -----------------------------------------------------------------------------------------------------
+
+    def _greet_again(self) -> None:
+        """The coordinator does not know this link. What it says within the gap was about messages before the last Hello."""
+        if self.state == "welcomed" and self._now >= self._hello_after:
+            self._greet(open_link=False)
+
+    def _greet(self, open_link: bool) -> None:
+        settings, now = self.settings, self._now
+        if open_link or self.state == "welcomed":
+            self._greet_by = now + settings.silence_s
+        self.state = "greeting"
+        self.calls.shelve()
+        self.incarnation += 1
+        self._hello_at = now + settings.hello_s
+        self._hello_after = now + settings.hello_gap_s
+        self._ping_at = self._silent_at = self._ack_at = self._sweep_at = inf
+        if open_link:
+            self._out.append(OpenLink())
+        hello = Hello(client=self._client, token=self._token, incarnation=self.incarnation, agent=self._agent)
+        self._out.append(Send(hello))
+
+    def _flush_acks(self) -> None:
+        self._ack_at = inf
+        if self._acks:
+            self._out.append(Send(Ack(self._acks)))
+            self._acks = []
+
+    def _finish(self, failure: Failure) -> None:
+        if self.end is not None:
+            return
+        self.state = "ended"
+        self.end = failure
+        self.calls.end(failure, self._out)
+        for id_ in self._statuses:
+            self._out.append(Fail(id_, failure))
+        self._statuses.clear()
+        self._acks.clear()
+        self._connect_by = self._greet_by = self._hello_at = self._ping_at = inf
+        self._silent_at = self._ack_at = self._sweep_at = self._status_at = inf
+        self._out.append(Ended(failure))
+
+    def describe(self) -> str:
+        """State, epoch and counts, in a few words: for `repr` and for logs."""
+        words = {"new": "new", "greeting": "reconnecting" if self.epoch else "connecting", "welcomed": "connected"}
+        said = words.get(self.state, "closed")
+        if self.end is not None and self.end.code != "closed":
+            said = f"failed ({self.end.code})"
+        epoch = f" epoch={self.epoch}" if self.epoch else ""
+        return f"{said}{epoch} pending={len(self.calls.by_id)} sent={self.calls.used} resends={self.calls.resends}"
+
+    def check(self) -> None:
+        """Raise AssertionError when the state contradicts itself. Costs time in proportion to what is pending."""
+        self.calls.check()
+        state = self.state
+        assert self.calls.open == (state == "welcomed"), "requests are sent on a standing link, and then always"
+        assert (state == "greeting") == (self._hello_at < inf), "an unanswered Hello is said again"
+        assert (state == "greeting") == (self._greet_by < inf), "greeting ends"
+        assert (state == "welcomed") == (self._ping_at < inf), "a standing link is pinged"
+        assert state != "welcomed" or self._connect_by == inf, "connected, and still to connect"
+        assert state != "welcomed" or len(self._acks) < self.settings.ack_batch, "acknowledgements pile up"
+        assert state != "welcomed" or bool(self._acks) == (self._ack_at < inf), "acknowledgements have a time"
+        assert bool(self._statuses) == (self._status_at < inf), "status questions have a time"
+        assert all(id_ <= self._last_id for id_ in self.calls.by_id), "ids only grow"
+        assert state != "ended" or not (self.calls.by_id or self._statuses or self.wake_at < inf), "an ended session waits"

@@ -1,0 +1,51 @@
+"""Exceptions and wire codes stand for each other, one to one, and carry what the wire said."""
+
+import pickle
+
+import pytest
+
+from enginepool import errors
+from enginepool.protocol.errors import CODES
+from enginepool.protocol.messages import Failure
+
+
+def test_every_wire_code_has_its_own_exception_with_the_facts_of_the_table():
+    assert set(errors.BY_CODE) - errors.LOCAL_CODES == set(CODES)
+    for code, facts in CODES.items():
+        cls = errors.BY_CODE[code]
+        assert (cls.code, cls.fault, cls.retry) == (code, facts.fault, facts.retry)
+        assert getattr(errors, cls.__name__) is cls
+
+
+def test_local_codes_never_travel():
+    assert {"closed", "config", "connect"} == errors.LOCAL_CODES
+
+
+@pytest.mark.parametrize("code", sorted(errors.BY_CODE))
+def test_a_failure_becomes_an_exception_that_says_it_all_and_survives_pickling(code: str):
+    failure = Failure(code, "items[3]: too long", field="items[3]", limit="512", retry_after_ms=250, evidence=["exit code 3"])
+    error = pickle.loads(pickle.dumps(errors.error_from(failure)))
+    assert type(error) is errors.BY_CODE[code]
+    assert isinstance(error, errors.EnginepoolError)
+    assert (error.field, error.limit, error.evidence, error.retry_after_s) == ("items[3]", "512", ("exit code 3",), 0.25)
+    assert str(error) == "items[3]: too long (limit: 512)\n  exit code 3"
+
+
+def test_a_code_of_a_newer_protocol_is_still_an_error_that_names_its_code():
+    error = errors.error_from(Failure("quota_exceeded", "no more"))
+    assert type(error) is errors.EnginepoolError
+    assert (error.code, error.fault, error.retry, str(error)) == ("quota_exceeded", "pool", False, "no more")
+
+
+def test_fields_are_named_as_the_caller_knows_them():
+    failure = Failure("bad_request", "labels[1]: too large", field="labels[1]")
+    error = errors.error_from(failure, {"labels": "label_token_ids"})
+    assert (error.field, str(error)) == ("label_token_ids[1]", "label_token_ids[1]: too large")
+
+
+def test_errors_are_caught_by_the_builtin_names_that_fit():
+    assert issubclass(errors.BadRequest, ValueError)
+    assert issubclass(errors.DeadlineExceeded, TimeoutError)
+    assert issubclass(errors.ConnectError, ConnectionError)
+    assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.UnknownGroup, LookupError)

@@ -1,0 +1,276 @@
+"""`Pool.start`: the coordinator as a child process, with the sim engine, and with stand-ins that misbehave."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import uvloop
+
+from enginepool import BlockingPool, Pool, errors
+from enginepool.client import embedded
+from enginepool.client.embedded import EmbeddedCoordinator, RestartPolicy, embedded_config
+from enginepool.config import GroupConfig, PoolConfig, Timing
+
+STAND_IN = Path(__file__).with_name("stand_in_coordinator.py")
+#: Seconds that a test waits for what must come.
+PATIENCE_S = 60.0
+SIM = GroupConfig(model="sim", engine="sim", workers=2, options={"forward_s": 0.05, "batch_rows": 4})
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes `Pool.start` start the stand-in, in this mode."""
+
+    def use(mode: str) -> None:
+        monkeypatch.setenv("STAND_IN", mode)
+        monkeypatch.setattr(embedded, "COMMAND", (sys.executable, str(STAND_IN)))
+
+    return use
+
+
+def coordinator_of(pool: Pool) -> psutil.Process:
+    """The child process of this one that listens where the pool does."""
+    (found,) = [child for child in psutil.Process().children() if pool.address in child.environ()["ENGINEPOOL_CONFIG"]]
+    return found
+
+
+# --- the real coordinator ----------------------------------------------------------------------------------------------
+
+
+def test_an_embedded_pool_scores_and_leaves_nothing_behind():
+    async def main() -> tuple[Path, list[psutil.Process]]:
+        async with Pool.start("sim", workers=2, engine="sim") as pool:
+            await pool.ready(PATIENCE_S)
+            result = await pool.score([1, 2], [[3], [4, 5]], label_token_ids=[6, 7])
+            assert result.scores.shape == (2, 2)
+            coordinator = coordinator_of(pool)
+            assert os.getpgid(coordinator.pid) != os.getpgid(0), "Ctrl-C in a terminal is for the program alone"
+            directory = Path(pool.address.removeprefix("ipc://")).parent
+            assert directory.stat().st_mode & 0o777 == 0o700
+            return directory, [coordinator, *coordinator.children(recursive=True)]
+
+    directory, processes = uvloop.run(main())
+    assert not directory.exists()
+    assert len(processes) >= 3
+    assert psutil.wait_procs(processes, PATIENCE_S)[1] == []
+
+
+def test_what_was_not_answered_survives_the_death_of_the_coordinator():
+    async def main() -> None:
+        async with Pool.start(config=PoolConfig(groups={"g": SIM})) as pool:
+            before = await pool.ready(PATIENCE_S)
+            once = (await pool.score([0], [[1]], label_token_ids=[2])).scores
+            calls = [asyncio.ensure_future(pool.score([i], [[1], [2]], label_token_ids=[2])) for i in range(60)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            coordinator_of(pool).kill()
+            results = await asyncio.gather(*calls)
+            assert {result.scores.shape for result in results} == {(2, 1)}
+            np.testing.assert_array_equal(results[0].scores[:1], once)
+            after = await pool.status()
+            assert after.epoch > before.epoch
+            ready = {w.pid for w in before.groups[0].workers if w.stage == "ready"}
+            assert ready
+            assert ready <= {w.pid for w in after.groups[0].workers}, "workers are adopted"
+            assert "resends=0" not in repr(pool)
+
+    uvloop.run(main())
+
+
+def test_a_blocking_pool_can_be_started_too():
+    with BlockingPool.start(config=PoolConfig(groups={"g": SIM})) as pool:
+        pool.ready(PATIENCE_S)
+        assert pool.score("a question", ["an item"], label_token_ids=[1, 2]).scores.shape == (1, 2)
+
+
+OWNER = """
+import asyncio, os, sys, time
+from enginepool import Pool
+
+async def main():
+    pool = await Pool.start("sim", workers=1, engine="sim")
+    report = await pool.ready(60)
+    if sys.argv[1] == "fork" and os.fork() == 0:
+        os.close(1)
+        time.sleep(600)
+    print(os.path.dirname(pool.address.removeprefix("ipc://")), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("way", ["alone", "fork"])
+def test_coordinator_and_workers_end_with_a_program_that_is_killed(way: str):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, way], stdout=subprocess.PIPE, text=True)
+    forks: list[psutil.Process] = []
+    try:
+        assert owner.stdout is not None
+        directory = owner.stdout.readline().strip()
+        assert directory, "the program failed"
+        children = psutil.Process(owner.pid).children(recursive=True)
+        pool = [child for child in children if "enginepool." in child.cmdline()[-1]]
+        forks = [child for child in children if child not in pool]
+        assert len(pool) >= 2
+        assert len(forks) == (1 if way == "fork" else 0)
+        owner.kill()
+        assert psutil.wait_procs(pool, PATIENCE_S)[1] == []
+        assert all(fork.is_running() for fork in forks)
+        shutil.rmtree(directory)
+    finally:
+        owner.kill()
+        for fork in forks:
+            fork.kill()
+        owner.communicate()
+
+
+# --- coordinators that misbehave ---------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_that_ends_at_once_is_an_error_with_exit_code_and_last_lines(stand_in: Callable[[str], None]):
+    stand_in("exit 3")
+
+    async def main() -> None:
+        with pytest.raises(errors.PoolDown, match="ended before it answered with exit code 3") as caught:
+            await Pool.start("sim", engine="sim")
+        assert caught.value.evidence == ("enginepool: this is the exit coordinator",)
+
+    uvloop.run(main())
+
+
+def test_a_coordinator_that_refuses_its_configuration_is_a_config_error(stand_in: Callable[[str], None]):
+    stand_in("exit 2")
+
+    async def main() -> None:
+        with pytest.raises(errors.ConfigError, match=r"^this is the exit coordinator$"):
+            await Pool.start("sim", engine="sim")
+
+    uvloop.run(main())
+
+
+def test_a_coordinator_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded, "COMMAND", ("/nonexistent/python",))
+
+    async def main() -> None:
+        with pytest.raises(errors.PoolDown, match="could not be started: No such file"):
+            await Pool.start("sim", engine="sim")
+
+    uvloop.run(main())
+
+
+def test_a_coordinator_that_dies_again_and_again_is_given_up_with_the_story(
+    stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+):
+    stand_in("fragile")
+    monkeypatch.setattr(embedded, "RestartPolicy", lambda: RestartPolicy(most=2))
+
+    async def main() -> None:
+        async with Pool.start("sim", engine="sim") as pool:
+            with pytest.raises(
+                errors.PoolDown, match="more than 2 times within 60 s, the last time with signal SIGKILL"
+            ) as caught:
+                await pool.score([1], [[2]])
+            assert caught.value.evidence[-1] == "what a request!"
+            assert caught.value.evidence.count("enginepool: this is the fragile coordinator") == 3
+            with pytest.raises(errors.PoolDown):
+                await pool.score([1], [[2]])
+            assert "failed (pool_down)" in repr(pool)
+
+    uvloop.run(main())
+
+
+def test_closing_kills_a_coordinator_that_does_not_end(stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch):
+    stand_in("stubborn")
+    monkeypatch.setattr(embedded, "_END_S", 0.1)
+    config = PoolConfig(groups={"g": SIM}, timing=Timing(drain_s=0.1))
+
+    async def main() -> psutil.Process:
+        async with Pool.start(config=config) as pool:
+            return coordinator_of(pool)
+
+    process = uvloop.run(main())
+    assert not process.is_running()
+
+
+def test_cancelling_the_start_ends_the_child(stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch):
+    stand_in("stubborn")
+    monkeypatch.setattr(embedded, "_END_S", 0.1)
+    config = PoolConfig(groups={"g": SIM}, timing=Timing(drain_s=0.1))
+    before = set(psutil.Process().children())
+
+    async def main() -> None:
+        opening = asyncio.ensure_future(Pool.start(config=config))
+        await asyncio.sleep(0)
+        assert set(psutil.Process().children()) != before
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+
+    uvloop.run(main())
+    assert set(psutil.Process().children()) == before
+
+
+# --- configuration and restarts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"model": "m", "engine": "vllm"}, "engine: Invalid enum value 'vllm'"),
+        ({"model": "m", "engine": "sim", "weather": 1}, "unknown field `weather`"),
+        ({"model": "m", "engine": "sim", "workers": -1}, "workers = -1: 0 to 4096"),
+        ({"model": "m", "engine": "sim", "workers": "two"}, "workers: Expected `int`"),
+        ({"model": "m", "engine": "sim", "options": {"x": object()}}, "object"),
+        ({}, "model: name one"),
+        ({"model": "m", "config": PoolConfig(groups={"g": SIM})}, "either a model or a whole config"),
+        ({"config": PoolConfig(groups={})}, "at least one group"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_by_its_name_before_anything_starts(arguments: dict[str, Any], said: str):
+    with pytest.raises(errors.ConfigError) as caught:
+        Pool.start(**arguments)
+    assert said in str(caught.value)
+
+
+def test_defaults_and_open_ports_become_private_and_what_was_chosen_is_kept(tmp_path: Path):
+    private = EmbeddedCoordinator(PoolConfig(groups={"g": SIM}))
+    assert private.config.listen == private.address == f"ipc://{private.directory}/pool.sock"
+    assert private.config.state_dir == str(private.directory)
+    wildcard = EmbeddedCoordinator(PoolConfig(groups={"g": SIM}, listen="tcp://127.0.0.1:*", state_dir=str(tmp_path)))
+    assert wildcard.address == f"ipc://{wildcard.directory}/pool.sock"
+    assert wildcard.config.state_dir == str(tmp_path)
+    fixed = EmbeddedCoordinator(PoolConfig(groups={"g": SIM}, listen="tcp://127.0.0.1:7001"))
+    assert fixed.address == "tcp://127.0.0.1:7001"
+    directories = [coordinator.directory for coordinator in (private, wildcard, fixed)]
+    del private, wildcard, fixed
+    assert not any(directory.exists() for directory in directories)
+
+
+def test_the_named_arguments_make_one_group():
+    config = embedded_config(None, {"model": "m", "engine": "sim", "workers": 3, "device": "cpu", "ageing_s": None})
+    assert config.groups == {"default": GroupConfig(model="m", engine="sim", workers=3, device="cpu", ageing_s=None)}
+
+
+def test_restarts_come_slower_and_end_when_too_many_fall_into_the_window():
+    policy = RestartPolicy(most=4, window_s=10.0)
+    assert [policy.after_death(float(now)) for now in range(4)] == [0.0, 0.1, 0.2, 0.4]
+    assert policy.after_death(3.5) is None
+    calm = RestartPolicy(most=1, window_s=10.0)
+    assert [calm.after_death(now) for now in (0.0, 20.0, 40.0)] == [0.0, 0.0, 0.0]
+
+
+def test_a_signal_handler_for_ctrl_c_is_the_programs_own():
+    async def main() -> None:
+        before = signal.getsignal(signal.SIGINT)
+        async with Pool.start(config=PoolConfig(groups={"g": SIM})):
+            assert signal.getsignal(signal.SIGINT) is before
+
+    uvloop.run(main())
