@@ -1,0 +1,18 @@
+"""Words that more than one command takes as an option's value."""
+
+from enum import StrEnum
+
+
+class EngineName(StrEnum):
+    """What a worker runs."""
+
+    sglang = "sglang"
+    sim = "sim"
+
+
+class Device(StrEnum):
+    """Where the engine runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"

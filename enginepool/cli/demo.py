@@ -1,0 +1,115 @@
+"""`enginepool demo`: a whole pool at work on this machine, a worker killed on the way, and a table of what happened."""
+
+import asyncio
+import importlib.util
+import signal
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from enginepool.cli.choices import Device, EngineName
+from enginepool.cli.failure import RUN_FAILED, TERMINATED, CommandFailed
+
+if TYPE_CHECKING:
+    from enginepool.cli.demonstration import Story
+    from enginepool.config import GroupConfig
+
+
+#: How long the clients work before the worker is killed, and after it is back.
+WORK_S, QUICK_WORK_S = 6.0, 1.5
+
+
+def demo(
+    engine: Annotated[
+        EngineName, typer.Option(help="sglang: the real engine with a tiny model; sim: no model, nothing to install.")
+    ] = EngineName.sglang,
+    device: Annotated[Device, typer.Option(help="Where the engine runs; auto: a CUDA GPU if there is one.")] = Device.auto,
+    quick: Annotated[bool, typer.Option("--quick", help="A shorter run.")] = False,
+) -> None:
+    """Show a pool at work, and a worker killed.
+
+    Two workers score for four clients at two priorities; one worker is killed on the way and comes back. Takes about a
+    minute with the real engine on two CPU cores, and ten seconds with --engine sim. Everything is checked: every request
+    must get one answer, each batch must have been one forward pass, and scores asked for again must be the same.
+    Exit code 1 if not.
+
+    \b
+    Examples:
+      enginepool demo
+      enginepool demo --engine sim
+    """
+    missing = [name for name in ("sglang", "torch") if importlib.util.find_spec(name) is None]
+    if engine is EngineName.sglang and missing:
+        raise CommandFailed(
+            f"the real engine needs {' and '.join(missing)}, not installed here: `make demo` in a clone of the project sets "
+            "everything up (no GPU needed); or see the same without a model: enginepool demo --engine sim"
+        )
+    from enginepool.cli.demonstration import Demonstration
+
+    work_s = QUICK_WORK_S if quick else WORK_S
+    with tempfile.TemporaryDirectory(prefix="enginepool-demo-") as directory:
+        show = Demonstration(work_s=work_s, say=typer.echo)
+        show.say("A pool of two workers scores for four clients, and loses a worker on the way.\n")
+        group = _sim() if engine is EngineName.sim else _real(Path(directory) / "model", device, show)
+        story = _run(show, group, Path(directory))
+    from rich.console import Console
+
+    from enginepool.cli.demo_tables import tables
+
+    console = Console()
+    console.print(*tables(story), sep="\n\n")
+    wrong = story.wrong()
+    if wrong:
+        raise CommandFailed("the demo failed: " + "; ".join(wrong), RUN_FAILED)
+    typer.echo(f"\nNothing was lost: {story.sent} requests, {story.answered} answers, one for each.")
+
+
+def _run(show: Any, group: "GroupConfig", directory: Path) -> "Story":
+    terminated = False
+
+    async def run() -> "Story":
+        task = asyncio.current_task()
+
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            if task is not None:
+                task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        return await show.run(group, directory)
+
+    try:
+        return asyncio.run(run())
+    except asyncio.CancelledError:
+        raise CommandFailed("interrupted", TERMINATED if terminated else RUN_FAILED) from None
+
+
+def _sim() -> "GroupConfig":
+    """Workers whose forwards take about as long as a small model's."""
+    from enginepool.config import GroupConfig
+
+    costs = {"load_s": 0.5, "forward_s": 0.02, "token_s": 2e-5, "batch_tokens": 2048, "batch_rows": 64}
+    return GroupConfig(model="sim", engine="sim", workers=2, options=costs)
+
+
+def _real(directory: Path, device: Device, show: Any) -> "GroupConfig":
+    """Workers with a tiny model made in `directory`, on the CPU or on one GPU or two."""
+    from enginepool.cli.examination import find_gpus
+    from enginepool.config import GroupConfig
+    from enginepool.tiny_model import make_tiny_model
+
+    gpus = find_gpus() if device is not Device.cpu else None
+    on_gpu = gpus is not None and gpus.usable
+    if device is Device.cuda and not on_gpu:
+        raise CommandFailed("--device cuda: torch finds no CUDA GPU here; `enginepool doctor` says more")
+    show.say("Making a tiny random model ...")
+    make_tiny_model(directory)
+    if gpus is not None and on_gpu:
+        places = [str(i % len(gpus.names)) for i in range(2)]
+        return GroupConfig(
+            model=str(directory), workers=2, device="cuda", dtype="float32", gpus=places, options={"mem_fraction_static": 0.2}
+        )
+    return GroupConfig(model=str(directory), workers=2, device="cpu", dtype="float32")

@@ -1,0 +1,37 @@
+"""`enginepool doctor`: what this machine can run, and what is missing, in plain words."""
+
+from typing import Annotated
+
+import typer
+
+from enginepool.cli.failure import RUN_FAILED
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+) -> None:
+    """Say what this machine can run, and what is missing.
+
+    Exit code 0 if at least a coordinator can run here.
+
+    \b
+    Examples:
+      enginepool doctor
+      enginepool doctor --json
+    """
+    from enginepool.cli.examination import examine
+
+    examination = examine()
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(examination).decode())
+    else:
+        for finding in examination.findings:
+            mark = {"good": "ok", "bad": "no", "note": "--"}[finding.state]
+            typer.echo(f"  {mark}  {finding.what:<22} {finding.said}")
+        typer.echo("\nWhat can run here:")
+        for verdict in examination.verdicts:
+            typer.echo(f"  {'yes' if verdict.can else 'no ':<4} {verdict.use:<22} {verdict.said}")
+    if not examination.verdicts[0].can:
+        raise typer.Exit(RUN_FAILED)

@@ -1,0 +1,231 @@
+"""What `enginepool doctor` looks at, and what it concludes for each way of using the pool."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+
+from enginepool import __version__
+from enginepool.config import PoolConfig
+
+GB = 1e9
+DEFAULT_LISTEN = PoolConfig(groups={}).listen
+#: What the coordinator and the sim engine import.
+CORE = ("msgspec", "numpy", "psutil", "pyzmq", "uvloop")
+#: What a real engine imports, by the names under which it is imported.
+ENGINE = ("sglang", "torch", "torchvision", "triton", "transformers", "tokenizers", "compressed_tensors", "xgrammar")
+#: Memory of one engine with a tiny model on a CPU: the host, its scheduler and its detokenizer.
+CPU_ENGINE_BYTES = 1.4 * GB
+#: A socket for each client and worker, and what an engine opens.
+FILES = 1024
+#: torch is imported by a process of its own, which must not outlast the user's patience.
+PROBE_S = 90.0
+_PROBE = """
+import json, torch
+devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+print(json.dumps({"cuda": torch.version.cuda or "", "devices": [[d.name, d.total_memory] for d in devices]}))
+"""
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing that was looked at. `note` is neither good nor bad by itself."""
+
+    what: str
+    state: Literal["good", "bad", "note"]
+    said: str
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Whether one use is possible here, and what is missing where it is not."""
+
+    use: str
+    can: bool
+    said: str
+
+
+class Examination(msgspec.Struct, frozen=True):
+    """Everything that was found, and the verdicts: coordinator, sim engine, real engine on the CPU, real engine on GPUs."""
+
+    version: str
+    findings: list[Finding]
+    verdicts: list[Verdict]
+
+
+class Gpus(msgspec.Struct):
+    """The NVIDIA GPUs that torch or the driver knows."""
+
+    names: list[str] = []
+    finding: Finding = Finding("GPUs", "note", "none found (no torch, no nvidia-smi)")
+    #: torch can use them
+    usable: bool = False
+    torch_works: bool = False
+
+
+def examine() -> Examination:
+    """Look at this machine. Takes a few seconds where torch is installed."""
+    python = sys.version_info >= (3, 11)
+    findings = [
+        Finding("Python", "good" if python else "bad", f"{platform.python_version()} ({sys.executable})"),
+        Finding("system", "note", f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} CPU cores to use"),
+    ]
+    core_missing = [name for name in CORE if version_of(name) is None]
+    engine_missing = [name for name in ENGINE if find_spec(name) is None]
+    findings += [_package(name, needed=True) for name in CORE]
+    findings += [_package(name, needed=False) for name in ENGINE[:5]]
+    gpus = find_gpus()
+    findings.append(gpus.finding)
+    available, total = _memory()
+    findings.append(Finding("memory", "note", f"{available / GB:.1f} of {total / GB:.1f} GB available"))
+    findings += [_disk(), _shm(), _files(), endpoint()]
+
+    bad = [finding.what for finding in findings if finding.state == "bad"]
+    coordinator = python and not core_missing and not bad
+    why_not = "missing: " + ", ".join(bad)
+    engine = coordinator and not engine_missing and gpus.torch_works
+    missing = f"not installed: {', '.join(engine_missing)}" if engine_missing else "torch is installed but cannot be imported"
+    fits = int(available // CPU_ENGINE_BYTES)
+    verdicts = [
+        Verdict("coordinator", coordinator, "needs no torch and no GPU" if coordinator else why_not),
+        Verdict("engine sim", coordinator, "scores by a cost model, without torch: for dry runs" if coordinator else why_not),
+        Verdict(
+            "real engine, CPU",
+            engine and fits > 0,
+            f"up to {fits} workers with tiny models in this memory"
+            if engine and fits > 0
+            else (
+                missing + "; `make demo` in a clone of the project sets it up" if not engine else "less than 1.4 GB of memory"
+            ),
+        ),
+        Verdict("real engine, GPU", engine and gpus.usable, _gpu_verdict(engine, gpus, missing)),
+    ]
+    return Examination(__version__, findings, verdicts)
+
+
+def _gpu_verdict(engine: bool, gpus: Gpus, missing: str) -> str:
+    if not gpus.names:
+        return "no NVIDIA GPU found"
+    if not engine:
+        return f"{missing}; pip install 'enginepool[sglang]'"
+    if not gpus.usable:
+        return "this torch cannot use CUDA; pip install 'enginepool[sglang]' in a fresh environment brings one that can"
+    return f"{len(gpus.names)} GPU{'s' if len(gpus.names) > 1 else ''}: one worker each"
+
+
+def version_of(name: str) -> str | None:
+    """The installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _package(name: str, *, needed: bool) -> Finding:
+    version = version_of(name)
+    if version is not None:
+        return Finding(name, "good", version)
+    return Finding(name, "bad" if needed else "note", "not installed" + (f": pip install {name}" if needed else ""))
+
+
+def find_gpus() -> Gpus:
+    """Ask torch, in a process of its own, else nvidia-smi."""
+    found = Gpus()
+    if find_spec("torch") is not None:
+        try:
+            done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
+        except subprocess.TimeoutExpired:
+            return Gpus(finding=Finding("torch", "note", f"installed, but its import took over {PROBE_S:.0f} s"))
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            return Gpus(names=_smi(), finding=Finding("torch", "note", f"installed, but it cannot be imported: {last}"))
+        said = json.loads(done.stdout.splitlines()[-1])
+        found.torch_works = True
+        found.names = [name for name, _ in said["devices"]]
+        found.usable = bool(found.names)
+        if found.names:
+            size = min(total for _, total in said["devices"]) / GB
+            text = f"{len(found.names)} x {found.names[0]}, {size:.0f} GB (torch's CUDA {said['cuda']})"
+            found.finding = Finding("GPUs", "good", text)
+            return found
+    found.names = _smi()
+    if found.names:
+        found.finding = Finding("GPUs", "note", f"{len(found.names)} x {found.names[0]} (by nvidia-smi; torch cannot use them)")
+    elif found.torch_works:
+        found.finding = Finding("GPUs", "note", "none that torch can use, and none by nvidia-smi")
+    return found
+
+
+def _smi() -> list[str]:
+    """Names of NVIDIA GPUs that the driver knows."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    try:
+        asked = [program, "--query-gpu=name", "--format=csv,noheader"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+    except subprocess.TimeoutExpired:
+        return []
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+
+
+def _memory() -> tuple[int, int]:
+    """Bytes available and in all, on this machine or in the container that holds this process, whichever is less."""
+    machine = psutil.virtual_memory()
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
+        most = int(text)
+        return min(machine.available, max(most - int(used.read_text()), 0)), min(machine.total, most)
+    return machine.available, machine.total
+
+
+def _disk() -> Finding:
+    state = Path(PoolConfig(groups={}).state_dir).expanduser()
+    stands = next(path for path in (state, *state.parents) if path.exists())
+    if not os.access(stands, os.W_OK):
+        return Finding("state directory", "bad", f"{state}: {stands} cannot be written; set state_dir in pool.toml")
+    free = shutil.disk_usage(stands).free
+    return Finding("state directory", "good" if free > 0.1 * GB else "bad", f"{state}, {free / GB:.1f} GB free")
+
+
+def _shm() -> Finding:
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding("/dev/shm", "note", "does not exist; engines on several GPUs need it")
+    total = shutil.disk_usage(path).total
+    few = total < GB
+    said = f"{total / GB:.1f} GB" + ("; engines on several GPUs want 1 GB (docker: --shm-size)" if few else "")
+    return Finding("/dev/shm", "note" if few else "good", said)
+
+
+def _files() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 0 <= soft < FILES
+    said = f"{_limit(soft)} (can be raised to {_limit(hard)})"
+    return Finding("open files", "note" if few else "good", said + (f"; ulimit -n {FILES} or more is better" if few else ""))
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def endpoint() -> Finding:
+    """Whether the default endpoint can be bound, as ZeroMQ binds."""
+    listen = DEFAULT_LISTEN
+    host, _, port = listen.removeprefix("tcp://").rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            return Finding("default endpoint", "note", f"{listen}: {error.strerror}; is a pool running? (enginepool status)")
+    return Finding("default endpoint", "good", f"{listen} is free")

@@ -1,0 +1,78 @@
+"""How a command ends badly: one line on stderr and an exit code, never a traceback.
+
+Exit codes: 2 the command or a configuration cannot be used as written; 1 the run failed; 130 and 143 it was interrupted.
+"""
+
+import os
+import sys
+import traceback
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+BAD_USAGE = 2
+RUN_FAILED = 1
+INTERRUPTED = 130
+TERMINATED = 143
+
+# The base of all usage errors is click's; typer has its own copy of click or not, depending on its version.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class CommandFailed(Exception):
+    """A command cannot go on. The message is one line for the user: what, where, and what to do."""
+
+    def __init__(self, message: str, code: int = RUN_FAILED) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class OneLineGroup(TyperGroup):
+    """A group of commands whose errors, of every kind, are one line."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command that the arguments name, and end the process with its exit code."""
+        kwargs["standalone_mode"] = False
+        try:
+            code = super().main(*args, **kwargs)
+        except (KeyboardInterrupt, typer.Abort):
+            code = INTERRUPTED
+        except BrokenPipeError:
+            # The reader of our output has gone (`| head`). Nothing may be flushed to it at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            code = RUN_FAILED
+        except Exception as error:
+            if os.environ.get("ENGINEPOOL_TRACEBACK"):
+                traceback.print_exception(error)
+            line, code = describe(error)
+            typer.echo(line, err=True)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def describe(error: Exception) -> tuple[str, int]:
+    """The line and the exit code for `error`."""
+    from enginepool.errors import ConfigError, EnginepoolError
+
+    if isinstance(error, _UsageError):
+        return _usage(error), BAD_USAGE
+    text = "; ".join(line.strip() for line in str(error).splitlines())
+    if isinstance(error, CommandFailed):
+        return f"enginepool: {text}", error.code
+    if isinstance(error, ConfigError):
+        return f"enginepool: {text}", BAD_USAGE
+    if isinstance(error, EnginepoolError):
+        return f"enginepool: {text}", RUN_FAILED
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"enginepool: {where}{error.strerror}", RUN_FAILED
+    return (
+        f"enginepool: internal error: {type(error).__name__}: {text} (with ENGINEPOOL_TRACEBACK=1 set it shows where)",
+        RUN_FAILED,
+    )
+
+
+def _usage(error: Any) -> str:
+    path = error.ctx.command_path if error.ctx is not None else "enginepool"
+    text = " ".join(error.format_message().split()).rstrip(".")
+    return f"{path}: {text[:1].lower()}{text[1:]} ({path} --help shows how)"

@@ -1,0 +1,59 @@
+"""The `enginepool` command: its sub-commands, each from a file of its own.
+
+These files import what is heavy inside the commands, so that `--help` is quick and works without torch, zmq or an engine.
+"""
+
+from typing import Annotated
+
+import typer
+
+from enginepool import __version__
+from enginepool.cli.demo import demo
+from enginepool.cli.doctor import doctor
+from enginepool.cli.failure import OneLineGroup
+from enginepool.cli.score import score
+from enginepool.cli.serve import serve
+from enginepool.cli.status import status
+from enginepool.cli.tiny_model import tiny_model
+
+app = typer.Typer(
+    name="enginepool",
+    cls=OneLineGroup,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(doctor)
+app.command()(serve)
+app.command()(score)
+app.command()(status)
+app.command("tiny-model")(tiny_model)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"enginepool {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """A pool of SGLang engines behind one message queue.
+
+    First time here? `enginepool doctor` says what this machine can run, and `enginepool demo` shows a whole pool at work
+    in about a minute.
+
+    \b
+    A pool of your own, in three terminals:
+      enginepool serve --model Qwen/Qwen3-Reranker-0.6B --workers 2
+      enginepool score requests.jsonl scores.jsonl
+      enginepool status --watch
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

@@ -1,0 +1,126 @@
+"""`enginepool score`: a file of requests through a running pool, into a file of answers."""
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
+from enginepool.cli.failure import BAD_USAGE, INTERRUPTED, TERMINATED, CommandFailed
+
+if TYPE_CHECKING:
+    from enginepool.cli.answers import Answers
+    from enginepool.cli.lines import Options
+
+
+def score(
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One request on each line; see below.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="One answer on each line, appended as they come.")],
+    connect: Address = DEFAULT_ADDRESS,
+    group: Annotated[str, typer.Option(help="The group to ask; a pool of one group needs no name.")] = "",
+    priority: Annotated[int, typer.Option(min=-1000, max=1000, help="Larger runs first.")] = 0,
+    labels: Annotated[
+        str,
+        typer.Option("--label-token-ids", metavar="ID,ID,...", help="For causal models: the tokens to give probabilities of."),
+    ] = "",
+    softmax: Annotated[bool, typer.Option("--softmax", help="Let the labels' probabilities sum to 1.")] = False,
+    item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
+    hidden: Annotated[bool, typer.Option("--hidden", help="Pooled hidden states too, from models that have them.")] = False,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", min=0.001, help="Give a request up after this long.")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests under way at a time.")] = 64,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Ask again what OUT has an error for.")] = False,
+) -> None:
+    """Score a file of requests through a running pool.
+
+    Interrupted, the same command goes on where it stopped; nothing is scored twice in OUT.
+
+    A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
+    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, item_first,
+    return_pooled_hidden_states, group, priority, timeout for itself.
+
+    A line of OUT has "line", the number of the line in IN (answers come in any order), and "scores", one row for each item;
+    or "error" with a code and a message. Exit code 1 if any line has an error.
+
+    \b
+    Examples:
+      enginepool score requests.jsonl scores.jsonl --label-token-ids 9693,2152
+      enginepool score pairs.jsonl rewards.jsonl --group reward --priority -10
+      enginepool score in.jsonl out.jsonl --connect ipc:///run/pool.sock
+    """
+    from enginepool.cli.answers import Answers
+    from enginepool.cli.lines import Options
+
+    if not source.is_file():
+        raise CommandFailed(
+            f"{source}: {'not a file that can be read twice' if source.exists() else 'no such file'}", BAD_USAGE
+        )
+    if target.exists() and (not target.is_file() or target.samefile(source)):
+        raise CommandFailed(f"{target}: answers go to a file of their own", BAD_USAGE)
+    if not target.parent.is_dir():
+        raise CommandFailed(f"{target.parent}: no such directory", BAD_USAGE)
+    options = Options(
+        label_token_ids=_labels(labels),
+        apply_softmax=softmax,
+        item_first=item_first,
+        return_pooled_hidden_states=hidden,
+        group=group,
+        priority=priority,
+        timeout=timeout,
+    )
+    with Answers(target, source, seed=options.seed(), retry_errors=retry_errors) as answers:
+        _score(source, answers, options, connect, concurrency)
+        typer.echo(f"{target}: {_count(answers.scored)} scored, {answers.failed} with an error", err=True)
+        if answers.failed:
+            raise CommandFailed(f'{_count(answers.failed)} with an error: look for "error" in {target}')
+
+
+def _labels(text: str) -> list[int] | None:
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise CommandFailed(f"--label-token-ids = {text!r}: write token ids with commas, such as 9693,2152", BAD_USAGE)
+    return [int(part) for part in parts] or None
+
+
+def _count(lines: int) -> str:
+    return f"{lines:,} line{'' if lines == 1 else 's'}"
+
+
+def _score(source: Path, answers: "Answers", options: "Options", address: str, concurrency: int) -> None:
+    """Answer every line of `source` that has no answer yet; say so when stopped before that."""
+    from enginepool.cli.progress import Progress
+    from enginepool.cli.scoring import Run
+
+    terminated = False
+    earlier = answers.scored + answers.failed
+
+    async def run() -> None:
+        def terminate(task: "asyncio.Task[None] | None" = asyncio.current_task()) -> None:  # noqa: B008 (this run's task)
+            nonlocal terminated
+            terminated = True
+            if task is not None:
+                task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        async with open_pool(address) as pool:
+            with Progress(source, answers) as progress:
+                # Requests wait in the pool while engines load; the user is told what they wait for.
+                loading = asyncio.create_task(pool.ready(group=options.group, report=progress.worker_does))
+                try:
+                    await Run(pool, answers, options, progress).all(lines, concurrency)
+                finally:
+                    loading.cancel()
+                    await asyncio.gather(loading, return_exceptions=True)
+
+    try:
+        with open(source, "rb") as lines:
+            asyncio.run(run())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        done = answers.scored + answers.failed
+        raise CommandFailed(
+            f"interrupted: {_count(done)} in {answers.path}, {done - earlier:,} of them new; the same command goes on",
+            TERMINATED if terminated else INTERRUPTED,
+        ) from None

@@ -1,0 +1,87 @@
+"""`enginepool serve`: the pool as a daemon, described by a file or by a few flags."""
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from enginepool.cli.choices import Device, EngineName
+from enginepool.cli.failure import BAD_USAGE, CommandFailed
+
+if TYPE_CHECKING:
+    from enginepool.config import PoolConfig
+
+
+def serve(
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="POOL.TOML", help="The pool's description; excludes the other flags."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A checkpoint directory, or a name that SGLang can load.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, max=4096, metavar="N", help="Processes to start.  [default: 1]")] = None,
+    engine: Annotated[EngineName | None, typer.Option(help="The engine in each worker.  [default: sglang]")] = None,
+    device: Annotated[Device | None, typer.Option(help="Where the engine runs.  [default: auto]")] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="ADDRESS", help="Where clients connect.  [default: tcp://127.0.0.1:5755]")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Journal and logs; one pool each.  [default: ~/.local/state/enginepool]")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Only say whether the configuration can be used.")] = False,
+) -> None:
+    """Run a pool, until SIGTERM or Ctrl-C.
+
+    Either lets begun work finish first.
+
+    \b
+    Examples:
+      enginepool serve --config pool.toml
+      enginepool serve --model Qwen/Qwen3-Reranker-0.6B --workers 2
+      enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
+    """
+    from enginepool.config import load_config
+
+    flags = {"model": model, "workers": workers, "engine": engine, "device": device, "listen": listen, "state_dir": state_dir}
+    given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
+    if config is not None and given:
+        raise CommandFailed(f"--config and {given[0]} exclude each other: write it in {config}", BAD_USAGE)
+    pool = load_config(config) if config is not None else _from_flags(flags)
+    _check_engines(pool)
+    if check:
+        groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
+        typer.echo(f"{config or 'configuration'}: good; groups: {groups}; listens on {pool.listen}")
+        return
+    from enginepool.coordinator.daemon import run
+
+    raise typer.Exit(run(pool))
+
+
+def _from_flags(flags: dict[str, Any]) -> "PoolConfig":
+    """A pool of one group, `default`, from the flags that were given."""
+    import msgspec
+
+    from enginepool.config import decode_config
+
+    if flags["model"] is None and flags["engine"] is not EngineName.sim:
+        raise CommandFailed("serve needs --config POOL.TOML or --model MODEL (or --engine sim, which needs neither)", BAD_USAGE)
+    group = {name: flags[name] for name in ("model", "workers", "engine", "device") if flags[name] is not None}
+    pool: dict[str, Any] = {"groups": {"default": {"model": "sim", **group}}}
+    pool |= {name: str(flags[name]) for name in ("listen", "state_dir") if flags[name] is not None}
+    return decode_config(msgspec.json.encode(pool))
+
+
+def _check_engines(pool: "PoolConfig") -> None:
+    """Refuse now what every worker would fail on a minute later."""
+    for name, group in pool.groups.items():
+        if group.engine != "sglang" or group.workers == 0:
+            continue
+        if importlib.util.find_spec("sglang") is None:
+            raise CommandFailed(
+                f"group {name}: the engine sglang is not installed here: pip install 'enginepool[sglang]' on a GPU machine, "
+                'or try engine = "sim"; `enginepool doctor` says more'
+            )
+        path = Path(group.model).expanduser()
+        if group.model.startswith(("/", "./", "../", "~")) and not (path / "config.json").is_file():
+            what = "has no config.json" if path.is_dir() else "does not exist"
+            raise CommandFailed(f"groups.{name}.model = {group.model!r}: that path {what}", BAD_USAGE)

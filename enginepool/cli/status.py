@@ -1,0 +1,129 @@
+"""`enginepool status`: what a running pool is doing, as a table or as JSON."""
+
+import asyncio
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
+from enginepool.cli.failure import RUN_FAILED, CommandFailed
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from enginepool.client import Pool
+    from enginepool.protocol.messages import StatusReport
+
+#: A coordinator that is up answers in milliseconds.
+ANSWER_S = 10.0
+
+
+def status(
+    connect: Address = DEFAULT_ADDRESS,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Keep showing it, until Ctrl-C.")] = False,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, max=3600, help="How often --watch looks.")] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object (with --watch one for each look).")] = False,
+) -> None:
+    """Show the groups and workers of a running pool.
+
+    \b
+    Examples:
+      enginepool status
+      enginepool status --watch
+      enginepool status --connect ipc:///run/pool.sock --json
+    """
+    try:
+        asyncio.run(_status(connect, every if watch else None, as_json))
+    except KeyboardInterrupt:
+        # Ctrl-C is how a watch ends.
+        if not watch:
+            raise
+
+
+async def _status(address: str, every: float | None, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    async with open_pool(address) as pool:
+        if every is None or as_json:
+            while True:
+                report = await _ask(pool, address)
+                if as_json:
+                    import msgspec
+
+                    typer.echo(msgspec.json.encode(report).decode())
+                else:
+                    console.print(tables(report))
+                if every is None:
+                    return
+                await asyncio.sleep(every)
+        with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
+            while True:
+                live.update(tables(await _ask(pool, address)), refresh=True)
+                await asyncio.sleep(every)
+
+
+async def _ask(pool: "Pool", address: str) -> "StatusReport":
+    try:
+        return await pool.status(ANSWER_S)
+    except TimeoutError:
+        raise CommandFailed(f"{address}: no answer for {ANSWER_S:.0f} s; is the pool still running?", RUN_FAILED) from None
+
+
+def tables(report: "StatusReport") -> "Group":
+    """Lines about the pool and its groups, a table of groups and a table of workers; they fit 80 columns."""
+    from rich.console import Group
+    from rich.markup import escape
+
+    head = f"up {_span(report.uptime_s)}   clients {report.clients}   epoch {report.epoch}"
+    if report.draining:
+        head += "   [yellow]draining[/]"
+    kept = f"answers kept {report.answers_kept} ({_bytes(report.answers_bytes)})   outbox {_bytes(report.outbox_bytes)}"
+    lines = [head, f"{kept}   gc pauses {report.pauses[0]} ({report.pauses[1] / 1000:.0f} ms)", ""]
+    groups = _table("group", "", "queued tokens oldest running answered failed batches split lost")
+    workers = _table("worker", "stage", "pid weights batches tokens done silent restarts")
+    details: list[str] = []
+    for group in report.groups:
+        name = escape(group.name)
+        weights = "none" if group.version is None else f"version {group.version}"
+        lines.append(f"[bold]{name}[/]: {escape(group.model)}, weights {weights}")
+        if group.down:
+            lines.append(f"[red]{name} is down: {escape(group.down)}[/]")
+        split = f"[red]{group.split_batches}[/]" if group.split_batches else "0"
+        counts = (group.queued, group.queued_tokens, _span(group.oldest_s), group.running, group.answered, group.failed)
+        groups.add_row(name, *map(str, counts), str(group.batches), split, str(group.lost_batches))
+        for worker in group.workers:
+            colour = "green" if worker.stage == "ready" else "yellow"
+            version = "-" if worker.version is None else worker.version
+            counts = (worker.pid or "-", version, worker.batches, worker.tokens, worker.done, _span(worker.silent_s))
+            stage = f"[{colour}]{escape(worker.stage)}[/]"
+            workers.add_row(escape(worker.name), stage, *map(str, counts), str(worker.restarts))
+            if worker.detail:
+                details.append(f"{escape(worker.name)}: {escape(worker.detail)}")
+    return Group(*lines, "", groups, "", workers, *details)
+
+
+def _table(name: str, second: str, counts: str) -> "Table":
+    """An empty table: a name, perhaps a word, and right-aligned counts."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for word in filter(None, (name, second)):
+        table.add_column(word, no_wrap=True)
+    for word in counts.split():
+        table.add_column(word, justify="right", no_wrap=True)
+    return table
+
+
+def _span(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB" if count >= 100_000 else f"{count} B"

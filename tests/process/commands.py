@@ -1,0 +1,48 @@
+"""Running commands in tests: in this process, or as processes of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from enginepool.cli.main import app
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, "-c", "from enginepool.cli.main import app; app()"]
+#: Seconds after which a command that should have ended is a failure.
+LIMIT_S = 60
+
+
+def call(*arguments: object, env: dict[str, str] | None = None) -> tuple[int, str, str]:
+    """Run a command in this process: exit code, stdout, stderr."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], env=env, prog_name="enginepool")
+    return result.exit_code, result.stdout, result.stderr
+
+
+def start(*arguments: object) -> subprocess.Popen[str]:
+    """Start a command as a process of its own."""
+    command = [*PROGRAM, *(str(argument) for argument in arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Wait for a process: exit code, stdout, stderr."""
+    try:
+        out, err = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"still running after {LIMIT_S} s; stderr: {err}")
+    return process.returncode, out, err
+
+
+def records(path: Path) -> dict[int, dict[str, Any]]:
+    """The output file by line number; no number may be there twice."""
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    by_line = {record["line"]: record for record in found}
+    assert len(by_line) == len(found)
+    return by_line

@@ -1,0 +1,218 @@
+"""The command line keeps its promises: quick help, errors of one line, a doctor who tells the truth."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from enginepool import __version__
+from enginepool.cli import examination
+from enginepool.config import Limits, Restart, Timing, load_config
+from tests.process.commands import LIMIT_S, ROOT, call
+
+
+def without(*names: str) -> Callable[[str], str | None]:
+    """A stand-in for looking packages up, where these are missing."""
+
+    def look(name: str) -> str | None:
+        return None if name in names else "1.0"
+
+    return look
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom enginepool.cli.main import app\n"
+        "try:\n    app(['--help'])\nexcept SystemExit:\n"
+        "    print('LOADED', *sorted({'torch', 'sglang', 'zmq', 'numpy', 'rich.progress'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "LOADED"
+
+
+def test_every_command_has_help_with_examples() -> None:
+    code, out, _ = call("--help")
+    assert code == 0
+    names = re.findall(r"^  ([a-z][a-z-]+)  ", out.partition("Commands:")[2], re.MULTILINE)
+    assert names == ["demo", "doctor", "serve", "score", "status", "tiny-model"]
+    for name in names:
+        code, out, _ = call(name, "--help")
+        assert code == 0
+        assert f"Examples:\n    enginepool {name}" in out
+
+
+def test_without_arguments_it_shows_the_help() -> None:
+    assert call() == call("--help")
+
+
+def test_version_is_the_packages() -> None:
+    assert call("--version") == (0, f"enginepool {__version__}\n", "")
+
+
+def test_shell_completion_knows_the_commands() -> None:
+    asked = {**os.environ, "_ENGINEPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "enginepool t", "COMP_CWORD": "1"}
+    code = "from enginepool.cli.main import app; app(prog_name='enginepool')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_S, env=asked, cwd=ROOT)
+    assert done.stdout.split() == ["tiny-model"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with an input file, a broken config and a full directory."""
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('{"query": "a", "items": ["b"]}\n')
+    Path("key.toml").write_text('listem = "tcp://127.0.0.1:1"\n[groups.a]\nmodel = "x"\n')
+    Path("remote.toml").write_text('listen = "tcp://0.0.0.0:5000"\n[groups.a]\nmodel = "x"\nengine = "sim"\n')
+    Path("full").mkdir()
+    Path("full/file").touch()
+    return tmp_path
+
+
+BAD_USAGE = [
+    ("nosuch", "no such command 'nosuch'"),
+    ("--nope", "no such option: --nope"),
+    ("serve", "serve needs --config POOL.TOML or --model MODEL"),
+    ("serve --config none.toml", "none.toml: No such file"),
+    ("serve --config key.toml", "key.toml: Object contains unknown field `listem`"),
+    ("serve --config remote.toml", "remote.toml: listen = 'tcp://0.0.0.0:5000': not loopback"),
+    ("serve --config key.toml --workers 2", "--config and --workers exclude each other"),
+    ("serve --engine sim --workers -1", "invalid value for '--workers'"),
+    ("serve --engine other", "invalid value for '--engine'"),
+    ("serve --engine sim --listen nowhere", "listen = 'nowhere': write tcp://HOST:PORT or ipc://PATH"),
+    ("score", "missing argument 'IN.jsonl'"),
+    ("score none.jsonl out.jsonl", "none.jsonl: no such file"),
+    ("score full out.jsonl", "full: not a file"),
+    ("score in.jsonl in.jsonl", "in.jsonl: answers go to a file of their own"),
+    ("score in.jsonl full", "full: answers go to a file of their own"),
+    ("score in.jsonl none/out.jsonl", "none: no such directory"),
+    ("score in.jsonl out.jsonl --connect localhost", "'localhost': write tcp://HOST:PORT or ipc://PATH"),
+    ("score in.jsonl out.jsonl --priority 1001", "invalid value for '--priority'"),
+    ("score in.jsonl out.jsonl --concurrency 0", "invalid value for '--concurrency'"),
+    ("score in.jsonl out.jsonl --label-token-ids 1,b", "--label-token-ids = '1,b': write token ids with commas"),
+    ("status --connect tcp://127.0.0.1:0", "write tcp://HOST:PORT"),
+    ("status --every 0", "invalid value for '--every'"),
+    ("tiny-model", "missing argument 'DIR'"),
+    ("tiny-model full", "full: not empty"),
+    ("tiny-model in.jsonl", "in.jsonl: a file stands there"),
+    ("tiny-model new --head none", "invalid value for '--head'"),
+    ("demo --engine none", "invalid value for '--engine'"),
+]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(("line", "said"), BAD_USAGE, ids=[line for line, _ in BAD_USAGE])
+def test_wrong_usage_is_one_line_and_exit_code_2(line: str, said: str) -> None:
+    code, out, err = call(*line.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("enginepool")
+    assert said in err
+    assert not Path("out.jsonl").exists()
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_model_path_that_does_not_exist_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", without())
+    assert call("serve", "--model", "./none")[::2] == (
+        2,
+        "enginepool: groups.default.model = './none': that path does not exist\n",
+    )
+    assert "has no config.json" in call("serve", "--model", "./full")[2]
+
+
+def test_the_real_engine_without_its_packages_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", without("sglang", "torch"))
+    for command in (["serve", "--model", "some/model"], ["demo"]):
+        code, _, err = call(*command)
+        assert (code, err.count("\n")) == (1, 1)
+        assert "sglang" in err
+        assert "sim" in err
+
+
+def test_a_bug_of_ours_is_one_line_that_says_how_to_see_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise KeyError("oops")
+
+    monkeypatch.setattr(examination, "examine", broken)
+    code, _, err = call("doctor")
+    assert (code, err) == (
+        1,
+        "enginepool: internal error: KeyError: 'oops' (with ENGINEPOOL_TRACEBACK=1 set it shows where)\n",
+    )
+    assert "in broken" in call("doctor", env={"ENGINEPOOL_TRACEBACK": "1"})[2]
+
+
+def test_no_pool_at_the_address_is_one_line_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("enginepool.cli.connect.CONNECT_S", 0.2)
+    address = f"ipc://{tmp_path}/none.sock"
+    for command in (["status"], ["score", ROOT / "pyproject.toml", tmp_path / "out.jsonl"]):
+        code, out, err = call(*command, "--connect", address)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        assert address in err
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_example_config_holds_the_defaults(tmp_path: Path) -> None:
+    example = ROOT / "examples" / "pool.toml"
+    assert call("serve", "--config", example, "--check")[0] == (0 if examination.find_spec("sglang") else 1)
+    plain = tmp_path / "all.toml"
+    plain.write_text(re.sub(r"^# (\[|\w+ = )", r"\1", example.read_text(), flags=re.MULTILINE))
+    config = load_config(plain)
+    assert (config.limits, config.timing, config.restart) == (Limits(), Timing(), Restart())
+    assert config.groups["judge"].options == {"tp_size": 2}
+    said = load_config(example)
+    assert msgspec.structs.replace(config, groups=said.groups) == said
+
+
+# --- doctor, tiny-model ------------------------------------------------------------------------------------------------
+
+
+def test_doctor_says_for_each_use_whether_it_can_run_here() -> None:
+    code, out, _ = call("doctor", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [verdict["use"] for verdict in found["verdicts"]] == [
+        "coordinator",
+        "engine sim",
+        "real engine, CPU",
+        "real engine, GPU",
+    ]
+    assert [verdict["can"] for verdict in found["verdicts"][:2]] == [True, True]
+
+
+def test_doctor_fails_only_where_no_coordinator_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "find_gpus", examination.Gpus)
+    monkeypatch.setattr(examination, "find_spec", without("torch", "sglang"))
+    code, out, _ = call("doctor")
+    assert code == 0
+    assert re.search(r"^  no +real engine, CPU +not installed: sglang, torch;", out, re.MULTILINE)
+    assert re.search(r"^  yes +coordinator ", out, re.MULTILINE)
+    monkeypatch.setattr(examination, "version_of", without("pyzmq"))
+    code, out, _ = call("doctor")
+    assert code == 1
+    assert re.search(r"^  no +coordinator +missing: pyzmq", out, re.MULTILINE)
+
+
+def test_doctor_says_that_the_default_endpoint_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(examination, "DEFAULT_LISTEN", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        assert examination.endpoint().state == "note"
+    assert examination.endpoint().state == "good"
+
+
+def test_tiny_model_makes_a_model_that_serve_accepts(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("safetensors")
+    for head in ("causal", "reward"):
+        code, out, _ = call("tiny-model", tmp_path / head, "--head", head)
+        assert code == 0
+        assert f"{tmp_path / head}: a {head} model" in out
+        assert (tmp_path / head / "config.json").is_file()

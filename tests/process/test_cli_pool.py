@@ -1,0 +1,188 @@
+"""The commands on whole pools with the sim engine: serve, status, score, demo."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from enginepool.cli import demonstration
+from enginepool.cli.demo_tables import tables
+from enginepool.client import Pool
+from enginepool.protocol.messages import GroupStatus, WorkerStatus
+from tests.process.commands import LIMIT_S, call, end, records, start
+
+
+@dataclass
+class Served:
+    """A pool that `enginepool serve` runs."""
+
+    process: subprocess.Popen[str]
+    address: str
+    config: Path
+
+
+def serve(directory: Path, *, forward_s: float) -> Served:
+    """Start a pool of two sim workers and wait until it listens."""
+    address = f"ipc://{directory}/pool.sock"
+    config = directory / "pool.toml"
+    config.write_text(
+        f'listen = "{address}"\nstate_dir = "{directory}/state"\n[groups.policy]\nmodel = "sim"\nengine = "sim"\nworkers = 2\n'
+        f"[groups.policy.options]\nforward_s = {forward_s}\nbatch_rows = 8\n"
+    )
+    process = start("serve", "--config", config)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "listening" in line:
+            return Served(process, address, config)
+    pytest.fail(f"serve ended with {process.wait()} before it listened")
+
+
+def stop(served: Served) -> tuple[int, str]:
+    """SIGTERM: exit code and what was said on stderr since."""
+    served.process.send_signal(signal.SIGTERM)
+    code, _, err = end(served.process)
+    return code, err
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One pool for the tests that only use it. SIGTERM must end it well."""
+    pool = serve(tmp_path_factory.mktemp("served"), forward_s=0.02)
+    yield pool
+    code, err = stop(pool)
+    assert (code, "Traceback" in err) == (0, False)
+
+
+def test_status_shows_groups_and_workers(served: Served) -> None:
+    code, out, err = call("status", "--connect", served.address)
+    assert (code, err) == (0, "")
+    for word in ("policy", "policy-0", "policy-1", "epoch"):
+        assert word in out
+    code, out, _ = call("status", "--json", env={"ENGINEPOOL_ADDRESS": served.address})
+    assert [group["name"] for group in json.loads(out)["groups"]] == ["policy"]
+
+
+def test_status_watch_keeps_looking_and_ends_well_on_ctrl_c(served: Served) -> None:
+    process = start("status", "--watch", "--json", "--every", 0.1, "--connect", served.address)
+    assert process.stdout is not None
+    looks = [json.loads(process.stdout.readline()) for _ in range(3)]
+    process.send_signal(signal.SIGINT)
+    code, _, err = end(process)
+    assert (code, err) == (0, "")
+    assert looks[0]["uptime_s"] < looks[1]["uptime_s"] < looks[2]["uptime_s"]
+
+
+def test_an_endpoint_in_use_is_one_line_that_names_it(served: Served, tmp_path: Path) -> None:
+    code, out, err = end(start("serve", "--engine", "sim", "--listen", served.address, "--state-dir", tmp_path))
+    assert (code != 0, out, err.count("\n")) == (True, "", 1)
+    assert served.address in err
+
+
+def test_an_unknown_group_ends_the_run_with_the_names_there_are(served: Served, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"query": [1], "items": [[2]]}\n')
+    code, _, err = call("score", source, target, "--connect", served.address, "--group", "nope", "--label-token-ids", "1")
+    assert code == 2
+    assert "policy" in err
+    assert "--group" in err
+
+
+def test_interrupted_and_resumed_every_line_is_scored_exactly_once(served: Served, tmp_path: Path) -> None:
+    source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    with source.open("w") as lines:
+        for n in range(1, 301):
+            lines.write(json.dumps({"query": [n, 1, 2], "items": [[3, n], [4]]}) + "\n")
+    command = ["--connect", served.address, "--label-token-ids", "7,8", "--concurrency", 8]
+    interruptions = 0
+    for sign, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)):
+        before = len(target.read_bytes().splitlines()) if target.exists() else 0
+        process = start("score", source, target, *command)
+        wait_until(lambda: target.exists() and len(target.read_bytes().splitlines()) > before + 20)  # noqa: B023 (called here)
+        process.send_signal(sign)
+        got, _, err = end(process)
+        assert got == code
+        assert ("the same command goes on" in err) == (sign != signal.SIGKILL)
+        interruptions += len(target.read_bytes().splitlines()) < 300
+    assert interruptions == 3
+    assert call("score", source, target, *command)[0] == 0
+    assert call("score", source, whole, *command)[0] == 0
+    assert records(target) == records(whole)
+    assert records(target).keys() == set(range(1, 301))
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    """Look until it has happened: another process's file has no event to wait for."""
+    until = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_sigterm_lets_begun_work_finish(tmp_path: Path) -> None:
+    own = serve(tmp_path, forward_s=0.3)
+
+    async def ask() -> tuple[list[float], tuple[int, str]]:
+        async with Pool.connect(own.address) as pool:
+            task = asyncio.create_task(pool.score([1, 2], [[3]], label_token_ids=[4]))
+            while not (await pool.status()).groups[0].running:
+                continue
+            ended = await asyncio.to_thread(stop, own)
+            return (await task).scores.tolist(), ended
+
+    scores, (code, _) = asyncio.run(ask())
+    assert len(scores) == 1
+    assert code == 0
+
+
+def test_the_demo_on_the_sim_engine_loses_nothing() -> None:
+    code, out, err = end(start("demo", "--engine", "sim", "--quick"))
+    assert (code, err) == (0, "")
+    assert re.search(r"Nothing was lost: (\d+) requests, \1 answers", out)
+    for words in (r"workers killed +1 ", r"workers started again +1 ", r"forward passes for each batch +1\.00"):
+        assert re.search(words, out)
+
+
+def test_an_interrupted_demo_leaves_no_process() -> None:
+    process = start("demo", "--engine", "sim")
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "Both are ready" in line:
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    assert end(process)[::2] == (130, "")
+    assert len(children) >= 3
+    assert psutil.wait_procs(children, timeout=LIMIT_S)[1] == []
+
+
+def test_the_demo_tells_when_a_promise_is_broken() -> None:
+    good = demonstration.Client("a", 0, sent=1, answers={0: (np.zeros((1, 1), np.float32), 0.0, 1.0)})
+    story = demonstration.Story(
+        clients=[good],
+        group=GroupStatus(name="demo", batches=1, forwards=1, answered=1),
+        open_at_kill=0,
+        killed=WorkerStatus("demo-0", "x", "ready"),
+        back_s=1.0,
+        meanwhile=1,
+        asked_again=1,
+        differing=0,
+    )
+    assert story.wrong() == []
+    assert len(tables(story)) == 2
+    good.sent = 2
+    assert "a: 1 requests lost (no answer)" in story.wrong()
+    good.sent = 1
+    story.differing = 1
+    assert story.wrong() == ["1 of 1 scores differ when asked again"]
+    story.differing = 0
+    story.group.split_batches = 1
+    assert story.wrong() == ["1 batches took more than one forward pass"]

@@ -1,0 +1,261 @@
+"""`enginepool score` and its files: every line answered once, whatever was there before and whatever happens."""
+
+import asyncio
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool.cli import score
+from enginepool.errors import BadRequest, PoolDown
+from tests.process.commands import call, records
+
+
+@dataclass
+class Answer:
+    """As much of a ScoreResult as the command reads."""
+
+    scores: Any
+    hidden: Any = None
+    version: int = 3
+    usage: Any = field(default_factory=lambda: type("Usage", (), {"tokens": 5}))
+
+
+@dataclass
+class StandIn:
+    """A pool whose score of an item is its length, and which does what a query tells it to."""
+
+    asked: list[Any] = field(default_factory=list[Any])
+    settings: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    stages: tuple[str, ...] = ("policy: policy-0 ready",)
+
+    async def score(self, query: Any, items: list[Any], **settings: Any) -> Answer:
+        self.asked.append(query)
+        self.settings.append(settings)
+        if query == "refuse":
+            raise BadRequest("items[0]: too long", field="items[0]", limit="9")
+        if query == "down":
+            raise PoolDown("no worker of group policy is left")
+        if query == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+        if query == "terminate":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if query in ("interrupt", "terminate"):
+            await asyncio.get_running_loop().create_future()
+        await asyncio.sleep(0)
+        return Answer(np.array([[len(item)] for item in items], dtype=np.float32))
+
+    async def ready(self, *, group: str, report: Callable[[str], None]) -> None:
+        for line in self.stages:
+            report(line)
+
+    async def score_pairs(self, prompts: list[Any], responses: list[Any], **settings: Any) -> Answer:
+        return await self.score(prompts[0], responses, **settings)
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Let `score` find this pool at any address."""
+    stand_in = StandIn()
+
+    @asynccontextmanager
+    async def open_pool(address: str):  # type: ignore[no-untyped-def]
+        yield stand_in
+
+    monkeypatch.setattr(score, "open_pool", open_pool)
+    return stand_in
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """An input of ten requests, and where the output goes."""
+    source = tmp_path / "in.jsonl"
+    source.write_text(
+        "".join(json.dumps({"id": f"r{n}", "query": f"q{n}", "items": ["x" * n, "y"]}) + "\n" for n in range(1, 11))
+    )
+    return source, tmp_path / "out.jsonl"
+
+
+def test_each_line_gets_one_answer_under_its_number(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    code, out, err = call("score", source, target)
+    assert (code, out) == (0, "")
+    assert err == f"{target}: 10 lines scored, 0 with an error\n"
+    found = records(target)
+    assert {n: (r["id"], r["scores"], r["version"]) for n, r in found.items()} == {
+        n: (f"r{n}", [[n], [1]], 3) for n in range(1, 11)
+    }
+
+
+def test_what_the_pool_is_doing_is_told_while_it_loads(pool: StandIn, files: tuple[Path, Path]) -> None:
+    pool.stages = ("policy: policy-0 loading", "policy: policy-0 ready")
+    _, _, err = call("score", *files)
+    assert err.splitlines()[:2] == list(pool.stages)
+
+
+def test_a_finished_run_repeated_asks_nothing(pool: StandIn, files: tuple[Path, Path]) -> None:
+    call("score", *files)
+    before = files[1].read_bytes()
+    pool.asked.clear()
+    assert call("score", *files)[0] == 0
+    assert (pool.asked, files[1].read_bytes()) == ([], before)
+
+
+def test_a_cut_off_last_line_is_cut_away_and_asked_again(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    call("score", source, target)
+    whole = target.read_bytes()
+    for keep in range(len(whole) - len(whole.splitlines()[-1]), len(whole) - 1):
+        pool.asked.clear()
+        target.write_bytes(whole[:keep])
+        assert call("score", source, target)[0] == 0
+        assert len(pool.asked) <= 1
+        assert records(target).keys() == set(range(1, 11))
+
+
+def test_lines_added_to_the_input_are_scored_by_the_next_run(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    call("score", source, target)
+    pool.asked.clear()
+    with source.open("a") as more:
+        more.write('\n   \n{"query": "new", "items": ["a"]}')
+    assert call("score", source, target)[0] == 0
+    assert pool.asked == ["new"]
+    assert records(target)[13]["scores"] == [[1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("precious notes", "line 1 is no answer"),
+        ('{"query": "a", "items": ["b"]}\n', "line 1 is no answer"),
+        ('{"line":1,"input_crc":2}\n', "its answer to line 1 of"),
+        ('{"line":99999999999,"input_crc":2}\n', "line 1 is no answer"),
+        ('{"line":0,"input_crc":2}\n', "line 1 is no answer"),
+        ('{"line":11,"input_crc":2}\n', "answers line 11, but"),
+        ('{"line":1,"input_crc":2}\n{"line":1,"input_crc":2}\n', "line 2 is no answer"),
+    ],
+)
+def test_an_output_of_something_else_is_left_alone(pool: StandIn, files: tuple[Path, Path], text: str, said: str) -> None:
+    files[1].write_text(text)
+    code, _, err = call("score", *files)
+    assert (code, err.count("\n"), files[1].read_text(), pool.asked) == (2, 1, text, [])
+    assert said in err
+
+
+def test_answers_to_another_input_or_with_other_options_are_refused(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    call("score", source, target)
+    before = target.read_bytes()
+    assert call("score", source, target, "--priority", 5, "--concurrency", 1)[0] == 0
+    for options in (["--softmax"], ["--label-token-ids", "1"], ["--group", "other"], ["--item-first"], ["--hidden"]):
+        assert call("score", source, target, *options)[0] == 2
+    lines = source.read_text().splitlines(keepends=True)
+    source.write_text("".join([*lines[:6], lines[6].replace("q7", "other"), *lines[7:]]))
+    code, _, err = call("score", source, target)
+    assert (code, target.read_bytes()) == (2, before)
+    assert f"its answer to line 7 of {source} was made from another line" in err
+
+
+def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    bad = {
+        "{": "not JSON",
+        "[1]": "Expected `object`, got `array`",
+        '{"query": "a"}': "needs query and items, or prompts and responses",
+        '{"query": "a", "items": ["b"], "prompts": ["c"]}': "needs query and items, or prompts and responses",
+        '{"query": "a", "items": "b"}': "items: Expected `array | null`, got `str`",
+        '{"query": "a", "items": ["b"], "lables": [1]}': "unknown field `lables`",
+        '{"query": "a", "items": ["b"], "priority": 0.5}': "priority: Expected `int | null`, got `float`",
+        '{"query": "refuse", "items": ["b"]}': "items[0]: too long",
+    }
+    source.write_text("".join(f"{line}\n" for line in bad) + '{"query": "a", "items": ["b"]}\n')
+    with source.open("ab") as more:
+        more.write(b'{"query": "\xff", "items": ["b"]}\n')
+    code, _, err = call("score", source, target)
+    assert code == 1
+    assert f'9 lines with an error: look for "error" in {target}' in err
+    found = records(target)
+    assert found[9]["scores"] == [[1]]
+    for number, said in enumerate(bad.values(), start=1):
+        message = found[number]["error"]["message"]
+        assert message.startswith(f"line {number}: ")
+        assert said in message
+    assert found[8]["error"] == {
+        "code": "bad_request",
+        "message": "line 8: items[0]: too long",
+        "field": "items[0]",
+        "limit": "9",
+    }
+    assert "line 10: not JSON" in found[10]["error"]["message"]
+
+
+def test_errors_stay_until_they_are_asked_again(
+    pool: StandIn, files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = files
+    source.write_text('{"query": "a", "items": ["b"]}\n{"query": "refuse", "items": ["b"]}\n{"query": "c", "items": ["d"]}\n')
+    assert call("score", source, target)[0] == 1
+    pool.asked.clear()
+    assert call("score", source, target)[0] == 1
+    assert pool.asked == []
+
+    async def willing(query: Any, items: list[Any], **settings: Any) -> Answer:
+        pool.asked.append(query)
+        return Answer(np.zeros((len(items), 1), dtype=np.float32))
+
+    monkeypatch.setattr(pool, "score", willing)
+    assert call("score", source, target, "--retry-errors")[0] == 0
+    assert pool.asked == ["refuse"]
+    assert records(target).keys() == {1, 2, 3}
+    assert [path.name for path in target.parent.iterdir()] == ["in.jsonl", "out.jsonl"]
+
+
+def test_when_the_pool_is_down_the_run_stops_and_blames_no_line(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    source.write_text('{"query": "a", "items": ["b"]}\n{"query": "down", "items": ["b"]}\n{"query": "c", "items": ["d"]}\n')
+    code, _, err = call("score", source, target, "--concurrency", 1)
+    assert code == 1
+    assert err.endswith("stopped at line 2: no worker of group policy is left; the same command goes on from there\n")
+    assert records(target).keys() == {1}
+
+
+@pytest.mark.parametrize(("query", "code"), [("interrupt", 130), ("terminate", 143)])
+def test_an_interrupted_run_says_how_to_go_on(pool: StandIn, files: tuple[Path, Path], query: str, code: int) -> None:
+    source, target = files
+    source.write_text(f'{{"query": "a", "items": ["b"]}}\n{{"query": "{query}", "items": ["b"]}}\n')
+    got, _, err = call("score", source, target, "--concurrency", 1)
+    assert got == code
+    assert err.endswith(f"interrupted: 1 line in {target}, 1 of them new; the same command goes on\n")
+    assert records(target).keys() == {1}
+
+
+def test_two_runs_never_write_one_output(pool: StandIn, files: tuple[Path, Path]) -> None:
+    with files[1].open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        code, _, err = call("score", *files)
+    assert (code, err.count("\n"), pool.asked) == (1, 1, [])
+    assert "another run is writing it" in err
+
+
+def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    source.write_text(
+        '{"prompts": [[1, 2]], "responses": [[3]], "priority": 7, "apply_softmax": false}\n'
+        '{"query": "a", "items": ["b"], "group": "g", "timeout": 2.5}\n'
+    )
+    assert call("score", source, target, "--priority", 1, "--softmax", "--label-token-ids", "4,5", "--timeout", 9)[0] == 0
+    assert pool.asked == [[1, 2], "a"]
+    shared = {"label_token_ids": [4, 5], "item_first": False, "return_pooled_hidden_states": False}
+    assert pool.settings == [
+        {**shared, "apply_softmax": False, "group": "", "priority": 7, "timeout": 9},
+        {**shared, "apply_softmax": True, "group": "g", "priority": 1, "timeout": 2.5},
+    ]
