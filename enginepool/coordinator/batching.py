@@ -1,6 +1,7 @@
 """Batching: which rows go to which worker next.
 
-`pump` runs after every event that could have made work and a worker meet. Three cases, in this order:
+`pump` runs after every event that could have made work and a worker meet. Text that waits goes out first, to be tokenised; for
+all else there are three cases, in this order:
 
 1. A suspect is first in line and no trial runs: it gets an idle worker of its own, or the least loaded one is kept free for it.
 2. The head of the queue fits the least loaded worker: it opens a batch, followers of its lane fill what is left.
@@ -15,17 +16,19 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.door import cut, row_lengths
 from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import Buffer
-from enginepool.coordinator.phases import QUEUED, RUNNING
+from enginepool.coordinator.phases import QUEUED, RUNNING, TEXT
 from enginepool.coordinator.queue import Entry, Queue
 from enginepool.coordinator.state import Batch, Group, Request, Slice, Worker
 from enginepool.protocol.messages import Batch as BatchMessage
-from enginepool.protocol.messages import Capabilities, Part
+from enginepool.protocol.messages import Capabilities, Part, TaskId, Tokenise
 
 
 def pump(core: Core, group: Group) -> None:
     """Give waiting work to open workers until one of the two runs out."""
-    if group.suspects.size:
+    if group.suspects.size or group.kept_worker is not None:
         _try_suspect(core, group)
+    if group.text_waiting:
+        _give_texts(core, group)
     queue, routing = group.queue, group.routing
     while (lane := queue.head()) is not None and (worker := routing.least()) is not None:
         can = worker.capabilities
@@ -44,7 +47,13 @@ def _try_suspect(core: Core, group: Group) -> None:
     if lane is None or (first is not None and first[0] < lane[0]):
         release_kept(group)
         return
-    worker = group.kept_worker or group.routing.least()
+    kept = group.kept_worker
+    worker = group.routing.least()
+    if kept is not None and kept.able and (worker is None or worker.batches or worker.texts):
+        worker = kept
+    elif kept is not None:
+        # Another one is idle first, or the kept one drains.
+        release_kept(group)
     if worker is None:
         return
     worker.kept = True
@@ -60,6 +69,28 @@ def _try_suspect(core: Core, group: Group) -> None:
         group.suspects.pop(lane)
     group.trial = Batch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], True)
     send_batch(core, group.trial)
+
+
+def _give_texts(core: Core, group: Group) -> None:
+    """Text that waits goes to the open workers in turn."""
+    ready = [worker for worker in group.workers.values() if worker.open]
+    if not ready:
+        return
+    waiting, group.text_waiting = group.text_waiting, []
+    for request in waiting:
+        if request.state != TEXT:
+            continue
+        group.text_turn += 1
+        worker = ready[group.text_turn % len(ready)]
+        task = core.task_id()
+        worker.texts[task] = (request, core.now + core.config.timing.forward_s)
+        post_text(core, worker, task, request)
+
+
+def post_text(core: Core, worker: Worker, task: TaskId, request: Request) -> None:
+    """Send a tokenising task, which its worker may have already: the worker runs an id once."""
+    part = request.work.part
+    core.effects.append(ToWorker(worker.link, Tokenise(task, part.frames, part.item_first), request.work.frames))
 
 
 def release_kept(group: Group) -> None:

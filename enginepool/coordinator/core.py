@@ -57,7 +57,7 @@ class Core:
 
     __slots__ = (
         "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "groups", "links",
-        "live_bytes", "live_rows", "now", "seq", "started", "touched", "worker_links",
+        "live_bytes", "live_rows", "now", "seq", "started", "touched", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -82,8 +82,16 @@ class Core:
         #: numbers of batches, tokenising tasks and incarnations
         self.counter = 0
         self.draining = False
+        #: groups where work and a worker may have met since the last pump
+        self.woken: list[Group] = []
         #: what the event in hand changed, when tests want to check it
         self.touched: list[Client | Request | Worker | Group] | None = None
+
+    def wake(self, group: Group) -> None:
+        """Something happened in `group` for which work may have to be dispatched."""
+        if not group.woken:
+            group.woken = True
+            self.woken.append(group)
 
     def task_id(self) -> TaskId:
         """Fresh for every attempt."""

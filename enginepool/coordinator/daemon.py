@@ -19,7 +19,7 @@ from typing import Literal
 
 import uvloop
 
-from enginepool.config import ConfigError, PoolConfig, check_endpoint, decode_config
+from enginepool.config import PoolConfig, check_endpoint, decode_config
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.events import Link
@@ -28,6 +28,7 @@ from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.sockets import Router, Sockets
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, id_of, worker_event
+from enginepool.errors import ConfigError
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Failure
@@ -65,6 +66,8 @@ class Daemon:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._max_bytes = config.limits.max_message_bytes
+        #: came in and is not handled yet
+        self._events: list[ev.Event] = []
         with contextlib.ExitStack() as stack:
             directory = Path(config.state_dir).expanduser()
             self.journal = Journal(directory)
@@ -91,7 +94,7 @@ class Daemon:
             self.loop.add_signal_handler(number, self._signalled)
         if self._lifeline is not None:
             self.loop.add_reader(self._lifeline, self._owner_gone)
-        self.sockets.listen(self._from_client, self._from_worker)
+        self.sockets.listen(self._from_client, self._from_worker, self._act)
         gc.collect()
         gc.freeze()
         gc.callbacks.append(self._pauses)
@@ -115,7 +118,7 @@ class Daemon:
         if type(event) is ev.StatusAsked:
             event.outbox_bytes = self.sockets.clients.parked_bytes
             event.pauses = (self._pauses.count, self._pauses.microseconds)
-        self.handle(event)
+        self._events.append(event)
 
     def _from_worker(self, link: Link, frames: list[bytes]) -> None:
         try:
@@ -123,7 +126,12 @@ class Daemon:
         except WireError as error:
             self.sockets.workers.send(link, [encode_header(Failure(error.code, error.message, field=error.field))])
             return
-        self.handle(event)
+        self._events.append(event)
+
+    def _act(self) -> None:
+        """Everything that came in together, at once."""
+        events, self._events = self._events, []
+        self._handle(*events)
 
     def _client_cut(self, link: Link) -> None:
         self.loop.call_soon(lambda: self.handle(ev.LinkCut(self.loop.time(), link)))
@@ -155,8 +163,13 @@ class Daemon:
     # --- out -----------------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
-        """One event through the machine, and its effects."""
-        for effect in self.machine.handle(event):
+        """An event that did not come in at the sockets."""
+        self._handle(event)
+        self.sockets.turn()
+
+    def _handle(self, *events: ev.Event) -> None:
+        """Events through the machine, and their effects."""
+        for effect in self.machine.handle(*events):
             if type(effect) is ef.ToClient:
                 if not self.sockets.clients.send(effect.link, [encode_header(effect.message), *effect.frames]):
                     self._client_cut(effect.link)
@@ -193,7 +206,6 @@ class Daemon:
         self._timer_at = float("inf")
         self.handle(ev.Tick(self.loop.time()))
         self._set_timer(self.machine.wake_at())
-        self.sockets.turn()
 
     def close(self) -> None:
         """Let go of sockets and locks."""

@@ -221,7 +221,7 @@ def _max_id(name: str, ids: Buffer, lengths: Buffer | None) -> int:
     if not ids:
         return -1
     view = np.frombuffer(ids, np.uint32)
-    top = int(view.max())
+    top = int(np.maximum.reduce(view))
     if top >= _INT31:
         at = int(view.argmax())
         where = _where(name, at, lengths)

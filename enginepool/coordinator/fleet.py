@@ -9,7 +9,7 @@ end.
 from collections import deque
 
 from enginepool.coordinator import events as ev
-from enginepool.coordinator.batching import post_batch, pump, release_kept
+from enginepool.coordinator.batching import post_batch, post_text, release_kept
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import KillWorker, StartWorker, ToWorker
 from enginepool.coordinator.events import Link
@@ -73,7 +73,7 @@ class Fleet:
         for batch in worker.batches.values():
             post_batch(core, batch)
         for task, (request, _) in worker.texts.items():
-            self.requests.post_text(worker, task, request)
+            post_text(core, worker, task, request)
         if core.touched is not None:
             core.touched.append(worker)
 
@@ -136,10 +136,7 @@ class Fleet:
         group.routing.update(worker)
         if self.core.touched is not None:
             self.core.touched.append(worker)
-        if worker.open:
-            if group.text_waiting:
-                self.requests.text_for(group)
-            pump(self.core, group)
+        self.core.wake(group)
 
     # --- work ----------------------------------------------------------------------------------------------------------
 
@@ -169,7 +166,7 @@ class Fleet:
         rate = e.run_us / 1e6 / batch.cost
         group.rate = rate if not group.rate else 0.9 * group.rate + 0.1 * rate
         self.requests.outcome(batch, e)
-        pump(self.core, group)
+        self.core.wake(group)
         if self.core.touched is not None:
             self.core.touched += (worker, group)
 
@@ -191,7 +188,7 @@ class Fleet:
         worker = self.of(e.link)
         if worker is not None:
             self.requests.tokenised(worker, e)
-            pump(self.core, worker.group)
+            self.core.wake(worker.group)
 
     def refused(self, e: ev.WorkerRefused) -> None:
         """A worker did not take a batch or a text: that goes elsewhere, and the worker registers again before it gets more."""
@@ -212,8 +209,8 @@ class Fleet:
             self._remove(worker, batch)
             self.requests.returned(batch)
         if text is not None and text.state == TEXT:
-            self.requests.tokenise(text)
-        pump(self.core, worker.group)
+            worker.group.text_waiting.append(text)
+        self.core.wake(worker.group)
 
     # --- loss ----------------------------------------------------------------------------------------------------------
 
@@ -255,7 +252,7 @@ class Fleet:
             self._refuse(worker.link, "superseded", reason)
         elif kill:
             self._end(worker.place, reason)
-        pump(core, group)
+        core.wake(group)
         if core.touched is not None:
             core.touched += (worker, group)
 

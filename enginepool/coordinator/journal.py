@@ -11,7 +11,7 @@ from typing import IO
 
 import msgspec
 
-from enginepool.config import ConfigError
+from enginepool.errors import ConfigError
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

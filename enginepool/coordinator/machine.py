@@ -1,4 +1,4 @@
-"""The coordinator's machine: `handle(event) -> list[Effect]`, and nothing else changes its state.
+"""The coordinator's machine: `handle(*events) -> list[Effect]`, and nothing else changes its state.
 
 Pure: no sockets, clocks, randomness or logging. Time comes inside events. The shell performs the effects in order and sends
 `Tick` no later than `wake_at`. `requests` is the side of the clients, `fleet` the side of the workers, `batching` where they
@@ -10,6 +10,7 @@ from typing import Any
 
 from enginepool.config import PoolConfig
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.batching import pump
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import Drained, Effect, ToClient
 from enginepool.coordinator.fleet import Fleet
@@ -61,14 +62,24 @@ class Machine:
             ev.WorkerExited: fleet.exited,
         }
 
-    def handle(self, event: ev.Event) -> list[Effect]:
-        """What to do about `event`. Times of events never go back."""
+    def handle(self, *events: ev.Event) -> list[Effect]:
+        """What to do about `events`, which came together; their times never go back.
+
+        Work is dispatched once, after all of them: requests that arrive together share a batch instead of the first one
+        leaving alone, and of several workers that fall idle together the waiting work finds the best.
+        """
         core = self.core
-        core.now = event.now
         effects = core.effects = []
         if self._checked:
             core.touched = []
-        self._on[type(event)](event)
+        on = self._on
+        for event in events:
+            core.now = event.now
+            on[type(event)](event)
+        for group in core.woken:
+            group.woken = False
+            pump(core, group)
+        core.woken.clear()
         if core.draining:
             self._draining()
         if self._checked:

@@ -8,10 +8,9 @@ import hmac
 from collections.abc import Sequence
 
 from enginepool.coordinator import events as ev
-from enginepool.coordinator.batching import pump
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.door import check_limits, with_ids
-from enginepool.coordinator.effects import ToClient, ToWorker
+from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.events import Buffer, Link
 from enginepool.coordinator.phases import DONE, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.state import Batch, Client, Group, Request, Worker
@@ -23,9 +22,7 @@ from enginepool.protocol.messages import (
     Message,
     Pong,
     Result,
-    TaskId,
     Timings,
-    Tokenise,
     Usage,
     Welcome,
 )
@@ -199,30 +196,12 @@ class Requests:
             core.touched += (client, request, group)
         if work.text:
             request.state = TEXT
-            self.tokenise(request)
+            group.text_waiting.append(request)
         else:
             group.queue.push(request)
-            pump(core, group)
+        core.wake(group)
 
     # --- text ----------------------------------------------------------------------------------------------------------
-
-    def tokenise(self, request: Request) -> None:
-        """Send the text of `request` to a worker that is ready, in turn; it waits when there is none."""
-        core, group = self.core, request.group
-        ready = [w for w in group.workers.values() if w.open]
-        if not ready:
-            group.text_waiting.append(request)
-            return
-        group.text_turn += 1
-        worker = ready[group.text_turn % len(ready)]
-        task = core.task_id()
-        worker.texts[task] = (request, core.now + core.config.timing.forward_s)
-        self.post_text(worker, task, request)
-
-    def post_text(self, worker: Worker, task: TaskId, request: Request) -> None:
-        """Send a tokenising task, which its worker may have already: the worker runs an id once."""
-        part = request.work.part
-        self.core.effects.append(ToWorker(worker.link, Tokenise(task, part.frames, part.item_first), request.work.frames))
 
     def tokenised(self, worker: Worker, e: ev.TextTokenised) -> None:
         """The ids of a text request, or why there are none."""
@@ -256,14 +235,7 @@ class Requests:
             if len(texts) == 1 and not worker.batches:
                 self.died_alone(request, reason)
             if request.state != DONE:
-                self.tokenise(request)
-
-    def text_for(self, group: Group) -> None:
-        """A worker is ready: text that waited goes to it."""
-        waiting, group.text_waiting = group.text_waiting, []
-        for request in waiting:
-            if request.state == TEXT:
-                self.tokenise(request)
+                request.group.text_waiting.append(request)
 
     # --- outcomes ------------------------------------------------------------------------------------------------------
 
@@ -399,7 +371,7 @@ class Requests:
         request = client.live.get(e.id)
         if request is not None:
             self.fail(request, "cancelled", "the caller cancelled")
-            pump(self.core, request.group)
+            self.core.wake(request.group)
 
     def acked(self, e: ev.Acked) -> None:
         """The client has these answers."""
@@ -413,14 +385,11 @@ class Requests:
     def overdue(self) -> None:
         """Answer requests whose deadline has passed, wherever they are."""
         core = self.core
-        groups: set[str] = set()
         for request in core.deadlines.due(core.now):
             if request.state != DONE:
                 waited = core.now - request.arrival
                 self.fail(request, "deadline_exceeded", f"timeout_ms: no answer after {waited:.3f} s", field="timeout_ms")
-                groups.add(request.group.name)
-        for name in groups:
-            pump(core, core.groups[name])
+                core.wake(request.group)
 
     def fail_all(self, group: Group, code: str, message: str) -> None:
         """Every live request of a group gets this error."""

@@ -1,8 +1,8 @@
 """The coordinator's two ROUTER sockets: binding, receiving, sending without ever blocking.
 
-Plain sockets on the loop's readers. A ZeroMQ file descriptor is edge-triggered: it says that something changed, once, also
-while we send. So in every turn both sockets are asked for their EVENTS until neither has a message; `turn` is the only place
-that receives.
+Plain sockets on the loop's readers. A ZeroMQ file descriptor is edge-triggered: it says that something changed, once, and a
+send may swallow that. So a turn ends only with a pass over both sockets that found nothing, after all was sent; `turn` is the
+only place that receives, and whoever sends outside it calls `turn` afterwards.
 
 A send that would block (`EAGAIN`: the peer's high-water mark, which counts messages) parks in an outbox that counts bytes; a
 peer whose outbox runs over is cut. A router cannot wait for one peer to become writable, so parked sends are tried again on a
@@ -15,12 +15,12 @@ import fcntl
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO, Self
+from typing import IO, Self, cast
 
 import zmq
 
-from enginepool.config import ConfigError
 from enginepool.coordinator.events import Buffer, Link
+from enginepool.errors import ConfigError
 
 #: frames over this are not copied into ZeroMQ's own memory; below it a copy is cheaper
 COPY_UP_TO = 64 * 1024
@@ -30,12 +30,25 @@ ROUND = 64
 ROUNDS = 8
 RETRY_S = 0.005
 
+# The plain methods under pyzmq's own, with plain ints for flags: half of the time that a small frame takes is in the wrapper.
+NOBLOCK = int(zmq.NOBLOCK)
+NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+RCVMORE = int(zmq.RCVMORE)
+send: Callable[..., object] = zmq.backend.Socket.send
+recv: Callable[..., bytes] = zmq.backend.Socket.recv
+_get: Callable[..., int | bytes] = zmq.backend.Socket.get
+
 Receive = Callable[[Link, list[bytes]], None]
+
+
+def more(socket: "zmq.Socket[bytes]") -> int | bytes:
+    """Whether the message in hand has another frame."""
+    return _get(socket, RCVMORE)
 
 
 def _context() -> "zmq.Context[zmq.Socket[bytes]]":
     """The process's one context."""
-    return zmq.Context.instance()
+    return cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
 
 
 class Router:
@@ -82,18 +95,19 @@ class Router:
     def fd(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
 
-    def receive(self, take: Receive) -> bool:
-        """Hand over at most ROUND messages; True when more may wait."""
+    def receive(self, take: Receive) -> int:
+        """Hand over at most ROUND messages; returns how many."""
         socket = self._socket
-        for _ in range(ROUND):
-            if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                return False
+        for count in range(ROUND):
             try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
+                link = recv(socket, NOBLOCK)
             except zmq.Again:
-                return False
-            take(frames[0], frames[1:])
-        return True
+                return count
+            frames: list[bytes] = []
+            while more(socket):
+                frames.append(recv(socket, NOBLOCK))
+            take(link, frames)
+        return ROUND
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> bool:
         """Send, or park. False when the peer is not there any more."""
@@ -118,12 +132,11 @@ class Router:
         return True
 
     def _send(self, link: Link, frames: Sequence[Buffer]) -> None:
-        send = self._socket.send
-        more = zmq.NOBLOCK | zmq.SNDMORE
-        send(link, more)
+        socket = self._socket
+        send(socket, link, NOBLOCK_MORE)
         last = len(frames) - 1
         for i, frame in enumerate(frames):
-            send(frame, more if i < last else zmq.NOBLOCK, copy=len(frame) <= COPY_UP_TO)
+            send(socket, frame, NOBLOCK_MORE if i < last else NOBLOCK, len(frame) <= COPY_UP_TO)
 
     def _drop(self, link: Link) -> None:
         del self._parked[link]
@@ -175,24 +188,25 @@ class Sockets:
         self.workers = workers
         self._take_client: Receive | None = None
         self._take_worker: Receive | None = None
+        self._act: Callable[[], None] = lambda: None
         self._again: asyncio.Handle | None = None
         self._retry: asyncio.Handle | None = None
 
-    def listen(self, take_client: Receive, take_worker: Receive) -> None:
-        """Hand every message over from now on."""
-        self._take_client, self._take_worker = take_client, take_worker
+    def listen(self, take_client: Receive, take_worker: Receive, act: Callable[[], None]) -> None:
+        """Hand every message over from now on; call `act` once for all that came together."""
+        self._take_client, self._take_worker, self._act = take_client, take_worker, act
         self._loop.add_reader(self.clients.fd, self.turn)
         self._loop.add_reader(self.workers.fd, self.turn)
         self.turn()
 
     def turn(self) -> None:
-        """Receive until neither socket has a message, or ROUNDS are over; then ask again as soon as the loop allows."""
+        """Receive and act until a pass over both sockets finds nothing; after ROUNDS passes the loop has its turn first."""
         if self._take_client is None or self._take_worker is None:
             return
         for _ in range(ROUNDS):
-            more = self.workers.receive(self._take_worker)
-            if not self.clients.receive(self._take_client) and not more and not self.workers.receive(self._take_worker):
+            if not self.workers.receive(self._take_worker) + self.clients.receive(self._take_client):
                 break
+            self._act()
         else:
             if self._again is None:
                 self._again = self._loop.call_soon(self._turn_again)

@@ -189,16 +189,20 @@ class Worker:
         self.stamp = 0
 
     @property
-    def open(self) -> bool:
-        """It may be given batches."""
+    def able(self) -> bool:
+        """It can run batches now."""
         return (
             self.capabilities is not None
             and self.idle
-            and not self.kept
             and not self.lost
             and self.stage == "ready"
             and self.version == self.group.version
         )
+
+    @property
+    def open(self) -> bool:
+        """It may be given batches."""
+        return not self.kept and self.able
 
     def check(self) -> None:
         assert self.cost == sum(b.cost for b in self.batches.values()), self
@@ -254,7 +258,7 @@ class Group:
     __slots__ = (
         "answered", "batches", "capabilities", "config", "down", "failed", "forwards", "kept_worker", "lost_batches", "name",
         "places", "poisoned", "queue", "rate", "routing", "running", "split_batches", "suspects", "text_turn", "text_waiting",
-        "tokens", "trial", "version", "waiting", "workers",
+        "tokens", "trial", "version", "waiting", "woken", "workers",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, version: int) -> None:
@@ -276,6 +280,8 @@ class Group:
         #: text requests that no worker tokenises yet
         self.text_waiting: list[Request] = []
         self.text_turn = 0
+        #: it stands in `Core.woken`
+        self.woken = False
         #: why nothing will ever run here, or ""
         self.down = ""
         #: seconds for each token of a batch, smoothed; 0 before the first

@@ -1,0 +1,105 @@
+"""Real coordinators and workers as processes of a test: started, waited for by what they say, ended by id."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from queue import Empty, Queue
+from typing import Any
+
+import msgspec
+
+from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, encode_config
+
+#: how long anything here may take before the test fails
+PATIENCE_S = 60.0
+
+
+def sim_pool(
+    directory: Path,
+    *,
+    workers: int = 2,
+    options: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
+    **timing: float,
+) -> PoolConfig:
+    """A pool of sim workers on ipc sockets in `directory`, quick to notice a loss."""
+    times: dict[str, float] = {"silence_s": 2.0, "ping_s": 0.25, "orphan_s": 20.0, **timing}
+    return PoolConfig(
+        groups={"g": GroupConfig(model="sim", engine="sim", workers=workers, ageing_s=1.0, options=dict(options or {}))},
+        listen=f"ipc://{directory}/pool.sock",
+        state_dir=str(directory / "state"),
+        limits=limits or Limits(),
+        timing=msgspec.convert(times, Timing),
+        restart=Restart(backoff_s=0.1, backoff_max_s=0.5, max_restarts=1000),
+    )
+
+
+class Daemon:
+    """A coordinator process."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.lines: list[str] = []
+        self._said: Queue[str] = Queue()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "enginepool.coordinator.daemon"],
+            env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        with self.process.stderr as stream:
+            for line in stream:
+                self.lines.append(line.rstrip())
+                self._said.put(line.rstrip())
+
+    @property
+    def address(self) -> str:
+        return self.config.listen
+
+    def wait_for(self, text: str) -> str:
+        """The next line with `text` in it."""
+        while True:
+            try:
+                line = self._said.get(timeout=PATIENCE_S)
+            except Empty:
+                raise AssertionError(f"no line with {text!r} came; so far: {self.lines}") from None
+            if text in line:
+                return line
+
+    def listening(self) -> "Daemon":
+        self.wait_for("listening on")
+        return self
+
+    def kill(self) -> None:
+        """SIGKILL: no goodbye, no draining."""
+        self.process.kill()
+        self.process.wait(PATIENCE_S)
+
+    def end(self) -> int:
+        """SIGTERM, and wait until it and its workers have drained."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        return code
+
+
+def end_workers(config: PoolConfig) -> None:
+    """End workers that outlived their coordinator, by the ids in the pool's own records."""
+    for path in (Path(config.state_dir) / "workers").glob("*.json"):
+        pid = msgspec.json.decode(path.read_bytes())["pid"]
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

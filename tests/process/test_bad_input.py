@@ -1,0 +1,216 @@
+"""Whatever comes in at the sockets, the coordinator stays up, says what was wrong, and serves the others."""
+
+import asyncio
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from enginepool import Pool
+from enginepool.config import Limits
+from enginepool.protocol.messages import MAX_HEADER_BYTES
+from enginepool.workers.sim_scores import expected_scores
+from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
+from tests.wire.make_vectors import PATH
+from tests.wire.test_vectors import frames_of, mutated
+
+VECTORS = json.loads(PATH.read_text(encoding="utf-8"))["vectors"]
+FROM_CLIENTS, FROM_WORKERS = 80_000, 20_000
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    config = sim_pool(tmp_path, options={"vocab": 1000, "context": 100})
+    daemon = Daemon(config).listening()
+    yield daemon
+    daemon.end()
+    end_workers(config)
+
+
+class Vandal(threading.Thread):
+    """Sends mutated golden messages to one socket, on a few links, as fast as they are taken."""
+
+    def __init__(self, endpoint: str, direction: str, count: int, seed: int) -> None:
+        super().__init__(daemon=True)
+        self.endpoint = endpoint
+        self.sources = [frames_of(v) for v in VECTORS if v["direction"] == direction]
+        self.sources = [frames for frames in self.sources if sum(map(len, frames)) < 10_000]
+        self.count = count
+        self.chance = random.Random(seed)
+        self.sent = 0
+        self.refusals: set[str] = set()
+
+    def run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        sockets: list[zmq.Socket[bytes]] = []
+        for _ in range(4):
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.LINGER, 5000)
+            socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.connect(self.endpoint)
+            sockets.append(socket)
+        decode = msgspec.msgpack.decode
+        for i in range(self.count):
+            frames = mutated(list(self.chance.choice(self.sources)), self.chance)
+            if frames:
+                sockets[i % 4].send_multipart(frames)
+            self.sent += 1
+            socket = sockets[i % 4]
+            while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+                header = decode(socket.recv_multipart()[0])
+                if header["type"] == "error":
+                    self.refusals.add(header["code"])
+        context.destroy()
+
+
+def test_a_hundred_thousand_mutated_messages_leave_the_coordinator_up_and_others_served(daemon: Daemon) -> None:
+    workers = f"ipc://{daemon.config.state_dir}/workers.sock"
+    vandals = [
+        Vandal(daemon.address, "client-coordinator", FROM_CLIENTS, 1),
+        Vandal(workers, "worker-coordinator", FROM_WORKERS, 2),
+    ]
+
+    async def scenario() -> None:
+        served = 0
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready()
+            for vandal in vandals:
+                vandal.start()
+            while any(vandal.is_alive() for vandal in vandals):
+                items = [[served % 1000, 1], [2]]
+                result = await asyncio.wait_for(pool.score([1], items, label_token_ids=[3]), PATIENCE_S)
+                np.testing.assert_array_equal(result.scores, expected_scores([1], items, labels=[3]).scores)
+                served += 1
+            report = await pool.status()
+        assert served > 100
+        assert len([w for w in report.groups[0].workers if w.name.startswith("g-") and w.stage == "ready"]) == 2
+
+    asyncio.run(scenario())
+    assert sum(vandal.sent for vandal in vandals) == FROM_CLIENTS + FROM_WORKERS
+    assert daemon.process.poll() is None
+    assert {"malformed", "bad_request", "unsupported", "hello_required", "protocol_version"} <= vandals[0].refusals
+    assert not any("Traceback" in line for line in daemon.lines), daemon.lines
+
+
+def ask(socket: "zmq.Socket[bytes]", frames: list[bytes]) -> dict[str, object]:
+    socket.send_multipart(frames)
+    assert socket.poll(int(PATIENCE_S * 1000)), "no answer"
+    return msgspec.msgpack.decode(socket.recv_multipart()[0])
+
+
+@pytest.fixture
+def raw(daemon: Daemon) -> Iterator["zmq.Socket[bytes]"]:
+    """A link that said hello."""
+    with zmq.Context() as context:
+        socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(daemon.address)
+        hello = {"type": "hello", "client": b"c" * 16, "token": b"t" * 16}
+        assert ask(socket, [msgspec.msgpack.encode(hello)])["type"] == "welcome"
+        yield socket
+        socket.close()
+
+
+def test_bytes_that_are_no_msgpack_and_headers_over_the_limit_are_refused(raw: "zmq.Socket[bytes]") -> None:
+    assert ask(raw, [b"\xc1 nonsense"])["code"] == "malformed"
+    assert ask(raw, [b"{}"])["code"] == "malformed"
+    assert ask(raw, [bytes(MAX_HEADER_BYTES + 1)])["code"] == "too_large"
+
+
+def test_a_message_over_the_size_limit_is_refused_and_over_twice_that_the_link_is_cut(tmp_path: Path) -> None:
+    limits = Limits(max_message_bytes=100_000, window_bytes=1_000_000, queue_bytes=10_000_000)
+    config = sim_pool(tmp_path, limits=limits)
+    daemon = Daemon(config).listening()
+    with zmq.Context() as context:
+        socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(daemon.address)
+        answer = ask(socket, [msgspec.msgpack.encode({"type": "ping"}), bytes(150_000)])
+        assert (answer["code"], answer["limit"]) == ("too_large", "100000")
+        socket.send_multipart([msgspec.msgpack.encode({"type": "ping"}), bytes(250_000)])
+        assert monitor.poll(int(PATIENCE_S * 1000)), "the link was not cut"
+        socket.disable_monitor()
+        monitor.close()
+        socket.close()
+    assert daemon.end() == 0
+    end_workers(config)
+
+
+def test_a_client_that_never_reads_is_bounded_and_cut(tmp_path: Path) -> None:
+    """Its answers park in an outbox of bounded bytes; others are served meanwhile, and the memory comes back."""
+    limits = Limits(outbox_bytes=2_000_000, answers_bytes=2_000_000, max_message_bytes=2_000_000, window_requests=100_000)
+    config = sim_pool(tmp_path, limits=limits)
+    daemon = Daemon(config).listening()
+    process = psutil.Process(daemon.process.pid)
+    labels = list(range(1, 1001))
+    spec = [["query", "int32", [1]], ["items", "int32", [4]], ["item_lengths", "uint32", [4]]]
+    payload = [b"\1\0\0\0", b"\2\0\0\0" * 4, b"\1\0\0\0" * 4]
+
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready()
+            before = process.memory_info().rss
+            with zmq.Context() as context:
+                socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+                socket.setsockopt(zmq.LINGER, 0)
+                socket.setsockopt(zmq.RCVHWM, 10)
+                socket.connect(daemon.address)
+                socket.send(msgspec.msgpack.encode({"type": "hello", "client": b"n" * 16, "token": b"t" * 16}))
+                # Each answer has 16 kB, the whole 64 MB: more than high-water marks, outbox and answer store hold.
+                for i in range(1, 4001):
+                    score = {"type": "score", "id": i, "labels": labels, "frames": spec}
+                    await asyncio.to_thread(socket.send_multipart, [msgspec.msgpack.encode(score), *payload])
+                    if i % 100 == 0:
+                        await asyncio.wait_for(pool.score([1], [[i]], label_token_ids=[1]), PATIENCE_S)
+                async with asyncio.timeout(PATIENCE_S):
+                    while (report := await pool.status()).groups[0].queued or report.groups[0].running:
+                        await asyncio.sleep(0.05)
+                assert report.groups[0].answered >= 4000
+                grown = process.memory_info().rss - before
+                assert report.answers_bytes <= 2_000_000
+                assert report.outbox_bytes <= 2_000_000
+                # 1,000 messages of high-water mark are 16 MB, kept in ZeroMQ's own memory.
+                assert grown < 48_000_000, f"grown by {grown}"
+                socket.close()
+
+    asyncio.run(scenario())
+    assert daemon.end() == 0
+    end_workers(config)
+
+
+def test_an_endpoint_or_a_state_directory_in_use_is_refused_in_one_line(tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=0)
+    tcp = msgspec.structs.replace(config, listen="tcp://127.0.0.1:*", state_dir=str(tmp_path / "tcp"))
+    first = [Daemon(config).listening(), Daemon(tcp)]
+    address = first[1].wait_for("listening on").split()[3].rstrip(",")
+    try:
+        for listen in (config.listen, address):
+            second = Daemon(msgspec.structs.replace(config, listen=listen, state_dir=str(tmp_path / "other")))
+            assert second.process.wait(PATIENCE_S) == 2
+            second.end()
+            assert len(second.lines) == 1, second.lines
+            assert listen in second.lines[0] and "in use" in second.lines[0]
+        third = Daemon(msgspec.structs.replace(config, listen=f"ipc://{tmp_path}/third.sock"))
+        assert third.process.wait(PATIENCE_S) == 2
+        third.end()
+        assert len(third.lines) == 1 and "state_dir" in third.lines[0] and "in use" in third.lines[0]
+    finally:
+        for daemon in first:
+            assert daemon.end() == 0
+
+
+def test_the_ipc_path_of_a_pool_that_was_killed_can_be_used_again(tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=0)
+    first = Daemon(config).listening()
+    first.kill()
+    second = Daemon(config).listening()
+    assert second.end() == 0

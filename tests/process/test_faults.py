@@ -1,0 +1,255 @@
+"""Nothing lost: under load, workers are killed and stopped, the coordinator is killed and restarted, clients are cut off."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from enginepool import Pool
+from enginepool.errors import EnginepoolError, RequestCancelled
+from enginepool.protocol.messages import StatusReport
+from enginepool.workers.sim_scores import expected_scores
+from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
+
+COSTS = {"forward_s": 0.01, "batch_tokens": 400, "batch_rows": 8, "inflight_tokens": 800, "inflight_rows": 16}
+LABELS = [5, 6]
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    config = sim_pool(tmp_path, options=COSTS)
+    daemon = Daemon(config).listening()
+    yield daemon
+    daemon.end()
+    end_workers(config)
+
+
+class Load:
+    """Clients that ask without pause until told to stop; every answer is compared with what the sim engine must say."""
+
+    def __init__(self, address: str, clients: int = 3, seed: int = 0) -> None:
+        self.address = address
+        self.clients = clients
+        self.random = random.Random(seed)
+        self.asked = self.answered = 0
+        self.stop = asyncio.Event()
+        self._more = asyncio.Condition()
+
+    async def one(self, pool: Pool) -> None:
+        rng = self.random
+        query = [rng.randrange(1000) for _ in range(rng.randrange(1, 10))]
+        items = [[rng.randrange(1000) for _ in range(rng.randrange(1, 30))] for _ in range(rng.randrange(1, 25))]
+        self.asked += 1
+        result = await pool.score(query, items, label_token_ids=LABELS, priority=rng.randrange(-5, 6))
+        want = expected_scores(query, items, labels=LABELS).scores
+        np.testing.assert_array_equal(result.scores, want)
+        assert set(result.forwards) == {1}
+        self.answered += 1
+        async with self._more:
+            self._more.notify_all()
+
+    async def answers(self, more: int) -> None:
+        """Wait until so many more answers have come."""
+        goal = self.answered + more
+        async with self._more:
+            await asyncio.wait_for(self._more.wait_for(lambda: self.answered >= goal), PATIENCE_S)
+
+    async def caller(self, pool: Pool) -> None:
+        while not self.stop.is_set():
+            await self.one(pool)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator["Load"]:
+        """Load for as long as the block runs; afterwards every call has its one answer."""
+        pools = [await Pool.connect(self.address) for _ in range(self.clients)]
+        callers = [asyncio.create_task(self.caller(pool)) for pool in pools for _ in range(4)]
+        try:
+            await self.answers(20)
+            yield self
+            await self.answers(50)
+            self.stop.set()
+            await asyncio.wait_for(asyncio.gather(*callers), PATIENCE_S)
+        finally:
+            for caller in callers:
+                caller.cancel()
+            for pool in pools:
+                await pool.close()
+        assert self.answered == self.asked
+
+
+async def worker_pids(pool: Pool) -> list[int]:
+    return [w.pid for group in (await pool.status()).groups for w in group.workers if w.pid]
+
+
+async def until(pool: Pool, wanted: Callable[[list[int]], bool]) -> list[int]:
+    """Wait until the workers that are there are as wanted."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            pids = await worker_pids(pool)
+            if wanted(pids):
+                return pids
+            # The status has no subscription: ask again a little later.
+            await asyncio.sleep(0.05)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(2 * PATIENCE_S):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_workers_that_are_killed_or_stopped_under_load_lose_nothing(daemon: Daemon, number: int) -> None:
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as watcher, Load(daemon.address).running() as load:
+            for _ in range(3):
+                before = await until(watcher, lambda pids: len(pids) == 2)
+                victim = before[0]
+                os.kill(victim, number)
+                await load.answers(30)
+                await until(watcher, lambda pids, victim=victim: len(pids) == 2 and victim not in pids)
+        report = await status(daemon.address)
+        assert report.groups[0].lost_batches > 0
+        assert report.groups[0].split_batches == 0
+
+    run(scenario)
+
+
+async def status(address: str) -> StatusReport:
+    async with Pool.connect(address) as pool:
+        return await pool.status()
+
+
+def test_a_coordinator_that_is_killed_under_load_loses_nothing(daemon: Daemon) -> None:
+    """Clients resend to its successor, which adopts the workers that still run."""
+
+    async def scenario() -> None:
+        second: Daemon | None = None
+        try:
+            async with Load(daemon.address).running() as load:
+                async with Pool.connect(daemon.address) as watcher:
+                    before = await until(watcher, lambda pids: len(pids) == 2)
+                    epoch = (await watcher.status()).epoch
+                daemon.kill()
+                second = await asyncio.to_thread(lambda: Daemon(daemon.config).listening())
+                await load.answers(50)
+                async with Pool.connect(daemon.address) as watcher:
+                    after = await until(watcher, lambda pids: len(pids) == 2)
+                    assert sorted(after) == sorted(before), "the workers are the same processes"
+                    assert (await watcher.status()).epoch > epoch
+        finally:
+            if second is not None:
+                await asyncio.to_thread(second.end)
+
+    run(scenario)
+
+
+def test_workers_without_a_coordinator_end_themselves(tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, orphan_s=1.0)
+    daemon = Daemon(config).listening()
+    fds: list[int] = []
+
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            fds.extend(os.pidfd_open(pid) for pid in await until(pool, lambda pids: len(pids) == 2))
+        daemon.kill()
+        loop = asyncio.get_running_loop()
+        for fd in fds:
+            ended = loop.create_future()
+            loop.add_reader(fd, ended.set_result, None)
+            await asyncio.wait_for(ended, PATIENCE_S)
+            loop.remove_reader(fd)
+            os.close(fd)
+
+    run(scenario)
+
+
+CLIENT = """
+import asyncio, sys
+from enginepool import Pool
+
+async def main():
+    pool = await Pool.connect(sys.argv[1])
+    calls = [asyncio.create_task(pool.score([1], [[i]] * 20, label_token_ids=[1])) for i in range(1, 500)]
+    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    print("busy", flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+def test_a_client_that_is_cut_off_harms_nobody_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, options=COSTS, client_silence_s=3.0)
+    daemon = Daemon(config).listening()
+
+    async def scenario() -> None:
+        async with Load(daemon.address).running() as load:
+            victim = subprocess.Popen([sys.executable, "-c", CLIENT, daemon.address], stdout=subprocess.PIPE)
+            assert victim.stdout is not None
+            assert await asyncio.to_thread(victim.stdout.readline) == b"busy\n"
+            victim.kill()
+            victim.wait()
+            victim.stdout.close()
+            await load.answers(100)
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(PATIENCE_S):
+            while True:
+                report = await pool.status()
+                if report.clients == 1 and not report.groups[0].queued and not report.groups[0].running:
+                    break
+                await asyncio.sleep(0.1)
+
+    try:
+        run(scenario)
+    finally:
+        daemon.end()
+        end_workers(config)
+
+
+def test_a_cancelled_call_is_taken_back(daemon: Daemon) -> None:
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready()
+            calls = [asyncio.create_task(pool.score([1], [[i]] * 20, label_token_ids=[1])) for i in range(1, 200)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            for call in calls:
+                call.cancel()
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert any(isinstance(o, asyncio.CancelledError) for o in outcomes)
+            assert not any(isinstance(o, EnginepoolError) and not isinstance(o, RequestCancelled) for o in outcomes)
+            async with asyncio.timeout(PATIENCE_S):
+                while (group := (await pool.status()).groups[0]).queued or group.running:
+                    await asyncio.sleep(0.05)
+
+    run(scenario)
+
+
+def test_sigterm_answers_what_was_begun_and_leaves_no_process(tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, options={**COSTS, "forward_s": 0.2})
+    daemon = Daemon(config).listening()
+
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            pids = await until(pool, lambda pids: len(pids) == 2)
+            await pool.ready()
+            calls = [asyncio.create_task(pool.score([1], [[i]], label_token_ids=LABELS)) for i in range(1, 30)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            daemon.process.send_signal(signal.SIGTERM)
+            for i, result in enumerate(await asyncio.gather(*calls), start=1):
+                np.testing.assert_array_equal(result.scores, expected_scores([1], [[i]], labels=LABELS).scores)
+        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+    run(scenario)
