@@ -312,10 +312,11 @@ class Tokenised(Message, tag="tokenised"):
 
 
 class Bye(Message, tag="bye"):
-    """The worker ends; `reason` is one line for the operator."""
+    """The worker ends; `reason` is one line for the operator. `permanent`: starting it again cannot help."""
 
     reason: str
     failed: bool = False
+    permanent: bool = False
 
 
 # --- coordinator to worker ---------------------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ class EngineDied(Exception):
     """The engine is gone or hangs; the process that hosts it must end. The message is one line for the operator."""
 
 
+class EngineUnusable(EngineDied):
+    """The engine can never start like this: no such model, settings that it refuses. Starting again cannot help."""
+
+
 @dataclass(frozen=True, slots=True)
 class ScorePart:
     """Rows of one request. Row i is `query` + `item` i (`item_first` swaps them).

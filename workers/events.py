@@ -91,9 +91,10 @@ class WorkFailed(Event, frozen=True):
 
 
 class EngineLost(Event, frozen=True):
-    """The engine is gone or hangs."""
+    """The engine is gone or hangs; `unusable`: it can never start like this."""
 
     reason: str
+    unusable: bool = False
 
 
 class DrainWanted(Event, frozen=True):

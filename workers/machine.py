@@ -319,8 +319,9 @@ class WorkerMachine:
         return [self._say_stage()] if self.registered else []
 
     def _engine_lost(self, event: EngineLost) -> list[Effect]:
-        bye = Send(Bye(event.reason, failed=True))
-        return [bye, *self._end(Exit.ENGINE_DIED, event.reason, close=False)]
+        bye = Send(Bye(event.reason, failed=True, permanent=event.unusable))
+        code = Exit.UNUSABLE if event.unusable else Exit.ENGINE_DIED
+        return [bye, *self._end(code, event.reason, close=False)]
 
     # --- the end --------------------------------------------------------------------------------------------------------
 

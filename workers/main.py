@@ -18,7 +18,7 @@ import uvloop
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Bye, TaskId
-from enginepool.workers.engine import Engine, EngineDied, EngineError, ScoreBatch
+from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, ScoreBatch
 from enginepool.workers.events import (
     BatchDone,
     DrainWanted,
@@ -192,7 +192,7 @@ class Worker:
         try:
             capabilities = await self.engine.start(self._report)
         except EngineDied as error:
-            self.feed(EngineLost(time.monotonic(), str(error)))
+            self.feed(EngineLost(time.monotonic(), str(error), unusable=isinstance(error, EngineUnusable)))
             return
         except Exception as error:
             traceback.print_exc()

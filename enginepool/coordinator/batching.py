@@ -1,7 +1,7 @@
 """Batching: which rows go to which worker next.
 
-`pump` runs after every event that could have made work and a worker meet. Text that waits goes out first, to be tokenised; for
-all else there are three cases, in this order:
+`pump` runs after every event that could have made work and a worker meet. Three cases, in this
+order, again and again; text that waits to be tokenised goes to any worker that is open:
 
 1. A suspect is first in line and no trial runs: it gets an idle worker of its own, or the least loaded one is kept free for it.
 2. The head of the queue fits the least loaded worker: it opens a batch, followers of its lane fill what is left.
@@ -25,18 +25,21 @@ from enginepool.protocol.messages import Capabilities, Part, TaskId, Tokenise
 
 def pump(core: Core, group: Group) -> None:
     """Give waiting work to open workers until one of the two runs out."""
-    if group.suspects.size or group.kept_worker is not None:
-        _try_suspect(core, group)
-    if group.text_waiting:
-        _give_texts(core, group)
     queue, routing = group.queue, group.routing
-    while (lane := queue.head()) is not None and (worker := routing.least()) is not None:
+    while True:
+        if group.suspects.size or group.kept_worker is not None:
+            _try_suspect(core, group)
+        lane, worker = queue.head(), routing.least()
+        if lane is None or worker is None:
+            break
         can = worker.capabilities
         assert can is not None
         batch = _fill(core, queue, lane, worker, can)
         if batch is None:
-            return
+            break
         send_batch(core, batch)
+    if group.text_waiting:
+        _give_texts(core, group)
 
 
 def _try_suspect(core: Core, group: Group) -> None:
@@ -49,6 +52,9 @@ def _try_suspect(core: Core, group: Group) -> None:
         return
     kept = group.kept_worker
     worker = group.routing.least()
+    if worker is not None and worker.texts and not worker.batches:
+        idle = (w for w in group.workers.values() if w.open and not w.batches and not w.texts)
+        worker = next(idle, worker)
     if kept is not None and kept.able and (worker is None or worker.batches or worker.texts):
         worker = kept
     elif kept is not None:
@@ -63,7 +69,13 @@ def _try_suspect(core: Core, group: Group) -> None:
         return
     group.kept_worker = None
     assert worker.capabilities is not None
-    cost, slice_ = _cut_next(lane[0][2], worker.capabilities)
+    request = lane[0][2]
+    if request.state == TEXT:
+        group.suspects.pop(lane)
+        group.trial = Batch(core.task_id(), worker, [(request, 0, 0)], 0, 0, True)
+        _give_text(core, worker, group.trial.id, request)
+        return
+    cost, slice_ = _cut_next(request, worker.capabilities)
     _take(core, slice_)
     if slice_[0].state == RUNNING:
         group.suspects.pop(lane)
@@ -81,16 +93,29 @@ def _give_texts(core: Core, group: Group) -> None:
         if request.state != TEXT:
             continue
         group.text_turn += 1
-        worker = ready[group.text_turn % len(ready)]
-        task = core.task_id()
-        worker.texts[task] = (request, core.now + core.config.timing.forward_s)
-        post_text(core, worker, task, request)
+        _give_text(core, ready[group.text_turn % len(ready)], core.task_id(), request)
+
+
+def _give_text(core: Core, worker: Worker, task: TaskId, request: Request) -> None:
+    worker.texts[task] = (request, core.now + core.config.timing.forward_s)
+    post_text(core, worker, task, request)
 
 
 def post_text(core: Core, worker: Worker, task: TaskId, request: Request) -> None:
     """Send a tokenising task, which its worker may have already: the worker runs an id once."""
     part = request.work.part
     core.effects.append(ToWorker(worker.link, Tokenise(task, part.frames, part.item_first), request.work.frames))
+
+
+def take_text(worker: Worker, task: TaskId) -> Request | None:
+    """Take a tokenising task off its worker's list; None when it is not there."""
+    request, _ = worker.texts.pop(task, (None, 0.0))
+    group = worker.group
+    if group.trial is not None and group.trial.id == task:
+        group.trial = None
+        worker.kept = False
+        group.routing.update(worker)
+    return request
 
 
 def release_kept(group: Group) -> None:
@@ -189,7 +214,9 @@ def send_batch(core: Core, batch: Batch) -> None:
     if not batch.trial:
         worker.group.routing.moved(worker)
     timing = core.config.timing
-    batch.deadline = core.now + max(timing.forward_s, timing.forward_factor * worker.group.rate * worker.cost)
+    allowed = max(timing.forward_s, timing.forward_factor * worker.group.rate * worker.cost)
+    batch.deadline = core.now + allowed
+    batch.late = core.now + allowed / 2
     post_batch(core, batch)
     if core.touched is not None:
         core.touched.append(worker)

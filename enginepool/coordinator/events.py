@@ -146,6 +146,7 @@ class WorkerRegistered(Event):
     incarnation: str
     pid: int
     host: str
+    epoch: int = 0
 
 
 class WorkerStage(Event):
@@ -217,11 +218,12 @@ class WorkerHeard(Event):
 
 
 class WorkerBye(Event):
-    """A worker says that it ends, and why."""
+    """A worker says that it ends, and why. `permanent`: starting it again cannot help."""
 
     link: Link
     reason: str
     failed: bool
+    permanent: bool = False
 
 
 class WorkerBroken(Event):

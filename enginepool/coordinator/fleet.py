@@ -9,7 +9,7 @@ end.
 from collections import deque
 
 from enginepool.coordinator import events as ev
-from enginepool.coordinator.batching import post_batch, post_text, release_kept
+from enginepool.coordinator.batching import post_batch, post_text, release_kept, take_text
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import KillWorker, StartWorker, ToWorker
 from enginepool.coordinator.events import Link
@@ -67,6 +67,11 @@ class Fleet:
             worker.pid, worker.host = e.pid, e.host
             group.workers[e.incarnation] = worker
         worker.heard = e.now
+        if e.epoch == core.epoch:
+            # It dropped all older work when it heard this epoch; the Idle that said so may be lost with its link.
+            worker.idle = True
+            group.routing.update(worker)
+            core.wake(group)
         core.worker_links[e.link] = worker
         core.effects.append(ToWorker(e.link, Accept(core.epoch, orphan_s=core.config.timing.orphan_s)))
         # What was sent on the old link may be lost with it; the worker runs a batch id once.
@@ -176,6 +181,10 @@ class Fleet:
         del worker.batches[batch.id]
         worker.cost -= batch.cost
         worker.rows -= batch.rows
+        if worker.late:
+            oldest = next(iter(worker.batches.values()), None)
+            worker.late = oldest is not None and self.core.now > oldest.late
+            group.routing.update(worker)
         if batch.trial:
             group.trial = None
             worker.kept = False
@@ -197,7 +206,7 @@ class Fleet:
             return
         task = (self.core.epoch, e.number)
         batch = worker.batches.get(task)
-        text, _ = worker.texts.pop(task, (None, 0.0))
+        text = take_text(worker, task)
         if batch is None and text is None:
             return
         worker.stage = "draining" if e.draining else "starting"
@@ -209,7 +218,10 @@ class Fleet:
             self._remove(worker, batch)
             self.requests.returned(batch)
         if text is not None and text.state == TEXT:
-            worker.group.text_waiting.append(text)
+            if text.suspect:
+                worker.group.suspects.push(text)
+            else:
+                worker.group.text_waiting.append(text)
         self.core.wake(worker.group)
 
     # --- loss ----------------------------------------------------------------------------------------------------------
@@ -230,6 +242,8 @@ class Fleet:
         if place is not None and not e.failed:
             place.last_words = e.reason
             place.until = e.now + GOODBYE_S
+        if place is not None:
+            place.hopeless = e.permanent
 
     def lose(self, worker: Worker, reason: str, *, kill: bool) -> None:
         """This incarnation is gone for ever: its batches are dissolved, its process is killed unless it has ended."""
@@ -247,9 +261,10 @@ class Fleet:
         for batch in batches:
             self._remove(worker, batch)
             self.requests.lost(batch, reason)
+        self._remember(worker.incarnation)
         if worker.place is None:
-            self._remember(worker.incarnation)
             self._refuse(worker.link, "superseded", reason)
+            self._maybe_down(group)
         elif kill:
             self._end(worker.place, reason)
         core.wake(group)
@@ -257,6 +272,8 @@ class Fleet:
             core.touched += (worker, group)
 
     def _remember(self, incarnation: str) -> None:
+        if incarnation in self._refused:
+            return
         self._refused[incarnation] = None
         self._refused_order.append(incarnation)
         if len(self._refused_order) > REFUSED:
@@ -270,9 +287,11 @@ class Fleet:
                     worker = group.workers.get(e.incarnation)
                     if worker is not None:
                         self.lose(worker, e.reason, kill=False)
+                    # What it said last may be read after its end was seen.
+                    self._remember(e.incarnation)
                     if place.state == "up" and not place.last_words:
                         place.last_words = e.reason
-                    self._vacate(place, e.permanent)
+                    self._vacate(place, e.permanent or place.hopeless)
                     return
 
     # --- places --------------------------------------------------------------------------------------------------------
@@ -324,7 +343,9 @@ class Fleet:
         place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2 ** (len(place.losses) - 1))
 
     def _maybe_down(self, group: Group) -> None:
-        if group.workers or any(place.state != "retired" for place in group.places) or self.core.draining:
+        if group.workers or self.core.draining or not group.places:
+            return
+        if any(place.state != "retired" for place in group.places):
             return
         last = next((p.last_words for p in group.places if p.last_words), "unknown")
         group.down = f"group {group.name!r}: no worker is left and none will be restarted; the last one ended: {last}"
@@ -343,7 +364,11 @@ class Fleet:
                 continue
             if reason := self._overdue(worker):
                 self.lose(worker, reason, kill=True)
-            elif ping:
+                continue
+            if worker.batches and not worker.late and core.now > next(iter(worker.batches.values())).late:
+                worker.late = True
+                worker.group.routing.update(worker)
+            if ping:
                 core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
         for group in core.groups.values():
             for place in group.places:
@@ -381,6 +406,7 @@ class Fleet:
             worker.since += gap
             for batch in worker.batches.values():
                 batch.deadline += gap
+                batch.late += gap
             worker.texts = {task: (request, due + gap) for task, (request, due) in worker.texts.items()}
         for group in self.core.groups.values():
             for place in group.places:
@@ -436,6 +462,8 @@ def _differs(first: Capabilities, can: Capabilities) -> str:
 
 def _misfit(batch: Batch, e: ev.BatchDone) -> str:
     """Why this is no answer to that batch, or ""."""
+    can = batch.worker.capabilities
+    assert can is not None
     if len(e.outcomes) != len(batch.slices):
         return f"answered {len(e.outcomes)} parts for a batch of {len(batch.slices)}"
     for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
@@ -445,8 +473,9 @@ def _misfit(batch: Batch, e: ev.BatchDone) -> str:
         want = ("scores", "hidden") if request.work.hidden else ("scores",)
         if tuple([spec.name for spec in outcome.specs]) != want:
             return f"answered frames {[spec.name for spec in outcome.specs]} where {list(want)} were asked"
+        columns = len(request.work.part.labels) or can.labels
         for spec in outcome.specs:
-            shape = spec.shape
-            if spec.dtype != "float32" or len(shape) != 2 or shape[0] != rows:
-                return f"answered {spec.name} {spec.dtype} {list(shape)} for {rows} rows"
+            if spec.dtype != "float32" or spec.shape != (rows, columns):
+                return f"answered {spec.name} {spec.dtype} {list(spec.shape)} where float32 {[rows, columns]} was asked"
+            columns = can.hidden
     return ""

@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
-from enginepool.coordinator.phases import QUEUED
+from enginepool.coordinator.phases import QUEUED  # TEXT waits too: in the queue of suspects
 
 if TYPE_CHECKING:
     from enginepool.coordinator.state import Request
@@ -48,7 +48,7 @@ class Queue:
         for lane in self._lanes.values():
             while lane:
                 request = lane[0][2]
-                if request.state == QUEUED and request.lane is self:
+                if request.state <= QUEUED and request.lane is self:
                     if best is None or lane[0] < best[0]:
                         best = lane
                     break
@@ -77,7 +77,7 @@ class Queue:
             for entry in lane:
                 request = entry[2]
                 if request.lane is self:
-                    if request.state == QUEUED:
+                    if request.state <= QUEUED:
                         kept.append(entry)
                     else:
                         request.lane = None
@@ -92,7 +92,7 @@ class Queue:
             entry[2]
             for lane in self._lanes.values()
             for entry in lane
-            if entry[2].state == QUEUED and entry[2].lane is self
+            if entry[2].state <= QUEUED and entry[2].lane is self
         ]  # fmt: skip
 
     def check(self) -> None:

@@ -8,6 +8,7 @@ import hmac
 from collections.abc import Sequence
 
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.batching import take_text
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.door import check_limits, with_ids
 from enginepool.coordinator.effects import ToClient
@@ -205,7 +206,7 @@ class Requests:
 
     def tokenised(self, worker: Worker, e: ev.TextTokenised) -> None:
         """The ids of a text request, or why there are none."""
-        request, _ = worker.texts.pop(e.task, (None, 0.0))
+        request = take_text(worker, e.task)
         if request is None or request.state == DONE:
             return
         if e.message:
@@ -220,22 +221,24 @@ class Requests:
             return
         request.work = work
         group.tokens += work.tokens - old.tokens
+        # Its text is harmless; what its ids do to a worker is another question.
+        request.suspect = False
         request.state = QUEUED
         group.queue.push(request)
         if group.capabilities is not None and (wrong := check_limits(work, group.capabilities)):
             self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
 
     def texts_lost(self, worker: Worker, reason: str) -> None:
-        """A worker is lost with text in hand: another one takes it. Deaths count only when it had nothing else to die of."""
-        texts = [request for request, _ in worker.texts.values()]
-        worker.texts.clear()
-        for request in texts:
-            if request.state == DONE:
+        """A worker is lost with text in hand: like rows, that text runs alone from now on."""
+        trial = worker.group.trial
+        for task in list(worker.texts):
+            request = take_text(worker, task)
+            if request is None or request.state == DONE:
                 continue
-            if len(texts) == 1 and not worker.batches:
+            request.suspect = True
+            request.group.suspects.push(request)
+            if trial is not None and trial.id == task:
                 self.died_alone(request, reason)
-            if request.state != DONE:
-                request.group.text_waiting.append(request)
 
     # --- outcomes ------------------------------------------------------------------------------------------------------
 

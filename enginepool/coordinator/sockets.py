@@ -34,16 +34,14 @@ RETRY_S = 0.005
 NOBLOCK = int(zmq.NOBLOCK)
 NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 RCVMORE = int(zmq.RCVMORE)
+EVENTS = int(zmq.EVENTS)
+POLLIN = int(zmq.POLLIN)
 send: Callable[..., object] = zmq.backend.Socket.send
 recv: Callable[..., bytes] = zmq.backend.Socket.recv
-_get: Callable[..., int | bytes] = zmq.backend.Socket.get
+# `get` of an option that is a number: its type says `int | bytes` for all options.
+get: Callable[..., int] = cast("Callable[..., int]", zmq.backend.Socket.get)
 
 Receive = Callable[[Link, list[bytes]], None]
-
-
-def more(socket: "zmq.Socket[bytes]") -> int | bytes:
-    """Whether the message in hand has another frame."""
-    return _get(socket, RCVMORE)
 
 
 def _context() -> "zmq.Context[zmq.Socket[bytes]]":
@@ -99,12 +97,15 @@ class Router:
         """Hand over at most ROUND messages; returns how many."""
         socket = self._socket
         for count in range(ROUND):
+            # Asking is cheaper than failing, and failing once is cheaper than asking before each of many.
+            if count < 2 and not get(socket, EVENTS) & POLLIN:
+                return count
             try:
                 link = recv(socket, NOBLOCK)
             except zmq.Again:
                 return count
             frames: list[bytes] = []
-            while more(socket):
+            while get(socket, RCVMORE):
                 frames.append(recv(socket, NOBLOCK))
             take(link, frames)
         return ROUND
@@ -196,15 +197,23 @@ class Sockets:
         """Hand every message over from now on; call `act` once for all that came together."""
         self._take_client, self._take_worker, self._act = take_client, take_worker, act
         self._loop.add_reader(self.clients.fd, self.turn)
-        self._loop.add_reader(self.workers.fd, self.turn)
+        self._loop.add_reader(self.workers.fd, self.turn, True)
         self.turn()
 
-    def turn(self) -> None:
-        """Receive and act until a pass over both sockets finds nothing; after ROUNDS passes the loop has its turn first."""
+    def turn(self, workers_first: bool = False) -> None:
+        """Receive and act until a pass over both sockets finds nothing; after ROUNDS passes the loop has its turn first.
+
+        What woke the loop is acted upon before the other socket is asked.
+        """
         if self._take_client is None or self._take_worker is None:
             return
+        first, second = (self.clients, self._take_client), (self.workers, self._take_worker)
+        if workers_first:
+            first, second = second, first
+        if first[0].receive(first[1]):
+            self._act()
         for _ in range(ROUNDS):
-            if not self.workers.receive(self._take_worker) + self.clients.receive(self._take_client):
+            if not first[0].receive(first[1]) + second[0].receive(second[1]):
                 break
             self._act()
         else:

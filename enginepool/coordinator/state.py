@@ -12,7 +12,8 @@ The life of a request:
     DONE     its one final answer exists
 
 The life of a worker: registered (it may say stages) → ready → lost. A worker gets work while it is `open`: ready, idle in
-this epoch, on the committed version, and not kept for a trial. A lost worker never comes back: its incarnation is refused.
+this epoch, on the committed version, not late with a batch, and not kept for a trial. A lost worker never comes back: its
+incarnation is refused.
 
 The life of a place (a worker that this pool starts itself): backoff → up (its process exists) → ending (SIGKILL is on its way)
 → backoff …, or retired.
@@ -131,7 +132,7 @@ Slice = tuple[Request, int, int]
 class Batch:
     """Rows that a worker runs as one forward."""
 
-    __slots__ = ("cost", "deadline", "id", "rows", "slices", "trial", "worker")
+    __slots__ = ("cost", "deadline", "id", "late", "rows", "slices", "trial", "worker")
 
     def __init__(self, id: TaskId, worker: "Worker", slices: list[Slice], cost: int, rows: int, trial: bool) -> None:
         self.id = id
@@ -140,8 +141,9 @@ class Batch:
         #: tokens, with lengths rounded up to the engine's page
         self.cost = cost
         self.rows = rows
-        #: when the worker is lost if it has not answered
+        #: when the worker is lost if it has not answered; when half of that time is over
         self.deadline = 0.0
+        self.late = 0.0
         #: a suspect runs alone in it
         self.trial = trial
 
@@ -153,8 +155,8 @@ class Worker:
     """One incarnation of a worker process, on its newest link."""
 
     __slots__ = (
-        "batches", "capabilities", "cost", "detail", "done", "group", "heard", "host", "idle", "incarnation", "kept", "link",
-        "lost", "order", "pid", "place", "rows", "since", "stage", "stamp", "texts", "version",
+        "batches", "capabilities", "cost", "detail", "done", "group", "heard", "host", "idle", "incarnation", "kept", "late",
+        "link", "lost", "order", "pid", "place", "rows", "since", "stage", "stamp", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
@@ -178,6 +180,9 @@ class Worker:
         #: kept free for a trial, or in one
         self.kept = False
         self.lost = False
+        #: Its oldest batch is late. It gets nothing more until that one is done: newer work of a higher priority could keep
+        #: its engine from the old one until the deadline, which would cost a healthy worker its life.
+        self.late = False
         self.batches: dict[TaskId, Batch] = {}
         #: sums over `batches`; never over the capabilities' inflight_tokens and inflight_rows
         self.cost = 0
@@ -194,6 +199,7 @@ class Worker:
         return (
             self.capabilities is not None
             and self.idle
+            and not self.late
             and not self.lost
             and self.stage == "ready"
             and self.version == self.group.version
@@ -229,7 +235,7 @@ class Worker:
 class Place:
     """A worker that this pool starts itself: the succession of its incarnations."""
 
-    __slots__ = ("begun", "group", "incarnation", "index", "last_words", "losses", "restarts", "state", "until")
+    __slots__ = ("begun", "group", "hopeless", "incarnation", "index", "last_words", "losses", "restarts", "state", "until")
 
     def __init__(self, group: "Group", index: int) -> None:
         self.group = group
@@ -246,6 +252,8 @@ class Place:
         self.restarts = 0
         #: why the last one ended
         self.last_words = ""
+        #: the last one said that starting it again cannot help
+        self.hopeless = False
 
     def check(self) -> None:
         assert self.state in ("backoff", "up", "ending", "retired"), self.state
@@ -299,6 +307,6 @@ class Group:
         idle = [w for w in self.workers.values() if w.open and not w.batches]
         assert not (idle and self.queue.head() is not None), (self.name, idle, self.queue.head())
         if self.trial is not None:
-            assert self.trial.id in self.trial.worker.batches, self.trial
+            assert self.trial.id in self.trial.worker.batches or self.trial.id in self.trial.worker.texts, self.trial
         if self.down:
             assert self.queue.head() is None and self.suspects.head() is None and not self.text_waiting, self.down

@@ -107,7 +107,7 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
 def _register(now: float, link: Link, register: m.Register, frames: Sequence[Buffer]) -> ev.Event:
     if register.protocol != m.PROTOCOL_VERSION:
         raise WireError("protocol_version", f"protocol: version {register.protocol} is not spoken here", field="protocol")
-    return ev.WorkerRegistered(now, link, register.group, register.incarnation, register.pid, register.host)
+    return ev.WorkerRegistered(now, link, register.group, register.incarnation, register.pid, register.host, register.epoch)
 
 
 def _done(now: float, link: Link, done: m.Done, frames: Sequence[Buffer]) -> ev.Event:
@@ -135,7 +135,7 @@ _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Idle: lambda now, link, message, _: ev.WorkerIdle(now, link, message.epoch),
     m.Done: _done,
     m.Tokenised: _tokenised,
-    m.Bye: lambda now, link, message, _: ev.WorkerBye(now, link, message.reason, message.failed),
+    m.Bye: lambda now, link, message, _: ev.WorkerBye(now, link, message.reason, message.failed, message.permanent),
     m.Failure: lambda now, link, message, _: ev.WorkerRefused(now, link, message.id, message.code == "shutting_down"),
     m.Ping: lambda now, link, message, _: ev.WorkerHeard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.WorkerHeard(now, link),

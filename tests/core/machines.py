@@ -156,6 +156,7 @@ class Pool:
             lengths = np.frombuffer(frames[-1], np.uint32)
             starts = np.cumsum(lengths) - lengths
             scores = np.stack([items[starts], lengths], axis=1).astype(np.float32)
+            scores = scores[:, : len(part.labels) or None]
             outcomes.append(ev.Outcome([FrameSpec("scores", "float32", scores.shape)], [scores.tobytes()]))
         return self.do(ev.BatchDone(0, sent.link, sent.message.batch, outcomes, version, forwards, 1000))
 

@@ -268,6 +268,18 @@ def test_a_process_that_never_registers_is_killed() -> None:
     assert pool.killed == [pool.started[0].incarnation]
 
 
+def test_a_worker_that_says_that_a_restart_cannot_help_is_not_restarted() -> None:
+    pool = Pool(workers=1)
+    client = pool.client()
+    pool.submit(client, 1, work())
+    incarnation = pool.started[-1].incarnation
+    pool.worker(incarnation, ready=False)
+    pool.do(ev.WorkerBye(0, incarnation.encode(), "no such model", failed=True, permanent=True))
+    pool.do(ev.WorkerExited(0, incarnation, "ended by SIGKILL"))
+    assert failures(pool.sent)[1].code == "pool_down"
+    assert "no such model" in failures(pool.sent)[1].message
+
+
 @pytest.mark.parametrize("permanent", [True, False])
 def test_when_no_worker_can_come_back_the_pool_says_so(permanent: bool) -> None:
     pool = Pool(config(workers=1, restart=Restart(max_restarts=2)))

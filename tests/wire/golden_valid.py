@@ -459,6 +459,12 @@ def _from_worker() -> list[Valid]:
         Valid("bye", way, "drained", {"type": "bye", "reason": "drained"}),
         Valid("bye-failed", way, "the engine broke", {"type": "bye", "reason": "the engine hangs", "failed": True}),
         Valid(
+            "bye-permanent",
+            way,
+            "the engine can never start like this",
+            {"type": "bye", "reason": "no such model", "failed": True, "permanent": True},
+        ),
+        Valid(
             "error-from-worker",
             way,
             "it drains, and does not take batch 5",

@@ -1,0 +1,212 @@
+"""What the simulator, and reading beside it, found in the coordinator's machine: each as small as it gets."""
+
+import pytest
+
+from enginepool.config import Restart, Timing
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.effects import ToWorker
+from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Tokenise
+from tests.core.machines import CAN, EPOCH, Pool, Sent, codes, config, failures, results, text, texts, work
+
+
+def lose(pool: Pool, link: bytes) -> None:
+    """The worker on `link` is lost with all that it has."""
+    pool.batches = [sent for sent in pool.batches if sent.link != link]
+    pool.do(ev.WorkerBroken(0, link, "dies"))
+
+
+def tokenise(pool: Pool, task: Sent) -> list[Sent]:
+    """The worker turns the one row of a text into the id 1."""
+    assert isinstance(task.message, Tokenise)
+    specs = [FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
+    return pool.do(ev.TextTokenised(0, task.link, task.message.task, specs, [b"\1\0\0\0", b"\1\0\0\0"]))
+
+
+def one_suspect_and_two_busy_workers() -> tuple[Pool, Sent, Sent]:
+    """Request 1 is a suspect; worker a has less to do than b and is kept free for it. Returns what a and b run."""
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 10, work(length=50))
+    pool.worker("b")
+    pool.submit(client, 11, work(length=100))
+    lost = pool.worker("lost")
+    pool.submit(client, 1, work())
+    first, second, last = pool.batches
+    assert [sent.link for sent in (first, second, last)] == [b"a", b"b", lost]
+    lose(pool, lost)
+    kept = pool.machine.core.groups["g"].kept_worker
+    assert kept is not None and kept.link == b"a"
+    return pool, first, second
+
+
+# --- trials ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_suspect_takes_the_first_worker_that_falls_idle_not_only_the_one_kept_for_it() -> None:
+    pool, _, second = one_suspect_and_two_busy_workers()
+    (trial,) = [sent for sent in pool.finish(second) if isinstance(sent.message, Batch)]
+    assert trial.link == b"b"
+    assert pool.machine.core.groups["g"].kept_worker is None
+
+
+def test_no_trial_is_sent_to_a_worker_that_began_to_drain_while_it_was_kept() -> None:
+    pool, first, second = one_suspect_and_two_busy_workers()
+    pool.do(ev.WorkerStage(0, b"a", "draining", ""))
+    assert not [sent for sent in pool.finish(first) if isinstance(sent.message, Batch)]
+    assert [sent.link for sent in pool.finish(second) if isinstance(sent.message, Batch)] == [b"b"]
+
+
+def test_a_suspect_starts_when_what_stood_before_it_has_left_in_the_same_moment() -> None:
+    pool = Pool()
+    client = pool.client()
+    lost = pool.worker("lost")
+    pool.submit(client, 1, work())
+    lose(pool, lost)
+    pool.worker("a", ready=False)
+    pool.worker("b", ready=False)
+    together = [event for link in (b"a", b"b") for event in (ev.WorkerIdle(0, link, EPOCH), ev.WorkerReady(0, link, CAN, 0))]
+    effects = pool.machine.handle(*together, ev.Submit(0, client, 2, work(), 5, None))
+    sent = [effect.link for effect in effects if isinstance(effect, ToWorker) and isinstance(effect.message, Batch)]
+    assert sorted(sent) == [b"a", b"b"]
+
+
+def test_a_worker_kept_for_a_trial_is_free_again_when_all_suspects_are_gone_at_once() -> None:
+    roomy = Capabilities("causal", 1000, 100, batch_tokens=10_000, batch_rows=100, inflight_tokens=20_000, inflight_rows=200)
+    pool = Pool()
+    staying, leaving = pool.client(), pool.client()
+    lost = pool.worker("lost", can=roomy)
+    for id_ in range(65):
+        pool.submit(leaving, id_, work())
+    lose(pool, lost)
+    busy = pool.worker("a", can=roomy)
+    (trial,) = pool.batches
+    pool.worker("b", can=roomy)
+    pool.submit(staying, 1, work(), priority=1)
+    lose(pool, busy)
+    del trial
+    assert pool.machine.core.groups["g"].kept_worker is not None
+    pool.do(ev.ClientLeft(0, leaving))
+    pool.finish_all()
+    pool.submit(staying, 2, work())
+    pool.finish_all()
+    assert sorted(results(pool.sent)) == [1, 2]
+
+
+# --- text --------------------------------------------------------------------------------------------------------------
+
+
+def test_text_that_came_during_a_trial_is_tokenised_after_it() -> None:
+    pool = Pool()
+    client = pool.client()
+    lost = pool.worker("lost")
+    pool.submit(client, 1, work())
+    lose(pool, lost)
+    pool.worker("a")
+    (trial,) = pool.batches
+    assert not texts(pool.submit(client, 2, text("q", ["x"])))
+    assert [task.link for task in texts(pool.finish(trial))] == [b"a"]
+
+
+def test_text_that_kills_its_worker_is_found_and_its_neighbours_are_tokenised() -> None:
+    """Several texts are always in hand together: without trials the guilty one would never be alone."""
+    pool = Pool(config(restart=Restart(max_attempts=2)))
+    client = pool.client()
+    for id_ in range(1, 5):
+        pool.submit(client, id_, text("q", ["bad" if id_ % 2 else "good"]))
+    deaths = 0
+    while pool.machine.core.groups["g"].waiting:
+        assert deaths <= 1 + 2 * 2
+        seen = len(pool.sent)
+        link = pool.worker(f"w{deaths}")
+        while tasks := texts(pool.sent[seen:]):
+            seen = len(pool.sent)
+            if any(task.frames[1] == b"bad" for task in tasks):
+                deaths += 1
+                lose(pool, link)
+                break
+            for task in tasks:
+                tokenise(pool, task)
+            pool.finish_all()
+    assert {id_: failure.code for id_, failure in failures(pool.sent).items() if id_} == {1: "poisoned", 3: "poisoned"}
+    assert sorted(results(pool.sent)) == [2, 4]
+
+
+# --- workers -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_whose_idle_was_lost_with_its_link_gets_work() -> None:
+    """It heard our epoch, so it says no second time that it holds nothing older."""
+    pool = Pool()
+    client = pool.client()
+    pool.do(ev.WorkerRegistered(0, b"a", "g", "a", 1, "h"))
+    pool.do(ev.WorkerRegistered(0, b"a2", "g", "a", 1, "h", epoch=EPOCH))
+    pool.do(ev.WorkerReady(0, b"a2", CAN, 0))
+    pool.submit(client, 1, work())
+    pool.finish_all()
+    assert list(results(pool.sent)) == [1]
+
+
+def test_what_a_dead_process_said_last_does_not_bring_it_back() -> None:
+    """Its end may be seen before its last messages are read."""
+    pool = Pool(config(workers=1))
+    (start,) = pool.started
+    pool.do(ev.WorkerExited(0, start.incarnation, "signal 9"))
+    assert codes(pool.do(ev.WorkerRegistered(0, b"a", "g", start.incarnation, 1, "h"))) == ["superseded"]
+    assert not pool.machine.core.groups["g"].workers
+
+
+def test_the_pool_is_down_when_the_last_worker_that_dialled_in_is_lost_after_all_places_retired() -> None:
+    pool = Pool(config(workers=1))
+    client = pool.client()
+    other = pool.worker("other")
+    pool.do(ev.WorkerExited(0, pool.started[0].incarnation, "cannot work", permanent=True))
+    pool.submit(client, 1, work())
+    assert not failures(pool.sent)
+    lose(pool, other)
+    assert failures(pool.sent)[1].code == "pool_down"
+
+
+def test_a_group_without_places_waits_for_the_next_worker_that_dials_in() -> None:
+    pool = Pool()
+    client = pool.client()
+    other = pool.worker("other")
+    pool.submit(client, 1, work())
+    lose(pool, other)
+    pool.worker("next")
+    pool.finish_all()
+    assert list(results(pool.sent)) == [1]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3)])
+def test_a_worker_that_answers_other_columns_than_were_asked_is_lost(shape: tuple[int, int]) -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work())
+    (batch,) = pool.batches
+    assert isinstance(batch.message, Batch)
+    outcome = ev.Outcome([FrameSpec("scores", "float32", shape)], [bytes(4 * shape[1])])
+    pool.do(ev.BatchDone(0, b"a", batch.message.batch, [outcome], 0, 1, 1))
+    assert not pool.machine.core.groups["g"].workers and not results(pool.sent)
+
+
+def test_a_worker_with_a_late_batch_gets_nothing_more_until_it_is_done() -> None:
+    """Newer work of a higher priority could keep its engine from the old batch, and the deadline would cost it its life."""
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work(), priority=-1)
+    (old,) = pool.batches
+    for second in range(int(Timing().forward_s / 2) + 1):
+        pool.wait(1)
+        pool.do(ev.WorkerHeard(0, b"a"))
+        pool.do(ev.Heard(0, client, 0))
+        pool.submit(client, second + 2, work(), priority=1)
+    newer = pool.batches[1:]
+    assert 0 < len(newer) < 16
+    for sent in newer:
+        pool.finish(sent)
+    assert pool.batches == [old], "what came after half of its time waits"
+    pool.finish(old)
+    assert len(pool.batches) == 1
