@@ -107,6 +107,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _AT = re.compile(r" - at `\$\.?(.*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 
 
 def load_config(path: Path) -> PoolConfig:
@@ -116,25 +117,29 @@ def load_config(path: Path) -> PoolConfig:
         ConfigError: the file is missing, no TOML, or has an unknown key or an impossible value; the line names it.
     """
     try:
-        text = path.read_bytes()
+        raw = msgspec.toml.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    try:
-        config = msgspec.toml.decode(text, type=PoolConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {_say(str(error))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
-    return check_config(config, where=str(path))
+    return _convert(raw, str(path))
 
 
 def decode_config(data: bytes) -> PoolConfig:
     """The same from JSON, as an embedding program hands it over. Raises ConfigError."""
     try:
-        config = msgspec.json.decode(data, type=PoolConfig)
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"configuration: {_say(str(error))}") from None
-    return check_config(config, where="configuration")
+        raw = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration: not JSON: {error}") from None
+    return _convert(raw, "configuration")
+
+
+def _convert(raw: Any, where: str) -> PoolConfig:
+    try:
+        config = msgspec.convert(raw, PoolConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_say(str(error), raw)}") from None
+    return check_config(config, where=where)
 
 
 def encode_config(config: PoolConfig) -> bytes:
@@ -142,11 +147,22 @@ def encode_config(config: PoolConfig) -> bytes:
     return msgspec.json.encode(config)
 
 
-def _say(text: str) -> str:
+def _say(text: str, raw: Any) -> str:
+    """The error with the key first. msgspec does not say which group is wrong: that is looked for."""
     at = _AT.search(text)
-    if not at:
-        return text
-    return f"{at.group(1)}: {text[: at.start()]}"
+    key = at.group(1) if at else ""
+    what = text[: at.start()] if at else text
+    if key.startswith("groups[...]"):
+        for name, group in raw["groups"].items():
+            try:
+                msgspec.convert(group, GroupConfig)
+            except msgspec.ValidationError:
+                key = key.replace("groups[...]", f"groups.{name}")
+                break
+    unknown = _UNKNOWN.fullmatch(what)
+    if unknown:
+        return f"unknown key {f'{key}.' if key else ''}{unknown.group(1)}"
+    return f"{key}: {what}" if key else what
 
 
 def check_config(config: PoolConfig, *, where: str) -> PoolConfig:

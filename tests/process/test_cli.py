@@ -80,7 +80,7 @@ BAD_USAGE = [
     ("--nope", "no such option: --nope"),
     ("serve", "serve needs --config POOL.TOML or --model MODEL"),
     ("serve --config none.toml", "none.toml: No such file"),
-    ("serve --config key.toml", "key.toml: Object contains unknown field `listem`"),
+    ("serve --config key.toml", "key.toml: unknown key listem"),
     ("serve --config remote.toml", "remote.toml: listen = 'tcp://0.0.0.0:5000': not loopback"),
     ("serve --config key.toml --workers 2", "--config and --workers exclude each other"),
     ("serve --engine sim --workers -1", "invalid value for '--workers'"),

@@ -1,0 +1,61 @@
+"""A configuration that cannot work is refused in one line that names the key."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from enginepool.config import GroupConfig, PoolConfig, check_config, decode_config, encode_config, load_config
+from enginepool.errors import ConfigError
+
+GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[groups]", "groups = {}: a pool needs at least one group"),
+        (GOOD + "enginee = 1", "unknown key groups.a.enginee"),
+        (GOOD + "[groups.b]\nmodel = 5", "groups.b.model: Expected `str`, got `int`"),
+        (GOOD + "workers = -1", "groups.a.workers = -1: 0 to 4096"),
+        (GOOD + "ageing_s = 0", "groups.a.ageing_s = 0"),
+        (GOOD + "ageing_s = nan", "groups.a.ageing_s = nan"),
+        (GOOD + 'workers = 2\ngpus = ["0"]', "groups.a.gpus = ['0']: one entry for each of 2 workers"),
+        ('[groups."A B"]\nmodel = "m"', "groups.A B = 'A B': a name has"),
+        ("queue = 3\n" + GOOD, "unknown key queue"),
+        (GOOD + "[limits]\nqueue_item = 3", "unknown key limits.queue_item"),
+        (GOOD + "[limits]\nwindow_bytes = 5", "limits.window_bytes = 5: at least limits.max_message_bytes"),
+        (GOOD + "[timing]\nsilence_s = 0", "timing.silence_s = 0.0: more than 0"),
+        (GOOD + "[timing]\nping_s = 9.0", "timing.ping_s = 9.0: at most half of silence_s"),
+        ('listen = "http://x"\n' + GOOD, "listen = 'http://x': write tcp://HOST:PORT or ipc://PATH"),
+        ('listen = "tcp://0.0.0.0:5"\n' + GOOD, "listen = 'tcp://0.0.0.0:5': not loopback"),
+        ('listen = "tcp://127.0.0.1:99999"\n' + GOOD, "listen = 'tcp://127.0.0.1:99999': write"),
+        (f'listen = "ipc://{"x" * 101}"\n' + GOOD, "an ipc path has at most 100 bytes"),
+        ("groups = ", "not TOML"),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, text: str, line: str) -> None:
+    path = tmp_path / "pool.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert line in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no\.toml: No such file"):
+        load_config(tmp_path / "no.toml")
+
+
+def test_a_config_survives_its_journey_to_another_process() -> None:
+    config = PoolConfig(groups={"a": GroupConfig(model="m", options={"page_size": 16, "x": [1.5, "y"]})})
+    assert decode_config(encode_config(config)) == config
+
+
+def test_a_remote_address_is_bound_only_when_the_user_insists() -> None:
+    config = PoolConfig(groups={"a": GroupConfig(model="m")}, listen="tcp://10.1.2.3:5755")
+    with pytest.raises(ConfigError, match="no keys"):
+        check_config(config, where="test")
+    check_config(msgspec.structs.replace(config, allow_remote=True), where="test")
