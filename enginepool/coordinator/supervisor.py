@@ -136,6 +136,11 @@ class LocalSupervisor:
         gpu = self._gpu(group, index)
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
+        elif config.engine == "sglang":
+            # Engines on one CPU would each start a thread for every core, and spin on each other's.
+            workers = sum(other.workers for other in self._config.groups.values())
+            threads = max(1, len(os.sched_getaffinity(0)) // workers)
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
         return subprocess.Popen(
             [sys.executable, "-m", "enginepool.workers.main"],
             env=environment,

@@ -1,0 +1,69 @@
+"""Real engines for the tests, started once, and the direct computation that their answers must equal."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from enginepool.tiny_model import make_tiny_model
+from tests.engine.hosted import HostedEngine
+from tests.engine.reference import Models, Reference
+
+#: Small, so that batches of a few rows are full ones.
+BUDGETS: dict[str, Any] = {"max_batch_tokens": 256, "max_batch_rows": 24}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp("models")
+    return Models(
+        causal=make_tiny_model(folder / "causal", seed=1),
+        reward=make_tiny_model(folder / "reward", head="reward", labels=3, seed=2),
+    )
+
+
+class Engines:
+    """The running engines by name. They start side by side, because it takes each of them many seconds."""
+
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._hosted = {name: self._start(name) for name in ("causal", "reward")}
+
+    def _start(self, name: str) -> HostedEngine:
+        if name == "causal":
+            return HostedEngine(str(self._models.causal), refused={"dp_size": 2}, **BUDGETS)
+        return HostedEngine(str(self._models.reward), **BUDGETS)
+
+    def get(self, name: str) -> HostedEngine:
+        """The engine, ready; another one when a test has ended it."""
+        if self._hosted[name].ended:
+            self._hosted[name] = self._start(name)
+        return self._hosted[name].wait_until_started()
+
+    def end(self) -> None:
+        for engine in self._hosted.values():
+            engine.end()
+
+
+@pytest.fixture(scope="session")
+def engines(models: Models) -> Iterator[Engines]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")  # models this small gain nothing from threads that wait for each other
+        engines = Engines(models)
+        yield engines
+    engines.end()
+
+
+@pytest.fixture
+def causal(engines: Engines) -> HostedEngine:
+    return engines.get("causal")
+
+
+@pytest.fixture
+def reward(engines: Engines) -> HostedEngine:
+    return engines.get("reward")
+
+
+@pytest.fixture(scope="session")
+def reference(models: Models) -> Reference:
+    return Reference(models)

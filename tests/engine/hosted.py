@@ -1,0 +1,202 @@
+"""A real engine in a process of its own, as a worker hosts it, driven over a pipe: one process can have one engine only."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgspec
+import psutil
+
+from enginepool.protocol.messages import Capabilities
+from enginepool.workers.engine import BatchScores, EngineDied, EngineError, ScoreBatch
+from enginepool.workers.sglang_engine import SglangEngine
+
+#: An engine starts in 20 s where nothing else runs; tests share their machine.
+START_S = 500
+
+
+class HostedEngine:
+    """The tests' end of the pipe. Calls block."""
+
+    def __init__(self, model: str, refused: dict[str, Any] | None = None, **settings: Any) -> None:
+        settings = {"device": "cpu"} | settings
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_host, args=(theirs, model, settings, refused))
+        self._process.start()
+        theirs.close()
+        self.capabilities: Capabilities | None = None
+        self.stages: list[str] = []
+        self.refusal = ""
+
+    def wait_until_started(self) -> "HostedEngine":
+        """Raises EngineDied when the engine did not start."""
+        if self.capabilities is None:
+            assert self._pipe.poll(START_S), "the engine did not start in time"
+            started = self._answer()
+            self.capabilities, self.stages, self.refusal = started.capabilities, started.stages, started.refusal
+        return self
+
+    def call(self, name: str, *args: Any) -> Any:
+        """What the method of `_Host` of this name returns or raises."""
+        self._pipe.send((name, args))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        answer = self._pipe.recv()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def score(self, *batches: ScoreBatch, at_once: int = 1) -> list[BatchScores | Exception]:
+        """Run batches, `at_once` of them in flight; their outcomes in order."""
+        return self.call("score", batches, at_once)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process is gone."""
+        return not self._process.is_alive()
+
+    def close(self) -> "Closed":
+        """Close the engine and end its process."""
+        closed = self.call("close")
+        self._process.join(30)
+        assert self._process.exitcode == 0
+        return closed
+
+    def end(self) -> None:
+        """End the process whatever state it is in; nothing where it has ended."""
+        self._pipe.close()  # the host closes its engine at the end of the pipe
+        self._process.join(30)
+        if self._process.is_alive():
+            self._process.kill()
+
+
+@dataclass(frozen=True)
+class Started:
+    """What starting gave."""
+
+    capabilities: Capabilities
+    stages: list[str]
+    refusal: str
+
+
+@dataclass(frozen=True)
+class Closed:
+    """What closing left, and what a call on the closed engine says."""
+
+    seconds: float
+    children: list[str]
+    refusal: str
+
+
+class _Host:
+    """The engine's end of the pipe. Each method is a call."""
+
+    def __init__(self, engine: SglangEngine) -> None:
+        self._engine = engine
+        self._termed = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._termed.set)
+
+    async def score(self, batches: tuple[ScoreBatch, ...], at_once: int) -> list[BatchScores | Exception]:
+        slots = asyncio.Semaphore(at_once)
+
+        async def one(batch: ScoreBatch) -> BatchScores | Exception:
+            async with slots:
+                try:
+                    return await self._engine.score(batch)
+                except (EngineError, EngineDied) as error:
+                    return error
+
+        return await asyncio.gather(*(one(batch) for batch in batches))
+
+    async def finish_order(self, batches: tuple[ScoreBatch, ...]) -> list[int]:
+        """In which order batches finish that are sent all at once, in the given order."""
+        order: list[int] = []
+
+        async def one(place: int) -> None:
+            await self._engine.score(batches[place])
+            order.append(place)
+
+        await asyncio.gather(*(one(place) for place in range(len(batches))))
+        return order
+
+    async def pretend(self, times: int) -> None:
+        """Have the adapter believe in budgets `times` as large as those of the engine; 1 undoes it."""
+        engine: Any = self._engine
+        real = engine._real = getattr(engine, "_real", engine._capabilities)
+        engine._capabilities = msgspec.structs.replace(
+            real, inflight_tokens=real.inflight_tokens * times, inflight_rows=real.inflight_rows * times
+        )
+
+    async def tokenise(self, texts: list[str]) -> list[list[int]]:
+        return await self._engine.tokenise(texts)
+
+    async def terminate(self) -> bool:
+        """Send this process SIGTERM and wait for the handler from before the engine's start."""
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await self._termed.wait()
+
+    async def kill_scheduler(self, batch: ScoreBatch) -> tuple[str, Exception]:
+        """SIGKILL the scheduler with a batch in flight; (why the engine died, how the batch ended)."""
+        [scheduler] = [child for child in psutil.Process().children() if "scheduler" in " ".join(child.cmdline())]
+        scheduler.suspend()  # so that the batch is in flight when it dies
+        pending = asyncio.create_task(self._engine.score(batch))
+        await asyncio.sleep(0)
+        scheduler.kill()
+        reason = await self._engine.died()
+        try:
+            await pending
+        except EngineDied as error:
+            return reason, error
+        raise AssertionError("the batch was answered by an engine that is dead")
+
+    async def close(self) -> Closed:
+        began = time.monotonic()
+        await asyncio.gather(self._engine.close(), self._engine.close())
+        seconds = time.monotonic() - began
+        children = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+        try:
+            await self._engine.tokenise(["x"])
+        except EngineDied as error:
+            return Closed(seconds, children, str(error))
+        raise AssertionError("a closed engine answered")
+
+
+def _host(pipe: Connection, model: str, settings: dict[str, Any], refused: dict[str, Any] | None) -> None:
+    asyncio.run(_serve(pipe, model, settings, refused))
+
+
+async def _serve(pipe: Connection, model: str, settings: dict[str, Any], refused: dict[str, Any] | None) -> None:
+    refusal = ""
+    stages: list[str] = []
+    if refused is not None:
+        try:
+            await SglangEngine(model, device=settings["device"], options=refused).start(lambda _stage, _detail: None)
+        except EngineDied as error:
+            refusal = str(error)
+    engine = SglangEngine(model, **settings)
+    host = _Host(engine)
+    try:
+        capabilities = await engine.start(lambda stage, _detail: stages.append(stage))
+    except EngineDied as error:
+        pipe.send(error)
+        return
+    pipe.send(Started(capabilities, stages, refusal))
+    name = ""
+    while name != "close":
+        try:
+            name, args = await asyncio.to_thread(pipe.recv)
+        except EOFError:
+            await engine.close()
+            return
+        try:
+            answer = await getattr(host, name)(*args)
+        except Exception as error:
+            answer = error
+        pipe.send(answer)

@@ -1,0 +1,55 @@
+"""The direct computation that the engine's answers must equal."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.workers import cpu_bridge
+
+
+@dataclass(frozen=True)
+class Models:
+    """Folders of the checkpoints."""
+
+    causal: Path
+    reward: Path
+
+
+class Reference:
+    """`transformers` in float32, one row at a time: no padding, no batching, nothing shared with the engine but the files."""
+
+    def __init__(self, models: Models) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cpu_bridge.install()
+            import torch
+            import transformers
+
+            self._torch: Any = torch
+            self._torch.set_num_threads(1)
+            library: Any = transformers
+            self._causal = library.AutoModelForCausalLM.from_pretrained(models.causal, dtype=torch.float32).eval()
+            self._reward = library.AutoModelForSequenceClassification.from_pretrained(models.reward, dtype=torch.float32).eval()
+            # Rows are not padded: the last token is pooled, also where it happens to be the one that others pad with.
+            self._reward.config.pad_token_id = None
+            self.tokenizer = library.AutoTokenizer.from_pretrained(models.causal)
+
+    def label_scores(self, row: list[int], labels: tuple[int, ...], softmax: bool) -> npt.NDArray[np.float64]:
+        with self._torch.no_grad():
+            logits = self._causal(self._torch.tensor([row])).logits[0, -1].double()
+        if softmax:
+            return self._torch.softmax(logits[list(labels)], dim=-1).numpy()
+        return self._torch.softmax(logits, dim=-1)[list(labels)].numpy()
+
+    def rewards(self, row: list[int], softmax: bool) -> npt.NDArray[np.float64]:
+        with self._torch.no_grad():
+            logits = self._reward(self._torch.tensor([row])).logits[0].double()
+        return (self._torch.softmax(logits, dim=-1) if softmax else logits).numpy()
+
+    def hidden(self, row: list[int]) -> npt.NDArray[np.float32]:
+        with self._torch.no_grad():
+            return self._reward.model(self._torch.tensor([row])).last_hidden_state[0, -1].numpy()

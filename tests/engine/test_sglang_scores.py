@@ -1,0 +1,212 @@
+"""What the real engine answers: every number equals a direct computation, and every batch is one forward."""
+
+import random
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool.protocol.messages import Capabilities
+from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
+from tests.engine.hosted import HostedEngine
+from tests.engine.reference import Reference
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+VOCAB = 512
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def part_of(rows: list[tuple[list[int], list[int]]], shared: bool, **settings: object) -> ScorePart:
+    """A part from (query, item) pairs; `shared`: one query for all."""
+    queries = [query for query, _ in rows]
+    return ScorePart(
+        query=np.array(queries[0] if shared else [*chain.from_iterable(queries)], np.int32),
+        items=np.array([*chain.from_iterable(item for _, item in rows)], np.int32),
+        item_lengths=np.array([len(item) for _, item in rows], np.uint32),
+        query_lengths=None if shared else np.array([len(query) for query in queries], np.uint32),
+        **settings,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def random_part(chance: random.Random, tokens: int, rows: int, causal: bool) -> ScorePart:
+    """A part within these bounds, of any form that there is."""
+    shared = chance.random() < 0.5
+    count = chance.randint(1, rows)
+    length = max(2, tokens // count)
+    query = [chance.randrange(VOCAB) for _ in range(chance.randint(0, length - 1))]
+    pairs: list[tuple[list[int], list[int]]] = []
+    for _ in range(count):
+        head = query if shared else query[: chance.randint(0, len(query))]
+        tail = [chance.randrange(VOCAB) for _ in range(chance.randint(1, length - len(head)))]
+        pairs.append((head, tail))
+    labels = tuple(chance.randrange(VOCAB) for _ in range(chance.randint(1, 5))) if causal else ()
+    return part_of(pairs, shared, labels=labels, softmax=chance.random() < 0.5, item_first=chance.random() < 0.5)
+
+
+def random_batch(chance: random.Random, capabilities: Capabilities) -> ScoreBatch:
+    """A batch of up to four parts within the declared budget, from nearly empty to full."""
+    causal = capabilities.kind == "causal"
+    count = chance.randint(1, 4)
+    parts = tuple(
+        random_part(chance, capabilities.batch_tokens // count, capabilities.batch_rows // count, causal) for _ in range(count)
+    )
+    return ScoreBatch(parts, priority=chance.randint(-1000, 1000), hidden=not causal and chance.random() < 0.5)
+
+
+def full_batch(capabilities: Capabilities, rows: int, seed: int) -> ScoreBatch:
+    """A batch that takes the whole declared budget of tokens in `rows` rows of random ids."""
+    chance = random.Random(seed)
+    length = capabilities.batch_tokens // rows
+    pairs: list[tuple[list[int], list[int]]] = [([], [chance.randrange(VOCAB) for _ in range(length)]) for _ in range(rows)]
+    return ScoreBatch((part_of(pairs, shared=True, labels=(7,) if capabilities.kind == "causal" else ()),))
+
+
+def declared(engine: HostedEngine) -> Capabilities:
+    assert engine.capabilities is not None
+    return engine.capabilities
+
+
+def whole(outcomes: list[BatchScores | Exception]) -> list[BatchScores]:
+    """The outcomes, all of them answers that took one forward."""
+    for outcome in outcomes:
+        assert isinstance(outcome, BatchScores), outcome
+        assert outcome.forwards == 1
+    return [outcome for outcome in outcomes if isinstance(outcome, BatchScores)]
+
+
+def test_causal_scores_equal_a_direct_computation(causal: HostedEngine, reference: Reference) -> None:
+    chance = random.Random(11)
+    batches = [random_batch(chance, declared(causal)) for _ in range(60)]
+    rows = 0
+    for batch, outcome in zip(batches, whole(causal.score(*batches, at_once=2)), strict=True):
+        for part, scored in zip(batch.parts, outcome.parts, strict=True):
+            assert isinstance(scored, PartScores)
+            expected = [reference.label_scores(row, part.labels, part.softmax) for row in part.prompts()]
+            assert_close(scored.scores, expected)
+            assert scored.scores.dtype == np.float32
+            assert scored.hidden is None
+            rows += len(expected)
+    assert rows > 400
+
+
+def test_rewards_and_hidden_states_equal_a_direct_computation(reward: HostedEngine, reference: Reference) -> None:
+    chance = random.Random(12)
+    batches = [random_batch(chance, declared(reward)) for _ in range(60)]
+    rows = hidden_rows = 0
+    for batch, outcome in zip(batches, whole(reward.score(*batches, at_once=2)), strict=True):
+        for part, scored in zip(batch.parts, outcome.parts, strict=True):
+            assert isinstance(scored, PartScores)
+            prompts = part.prompts()
+            assert_close(scored.scores, [reference.rewards(row, part.softmax) for row in prompts])
+            rows += len(prompts)
+            assert (scored.hidden is not None) == batch.hidden
+            if scored.hidden is not None:
+                assert_close(scored.hidden, [reference.hidden(row) for row in prompts])
+                hidden_rows += len(prompts)
+    assert rows > 400
+    assert hidden_rows > 100
+
+
+def test_scores_of_different_rows_differ(causal: HostedEngine, reward: HostedEngine) -> None:
+    for engine in (causal, reward):
+        [outcome] = whole(engine.score(full_batch(declared(engine), rows=16, seed=1)))
+        assert isinstance(outcome.parts[0], PartScores)
+        assert len(np.unique(outcome.parts[0].scores[:, 0])) == 16
+
+
+@pytest.mark.parametrize("rows", [1, 2, 24])
+def test_full_batches_that_wait_together_take_one_forward_each(causal: HostedEngine, reward: HostedEngine, rows: int) -> None:
+    for engine in (causal, reward):
+        capabilities = declared(engine)
+        whole(engine.score(*(full_batch(capabilities, rows, seed) for seed in range(20)), at_once=2))
+
+
+def test_the_longest_row_that_is_declared_is_taken_whole(causal: HostedEngine, reference: Reference) -> None:
+    chance = random.Random(3)
+    row = [chance.randrange(VOCAB) for _ in range(declared(causal).context)]
+    [outcome] = whole(causal.score(ScoreBatch((part_of([([], row)], shared=True, labels=(1, 2)),))))
+    assert isinstance(outcome.parts[0], PartScores)
+    assert_close(outcome.parts[0].scores[0], reference.label_scores(row, (1, 2), False))
+
+
+def test_an_engine_that_must_split_is_caught_by_the_count(causal: HostedEngine, reward: HostedEngine) -> None:
+    """The adapter is made to believe in four times the engine's budget: what it then sends cannot be one forward."""
+    for engine in (causal, reward):
+        capabilities = declared(engine)
+        too_much = full_batch(capabilities, rows=16, seed=5)
+        batch = ScoreBatch(too_much.parts * 6)
+        engine.call("pretend", 4)
+        try:
+            [outcome] = engine.score(batch)
+        finally:
+            engine.call("pretend", 1)
+        assert isinstance(outcome, BatchScores)
+        assert outcome.forwards > 1
+        # The same work inside the budget is whole again.
+        whole(engine.score(too_much))
+
+
+def test_a_larger_priority_runs_first_inside_the_engine(causal: HostedEngine, reward: HostedEngine) -> None:
+    """With more waiting than one forward takes, a late batch of high priority overtakes."""
+    for engine in (causal, reward):
+        parts = [full_batch(declared(engine), rows=4, seed=seed).parts for seed in range(12)]
+        batches = (*(ScoreBatch(part, priority=-5) for part in parts), ScoreBatch(parts[0], priority=5))
+        engine.call("pretend", 8)
+        try:
+            order = engine.call("finish_order", batches)
+        finally:
+            engine.call("pretend", 1)
+        assert order.index(12) < order.index(11)
+
+
+def test_a_batch_beyond_the_budget_is_refused_not_cut(causal: HostedEngine) -> None:
+    part = full_batch(declared(causal), rows=8, seed=1).parts[0]
+    [tokens] = causal.score(ScoreBatch((part, part, part)))
+    [rows] = causal.score(ScoreBatch(tuple(part_of([([1], [2])] * 24, shared=True, labels=(1,)) for _ in range(3))))
+    for outcome in (tokens, rows):
+        assert isinstance(outcome, EngineError)
+        assert "would be cut" in str(outcome)
+
+
+def test_a_wrong_part_does_not_harm_its_neighbours(causal: HostedEngine) -> None:
+    good = part_of([([5], [6, 7]), ([5], [8])], shared=True, labels=(3, 3, 9))
+    context = declared(causal).context
+    wrong = {
+        "outside 0..511": part_of([([], [512])], shared=True, labels=(1,)),
+        "labels are empty": part_of([([], [5])], shared=True),
+        "a label is outside": part_of([([], [5])], shared=True, labels=(512,)),
+        "no tokens": part_of([([], [])], shared=True, labels=(1,)),
+        f"this engine takes {context}": part_of([([], [5] * (context + 1))], shared=True, labels=(1,)),
+    }
+    [alone] = whole(causal.score(ScoreBatch((good,))))
+    [mixed] = whole(causal.score(ScoreBatch((good, *wrong.values(), good))))
+    for reason, part in zip(wrong, mixed.parts[1:-1], strict=True):
+        assert isinstance(part, EngineError)
+        assert reason in str(part)
+    assert isinstance(alone.parts[0], PartScores)
+    for part in (mixed.parts[0], mixed.parts[-1]):
+        assert isinstance(part, PartScores)
+        assert_close(part.scores, alone.parts[0].scores)
+
+
+def test_hidden_states_of_a_causal_model_are_refused(causal: HostedEngine) -> None:
+    [outcome] = causal.score(ScoreBatch((part_of([([], [5])], shared=True, labels=(1,)),), hidden=True))
+    assert isinstance(outcome, EngineError)
+    assert "no pooled hidden states" in str(outcome)
+
+
+def test_labels_for_a_classifier_are_refused(reward: HostedEngine) -> None:
+    [outcome] = reward.score(ScoreBatch((part_of([([], [5])], shared=True, labels=(1,)),)))
+    assert isinstance(outcome, BatchScores)
+    assert "labels must be empty" in str(outcome.parts[0])
+    assert outcome.forwards == 0
+
+
+def test_text_becomes_the_ids_of_the_models_own_tokenizer(causal: HostedEngine, reference: Reference) -> None:
+    texts = ["What is the capital of France?", "", "Ω≈ç√ 你好\n\t", "<|endoftext|>yes"]
+    assert causal.call("tokenise", texts) == [reference.tokenizer(text)["input_ids"] for text in texts]
+    assert causal.call("tokenise", []) == []

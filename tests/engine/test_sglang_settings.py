@@ -1,0 +1,229 @@
+"""What SGLang is started with, what is refused, and the budgets inside which no batch is ever cut."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginepool.workers.sglang_settings import Running, SettingsError, Wanted, budgets, engine_kwargs
+
+KNOWN = {
+    "attention_backend",
+    "chunked_prefill_size",
+    "disable_overlap_schedule",
+    "disable_priority_preemption",
+    "dp_size",
+    "dtype",
+    "enable_metrics",
+    "enable_priority_scheduling",
+    "device",
+    "max_prefill_tokens",
+    "max_running_requests",
+    "max_total_tokens",
+    "mem_fraction_static",
+    "model_path",
+    "nccl_port",
+    "page_size",
+    "schedule_policy",
+}
+ALL_KNOWN = KNOWN | {
+    "allow_auto_truncate",
+    "custom_sigquit_handler",
+    "disaggregation_mode",
+    "dllm_algorithm",
+    "enable_dp_attention",
+    "enable_mis",
+    "enable_mixed_chunk",
+    "enable_prefill_delayer",
+    "enable_tokenizer_batch_encode",
+    "max_queued_requests",
+    "min_free_slots_delay",
+    "nnodes",
+    "pp_size",
+    "prefill_max_requests",
+    "speculative_algorithm",
+    "tokenizer_worker_num",
+}
+
+
+def wanted(device: str = "cuda", **settings: Any) -> Wanted:
+    return Wanted(model="model", device=device, **settings)
+
+
+def running(**facts: Any) -> Running:
+    settings = {"max_prefill_tokens": 32769, "chunked_prefill_size": -1, "page_size": 1} | facts.pop("settings", {})
+    return Running(settings, **({"kv_tokens": 500_000, "max_running": 1024, "longest": 40_000} | facts))
+
+
+def test_a_scoring_engine_never_chunks_and_runs_by_priority() -> None:
+    kwargs = engine_kwargs(wanted(), KNOWN)
+    assert kwargs["chunked_prefill_size"] == -1
+    assert kwargs["schedule_policy"] == "fcfs"
+    assert kwargs["enable_priority_scheduling"] is True
+    assert kwargs["disable_priority_preemption"] is True
+    assert kwargs["enable_metrics"] is True
+    assert "attention_backend" not in kwargs
+
+
+def test_the_engine_is_sized_for_the_batches_that_are_wanted() -> None:
+    kwargs = engine_kwargs(wanted(max_batch_tokens=1000, max_batch_rows=10, forwards_in_flight=3), KNOWN)
+    assert kwargs["max_prefill_tokens"] == 3001
+    assert kwargs["max_running_requests"] == 60
+
+
+def test_a_cpu_gets_what_sglang_needs_there() -> None:
+    kwargs = engine_kwargs(wanted("cpu", max_batch_tokens=100, max_batch_rows=5, options={"page_size": 4}), KNOWN)
+    assert kwargs["attention_backend"] == "torch_native"
+    assert kwargs["dtype"] == "float32"
+    assert kwargs["max_total_tokens"] >= 201 + 10 * 4
+    assert engine_kwargs(wanted("cpu", dtype="bfloat16"), KNOWN)["dtype"] == "bfloat16"
+
+
+def test_memory_is_never_left_to_a_rule_that_gives_a_small_card_nothing() -> None:
+    assert 0 < engine_kwargs(wanted(), KNOWN)["mem_fraction_static"] < 1
+    assert engine_kwargs(wanted(options={"mem_fraction_static": 0.3}), KNOWN)["mem_fraction_static"] == 0.3
+
+
+def test_settings_that_the_installed_version_lacks_are_left_out() -> None:
+    assert "enable_metrics" not in engine_kwargs(wanted(), KNOWN - {"enable_metrics"})
+
+
+def test_the_users_option_wins() -> None:
+    kwargs = engine_kwargs(wanted("cpu", options={"attention_backend": "intel_amx", "max_running_requests": 6}), KNOWN)
+    assert kwargs["attention_backend"] == "intel_amx"
+    assert kwargs["max_running_requests"] == 6
+
+
+def test_the_port_that_the_coordinator_gave_is_taken() -> None:
+    assert engine_kwargs(wanted(nccl_port=4711), KNOWN)["nccl_port"] == 4711
+    assert "nccl_port" not in engine_kwargs(wanted(), KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"dp_size": 2}, "dp_size=2 is refused"),
+        ({"pp_size": 2}, "pipeline stages"),
+        ({"nnodes": 2}, "one host"),
+        ({"enable_dp_attention": True}, "one by one"),
+        ({"speculative_algorithm": "EAGLE"}, "adds forwards"),
+        ({"dllm_algorithm": "LowConfidence"}, "several forwards"),
+        ({"disaggregation_mode": "prefill"}, "another engine"),
+        ({"enable_mixed_chunk": True}, "be cut"),
+        ({"prefill_max_requests": 4}, "would be split"),
+        ({"enable_prefill_delayer": True}, "held back"),
+        ({"min_free_slots_delay": 8}, "held back"),
+        ({"max_queued_requests": 10}, "refused while others run"),
+        ({"enable_mis": True}, "not supported"),
+        ({"allow_auto_truncate": True}, "cut silently"),
+        ({"enable_tokenizer_batch_encode": True}, "token ids"),
+        ({"tokenizer_worker_num": 2}, "does not work"),
+        ({"schedule_policy": "lpm"}, "other orders"),
+        ({"enable_priority_scheduling": False}, "would not reach"),
+        ({"disable_priority_preemption": False}, "runs again"),
+        ({"enable_metrics": False}, "cannot be counted"),
+        ({"custom_sigquit_handler": print}, "needs the signal"),
+        ({"chunked_prefill_size": 8192}, "cut into chunks"),
+        ({"chunked_prefill_size": 8192, "max_prefill_tokens": 16384}, "cut into chunks"),
+        ({"dp_sise": 2}, "did you mean 'dp_size'"),
+        ({"device": "cpu"}, "comes from device"),
+        ({"nccl_port": 1}, "comes from the coordinator"),
+    ],
+)
+def test_an_option_that_would_cut_batches_is_refused_with_the_reason(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        engine_kwargs(wanted(options=options), ALL_KNOWN)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_chunks_no_smaller_than_a_forward_are_let_through() -> None:
+    options = {"chunked_prefill_size": 4096, "max_prefill_tokens": 4096}
+    assert engine_kwargs(wanted(options=options), KNOWN)["chunked_prefill_size"] == 4096
+    found = budgets(wanted(), running(settings=options))
+    assert found.inflight_tokens == 4095
+
+
+def test_what_sglang_resolved_is_checked_not_what_it_was_given() -> None:
+    with pytest.raises(SettingsError, match="cut into chunks"):
+        budgets(wanted(), running(settings={"chunked_prefill_size": 2048}))
+
+
+@pytest.mark.parametrize("name", ["max_batch_tokens", "max_batch_rows", "forwards_in_flight"])
+def test_impossible_bounds_are_refused_by_name(name: str) -> None:
+    with pytest.raises(SettingsError, match=f"{name} is 0"):
+        wanted("cuda", **{name: 0})
+
+
+def test_budgets_of_a_large_engine_are_half_of_a_forward_each() -> None:
+    found = budgets(wanted(), running())
+    assert (found.inflight_tokens, found.batch_tokens) == (32768, 16384)
+    assert (found.inflight_rows, found.batch_rows) == (512, 256)
+    assert found.context == 32768
+
+
+def test_a_row_is_never_longer_than_what_the_engine_takes() -> None:
+    assert budgets(wanted(), running(longest=4089)).context == 4089
+    assert budgets(wanted(), running(settings={"max_prefill_tokens": 1001})).context == 1000
+
+
+def test_budgets_shrink_with_the_pool_and_the_slots() -> None:
+    found = budgets(wanted(), running(kv_tokens=6000, max_running=100))
+    assert found.inflight_rows == 50
+    assert found.inflight_tokens + found.inflight_rows < 6000
+
+
+def test_the_users_bounds_hold() -> None:
+    found = budgets(wanted(max_batch_tokens=300, max_batch_rows=7), running())
+    assert (found.batch_tokens, found.batch_rows) == (300, 7)
+    assert (found.inflight_tokens, found.inflight_rows) == (600, 14)
+
+
+@pytest.mark.parametrize("facts", [{"max_running": 1}, {"kv_tokens": 0}, {"settings": {"max_prefill_tokens": 1}}])
+def test_an_engine_without_room_for_one_batch_is_refused(facts: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match="no room for one batch"):
+        budgets(wanted(), running(**facts))
+
+
+def admitted(lengths: list[int], page: int, prefill: int, kv: int, slots: int) -> int:
+    """How many of these waiting rows SGLang admits to one forward, by its own rules, without prefix hits."""
+    count, input_left, pool_left = 0, prefill, kv
+    for length in lengths:
+        paged = -(-length // page) * page
+        if count >= slots or length + page >= pool_left or (count and paged >= input_left) or input_left <= 0:
+            break
+        count += 1
+        input_left -= paged
+        pool_left -= paged + page
+    return count
+
+
+@given(st.data())
+def test_whatever_fits_the_budgets_is_admitted_to_one_forward(data: st.DataObject) -> None:
+    """Everything that may be in flight at once, waiting together, with the slots of as much again still held."""
+    draw = data.draw
+    page = draw(st.sampled_from([1, 16, 64]))
+    prefill = draw(st.integers(2, 5000))
+    facts = running(
+        settings={"max_prefill_tokens": prefill, "page_size": page},
+        kv_tokens=draw(st.integers(0, 6000)),
+        max_running=draw(st.integers(1, 64)),
+        longest=draw(st.integers(1, 3000)),
+    )
+    asked = wanted(max_batch_tokens=draw(st.none() | st.integers(1, 5000)), max_batch_rows=draw(st.none() | st.integers(1, 64)))
+    try:
+        found = budgets(asked, facts)
+    except SettingsError:
+        return
+    assert found.batch_tokens % page == 0
+    assert 1 <= found.batch_rows <= found.inflight_rows
+    assert 1 <= found.context <= found.inflight_tokens
+    lengths: list[int] = []
+    left = found.inflight_tokens
+    while len(lengths) < found.inflight_rows and left >= page:
+        length = draw(st.integers(1, min(left // page * page, found.context)))
+        lengths.append(length)
+        left -= -(-length // page) * page
+    slots = facts.max_running - found.inflight_rows
+    assert admitted(lengths, page, prefill, facts.kv_tokens, slots) == len(lengths)

@@ -1,0 +1,72 @@
+"""How the real engine starts, tells that it was lost, and ends."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from enginepool.workers.engine import EngineDied, EngineUnusable, ScoreBatch, ScorePart
+from enginepool.workers.sglang_engine import SglangEngine
+from tests.engine.hosted import HostedEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+ROW = (np.array([5], np.int32), np.array([6, 7], np.int32), np.array([2], np.uint32))
+BATCH = ScoreBatch((ScorePart(*ROW, labels=(1,)),))
+REWARD_BATCH = ScoreBatch((ScorePart(*ROW),))
+
+
+def test_capabilities_are_those_of_the_loaded_model(causal: HostedEngine, reward: HostedEngine) -> None:
+    assert causal.capabilities is not None
+    assert reward.capabilities is not None
+    assert (causal.capabilities.kind, causal.capabilities.labels, causal.capabilities.hidden) == ("causal", 0, 0)
+    assert (reward.capabilities.kind, reward.capabilities.labels, reward.capabilities.hidden) == ("classifier", 3, 64)
+    for capabilities in (causal.capabilities, reward.capabilities):
+        assert (capabilities.vocab, capabilities.page, capabilities.device, capabilities.text) == (512, 1, "cpu", True)
+        assert (capabilities.batch_tokens, capabilities.batch_rows) == (256, 24)
+        assert (capabilities.inflight_tokens, capabilities.inflight_rows) == (512, 48)
+        assert capabilities.context == 512
+        assert capabilities.engine.startswith("sglang ")
+
+
+def test_start_reports_what_it_is_doing(causal: HostedEngine) -> None:
+    assert causal.stages == ["loading", "compiling"]
+
+
+def test_an_option_that_cuts_batches_is_refused_at_start_with_the_reason(causal: HostedEngine) -> None:
+    assert "dp_size=2 is refused" in causal.refusal
+
+
+def test_the_workers_own_sigterm_handler_survives_the_engine(causal: HostedEngine) -> None:
+    assert causal.call("terminate")
+    assert len(causal.score(BATCH)) == 1
+
+
+def test_a_model_that_does_not_exist_is_said_in_one_line() -> None:
+    async def start() -> str:
+        engine = SglangEngine("/nowhere/to/be/found", device="cpu")
+        with pytest.raises(EngineUnusable) as caught:
+            await engine.start(lambda _stage, _detail: None)
+        await engine.close()
+        return str(caught.value)
+
+    assert asyncio.run(start()) == "/nowhere/to/be/found: there is no such folder"
+
+
+def test_a_killed_scheduler_ends_calls_with_the_reason_and_leaves_nothing(reward: HostedEngine) -> None:
+    reason, ended = reward.call("kill_scheduler", REWARD_BATCH)
+    assert "scheduler" in reason
+    assert "SIGKILL" in reason
+    assert str(ended) == reason
+    [after] = reward.score(REWARD_BATCH)
+    assert isinstance(after, EngineDied)
+    assert str(after) == reason
+    closed = reward.close()
+    assert closed.children == []
+    assert closed.seconds < 20
+
+
+def test_a_closed_engine_leaves_no_process_and_refuses_work(causal: HostedEngine) -> None:
+    closed = causal.close()
+    assert closed.children == []
+    assert closed.seconds < 20
+    assert "closed" in closed.refusal

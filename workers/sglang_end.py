@@ -1,0 +1,60 @@
+"""Whether an engine is gone, why, and what that means to the calls that wait for it. No SGLang here."""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from enginepool.workers.engine import EngineDied
+
+
+class EngineEnd:
+    """An engine ends once: it is lost, or it is closed. All methods run on the engine's loop."""
+
+    def __init__(self) -> None:
+        #: Its result is the reason why the engine was lost. Made by whoever asks first: futures belong to a running loop.
+        self._lost: asyncio.Future[str] | None = None
+        #: Why no call can succeed any more.
+        self._over: asyncio.Future[str] | None = None
+
+    def _futures(self) -> tuple[asyncio.Future[str], asyncio.Future[str]]:
+        if self._lost is None or self._over is None:
+            loop = asyncio.get_running_loop()
+            self._lost, self._over = loop.create_future(), loop.create_future()
+        return self._lost, self._over
+
+    def lose(self, reason: str) -> None:
+        """The engine is gone by itself. The first reason counts, and none after `close`."""
+        lost, over = self._futures()
+        if not over.done():
+            lost.set_result(reason)
+            over.set_result(reason)
+
+    def close(self) -> None:
+        """The engine is being stopped: calls end, but it was not lost."""
+        _, over = self._futures()
+        if not over.done():
+            over.set_result("the engine was closed")
+
+    async def lost(self) -> str:
+        """Wait until the engine is lost; the reason."""
+        lost, _ = self._futures()
+        return await asyncio.shield(lost)
+
+    def check(self) -> None:
+        """Raises EngineDied when the engine has ended."""
+        _, over = self._futures()
+        if over.done():
+            raise EngineDied(over.result())
+
+    async def unless_over(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`, or EngineDied as soon as the engine is gone: the engine itself would wait for ever."""
+        _, over = self._futures()
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()  # nothing where it is done
+        if over.done() and task.done() and not task.cancelled():
+            task.exception()  # looked at: the end of the engine is the reason that counts
+        self.check()
+        return task.result()

@@ -1,0 +1,373 @@
+"""The real engine: `sglang.Engine` in this process. The only file that imports SGLang.
+
+One engine in a process, on the main thread's loop: stopping it kills every process that this one started in the meantime.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from enginepool.protocol.messages import Capabilities
+from enginepool.workers import cpu_bridge
+from enginepool.workers.engine import (
+    BatchScores,
+    EngineDied,
+    EngineError,
+    EngineUnusable,
+    PartScores,
+    Report,
+    ScoreBatch,
+    ScorePart,
+)
+from enginepool.workers.sglang_checks import checked_rows, refuse_oversize
+from enginepool.workers.sglang_end import EngineEnd
+from enginepool.workers.sglang_host import EngineHost
+from enginepool.workers.sglang_process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
+from enginepool.workers.sglang_readout import forward_count, head_scores, hidden_states, label_scores, refuse_aborted
+from enginepool.workers.sglang_requests import Parts, head_request, label_request
+from enginepool.workers.sglang_settings import Running, SettingsError, Wanted, budgets, engine_kwargs
+
+#: Architectures without a next token whose head scores; the others are embedding models.
+_SCORING_HEADS = ("Classification", "Reward")
+_WARM_ROWS = 2
+_WARM_LENGTH = 8
+
+
+class SglangEngine:
+    """One SGLang engine behind the worker's engine interface.
+
+    Args:
+        model: a folder with a checkpoint, or a name on the model hub.
+        options: further settings of `sglang.ServerArgs`; those with which a batch could be cut are refused at start.
+        device: `auto` takes CUDA where there is some, else the CPU.
+        dtype: `auto` is the checkpoint's own on a GPU and float32 on a CPU.
+        max_batch_tokens, max_batch_rows: bounds of one batch; without them they follow from the engine's settings.
+        forwards_in_flight: batches of full size that may be at this worker at once.
+        nccl_port: the one TCP port that SGLang opens; left out, it looks for a free one.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_batch_tokens: int | None = None,
+        max_batch_rows: int | None = None,
+        forwards_in_flight: int = 2,
+        nccl_port: int | None = None,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._wishes: dict[str, Any] = {
+            "dtype": dtype,
+            "options": dict(options or {}),
+            "max_batch_tokens": max_batch_tokens,
+            "max_batch_rows": max_batch_rows,
+            "forwards_in_flight": forwards_in_flight,
+            "nccl_port": nccl_port,
+        }
+        self._wanted: Wanted | None = None
+        self._host: EngineHost | None = None
+        self._tm: Any = None
+        self._requests: Any = None
+        self._capabilities: Capabilities | None = None
+        #: +1 when the engine runs larger priorities first, as the pool does.
+        self._priority_sign = 1
+        self._end = EngineEnd()
+        self._receiver: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        #: One thread: the tokenizer's state may not be borrowed twice.
+        self._tokenising = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+
+    # --- start -----------------------------------------------------------------------------------------------------
+
+    async def start(self, report: Report) -> Capabilities:
+        """Load the model, warm it up and say what it can do. Raises EngineDied with the reason when it cannot.
+
+        EngineUnusable when no later start with the same settings could either.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            # A scheduler that fails tells its parent by SIGQUIT, whose default action is to die without a word.
+            loop.add_signal_handler(signal.SIGQUIT, self._on_sigquit)
+        except (ValueError, RuntimeError) as error:
+            raise EngineDied("the engine must be started on the main thread: it learns of its end by a signal") from error
+        report("loading", self._model)
+
+        def lost(reason: str) -> None:
+            loop.call_soon_threadsafe(self._end.lose, reason)
+
+        self._host = EngineHost(self._build, lost)
+        try:
+            engine = await self._end.unless_over(asyncio.wrap_future(self._host.start()))
+            self._tm = engine.tokenizer_manager
+            self._receive()
+            capabilities = await self._end.unless_over(self._measure(engine))
+            self._capabilities = capabilities
+            report("compiling", "the first forward")
+            self._capabilities = capabilities = await self._warm_up(capabilities)
+            await self._tm.freeze_gc()  # no collection in the engine's processes walks through what start-up left
+        except EngineDied:
+            await self.close()
+            raise
+        except Exception as error:
+            # What a process of the engine logged explains more than that the process is gone; our own refusals need no more.
+            ours = isinstance(error, SettingsError | EngineError)
+            reason = _one_line(error) if ours else self._host.last_error() or _one_line(error)
+            await self.close()
+            kind = EngineUnusable if isinstance(error, SettingsError) else EngineDied
+            raise kind(f"{self._model}: {reason}") from error
+        return capabilities
+
+    def _build(self) -> Any:
+        """On the host's thread: import SGLang and start its processes."""
+        if self._model.startswith(("/", ".", "~")) and not Path(self._model).expanduser().is_dir():
+            raise SettingsError("there is no such folder")
+        try:
+            device = self._resolve_device()
+            if device == "cpu":
+                os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+                # Threads that spin while they wait for work hold the cores that other processes of the engine need.
+                os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+                os.environ[BRIDGE_VARIABLE] = "1"
+                cpu_bridge.install()
+            module: Any = importlib.import_module("sglang.srt.entrypoints.engine")
+            self._requests = importlib.import_module("sglang.srt.managers.io_struct")
+        except ImportError as error:
+            raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
+        self._wanted = Wanted(model=os.path.expanduser(self._model), device=device, **self._wishes)
+        kwargs = engine_kwargs(self._wanted, _setting_names(module.ServerArgs))
+        stats: Any = importlib.import_module("sglang.srt.observability.req_time_stats")
+        entries = {
+            name: staticmethod(partial(entry, getattr(module.Engine, name), *extra))
+            for name, entry, extra in (
+                ("run_scheduler_process_func", run_scheduler, (stats.SchedulerReqTimeStats,)),
+                ("run_detokenizer_process_func", run_detokenizer, ()),
+            )
+        }
+        if self._host is None or self._host.stopping:
+            raise EngineDied("closed before it was started")
+        return type("PoolEngine", (module.Engine,), entries)(**kwargs)
+
+    def _resolve_device(self) -> str:
+        torch: Any = importlib.import_module("torch")
+        if self._device != "auto":
+            return self._device
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def _receive(self) -> None:
+        """Read SGLang's answers on this loop.
+
+        In place of SGLang's own way to start this, which takes SIGTERM and SIGQUIT away from the worker and, should
+        reading fail, kills the process before it can say why.
+        """
+        tm = self._tm
+
+        async def receive() -> None:
+            try:
+                await tm.handle_loop()
+            except Exception as error:
+                self._end.lose(f"the engine's answers cannot be read: {_one_line(error)}")
+
+        tm.auto_create_handle_loop = lambda: None
+        tm.event_loop = asyncio.get_running_loop()
+        self._receiver = asyncio.create_task(receive())
+
+    async def _measure(self, engine: Any) -> Capabilities:
+        """Capabilities from what the engine really runs with; `labels` and `hidden` are measured by the warm-up."""
+        tm, wanted = self._tm, self._wanted
+        assert wanted is not None
+        state: dict[str, Any] = (await tm.get_internal_state())[0]
+        info: dict[str, Any] = engine._scheduler_init_result.scheduler_infos[0]
+        running = Running(
+            settings=state,
+            kv_tokens=info["max_total_num_tokens"],
+            max_running=state["effective_max_running_requests_per_dp"],
+            # One less than each bound: both ends of SGLang refuse a row that reaches theirs.
+            longest=min(tm.max_req_input_len, tm.context_len - tm.num_reserved_tokens) - 1,
+        )
+        bounds = budgets(wanted, running)
+        if state.get("schedule_low_priority_values_first"):
+            self._priority_sign = -1
+        architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
+        if not tm.is_generation and not any(head in architectures[0] for head in _SCORING_HEADS):
+            raise SettingsError(f"{architectures[0]} makes embeddings: it has no head that scores")
+        version = importlib.import_module("sglang.version").__version__
+        return Capabilities(
+            kind="causal" if tm.is_generation else "classifier",
+            vocab=tm.model_config.vocab_size,
+            context=bounds.context,
+            batch_tokens=bounds.batch_tokens,
+            batch_rows=bounds.batch_rows,
+            inflight_tokens=bounds.inflight_tokens,
+            inflight_rows=bounds.inflight_rows,
+            page=bounds.page,
+            model=self._model,
+            engine=f"sglang {version}",
+            device=wanted.device,
+            text=tm.tokenizer is not None,
+        )
+
+    async def _warm_up(self, capabilities: Capabilities) -> Capabilities:
+        """Run real batches: kernels are compiled, one forward each is checked, the head's shape is seen."""
+        labels, hidden = 0, 0
+        length = min(_WARM_LENGTH, capabilities.context, capabilities.batch_tokens)
+        rows = min(_WARM_ROWS, capabilities.batch_rows, max(1, capabilities.batch_tokens // max(length, capabilities.page)))
+        part = _made_up(capabilities, rows, length)
+        answers = await self._end.unless_over(self._run([(part, part.prompts())], 0, hidden=False))
+        if capabilities.kind == "classifier":
+            labels = len(answers[0]["embedding"])
+            with contextlib.suppress(EngineError):  # some heads give no hidden states; then `hidden` stays 0
+                answers = await self._end.unless_over(self._run([(part, part.prompts())], 0, hidden=True))
+                if "pooled_hidden_state" in answers[0]:
+                    hidden = hidden_states(answers).shape[1]
+        if capabilities.device != "cpu":
+            # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never.
+            rows = min(capabilities.inflight_rows, capabilities.inflight_tokens // capabilities.context)
+            part = _made_up(capabilities, max(1, rows), capabilities.context)
+            answers = await self._end.unless_over(self._run([(part, part.prompts())], 0, hidden=False))
+        if (forwards := forward_count(answers)) != 1:
+            raise SettingsError(f"the engine took {forwards} forwards for one batch inside its budget")
+        return msgspec.structs.replace(capabilities, labels=labels, hidden=hidden)
+
+    # --- work ------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that are loaded now: that of the checkpoint."""
+        return 0
+
+    async def tokenise(self, texts: list[str]) -> list[list[int]]:
+        """Token ids of each text, with the special tokens that the model's tokenizer adds. Raises EngineError."""
+        tokenizer = self._loaded().tokenizer
+        if tokenizer is None:
+            raise EngineError("this engine was started without a tokenizer")
+
+        def encode() -> list[list[int]]:
+            return [list(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenising, encode)
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"the tokenizer refused the text: {_one_line(error)}") from error
+
+    async def score(self, batch: ScoreBatch) -> BatchScores:
+        """Run one batch. A part that is wrong gets its own error; the others run.
+
+        Raises EngineError when the whole batch is refused, EngineDied when the engine is lost.
+        """
+        self._loaded()
+        capabilities = self._capabilities
+        assert capabilities is not None
+        if batch.hidden and not capabilities.hidden:
+            raise EngineError("this model gives no pooled hidden states")
+        outcome: dict[int, PartScores | EngineError] = {}
+        runnable: Parts = []
+        places: list[int] = []
+        for place, part in enumerate(batch.parts):
+            try:
+                runnable.append((part, checked_rows(part, capabilities)))
+                places.append(place)
+            except EngineError as error:
+                outcome[place] = error
+        forwards = 0
+        if runnable:
+            refuse_oversize(runnable, capabilities)
+            answers = await self._end.unless_over(self._run(runnable, batch.priority, batch.hidden))
+            forwards = forward_count(answers)
+            start = 0
+            for place, (part, rows) in zip(places, runnable, strict=True):
+                mine = answers[start : start + len(rows)]
+                start += len(rows)
+                causal = capabilities.kind == "causal"
+                scores = label_scores(mine, part.labels, part.softmax) if causal else head_scores(mine, part.softmax)
+                outcome[place] = PartScores(scores, hidden_states(mine) if batch.hidden else None)
+        return BatchScores(tuple(outcome[i] for i in range(len(batch.parts))), forwards, self.version)
+
+    async def _run(self, parts: Parts, priority: int, hidden: bool) -> list[dict[str, Any]]:
+        """SGLang's answers to all rows, in order. Raises EngineError."""
+        priority *= self._priority_sign
+        if self._tm.is_generation:
+            request = label_request(self._requests, parts, priority)
+        else:
+            request = head_request(self._requests, parts, priority, hidden)
+        try:
+            # To its end: an abandoned generator holds a lock that every weight update waits for.
+            async with contextlib.aclosing(self._tm.generate_request(request, None)) as results:
+                answers: list[dict[str, Any]] = [answer async for answer in results][-1]
+        except Exception as error:
+            raise EngineError(f"the engine refused the batch: {_one_line(error)}") from error
+        refuse_aborted(answers)
+        return answers
+
+    # --- end -------------------------------------------------------------------------------------------------------
+
+    async def died(self) -> str:
+        """Wait until the engine is lost; return the reason."""
+        return await self._end.lost()
+
+    async def close(self) -> None:
+        """Stop the engine and every process that it started. Never hangs for longer than 20 s. Idempotent."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._end.close()
+        if self._host is not None:
+            await asyncio.to_thread(self._host.stop)
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.wait([self._receiver])
+        self._tokenising.shutdown(wait=False)
+        with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread: then there is none to remove
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a scheduler that was dying may still send one
+
+    def _on_sigquit(self) -> None:
+        error = self._host.last_error() if self._host else ""
+        self._end.lose(error or "one of the engine's processes failed and said so by SIGQUIT")
+
+    def _loaded(self) -> Any:
+        self._end.check()
+        if self._capabilities is None:
+            raise EngineError("the engine is not started")
+        return self._tm
+
+
+def _made_up(capabilities: Capabilities, rows: int, length: int) -> ScorePart:
+    """A part of `rows` different rows of `length` tokens."""
+    return ScorePart(
+        query=np.empty(0, np.int32),
+        items=np.arange(rows * length, dtype=np.int32) % capabilities.vocab,
+        item_lengths=np.full(rows, length, np.uint32),
+        labels=(0,) if capabilities.kind == "causal" else (),
+    )
+
+
+def _setting_names(server_args: Any) -> set[str]:
+    """Names that this version's ServerArgs takes: a msgspec struct in newer versions, a dataclass in older ones."""
+    names = getattr(server_args, "__struct_fields__", None) or getattr(server_args, "__dataclass_fields__", ())
+    return {name for name in names if not name.startswith("_")}
+
+
+def _one_line(error: BaseException) -> str:
+    """What went wrong, for the operator: the last line of the message says it in tracebacks, the first one elsewhere."""
+    text = str(getattr(error, "detail", None) or error).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    return line if isinstance(error, ValueError | EngineError) else f"{type(error).__name__}: {line}"

@@ -1,0 +1,59 @@
+"""From an engine's raw answers to scores, and how many forwards they took. Pure: no SGLang here."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from enginepool.workers.engine import EngineError, Scores
+
+#: Rows of one forward carry the same entry time; conversions between clocks may move it by less than this.
+SAME_FORWARD_S = 1e-6
+
+
+def forward_count(answers: Sequence[dict[str, Any]]) -> int:
+    """In how many forward passes these rows entered the model.
+
+    SGLang takes one timestamp for all rows that it admits to a forward and reports it with each of them.
+    """
+    times = sorted(answer["meta_info"].get("forward_entry_time", 0.0) for answer in answers)
+    if times[0] <= 0.0:
+        raise EngineError("the engine does not say in which forward a row ran; its metrics are off")
+    return 1 + sum(later - earlier > SAME_FORWARD_S for earlier, later in pairwise(times))
+
+
+def refuse_aborted(answers: Sequence[dict[str, Any]]) -> None:
+    """Raise EngineError when the engine gave up a row instead of computing it."""
+    for answer in answers:
+        reason = answer["meta_info"].get("finish_reason")
+        if isinstance(reason, dict) and reason.get("type") == "abort":  # pyright: ignore[reportUnknownMemberType]
+            raise EngineError(f"the engine aborted a row: {reason.get('message')}")  # pyright: ignore[reportUnknownMemberType]
+
+
+def label_scores(answers: Sequence[dict[str, Any]], labels: Sequence[int], softmax: bool) -> Scores:
+    """Probability of each label as the next token, [rows, labels]: under all tokens, or with `softmax` under the labels alone.
+
+    A label may appear more than once; under `softmax` each appearance has its own share.
+    """
+    logprobs = np.empty((len(answers), len(labels)), dtype=np.float64)
+    for i, answer in enumerate(answers):
+        found = {token: logprob for logprob, token, _ in answer["meta_info"]["output_token_ids_logprobs"][0]}
+        logprobs[i] = [found[label] for label in labels]
+    return _softmax(logprobs) if softmax else np.exp(logprobs).astype(np.float32)
+
+
+def head_scores(answers: Sequence[dict[str, Any]], softmax: bool) -> Scores:
+    """The classification head's outputs, [rows, labels]; with `softmax` as probabilities."""
+    logits = np.asarray([answer["embedding"] for answer in answers], dtype=np.float64)
+    return _softmax(logits) if softmax else logits.astype(np.float32)
+
+
+def hidden_states(answers: Sequence[dict[str, Any]]) -> Scores:
+    """The pooled hidden state of each row, [rows, hidden size]."""
+    return np.stack([answer["pooled_hidden_state"].float().numpy().reshape(-1) for answer in answers]).astype(np.float32)
+
+
+def _softmax(values: np.ndarray[Any, np.dtype[np.float64]]) -> Scores:
+    shifted = np.exp(values - values.max(axis=1, keepdims=True))
+    return (shifted / shifted.sum(axis=1, keepdims=True)).astype(np.float32)
