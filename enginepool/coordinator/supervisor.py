@@ -8,6 +8,7 @@ worker and then of whatever its group still holds: a successor starts only when 
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,6 +82,7 @@ class LocalSupervisor:
         self._processes: dict[str, _Record] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._killed: set[str] = set()
+        self._ports: dict[str, int] = {}
         self._records.mkdir(exist_ok=True)
         self._logs.mkdir(exist_ok=True)
 
@@ -128,6 +130,7 @@ class LocalSupervisor:
             "max_batch_tokens": config.max_batch_tokens,
             "max_batch_rows": config.max_batch_rows,
             "forwards_in_flight": config.forwards_in_flight,
+            "nccl_port": self._free_port(incarnation) if config.engine == "sglang" else None,
             "lifeline_fd": self._lifeline,
             "orphan_s": timing.orphan_s,
             "drain_s": timing.drain_s,
@@ -150,6 +153,15 @@ class LocalSupervisor:
             start_new_session=True,
             pass_fds=() if self._lifeline is None else (self._lifeline,),
         )
+
+    def _free_port(self, incarnation: str) -> int:
+        """A TCP port for the engine's process group. Engines that look for one at the same time may find the same."""
+        while True:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = int(server.getsockname()[1])
+            if port not in self._ports.values():
+                self._ports[incarnation] = port
+                return port
 
     def _gpu(self, group: str, index: int) -> str | None:
         """CUDA_VISIBLE_DEVICES of a worker: as configured, else one GPU for each worker over all groups, in turn."""
@@ -213,6 +225,7 @@ class LocalSupervisor:
             except (ProcessLookupError, psutil.NoSuchProcess):
                 continue
         self._processes.pop(record.incarnation, None)
+        self._ports.pop(record.incarnation, None)
         self._path(record.incarnation).unlink(missing_ok=True)
         self._exited(record.incarnation, self._reason(record.incarnation, code), code == PERMANENT)
         self._killed.discard(record.incarnation)
