@@ -9,6 +9,7 @@ VENV ?= .venv
 ARGS =
 
 BIN := $(VENV)/bin
+BENCH := .venv-bench
 STAMPS := $(VENV)/.stamps
 REQ := requirements
 # Constraints hold every version that was tested, so no later install can replace torch by another build.
@@ -18,7 +19,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test setup lint types pytest fmt lock clean FORCE
+.PHONY: help demo test setup lint types pytest bench fmt lock clean FORCE
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | while IFS='	' read -r name what; do \
@@ -45,6 +46,15 @@ types: setup ## pyright, strict
 
 pytest: setup ## the tests alone; ARGS='tests/core -x' narrows them
 	@$(BIN)/pytest $(ARGS)
+
+# An environment of its own: the peers bring other versions of shared packages, and torch is not needed.
+bench: $(BENCH)/.ready ## set up .venv-bench with the peers, then run the benchmarks that need no GPU (about 20 minutes)
+	@for name in wire core memory; do $(BENCH)/bin/python -m bench.$$name || exit; done
+
+$(BENCH)/.ready: bench/requirements.txt
+	@$(PYTHON) -m venv $(BENCH)
+	@$(BENCH)/bin/python -m pip --disable-pip-version-check install -qq --no-input -r $< -e .
+	@touch $@
 
 fmt: setup ## let ruff format and mend what it can
 	@$(BIN)/ruff check --fix

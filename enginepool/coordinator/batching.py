@@ -88,10 +88,8 @@ def _give_texts(core: Core, group: Group) -> None:
     ready = [worker for worker in group.workers.values() if worker.open]
     if not ready:
         return
-    waiting, group.text_waiting = group.text_waiting, []
+    waiting, group.text_waiting = group.text_waiting, {}
     for request in waiting:
-        if request.state != TEXT:
-            continue
         group.text_turn += 1
         _give_text(core, ready[group.text_turn % len(ready)], core.task_id(), request)
 

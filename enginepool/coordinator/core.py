@@ -4,11 +4,11 @@ from heapq import heapify, heappop, heappush
 
 from enginepool.config import PoolConfig
 from enginepool.coordinator.answers import Answers
-from enginepool.coordinator.effects import Effect
+from enginepool.coordinator.effects import Effect, ToClient
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.phases import DONE
 from enginepool.coordinator.state import Client, Group, Request, Worker
-from enginepool.protocol.messages import TaskId
+from enginepool.protocol.messages import Failure, TaskId
 
 
 class Deadlines:
@@ -92,6 +92,10 @@ class Core:
         if not group.woken:
             group.woken = True
             self.woken.append(group)
+
+    def refuse(self, link: Link, id: int | None, code: str, message: str, *, field: str = "", limit: str = "") -> None:
+        """Answer a client's message that was not accepted."""
+        self.effects.append(ToClient(link, Failure(code, message, id, field=field, limit=limit)))
 
     def task_id(self) -> TaskId:
         """Fresh for every attempt."""

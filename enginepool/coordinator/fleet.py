@@ -1,4 +1,4 @@
-"""Workers and their places: registration, readiness, loss, restart, retirement.
+"""Workers: registration, readiness, work, loss.
 
 Two clocks are kept apart. Silence (`silence_s` without any message) means the process or its link is gone. Progress (a
 deadline for each stage, and for each forward) means it is alive and does nothing. Either way the worker is lost: its
@@ -9,29 +9,30 @@ end.
 from collections import deque
 
 from enginepool.coordinator import events as ev
-from enginepool.coordinator.batching import post_batch, post_text, release_kept, take_text
+from enginepool.coordinator.batching import post_batch, post_text, take_text
 from enginepool.coordinator.core import Core
-from enginepool.coordinator.effects import KillWorker, StartWorker, ToWorker
+from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import Link
+from enginepool.coordinator.fit import differs, impossible, misfit
 from enginepool.coordinator.phases import TEXT
+from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.state import Batch, Group, Place, Worker
-from enginepool.protocol.messages import Accept, Capabilities, Drain, Failure, Ping, Pong
+from enginepool.coordinator.state import Batch, Worker
+from enginepool.protocol.messages import Accept, Drain, Failure, Ping, Pong
 
 #: how many refused incarnations of workers that dialled in are remembered
 REFUSED = 65_536
 #: a worker that said goodbye ends within this, or is killed
 GOODBYE_S = 30.0
-#: a place that stayed up this long has its backoff forgotten
-STEADY_S = 60.0
 
 
 class Fleet:
     """The worker side of the machine."""
 
-    def __init__(self, core: Core, requests: Requests) -> None:
+    def __init__(self, core: Core, requests: Requests, places: Places) -> None:
         self.core = core
         self.requests = requests
+        self.places = places
         self._refused: dict[str, None] = {}
         self._refused_order: deque[str] = deque()
         self._order = 0
@@ -114,9 +115,9 @@ class Fleet:
             return
         group, can = worker.group, e.capabilities
         others = [w for w in group.workers.values() if w is not worker and w.capabilities is not None]
-        wrong = _impossible(can)
+        wrong = impossible(can)
         if not wrong and group.capabilities is not None and others:
-            wrong = _differs(group.capabilities, can)
+            wrong = differs(group.capabilities, can)
         if wrong:
             self.lose(worker, wrong, kill=True)
             return
@@ -158,7 +159,7 @@ class Fleet:
         batch = worker.batches.get(e.batch)
         if batch is None:
             return
-        if wrong := _misfit(batch, e):
+        if wrong := misfit(batch, e):
             self.lose(worker, wrong, kill=True)
             return
         group = worker.group
@@ -221,7 +222,7 @@ class Fleet:
             if text.suspect:
                 worker.group.suspects.push(text)
             else:
-                worker.group.text_waiting.append(text)
+                worker.group.text_waiting[text] = None
         self.core.wake(worker.group)
 
     # --- loss ----------------------------------------------------------------------------------------------------------
@@ -264,9 +265,9 @@ class Fleet:
         self._remember(worker.incarnation)
         if worker.place is None:
             self._refuse(worker.link, "superseded", reason)
-            self._maybe_down(group)
+            self.places.maybe_down(group)
         elif kill:
-            self._end(worker.place, reason)
+            self.places.end(worker.place, reason)
         core.wake(group)
         if core.touched is not None:
             core.touched += (worker, group)
@@ -291,65 +292,8 @@ class Fleet:
                     self._remember(e.incarnation)
                     if place.state == "up" and not place.last_words:
                         place.last_words = e.reason
-                    self._vacate(place, e.permanent or place.hopeless)
+                    self.places.vacate(place, e.permanent or place.hopeless)
                     return
-
-    # --- places --------------------------------------------------------------------------------------------------------
-
-    def open_places(self, group: Group, alive: list[ev.LiveProcess]) -> None:
-        """Make the group's places; those whose process survived an earlier coordinator wait for it to dial in."""
-        core = self.core
-        for index in range(group.config.workers):
-            place = Place(group, index)
-            group.places.append(place)
-            survivor = next((p for p in alive if p.group == group.name and p.index == index), None)
-            if survivor is not None:
-                place.state, place.incarnation = "up", survivor.incarnation
-                place.begun = core.now
-                place.until = core.now + core.config.timing.silence_s
-            else:
-                self._start(place)
-
-    def _start(self, place: Place) -> None:
-        core, name = self.core, place.group.name
-        core.counter += 1
-        place.incarnation = f"{name}-{place.index}.{core.epoch:x}.{core.counter}"
-        place.state = "up"
-        place.last_words = ""
-        place.begun = core.now
-        place.until = core.now + core.config.timing.starting_s
-        core.effects.append(StartWorker(name, place.index, place.incarnation))
-
-    def _end(self, place: Place, reason: str) -> None:
-        if place.state == "up":
-            place.state = "ending"
-            place.last_words = reason
-            self.core.effects.append(KillWorker(place.incarnation))
-
-    def _vacate(self, place: Place, permanent: bool) -> None:
-        """The process of a place has ended: wait and start again, or retire the place."""
-        core, policy = self.core, self.core.config.restart
-        place.incarnation = ""
-        if core.now - place.begun > STEADY_S:
-            place.losses.clear()
-        place.losses = [at for at in place.losses if core.now - at < policy.window_s]
-        place.losses.append(core.now)
-        if core.draining or permanent or len(place.losses) > policy.max_restarts:
-            place.state = "retired"
-            self._maybe_down(place.group)
-            return
-        place.state = "backoff"
-        place.restarts += 1
-        place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2 ** (len(place.losses) - 1))
-
-    def _maybe_down(self, group: Group) -> None:
-        if group.workers or self.core.draining or not group.places:
-            return
-        if any(place.state != "retired" for place in group.places):
-            return
-        last = next((p.last_words for p in group.places if p.last_words), "unknown")
-        group.down = f"group {group.name!r}: no worker is left and none will be restarted; the last one ended: {last}"
-        self.requests.fail_all(group, "pool_down", group.down)
 
     # --- time ----------------------------------------------------------------------------------------------------------
 
@@ -370,15 +314,7 @@ class Fleet:
                 worker.group.routing.update(worker)
             if ping:
                 core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
-        for group in core.groups.values():
-            for place in group.places:
-                if core.now < place.until:
-                    continue
-                if place.state == "backoff" and not core.draining:
-                    self._start(place)
-                elif place.state == "up" and place.incarnation not in group.workers:
-                    why = f"the worker process did not register within {core.now - place.begun:.0f} s"
-                    self._end(place, place.last_words or why)
+        self.places.watch()
 
     def _overdue(self, worker: Worker) -> str:
         now, timing = self.core.now, self.core.config.timing
@@ -408,9 +344,7 @@ class Fleet:
                 batch.deadline += gap
                 batch.late += gap
             worker.texts = {task: (request, due + gap) for task, (request, due) in worker.texts.items()}
-        for group in self.core.groups.values():
-            for place in group.places:
-                place.until += gap
+        self.places.extend(gap)
         for client in self.core.clients.values():
             client.heard += gap
 
@@ -421,61 +355,4 @@ class Fleet:
         for worker in self.core.worker_links.values():
             if worker.place is not None:
                 self.core.effects.append(ToWorker(worker.link, Drain()))
-        for group in self.core.groups.values():
-            for place in group.places:
-                if place.state == "backoff":
-                    place.state = "retired"
-                elif place.state == "up" and place.incarnation not in group.workers:
-                    self._end(place, "the pool ends")
-
-    def kill_all(self) -> None:
-        """End every worker of ours now."""
-        for group in self.core.groups.values():
-            release_kept(group)
-            for place in group.places:
-                self._end(place, "the pool ends")
-
-    def ended(self) -> bool:
-        """No process of ours is left."""
-        return not any(place.incarnation for group in self.core.groups.values() for place in group.places)
-
-
-def _impossible(can: Capabilities) -> str:
-    if not (
-        0 < can.batch_tokens <= can.inflight_tokens
-        and 0 < can.batch_rows <= can.inflight_rows
-        and can.page > 0
-        and can.context > 0
-        and can.vocab > 0
-    ):
-        return f"ready with impossible capabilities: {can}"
-    return ""
-
-
-def _differs(first: Capabilities, can: Capabilities) -> str:
-    for key in ("kind", "vocab", "context", "batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "page", "labels",
-                "hidden", "text"):  # fmt: skip
-        if getattr(first, key) != getattr(can, key):
-            return f"ready with {key} = {getattr(can, key)!r}; the group's other workers have {getattr(first, key)!r}"
-    return ""
-
-
-def _misfit(batch: Batch, e: ev.BatchDone) -> str:
-    """Why this is no answer to that batch, or ""."""
-    can = batch.worker.capabilities
-    assert can is not None
-    if len(e.outcomes) != len(batch.slices):
-        return f"answered {len(e.outcomes)} parts for a batch of {len(batch.slices)}"
-    for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
-        if outcome.code:
-            continue
-        rows = end - start
-        want = ("scores", "hidden") if request.work.hidden else ("scores",)
-        if tuple([spec.name for spec in outcome.specs]) != want:
-            return f"answered frames {[spec.name for spec in outcome.specs]} where {list(want)} were asked"
-        columns = len(request.work.part.labels) or can.labels
-        for spec in outcome.specs:
-            if spec.dtype != "float32" or spec.shape != (rows, columns):
-                return f"answered {spec.name} {spec.dtype} {list(spec.shape)} where float32 {[rows, columns]} was asked"
-            columns = can.hidden
-    return ""
+        self.places.drain()

@@ -1,8 +1,8 @@
 """The coordinator's machine: `handle(*events) -> list[Effect]`, and nothing else changes its state.
 
 Pure: no sockets, clocks, randomness or logging. Time comes inside events. The shell performs the effects in order and sends
-`Tick` no later than `wake_at`. `requests` is the side of the clients, `fleet` the side of the workers, `batching` where they
-meet.
+`Tick` no later than `wake_at`. `clients` and `requests` are one side, `places` and `fleet` (the workers' processes, and the
+workers) the other, `batching` is where they meet; `state` holds what all of them change.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,11 @@ from typing import Any
 from enginepool.config import PoolConfig
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.batching import pump
+from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import Drained, Effect, ToClient
 from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client, Group
 from enginepool.coordinator.status import report
@@ -30,7 +32,9 @@ class Machine:
     def __init__(self, config: PoolConfig, *, checked: bool = False) -> None:
         self.core = core = Core(config)
         self.requests = requests = Requests(core)
-        self.fleet = fleet = Fleet(core, requests)
+        self.clients = clients = Clients(core, requests)
+        self.places = Places(core, requests)
+        self.fleet = fleet = Fleet(core, requests, self.places)
         self._checked = checked
         self._next_watch = 0.0
         self._last_watch = 0.0
@@ -41,13 +45,13 @@ class Machine:
             ev.Started: self._started,
             ev.Tick: self._tick,
             ev.DrainAsked: self._drain,
-            ev.ClientHello: requests.hello,
+            ev.ClientHello: clients.hello,
             ev.Submit: requests.submit,
             ev.CancelAsked: requests.cancel,
             ev.Acked: requests.acked,
-            ev.Heard: requests.heard,
-            ev.ClientLeft: requests.left,
-            ev.LinkCut: requests.link_cut,
+            ev.Heard: clients.heard,
+            ev.ClientLeft: clients.left,
+            ev.LinkCut: clients.link_cut,
             ev.StatusAsked: self._status,
             ev.WorkerRegistered: fleet.register,
             ev.WorkerStage: fleet.stage,
@@ -96,7 +100,7 @@ class Machine:
         core.started = self._last_watch = e.now
         for name, config in core.config.groups.items():
             group = core.groups[name] = Group(name, config, e.versions.get(name, 0))
-            self.fleet.open_places(group, list(e.alive))
+            self.places.open(group, list(e.alive))
 
     def _tick(self, e: ev.Tick) -> None:
         if e.now >= self._next_watch:
@@ -106,7 +110,7 @@ class Machine:
             self._last_watch = e.now
             self._next_watch = e.now + WATCH_S
             self.fleet.watch()
-            self.requests.expire()
+            self.clients.expire()
         self.requests.overdue()
 
     def _drain(self, e: ev.DrainAsked) -> None:
@@ -129,8 +133,8 @@ class Machine:
             self._kill_at = core.now + core.config.timing.drain_s
             self.fleet.drain()
         elif core.now >= self._kill_at:
-            self.fleet.kill_all()
-        if self.fleet.ended():
+            self.places.kill_all()
+        if self.places.ended():
             self._drained = True
             core.effects.append(Drained())
 

@@ -1,10 +1,9 @@
-"""Requests from the door to their one final answer: clients, admission, duplicates, text, outcomes, cancel, deadlines.
+"""Requests from the door to their one final answer: admission, duplicates, text, outcomes, cancel, deadlines.
 
 The order of the checks in `submit` is a promise: who are you (link), have I answered this already (duplicate), can anybody
 serve it (group, limits), is there room (window, queue). So a resend is attached to its request even while the pool is full.
 """
 
-import hmac
 from collections.abc import Sequence
 
 from enginepool.coordinator import events as ev
@@ -12,20 +11,17 @@ from enginepool.coordinator.batching import take_text
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.door import check_limits, with_ids
 from enginepool.coordinator.effects import ToClient
-from enginepool.coordinator.events import Buffer, Link
+from enginepool.coordinator.events import Buffer
 from enginepool.coordinator.phases import DONE, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.state import Batch, Client, Group, Request, Worker
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import (
-    PROTOCOL_VERSION,
     Failure,
     FrameSpec,
     Message,
-    Pong,
     Result,
     Timings,
     Usage,
-    Welcome,
 )
 
 
@@ -35,98 +31,20 @@ class Requests:
     def __init__(self, core: Core) -> None:
         self.core = core
 
-    # --- clients -------------------------------------------------------------------------------------------------------
-
-    def hello(self, e: ev.ClientHello) -> None:
-        """A link says whose it is. The newest incarnation of a client wins; its secret proves that it is the same client."""
-        core = self.core
-        client = core.clients.get(e.client)
-        if client is None:
-            client = core.clients[e.client] = Client(e.client, e.token, e.incarnation, e.link, e.now)
-        else:
-            if not hmac.compare_digest(client.token, e.token):
-                self.refuse(e.link, None, "unauthorised", "hello: the token is not this client's", field="token")
-                return
-            if e.incarnation < client.incarnation:
-                self.refuse(e.link, None, "superseded", "hello: a newer link of this client exists", field="incarnation")
-                return
-            if client.link is not None:
-                core.links.pop(client.link, None)
-            client.link = e.link
-            client.incarnation = e.incarnation
-            client.heard = e.now
-        before = core.links.get(e.link)
-        if before is not None and before is not client:
-            before.link = None
-        core.links[e.link] = client
-        limits = core.config.limits
-        welcome = Welcome(
-            core.epoch,
-            protocol=PROTOCOL_VERSION,
-            capabilities=["score"],
-            groups=list(core.groups),
-            window_requests=limits.window_requests,
-            window_bytes=limits.window_bytes,
-            max_message_bytes=limits.max_message_bytes,
-            ping_ms=int(core.config.timing.ping_s * 1000),
-        )
-        core.effects.append(ToClient(e.link, welcome))
-
-    def heard(self, e: ev.Heard) -> None:
-        """A client is alive; a link that nobody has greeted is told to say Hello."""
-        client = self.core.links.get(e.link)
-        if client is None:
-            self.refuse(e.link, None, "hello_required", "this link has not said hello to this coordinator")
-        else:
-            client.heard = e.now
-            if e.at is not None:
-                self.core.effects.append(ToClient(e.link, Pong(e.at, self.core.epoch)))
-
-    def left(self, e: ev.ClientLeft) -> None:
-        """A client leaves for good."""
-        client = self.core.links.get(e.link)
-        if client is not None:
-            self.drop_client(client)
-
-    def link_cut(self, e: ev.LinkCut) -> None:
-        """A client's link is gone; its requests go on, and it may come back on another link."""
-        client = self.core.links.pop(e.link, None)
-        if client is not None and client.link == e.link:
-            client.link = None
-
-    def drop_client(self, client: Client) -> None:
-        """Nobody waits for this client's answers any more."""
-        core = self.core
-        if client.link is not None:
-            core.links.pop(client.link, None)
-            client.link = None
-        for request in list(client.live.values()):
-            self.fail(request, "cancelled", "the client left")
-        core.answers.drop_client(client)
-        core.clients.pop(client.id, None)
-
-    def expire(self) -> None:
-        """Forget silent clients and old answers."""
-        core = self.core
-        core.answers.expire(core.now)
-        limit = core.now - core.config.timing.client_silence_s
-        for client in [c for c in core.clients.values() if c.heard < limit]:
-            self.drop_client(client)
-
     # --- admission -----------------------------------------------------------------------------------------------------
 
     def submit(self, e: ev.Submit) -> None:
         core = self.core
         client = core.links.get(e.link)
         if client is None:
-            self.refuse(e.link, e.id, "hello_required", "this link has not said hello to this coordinator")
+            self.core.refuse(e.link, e.id, "hello_required", "this link has not said hello to this coordinator")
             return
         client.heard = core.now
         work = e.work
         if self._known_already(client, e):
             return
         if core.draining:
-            self.refuse(e.link, e.id, "shutting_down", "the coordinator is draining")
+            self.core.refuse(e.link, e.id, "shutting_down", "the coordinator is draining")
             return
         name = work.group
         if not name and len(core.groups) == 1:
@@ -136,14 +54,14 @@ class Requests:
             if found is None:
                 names = ", ".join(core.groups)
                 text = f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
-                self.refuse(e.link, e.id, "unknown_group", text, field="group", limit=names)
+                self.core.refuse(e.link, e.id, "unknown_group", text, field="group", limit=names)
                 return
             group = found
         if group.down:
-            self.refuse(e.link, e.id, "pool_down", group.down)
+            self.core.refuse(e.link, e.id, "pool_down", group.down)
             return
         if group.capabilities is not None and (wrong := check_limits(work, group.capabilities)):
-            self.refuse(e.link, e.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+            self.core.refuse(e.link, e.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
             return
         limits = core.config.limits
         nbytes = work.nbytes
@@ -167,7 +85,7 @@ class Requests:
             return False
         digest = live.work.digest if live is not None else kept.digest if kept is not None else 0
         if digest != e.work.digest:
-            self.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
+            self.core.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
         elif kept is not None:
             core.effects.append(ToClient(e.link, kept.message, kept.frames))
         return True
@@ -197,7 +115,7 @@ class Requests:
             core.touched += (client, request, group)
         if work.text:
             request.state = TEXT
-            group.text_waiting.append(request)
+            group.text_waiting[request] = None
         else:
             group.queue.push(request)
         core.wake(group)
@@ -346,6 +264,8 @@ class Requests:
             group.waiting -= 1
             if request.lane is not None:
                 request.lane.forget()
+            elif request.state == TEXT:
+                group.text_waiting.pop(request, None)
         group.tokens -= work.tokens
         request.state = DONE
         del client.live[request.id]
@@ -360,15 +280,11 @@ class Requests:
         if core.touched is not None:
             core.touched += (client, request, group)
 
-    def refuse(self, link: Link, id: int | None, code: str, message: str, *, field: str = "", limit: str = "") -> None:
-        """Answer a message that was not accepted."""
-        self.core.effects.append(ToClient(link, Failure(code, message, id, field=field, limit=limit)))
-
     def cancel(self, e: ev.CancelAsked) -> None:
         """First handled wins: a request that has its answer keeps it."""
         client = self.core.links.get(e.link)
         if client is None:
-            self.refuse(e.link, e.id, "hello_required", "this link has not said hello to this coordinator")
+            self.core.refuse(e.link, e.id, "hello_required", "this link has not said hello to this coordinator")
             return
         client.heard = self.core.now
         request = client.live.get(e.id)
@@ -399,7 +315,6 @@ class Requests:
         for client in list(self.core.clients.values()):
             for request in [r for r in client.live.values() if r.group is group]:
                 self.fail(request, code, message)
-        group.text_waiting.clear()
 
     def recheck(self, group: Group) -> None:
         """The group's capabilities are known now: hold what waited to them."""

@@ -285,8 +285,8 @@ class Group:
         #: kept free for the next trial until its batches are done
         self.kept_worker: Worker | None = None
         self.routing = Routing()
-        #: text requests that no worker tokenises yet
-        self.text_waiting: list[Request] = []
+        #: text requests that no worker tokenises yet, in order
+        self.text_waiting: dict[Request, None] = {}
         self.text_turn = 0
         #: it stands in `Core.woken`
         self.woken = False

@@ -210,3 +210,13 @@ def test_a_worker_with_a_late_batch_gets_nothing_more_until_it_is_done() -> None
     assert pool.batches == [old], "what came after half of its time waits"
     pool.finish(old)
     assert len(pool.batches) == 1
+
+
+def test_text_that_was_cancelled_while_no_worker_was_there_does_not_stay_in_memory() -> None:
+    pool = Pool()
+    client = pool.client()
+    for id_ in range(100):
+        pool.submit(client, id_, text("q", ["x"]))
+        pool.do(ev.CancelAsked(0, client, id_))
+    pool.submit(client, 100, text("q", ["x"]))
+    assert [request.id for request in pool.machine.core.groups["g"].text_waiting] == [100]

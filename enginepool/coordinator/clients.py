@@ -1,0 +1,97 @@
+"""Clients: who is on which link, for how long they are remembered, what they are granted.
+
+A client is known by its random id and proves itself by its secret; links come and go, and the newest one gets its answers.
+"""
+
+import hmac
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.effects import ToClient
+from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.state import Client
+from enginepool.protocol.messages import PROTOCOL_VERSION, Pong, Welcome
+
+
+class Clients:
+    """All clients of one coordinator."""
+
+    def __init__(self, core: Core, requests: Requests) -> None:
+        self.core = core
+        self.requests = requests
+
+    def hello(self, e: ev.ClientHello) -> None:
+        """A link says whose it is. The newest incarnation of a client wins; its secret proves that it is the same client."""
+        core = self.core
+        client = core.clients.get(e.client)
+        if client is None:
+            client = core.clients[e.client] = Client(e.client, e.token, e.incarnation, e.link, e.now)
+        else:
+            if not hmac.compare_digest(client.token, e.token):
+                core.refuse(e.link, None, "unauthorised", "hello: the token is not this client's", field="token")
+                return
+            if e.incarnation < client.incarnation:
+                core.refuse(e.link, None, "superseded", "hello: a newer link of this client exists", field="incarnation")
+                return
+            if client.link is not None:
+                core.links.pop(client.link, None)
+            client.link = e.link
+            client.incarnation = e.incarnation
+            client.heard = e.now
+        before = core.links.get(e.link)
+        if before is not None and before is not client:
+            before.link = None
+        core.links[e.link] = client
+        limits = core.config.limits
+        welcome = Welcome(
+            core.epoch,
+            protocol=PROTOCOL_VERSION,
+            capabilities=["score"],
+            groups=list(core.groups),
+            window_requests=limits.window_requests,
+            window_bytes=limits.window_bytes,
+            max_message_bytes=limits.max_message_bytes,
+            ping_ms=int(core.config.timing.ping_s * 1000),
+        )
+        core.effects.append(ToClient(e.link, welcome))
+
+    def heard(self, e: ev.Heard) -> None:
+        """A client is alive; a link that nobody has greeted is told to say Hello."""
+        client = self.core.links.get(e.link)
+        if client is None:
+            self.core.refuse(e.link, None, "hello_required", "this link has not said hello to this coordinator")
+        else:
+            client.heard = e.now
+            if e.at is not None:
+                self.core.effects.append(ToClient(e.link, Pong(e.at, self.core.epoch)))
+
+    def left(self, e: ev.ClientLeft) -> None:
+        """A client leaves for good."""
+        client = self.core.links.get(e.link)
+        if client is not None:
+            self._drop(client)
+
+    def link_cut(self, e: ev.LinkCut) -> None:
+        """A client's link is gone; its requests go on, and it may come back on another link."""
+        client = self.core.links.pop(e.link, None)
+        if client is not None and client.link == e.link:
+            client.link = None
+
+    def _drop(self, client: Client) -> None:
+        """Nobody waits for this client's answers any more."""
+        core = self.core
+        if client.link is not None:
+            core.links.pop(client.link, None)
+            client.link = None
+        for request in list(client.live.values()):
+            self.requests.fail(request, "cancelled", "the client left")
+        core.answers.drop_client(client)
+        core.clients.pop(client.id, None)
+
+    def expire(self) -> None:
+        """Forget silent clients and old answers."""
+        core = self.core
+        core.answers.expire(core.now)
+        limit = core.now - core.config.timing.client_silence_s
+        for client in [c for c in core.clients.values() if c.heard < limit]:
+            self._drop(client)

@@ -1,0 +1,51 @@
+"""Does it fit? What a worker says of itself and what it answers, held against what a worker can be and was asked.
+
+Each check returns why not in one line, or "". A worker that does not fit is lost: nothing else that it says can be believed.
+"""
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.state import Batch
+from enginepool.protocol.messages import Capabilities
+
+
+def impossible(can: Capabilities) -> str:
+    """Why no engine has these capabilities, or ""."""
+    if not (
+        0 < can.batch_tokens <= can.inflight_tokens
+        and 0 < can.batch_rows <= can.inflight_rows
+        and can.page > 0
+        and can.context > 0
+        and can.vocab > 0
+    ):
+        return f"ready with impossible capabilities: {can}"
+    return ""
+
+
+def differs(first: Capabilities, can: Capabilities) -> str:
+    """Why a worker of `can` does not belong to a group of `first`, or ""."""
+    for key in ("kind", "vocab", "context", "batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "page", "labels",
+                "hidden", "text"):  # fmt: skip
+        if getattr(first, key) != getattr(can, key):
+            return f"ready with {key} = {getattr(can, key)!r}; the group's other workers have {getattr(first, key)!r}"
+    return ""
+
+
+def misfit(batch: Batch, e: ev.BatchDone) -> str:
+    """Why this is no answer to that batch, or ""."""
+    can = batch.worker.capabilities
+    assert can is not None
+    if len(e.outcomes) != len(batch.slices):
+        return f"answered {len(e.outcomes)} parts for a batch of {len(batch.slices)}"
+    for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
+        if outcome.code:
+            continue
+        rows = end - start
+        want = ("scores", "hidden") if request.work.hidden else ("scores",)
+        if tuple([spec.name for spec in outcome.specs]) != want:
+            return f"answered frames {[spec.name for spec in outcome.specs]} where {list(want)} were asked"
+        columns = len(request.work.part.labels) or can.labels
+        for spec in outcome.specs:
+            if spec.dtype != "float32" or spec.shape != (rows, columns):
+                return f"answered {spec.name} {spec.dtype} {list(spec.shape)} where float32 {[rows, columns]} was asked"
+            columns = can.hidden
+    return ""

@@ -1,0 +1,117 @@
+"""Places: the workers that this pool starts itself, their restarts, and what follows when none can come back.
+
+The life of a place is told in `state`. A successor starts only after the end of the whole process group was seen, and after a
+backoff that doubles; more losses within the window than the policy allows, or one that a restart cannot help, retire it.
+"""
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.effects import KillWorker, StartWorker
+from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.state import Group, Place
+
+#: a place that stayed up this long has its backoff forgotten
+STEADY_S = 60.0
+
+
+class Places:
+    """All places of all groups."""
+
+    def __init__(self, core: Core, requests: Requests) -> None:
+        self.core = core
+        self.requests = requests
+
+    def open(self, group: Group, alive: list[ev.LiveProcess]) -> None:
+        """Make the group's places; those whose process survived an earlier coordinator wait for it to dial in."""
+        core = self.core
+        for index in range(group.config.workers):
+            place = Place(group, index)
+            group.places.append(place)
+            survivor = next((p for p in alive if p.group == group.name and p.index == index), None)
+            if survivor is not None:
+                place.state, place.incarnation = "up", survivor.incarnation
+                place.begun = core.now
+                place.until = core.now + core.config.timing.silence_s
+            else:
+                self._start(place)
+
+    def _start(self, place: Place) -> None:
+        core, name = self.core, place.group.name
+        core.counter += 1
+        place.incarnation = f"{name}-{place.index}.{core.epoch:x}.{core.counter}"
+        place.state = "up"
+        place.last_words = ""
+        place.begun = core.now
+        place.until = core.now + core.config.timing.starting_s
+        core.effects.append(StartWorker(name, place.index, place.incarnation))
+
+    def end(self, place: Place, reason: str) -> None:
+        """Kill the process of a place; `vacate` follows when it has ended."""
+        if place.state == "up":
+            place.state = "ending"
+            place.last_words = reason
+            self.core.effects.append(KillWorker(place.incarnation))
+
+    def vacate(self, place: Place, permanent: bool) -> None:
+        """The process of a place has ended: wait and start again, or retire the place."""
+        core, policy = self.core, self.core.config.restart
+        place.incarnation = ""
+        if core.now - place.begun > STEADY_S:
+            place.losses.clear()
+        place.losses = [at for at in place.losses if core.now - at < policy.window_s]
+        place.losses.append(core.now)
+        if core.draining or permanent or len(place.losses) > policy.max_restarts:
+            place.state = "retired"
+            self.maybe_down(place.group)
+            return
+        place.state = "backoff"
+        place.restarts += 1
+        place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2 ** (len(place.losses) - 1))
+
+    def maybe_down(self, group: Group) -> None:
+        """When nothing will ever run in `group` again, its requests are told so."""
+        if group.workers or self.core.draining or not group.places:
+            return
+        if any(place.state != "retired" for place in group.places):
+            return
+        last = next((p.last_words for p in group.places if p.last_words), "unknown")
+        group.down = f"group {group.name!r}: no worker is left and none will be restarted; the last one ended: {last}"
+        self.requests.fail_all(group, "pool_down", group.down)
+
+    def watch(self) -> None:
+        """Start what has waited long enough; give up processes that never registered."""
+        now = self.core.now
+        for group in self.core.groups.values():
+            for place in group.places:
+                if now < place.until:
+                    continue
+                if place.state == "backoff" and not self.core.draining:
+                    self._start(place)
+                elif place.state == "up" and place.incarnation not in group.workers:
+                    why = f"the worker process did not register within {now - place.begun:.0f} s"
+                    self.end(place, place.last_words or why)
+
+    def extend(self, gap: float) -> None:
+        """The coordinator itself stood still for `gap` seconds."""
+        for group in self.core.groups.values():
+            for place in group.places:
+                place.until += gap
+
+    def drain(self) -> None:
+        """Start nothing more; end processes that have not registered."""
+        for group in self.core.groups.values():
+            for place in group.places:
+                if place.state == "backoff":
+                    place.state = "retired"
+                elif place.state == "up" and place.incarnation not in group.workers:
+                    self.end(place, "the pool ends")
+
+    def kill_all(self) -> None:
+        """End every worker of ours now."""
+        for group in self.core.groups.values():
+            for place in group.places:
+                self.end(place, "the pool ends")
+
+    def ended(self) -> bool:
+        """No process of ours is left."""
+        return not any(place.incarnation for group in self.core.groups.values() for place in group.places)
