@@ -17,6 +17,7 @@ import numpy as np
 from bench.table import Row, Target, parser, show, write
 from enginepool.config import GroupConfig, Limits, PoolConfig, Timing
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.daemon import GC_THRESHOLDS
 from enginepool.coordinator.door import open_score
 from enginepool.coordinator.effects import Effect, ToClient, ToWorker
 from enginepool.coordinator.machine import Machine
@@ -134,6 +135,7 @@ def main() -> None:
     loads = {cell: Load(*cell) for cell in cells}
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
     rates: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
     for _ in range(rounds):
         for cell in cells:

@@ -35,6 +35,8 @@ from enginepool.protocol.messages import Failure
 
 CONFIG_VARIABLE = "ENGINEPOOL_CONFIG"
 LIFELINE_VARIABLE = "ENGINEPOOL_LIFELINE"
+#: What requests are made of is freed by reference counts; a full collection over a long queue would stop everything.
+GC_THRESHOLDS = (50_000, 50, 1000)
 
 
 class Pauses:
@@ -98,8 +100,7 @@ class Daemon:
         gc.collect()
         gc.freeze()
         gc.callbacks.append(self._pauses)
-        # What requests are made of is freed by reference counts; a full collection over a long queue would stop everything.
-        gc.set_threshold(50_000, 50, 1000)
+        gc.set_threshold(*GC_THRESHOLDS)
         self._tick()
 
     # --- in ------------------------------------------------------------------------------------------------------------
