@@ -169,8 +169,11 @@ class Fleet:
         group.forwards += e.forwards
         if e.forwards != 1:
             group.split_batches += 1
-        rate = e.run_us / 1e6 / batch.cost
-        group.rate = rate if not group.rate else 0.9 * group.rate + 0.1 * rate
+        group.spent_s = 0.9 * group.spent_s + e.run_us / 1e6
+        group.spent_tokens = 0.9 * group.spent_tokens + batch.cost
+        if e.version != worker.version:
+            worker.version = e.version
+            group.routing.update(worker)
         self.requests.outcome(batch, e)
         self.core.wake(group)
         if self.core.touched is not None:

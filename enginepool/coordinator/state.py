@@ -265,8 +265,8 @@ class Group:
 
     __slots__ = (
         "answered", "batches", "capabilities", "config", "down", "failed", "forwards", "kept_worker", "lost_batches", "name",
-        "places", "poisoned", "queue", "rate", "routing", "running", "split_batches", "suspects", "text_turn", "text_waiting",
-        "tokens", "trial", "version", "waiting", "woken", "workers",
+        "places", "poisoned", "queue", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects",
+        "text_turn", "text_waiting", "tokens", "trial", "version", "waiting", "woken", "workers",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, version: int) -> None:
@@ -292,14 +292,20 @@ class Group:
         self.woken = False
         #: why nothing will ever run here, or ""
         self.down = ""
-        #: seconds for each token of a batch, smoothed; 0 before the first
-        self.rate = 0.0
+        #: time and tokens of recent batches; decayed apart, so that many small batches do not foretell large ones
+        self.spent_s = 0.0
+        self.spent_tokens = 0.0
         #: requests in TEXT or QUEUED, requests in RUNNING, and the tokens of all of them
         self.waiting = 0
         self.running = 0
         self.tokens = 0
         self.answered = self.failed = self.poisoned = 0
         self.batches = self.forwards = self.split_batches = self.lost_batches = 0
+
+    @property
+    def rate(self) -> float:
+        """Seconds for each token of a batch; 0 before the first one."""
+        return self.spent_s / self.spent_tokens if self.spent_tokens else 0.0
 
     def check(self) -> None:
         self.queue.check()

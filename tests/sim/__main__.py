@@ -1,0 +1,38 @@
+"""Replay a schedule, or look for one that fails: `python -m tests.sim --seed 123 --workers 8 [--trace]`."""
+
+import argparse
+import sys
+import time
+
+from tests.sim.simulation import Failed, simulate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--workers", type=int, default=0, help="default: drawn from the seed, 1 to 8")
+    parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
+    parser.add_argument("--trace", action="store_true", help="print every event")
+    args = parser.parse_args()
+    say = print if args.trace else None
+    out = sys.stdout.write
+    began, events = time.perf_counter(), 0
+    for seed in range(args.seed, args.seed + args.count):
+        workers = args.workers or 1 + seed % 8
+        try:
+            outcome = simulate(seed, workers, say)
+        except Failed as failure:
+            out(f"{failure}\n")
+            return 1
+        events += outcome.events
+        if args.count == 1:
+            out(f"seed {seed}, {workers} workers: digest {outcome.digest:08x}, {outcome.seconds:.1f} s simulated\n")
+            out(f"{outcome.events} events, answers {outcome.answers}\n")
+    if args.count > 1:
+        spent = time.perf_counter() - began
+        out(f"{args.count} schedules, {events} events, {1000 * spent / args.count:.1f} ms each\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""The machines that workers run on: the supervisor of the coordinator's own workers, and somebody else's workers that dial in.
+
+Processes outlive coordinators. A coordinator hears of the ends of those that it started or adopted, each once, after all of the
+process group has ended.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from enginepool.coordinator.events import LiveProcess
+from tests.sim.network import Network
+from tests.sim.oracle import Oracle
+from tests.sim.sim_engine import Profile
+from tests.sim.sim_worker import SimWorker
+from tests.sim.world import World
+
+
+class Watcher(Protocol):
+    """A coordinator that wants to hear of exits."""
+
+    def exited(self, incarnation: str, reason: str, permanent: bool) -> None: ...
+
+
+class Cluster:
+    """All worker processes."""
+
+    def __init__(self, network: Network, oracle: Oracle, profiles: dict[str, Profile], orphan_s: float, drain_s: float) -> None:
+        self.network = network
+        self.world: World = network.world
+        self.oracle = oracle
+        self.profiles = profiles
+        self._limits = (orphan_s, drain_s)
+        self.workers: dict[str, SimWorker] = {}
+        #: group and index of the coordinator's own
+        self._places: dict[str, tuple[str, int]] = {}
+        #: who is told of the end
+        self._watchers: dict[str, Watcher] = {}
+        #: somebody else keeps so many workers alive for each group
+        self.external = True
+        self._external_count = 0
+        #: a start that cannot work, however often: probability
+        self.unusable = 0.0
+
+    def start(self, watcher: Watcher, group: str, index: int, incarnation: str) -> None:
+        """Start a process for a place of the coordinator."""
+        self._places[incarnation] = (group, index)
+        self._watchers[incarnation] = watcher
+        worker = self._spawn(group, incarnation)
+        if self.world.chance(self.unusable):
+            self.world.after(self.world.between(0, 0.3), worker.gone, "unusable")
+
+    def dial_in(self, group: str) -> None:
+        """A worker that somebody else started."""
+        self._external_count += 1
+        self._spawn(group, f"external-{group}-{self._external_count}")
+
+    def _spawn(self, group: str, incarnation: str) -> SimWorker:
+        orphan_s, drain_s = self._limits
+        worker = self.workers[incarnation] = SimWorker(
+            self.network, self.oracle, self.profiles[group], group, incarnation, orphan_s, drain_s, self._ended
+        )
+        return worker
+
+    def kill(self, incarnation: str) -> None:
+        """SIGKILL to the process group."""
+        worker = self.workers.get(incarnation)
+        if worker is not None:
+            self.world.after(self.world.between(0, 0.05), worker.kill)
+
+    def survivors(self, watcher: Watcher) -> list[LiveProcess]:
+        """Processes of an earlier coordinator; from now on `watcher` hears of them."""
+        found: list[LiveProcess] = []
+        for incarnation, worker in self.workers.items():
+            place = self._places.get(incarnation)
+            if place is not None and worker.alive:
+                self._watchers[incarnation] = watcher
+                found.append(LiveProcess(*place, incarnation))
+        return found
+
+    def _ended(self, worker: SimWorker, reason: str) -> None:
+        self.oracle.workers_lost += 1
+        del self.workers[worker.incarnation]
+        place = self._places.get(worker.incarnation)
+        if place is None:
+            if self.external:
+                self.world.after(self.world.between(0.1, 2.0), self._again, worker.group)
+            return
+        watcher = self._watchers[worker.incarnation]
+        exited: Callable[..., None] = watcher.exited
+        self.world.after(self.world.between(0, 0.5), exited, worker.incarnation, reason, reason == "unusable")
+
+    def _again(self, group: str) -> None:
+        if self.external:
+            self.dial_in(group)

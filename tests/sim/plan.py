@@ -1,0 +1,166 @@
+"""What a seed means: the pool, its bounds, its network, its clients, their calls, and every fault with its time."""
+
+from random import Random
+
+from enginepool.client.settings import Settings
+from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
+from enginepool.protocol.messages import Capabilities
+from tests.sim.network import Conditions
+from tests.sim.traffic import Mix
+
+#: fault -> the largest number of times in one schedule
+FAULTS = {
+    "worker_kill": 6,
+    "worker_stop": 4,
+    "worker_block": 4,
+    "worker_drain": 3,
+    "worker_partition": 3,
+    "worker_link": 8,
+    "worker_link_cut_by_coordinator": 2,
+    "engine_crash": 4,
+    "engine_hang": 2,
+    "engine_slow": 4,
+    "engine_error": 4,
+    "engine_wrong_rows": 3,
+    "engine_two_forwards": 4,
+    "client_link": 8,
+    "client_outbox": 4,
+    "client_stall": 4,
+    "client_partition": 4,
+    "client_vanish": 1,
+    "client_close": 1,
+    "coordinator_stall": 3,
+    "coordinator_kill": 3,
+    "new_weights": 1,
+    "status": 5,
+}
+
+
+class Plan:
+    """Everything that is decided before the first event. Draws from `random` in a fixed order."""
+
+    def __init__(self, random: Random, workers: int) -> None:
+        self.random = random
+        self.workers = workers
+        many = workers > 50
+        two = workers > 1 and not many and random.random() < 0.3
+        self.kinds = {"a": random.choice(("causal", "causal", "classifier"))}
+        if two:
+            self.kinds["b"] = random.choice(("causal", "classifier"))
+        self.counts = dict.fromkeys(self.kinds, 0)
+        for i in range(workers):
+            name = list(self.kinds)[i % len(self.kinds)] if i < len(self.kinds) else random.choice(list(self.kinds))
+            self.counts[name] += 1
+        #: of each group, workers that dial in
+        self.external = {name: random.randint(1, count) if random.random() < 0.2 else 0 for name, count in self.counts.items()}
+        self.capabilities = {name: self._capabilities(kind) for name, kind in self.kinds.items()}
+        self.versions = {name: random.choice((0, 0, 3)) for name in self.kinds}
+        self.bounded = random.random() < 0.3
+        self.retires = random.random() < 0.12
+        self.config = self._config()
+        self.conditions = self._conditions()
+        self.settings = Settings(
+            silence_s=random.choice((1.0, 3.0)),
+            hello_s=random.choice((0.3, 1.0)),
+            resend_s=random.choice((2.0, 8.0)),
+            cancel_wait_s=random.choice((0.2, 1.0)),
+            ack_delay_s=random.choice((0.0, 0.1)),
+        )
+        self.clients = random.randint(1, 4)
+        self.span = random.choice((1.0, 5.0, 15.0))
+        self.calls = random.randint(500, 2500) if many else random.randint(30, 130)
+        self.mix = Mix(random)
+        if many:
+            # Trials come one after the other: thousands of calls with as much poison would take hours.
+            self.mix.poison /= 10
+            self.mix.choking /= 10
+        #: calls come in bursts
+        self.bursts = random.choice((1, 3, 1000))
+        self.faults = self._faults(many)
+        self.turn_s = random.choice((0.0, 0.0005, 0.02))
+        self.drain_early = random.random() < 0.1
+        self.unusable = 0.1 if self.retires and random.random() < 0.5 else 0.0
+
+    def _capabilities(self, kind: str) -> Capabilities:
+        random = self.random
+        tokens = random.choice((48, 64, 128, 256, 1024))
+        rows = random.choice((1, 2, 4, 8, 16))
+        inflight_tokens = int(tokens * random.choice((1.0, 1.5, 2.0, 4.0)))
+        page = random.choice((1, 1, 1, 4, 16))
+        return Capabilities(
+            kind="causal" if kind == "causal" else "classifier",
+            vocab=300,
+            context=random.choice((inflight_tokens - page + 1, max(40, tokens // 2), max(30, tokens // 4))),
+            batch_tokens=tokens,
+            batch_rows=rows,
+            inflight_tokens=max(inflight_tokens, 64),
+            inflight_rows=int(rows * random.choice((1.0, 1.5, 2.0, 4.0))),
+            page=page,
+            labels=0 if kind == "causal" else random.randint(1, 3),
+            hidden=0 if kind == "causal" else random.choice((2, 3)),
+        )
+
+    def _config(self) -> PoolConfig:
+        random = self.random
+        ageing = random.choice((None, 0.05, 1.0, 10.0))
+        groups = {
+            name: GroupConfig("sim", engine="sim", workers=count - self.external[name], ageing_s=ageing)
+            for name, count in self.counts.items()
+        }
+        limits = Limits(answers_s=random.choice((3.0, 15.0)), answers_bytes=random.choice((3_000, 1 << 20)))
+        if self.bounded:
+            limits = Limits(
+                queue_items=random.choice((60, 300)),
+                queue_bytes=random.choice((60_000, 1 << 20)),
+                window_requests=random.choice((3, 10, 1000)),
+                window_bytes=40_000,
+                max_message_bytes=40_000,
+                answers_s=limits.answers_s,
+                answers_bytes=limits.answers_bytes,
+            )
+        timing = Timing(
+            ping_s=1.0 if self.workers <= 50 else 2.0,
+            silence_s=4.0,
+            client_silence_s=random.choice((6.0, 12.0)),
+            starting_s=6.0,
+            loading_s=10.0,
+            compiling_s=10.0,
+            forward_s=random.choice((2.0, 5.0)),
+            # What small batches cost, in proportion, is far too much for a large one: ten times that would take minutes.
+            forward_factor=2.0,
+            orphan_s=random.choice((6.0, 20.0)),
+            drain_s=random.choice((0.5, 3.0)),
+        )
+        restart = Restart(
+            backoff_s=random.choice((0.05, 0.5)),
+            backoff_max_s=2.0,
+            max_restarts=random.randint(0, 4) if self.retires else 100_000,
+            max_attempts=random.choice((1, 2, 3)),
+        )
+        return PoolConfig(groups, limits=limits, timing=timing, restart=restart)
+
+    def _conditions(self) -> Conditions:
+        random = self.random
+        return Conditions(
+            # Suspects run one after the other; of a thousand workers many are lost.
+            delay=random.choice((0.0005, 0.0005, 0.005, 0.05, 0.3 if self.workers <= 50 else 0.01)),
+            repeat=random.choice((0.0, 0.0, 0.02, 0.15)),
+            late=random.choice((0.0, 0.3)),
+            notice=random.choice((0.01, 0.3, 2.0)),
+            survive=random.choice((0.0, 0.05, 1.0)),
+            flaky=random.choice((0.0, 0.0, 0.4)),
+        )
+
+    def _faults(self, many: bool) -> list[tuple[float, str]]:
+        """(time, fault), a few kinds of them at a time: a schedule in which all goes wrong at once shows less."""
+        random = self.random
+        found: list[tuple[float, str]] = []
+        share = random.choice((0.1, 0.3, 0.6) if many else (0.0, 0.1, 0.3, 0.6))
+        span = self.span + random.choice((0.0, 5.0, 15.0))
+        for kind, most in FAULTS.items():
+            if random.random() < share:
+                count = random.randint(1, most)
+                if many and kind.startswith(("worker", "engine")):
+                    count *= 8
+                found += [(span * random.random(), kind) for _ in range(count)]
+        return sorted(found)

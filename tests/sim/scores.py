@@ -1,0 +1,49 @@
+"""What a simulated engine answers: a pure function of a row's prompt, a column and the weight version, on bytes alone."""
+
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import Part
+
+#: columns of hidden states start here
+HIDDEN = 1 << 20
+
+
+def score_rows(prompts: Iterable[bytes], columns: Sequence[int], salt: int) -> bytes:
+    """float32 [rows, columns], every value exact."""
+    values: list[float] = []
+    for prompt in prompts:
+        crc = zlib.crc32(prompt) + 1
+        values += [((crc * (2 * column + 1) + salt * 7919) & 0xFFFFFF) / 2**24 for column in columns]
+    return array("f", values).tobytes()
+
+
+def salt_of(version: int, softmax: bool) -> int:
+    return 2 * version + softmax
+
+
+def prompts_of(part: Part, frames: Sequence[Buffer]) -> list[bytes]:
+    """The rows of a part, query and item joined."""
+    if len(frames) == 4:
+        heads = rows_of(frames[0], frames[1])
+        rows = rows_of(frames[2], frames[3])
+    else:
+        rows = rows_of(frames[1], frames[2])
+        heads = [bytes(frames[0])] * len(rows)
+    if part.item_first:
+        return [row + head for head, row in zip(heads, rows, strict=True)]
+    return [head + row for head, row in zip(heads, rows, strict=True)]
+
+
+def rows_of(values: Buffer, lengths: Buffer, unit: int = 4) -> list[bytes]:
+    """Ragged data as rows."""
+    data = bytes(values)
+    rows: list[bytes] = []
+    at = 0
+    for n in array("I", bytes(lengths)):
+        rows.append(data[at : at + unit * n])
+        at += unit * n
+    assert at == len(data), "the lengths do not add up"
+    return rows

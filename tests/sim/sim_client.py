@@ -1,0 +1,184 @@
+"""A simulated client: the real session, a dealer, and callers who submit, change their minds and wait."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from enginepool.client.events import (
+    Abandon,
+    Answer,
+    AskStatus,
+    Close,
+    Ended,
+    Event,
+    Fail,
+    OpenLink,
+    Received,
+    Send,
+    Start,
+    Submit,
+    Tick,
+)
+from enginepool.client.session import ClientSession
+from enginepool.client.settings import Settings
+from enginepool.protocol.frames import Buffer, check_frames, decode_header
+from enginepool.protocol.messages import Result, ToClient
+from tests.sim.network import Dealer, Network
+from tests.sim.oracle import Oracle
+from tests.sim.traffic import Call
+
+_decoder = msgspec.msgpack.Decoder(ToClient)
+
+
+class SimClient:
+    """One client object in its process."""
+
+    def __init__(self, network: Network, oracle: Oracle, index: int, settings: Settings) -> None:
+        self.network = network
+        self.world = network.world
+        self.oracle = oracle
+        self.index = index
+        self.name = f"client-{index}"
+        random = self.world.random
+        self.session = ClientSession(random.randbytes(16), random.randbytes(16), random.random, settings)
+        self.dealer: Dealer | None = None
+        self.gone = False
+        self.stalled = False
+        self.ids = 0
+        self._calls: dict[int, Call] = {}
+        self._held: list[Sequence[Buffer]] = []
+        self._wanted: list[tuple[Call, bool]] = []
+        self._timer_at = float("inf")
+
+    def start(self) -> None:
+        self._take(Start(self.world.now))
+
+    # --- callers -------------------------------------------------------------------------------------------------------
+
+    def submit(self, call: Call) -> None:
+        """A caller wants scores."""
+        if self.gone:
+            self.oracle.forget(call)
+            return
+        if self.stalled:
+            self._wanted.append((call, True))
+            return
+        now = self.world.now
+        self.ids += 1
+        call.id = self.ids
+        call.score.id = self.ids
+        call.submitted = now
+        call.deadline = None if call.timeout is None else now + call.timeout
+        self._calls[call.id] = call
+        self._take(Submit(now, call.score, call.frames, call.deadline, call.retry_busy))
+
+    def cancel(self, call: Call) -> None:
+        """The caller changes its mind."""
+        if self.stalled:
+            self._wanted.append((call, False))
+        elif not self.gone and call.submitted >= 0 and not call.outcome:
+            call.cancelled = True
+            self._take(Abandon(self.world.now, call.id))
+
+    def ask_status(self) -> None:
+        if not self.gone and not self.stalled:
+            self.ids += 1
+            self._take(AskStatus(self.world.now, self.ids, self.world.now + 5.0))
+
+    # --- the loop ------------------------------------------------------------------------------------------------------
+
+    def receive(self, dealer: Dealer, frames: Sequence[Buffer]) -> None:
+        if self.gone or dealer is not self.dealer:
+            return
+        if self.stalled:
+            self._held.append(frames)
+            return
+        self.world.mix(frames[0])  # type: ignore[arg-type]
+        message: ToClient = decode_header(_decoder, frames[0])
+        if isinstance(message, Result):
+            check_frames(message.frames, frames[1:])
+        self._take(Received(self.world.now, message, frames[1:]))
+
+    def connected(self, dealer: Dealer) -> None:
+        """Nobody tells a client."""
+
+    def disconnected(self, dealer: Dealer) -> None:
+        """Nobody tells a client."""
+
+    def _take(self, event: Event) -> None:
+        self.world.note(self.name, event)
+        effects = self.session.handle(event)
+        self.session.check()
+        for effect in effects:
+            if type(effect) is Send:
+                assert self.dealer is not None
+                self.world.note(self.name, effect.message)
+                self.dealer.send(effect.message, effect.frames)
+            elif type(effect) is Answer or type(effect) is Fail:
+                call = self._calls.get(effect.id)
+                if call is not None:
+                    self.oracle.finished(self.world.now, call, effect)
+            elif type(effect) is OpenLink:
+                if self.dealer is not None:
+                    self.dealer.close()
+                self.dealer = Dealer(self.network, self, worker=False)
+            elif type(effect) is Ended:
+                assert effect.failure.code == "closed", f"{self.name} ended: {effect.failure}"
+                assert self.dealer is not None
+                self.dealer.close(linger=True)
+        wake_at = self.session.wake_at
+        if wake_at < self._timer_at:
+            self._timer_at = wake_at
+            self.world.at(wake_at, self._due, wake_at)
+
+    def _due(self, at: float) -> None:
+        if at == self._timer_at and not self.stalled and not self.gone:
+            self._tick()
+
+    def _tick(self) -> None:
+        self._timer_at = float("inf")
+        self._take(Tick(self.world.now))
+
+    # --- what befalls it -----------------------------------------------------------------------------------------------
+
+    def stall(self) -> None:
+        self.world.note(self.name, "stalls")
+        self.stalled = True
+
+    def go_on(self) -> None:
+        """The socket first, then the timers, then the callers."""
+        if self.gone or not self.stalled:
+            return
+        self.world.note(self.name, "goes on")
+        self.stalled = False
+        held, self._held = self._held, []
+        wanted, self._wanted = self._wanted, []
+        assert self.dealer is not None
+        for frames in held:
+            self.receive(self.dealer, frames)
+        self._tick()
+        for call, submit in wanted:
+            (self.submit if submit else self.cancel)(call)
+
+    def vanish(self) -> None:
+        """The process is killed: nobody waits any more."""
+        self.world.note(self.name, "vanishes")
+        self._leave()
+        if self.dealer is not None:
+            self.dealer.close()
+
+    def close(self) -> None:
+        """The owner closes it: every call ends now."""
+        if not self.gone:
+            self.oracle.closed.add(self.index)
+            self._take(Close(self.world.now))
+            self._leave()
+
+    def _leave(self) -> None:
+        self.gone = True
+        for call in self._calls.values():
+            if not call.outcome:
+                self.oracle.forget(call)
+        for call, submit in self._wanted:
+            if submit:
+                self.oracle.forget(call)

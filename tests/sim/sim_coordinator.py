@@ -1,0 +1,197 @@
+"""A simulated coordinator process: the real machine and the real translation of messages, in a shell of virtual time.
+
+It stands for `enginepool.coordinator.daemon`: what peers said is handled before any timer, a send to a client that is gone is
+a cut link, and a stall leaves everything in the sockets until it is over.
+"""
+
+from collections.abc import Callable, Sequence
+
+from enginepool.config import PoolConfig
+from enginepool.coordinator import effects as ef
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.translate import client_event, id_of, worker_event
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import Failure, Message
+from tests.sim.cluster import Cluster
+from tests.sim.network import Link, Network
+from tests.sim.oracle import Oracle
+from tests.sim.watch import Watch
+
+
+class SimCoordinator:
+    """One incarnation of the coordinator."""
+
+    def __init__(
+        self, network: Network, cluster: Cluster, oracle: Oracle, config: PoolConfig, turn_s: float, prompt: bool
+    ) -> None:
+        self.network = network
+        self.world = network.world
+        self.cluster = cluster
+        self.config = config
+        #: longest turn of the loop
+        self.turn_s = turn_s
+        #: nothing but a fault makes anybody wait for long
+        self.prompt = prompt
+        self.machine = Machine(config, checked=True)
+        self.watch = Watch(self.machine, oracle)
+        self.alive = True
+        self.drained = False
+        self.stalled = False
+        self._held: list[tuple[Link, Sequence[Buffer]]] = []
+        #: what kills it in the middle of its next effects
+        self.doomed: Callable[[], None] | None = None
+        self._ended: set[str] = set()
+        self._exits: list[tuple[str, str, bool]] = []
+        #: what came in within one turn of the loop
+        self._events: list[ev.Event] = []
+        self._timer_at = float("inf")
+
+    def start(self, epoch: int, versions: dict[str, int]) -> None:
+        self.world.note("coordinator", f"starts, epoch {epoch}")
+        self.network.server = self
+        self.handle(ev.Started(self.world.now, epoch, versions, self.cluster.survivors(self)))
+        self._tick()
+
+    # --- in ------------------------------------------------------------------------------------------------------------
+
+    def receive(self, link: Link, frames: Sequence[Buffer]) -> None:
+        if self.stalled:
+            self._held.append((link, frames))
+            return
+        self.world.mix(frames[0])  # type: ignore[arg-type]
+        now = self.world.now
+        try:
+            if link.worker:
+                event = worker_event(now, link.id, frames)
+            else:
+                event = client_event(now, link.id, frames, self.config.limits.max_message_bytes)
+        except WireError as error:
+            id_ = None if link.worker else id_of(frames[0])
+            failure = Failure(error.code, error.message, id_, field=error.field, limit=error.limit)
+            self.network.send(link.id, failure, ())
+            return
+        self._events.append(event)
+        if len(self._events) == 1:
+            self.world.after(self.world.between(0, self.turn_s), self._act)
+
+    def _act(self) -> None:
+        """Everything that came in together, at once."""
+        if self._events and self.alive and not self.stalled:
+            events, self._events = self._events, []
+            self.handle(*events)
+
+    def exited(self, incarnation: str, reason: str, permanent: bool) -> None:
+        """A process that this coordinator watches has ended."""
+        if self.stalled and self.alive:
+            self._exits.append((incarnation, reason, permanent))
+        elif self.alive:
+            self._ended.add(incarnation)
+            self.handle(ev.WorkerExited(self.world.now, incarnation, reason, permanent))
+
+    def _knows(self, event: ev.WorkerRegistered) -> bool:
+        return event.incarnation in self.machine.core.groups[event.group].workers
+
+    def _link_cut(self, link: bytes) -> None:
+        if self.alive:
+            self.handle(ev.LinkCut(self.world.now, link))
+
+    # --- out -----------------------------------------------------------------------------------------------------------
+
+    def handle(self, *events: ev.Event) -> None:
+        """Events through the machine, and their effects."""
+        for event in events:
+            self.world.note("coordinator", event)
+        effects = self.machine.handle(*events)
+        self.watch.after(len(events), effects)
+        for event in events:
+            if type(event) is ev.WorkerRegistered:
+                assert event.incarnation not in self._ended or not self._knows(event), f"a dead process is back: {event}"
+        for effect in effects:
+            if self.doomed and self.world.chance(0.5):
+                self.doomed()
+                return
+            if type(effect) is ef.ToClient:
+                self._say(effect.message, effect.link)
+                if not self.network.send(effect.link, effect.message, effect.frames):
+                    self.world.after(0.0, self._link_cut, effect.link)
+            elif type(effect) is ef.ToWorker:
+                self._say(effect.message, effect.link)
+                if type(effect.message) is Failure and effect.link in self.network.links:
+                    self._given_up(self.network.links[effect.link].dealer.owner.name, effect.message.message)
+                self.network.send(effect.link, effect.message, effect.frames)
+            elif type(effect) is ef.StartWorker:
+                self.cluster.start(self, effect.group, effect.index, effect.incarnation)
+            elif type(effect) is ef.KillWorker:
+                self.world.note("coordinator", effect)
+                places = [place for group in self.machine.core.groups.values() for place in group.places]
+                reason = next(place.last_words for place in places if place.incarnation == effect.incarnation)
+                self._given_up(effect.incarnation, reason)
+                self.cluster.kill(effect.incarnation)
+            elif type(effect) is ef.Drained:
+                self.drained = True
+        self._set_timer(self.machine.wake_at())
+
+    def _given_up(self, name: str, reason: str) -> None:
+        """Where messages and forwards are quick, no healthy worker is given up for being silent or slow."""
+        worker = self.cluster.workers.get(name)
+        if self.prompt and worker is not None and worker.healthy:
+            assert "silent" not in reason and "in time" not in reason, f"{name} is healthy: {reason}"
+
+    def _say(self, message: Message, link: bytes) -> None:
+        self.world.note("coordinator", (link, message))
+
+    def _set_timer(self, at: float) -> None:
+        if at < self._timer_at:
+            self._timer_at = at
+            self.world.at(at, self._due, at)
+
+    def _due(self, at: float) -> None:
+        if at == self._timer_at and not self.stalled:
+            self._tick()
+
+    def _tick(self) -> None:
+        if self.alive:
+            self._act()
+            self._timer_at = float("inf")
+            self.handle(ev.Tick(self.world.now))
+
+    # --- what befalls it -----------------------------------------------------------------------------------------------
+
+    def stall(self) -> None:
+        """The process stands still."""
+        self.world.note("coordinator", "stalls")
+        self.stalled = True
+
+    def go_on(self) -> None:
+        """The stall is over: sockets and processes first, in either order, then the timers."""
+        if not self.alive or not self.stalled:
+            return
+        self.world.note("coordinator", "goes on")
+        self.stalled = False
+        held, self._held = self._held, []
+        exits, self._exits = self._exits, []
+        first = self.world.chance(0.5)
+        if first:
+            for exit_ in exits:
+                self.exited(*exit_)
+        for link, frames in held:
+            self.receive(link, frames)
+        self._act()
+        if not first:
+            for exit_ in exits:
+                self.exited(*exit_)
+        self._tick()
+
+    def drain(self, within: float) -> None:
+        """SIGTERM."""
+        self.handle(ev.DrainAsked(self.world.now, within))
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.world.note("coordinator", "killed")
+        self.alive = False
+        self.stalled = False
+        self.doomed = None
+        self.network.stop_server()

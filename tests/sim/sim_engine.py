@@ -1,0 +1,237 @@
+"""A simulated engine: one forward at a time in virtual time, faults on demand, and a strict eye on its own budget."""
+
+from array import array
+from collections.abc import Sequence
+from heapq import heappop, heappush
+from typing import Protocol
+
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import Capabilities, FrameSpec, PartDone, TaskId, Tokenise
+from enginepool.workers.events import (
+    BatchDone,
+    EngineLost,
+    EngineReady,
+    EngineStage,
+    Event,
+    RunBatch,
+    RunTokenise,
+    TextDone,
+    WorkFailed,
+)
+from tests.sim.oracle import Oracle
+from tests.sim.scores import HIDDEN, prompts_of, rows_of, salt_of, score_rows
+from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, uid_of
+from tests.sim.world import World
+
+
+class Profile:
+    """The engines of one group: what they can do, how fast they are, and what poison does to them."""
+
+    def __init__(self, world: World, can: Capabilities, version: int) -> None:
+        random = world.random
+        self.can = can
+        #: of the weights on disk: what an engine that starts loads
+        self.version = version
+        self.forward_s = random.choice((0.0005, 0.005, 0.03))
+        self.token_s = random.choice((0.0, 0.0001, 0.001))
+        self.load_s = random.choice((0.05, 0.5, 3.0))
+        #: first come, first served inside the engine, or by priority
+        self.fifo = random.random() < 0.3
+        self.poison = random.choice(("crash", "abort", "hang", "wrong_rows"))
+        self.load_fails = random.choice((0.0, 0.0, 0.0, 0.2))
+
+    @property
+    def seconds_in_flight(self) -> float:
+        """The longest that everything in flight takes, one row a forward."""
+        return 1.5 * (self.can.inflight_rows * self.forward_s + self.can.inflight_tokens * self.token_s)
+
+
+class Host(Protocol):
+    """The process that an engine lives in."""
+
+    name: str
+
+    def post(self, event: Event) -> None:
+        """Give the worker's machine an event."""
+        ...
+
+    def kill(self) -> None:
+        """The process dies without a word."""
+        ...
+
+
+class SimEngine:
+    """One engine. `next_fault` is what happens at the next batch."""
+
+    def __init__(self, world: World, oracle: Oracle, profile: Profile, host: Host) -> None:
+        self.world, self.oracle, self.profile, self.host = world, oracle, profile, host
+        self.version = profile.version
+        self.slow = 1.0
+        self.next_fault = ""
+        self.hangs = False
+        self.dead = False
+        #: every batch that runs or waits to
+        self.inside: dict[TaskId, Task] = {}
+        self._waiting: list[tuple[int, int, Task]] = []
+        self._order = 0
+        self._busy = False
+
+    def load(self) -> None:
+        """Stages, then ready; or it ends on the way."""
+        world, profile = self.world, self.profile
+        last = world.between(0.1, 2.0) * profile.load_s
+        world.after(0.3 * last, self._tell, EngineStage(0, "loading", "weights"))
+        if world.chance(profile.load_fails):
+            world.after(0.5 * last, self.crash, "it did not load")
+            return
+        world.after(0.7 * last, self._tell, EngineStage(0, "compiling"))
+        world.after(last, self._ready)
+
+    def _tell(self, event: EngineStage) -> None:
+        if not self.dead:
+            self.host.post(EngineStage(self.world.now, event.stage, event.detail))
+
+    def _ready(self) -> None:
+        if not self.dead:
+            self.host.post(EngineReady(self.world.now, self.profile.can, self.version))
+
+    def crash(self, reason: str) -> None:
+        """The engine is gone and says so."""
+        if not self.dead:
+            self.dead = True
+            self.host.post(EngineLost(self.world.now, reason))
+
+    # --- scoring -------------------------------------------------------------------------------------------------------
+
+    def run(self, run: RunBatch) -> None:
+        """Take a batch. It must fit: alone into a forward, and beside everything else that is inside."""
+        if self.dead:
+            return
+        task = Task(run)
+        can, who = self.profile.can, f"{self.host.name}: batch {run.batch.batch}"
+        lengths = [len(prompt) // 4 for prompts in task.prompts for prompt in prompts]
+        task.rows = len(lengths)
+        task.weight = sum(lengths) + task.rows * (can.page - 1)
+        assert run.batch.batch not in self.inside, f"{who} runs twice"
+        assert task.rows <= can.batch_rows, f"{who}: {task.rows} rows"
+        assert task.rows == 1 or task.weight <= can.batch_tokens, f"{who}: {task.weight} tokens"
+        assert max(lengths) <= can.context, f"{who}: a row of {max(lengths)} tokens"
+        inside = self.inside
+        inside[run.batch.batch] = task
+        assert sum(t.weight for t in inside.values()) <= can.inflight_tokens, f"{who}: over inflight_tokens"
+        assert sum(t.rows for t in inside.values()) <= can.inflight_rows, f"{who}: over inflight_rows"
+        self._order += 1
+        heappush(self._waiting, (0 if self.profile.fifo else -run.batch.priority, self._order, task))
+        if not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        if self.dead or self.hangs or not self._waiting:
+            self._busy = False
+            return
+        self._busy = True
+        task = heappop(self._waiting)[2]
+        fault, self.next_fault = self.next_fault, ""
+        if any(_has(prompts, POISON) for prompts in task.prompts):
+            fault = self.profile.poison
+        seconds = self.slow * (self.profile.forward_s + self.profile.token_s * task.weight) * self.world.between(0.5, 1.5)
+        self.world.after(seconds, self._finish, task, fault, seconds)
+
+    def _finish(self, task: "Task", fault: str, seconds: float) -> None:
+        if self.dead:
+            return
+        if fault == "crash":
+            self.crash("the engine crashed")
+        elif fault == "abort":
+            self.host.kill()
+        elif fault == "hang" or self.hangs:
+            self.hangs = True
+        else:
+            now, id_ = self.world.now, task.run.batch.batch
+            del self.inside[id_]
+            if fault == "error":
+                self.oracle.wronged.update(uid_of(prompts[0]) for prompts in task.prompts)
+                self.host.post(WorkFailed(now, id_, "the engine refused the batch"))
+            else:
+                forwards = 2 if fault == "two_forwards" else 1
+                parts, frames = self._answer(task, fault)
+                self.host.post(BatchDone(now, id_, parts, frames, self.version, forwards, int(seconds * 1e6)))
+            self._next()
+
+    def _answer(self, task: "Task", fault: str) -> tuple[list[PartDone], tuple[Buffer, ...]]:
+        can = self.profile.can
+        done: list[PartDone] = []
+        out: list[Buffer] = []
+        short = fault == "wrong_rows"
+        for part, prompts in zip(task.run.batch.parts, task.prompts, strict=True):
+            if fault == "two_forwards":
+                self.oracle.cut.add(uid_of(prompts[0]))
+            if _has(prompts, REFUSED):
+                done.append(PartDone(code="engine_error", message="refused"))
+                continue
+            rows = prompts[1:] if short else prompts
+            short = False
+            columns = part.labels or range(can.labels)
+            salt = salt_of(self.version, part.softmax)
+            specs = [FrameSpec("scores", "float32", (len(rows), len(columns)))]
+            out.append(score_rows(rows, columns, salt))
+            if task.run.batch.hidden:
+                specs.append(FrameSpec("hidden", "float32", (len(rows), can.hidden)))
+                out.append(score_rows(rows, range(HIDDEN, HIDDEN + can.hidden), salt))
+            done.append(PartDone(specs))
+        return done, tuple(out)
+
+    # --- text ----------------------------------------------------------------------------------------------------------
+
+    def tokenise(self, run: RunTokenise) -> None:
+        """Tokenising happens beside forwards."""
+        if not self.dead:
+            self.world.after(self.slow * self.world.between(0.0001, 0.005), self._tokenised, run)
+
+    def _tokenised(self, run: RunTokenise) -> None:
+        if self.dead or self.hangs:
+            return
+        rows = [[byte + TEXT_OFFSET for byte in row] for row in texts_of(run.task, run.frames)]
+        flat = [token for row in rows for token in row]
+        now, task = self.world.now, run.task.task
+        if CHOKING in flat:
+            if self.profile.poison == "hang":
+                self.hangs = True
+            elif self.profile.poison == "abort":
+                self.host.kill()
+            else:
+                self.crash("the tokenizer choked")
+        elif UNREADABLE in flat:
+            self.host.post(WorkFailed(now, task, "the tokenizer refused the text"))
+        else:
+            lengths = array("I", [len(row) for row in rows]).tobytes()
+            self.host.post(TextDone(now, task, array("i", flat).tobytes(), lengths))
+
+
+def texts_of(task: Tokenise, frames: Sequence[Buffer]) -> list[bytes]:
+    """The rows of a text request, joined."""
+    items = rows_of(frames[-2], frames[-1], 1)
+    heads = rows_of(frames[0], frames[1], 1) if len(frames) == 4 else [bytes(frames[0])] * len(items)
+    return [i + q if task.item_first else q + i for q, i in zip(heads, items, strict=True)]
+
+
+class Task:
+    """A batch inside an engine."""
+
+    __slots__ = ("prompts", "rows", "run", "weight")
+
+    def __init__(self, run: RunBatch) -> None:
+        self.run = run
+        self.rows = self.weight = 0
+        #: the rows of each part
+        self.prompts: list[list[bytes]] = []
+        at = 0
+        for part in run.batch.parts:
+            end = at + len(part.frames)
+            self.prompts.append(prompts_of(part, run.frames[at:end]))
+            at = end
+        assert at == len(run.frames), f"batch {run.batch.batch}: frames are left over"
+
+
+def _has(prompts: list[bytes], token: int) -> bool:
+    return any(token in array("i", prompt) for prompt in prompts)

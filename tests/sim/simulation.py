@@ -1,0 +1,178 @@
+"""One schedule, from the first event until nothing is left to do: `simulate(seed, workers)`.
+
+    calls and faults → everything heals → every call has its answer → all is quiet → the pool drains
+
+A failure is raised as `Failed`, which says how to replay it and shows what happened last.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tests.sim.cluster import Cluster
+from tests.sim.faults import Faults
+from tests.sim.network import Network
+from tests.sim.oracle import Oracle
+from tests.sim.plan import Plan
+from tests.sim.sim_client import SimClient
+from tests.sim.sim_coordinator import SimCoordinator
+from tests.sim.sim_engine import Profile
+from tests.sim.traffic import CALLS, Call, make_call
+from tests.sim.world import World, line
+
+#: after all is healed some call has its answer within this, again and again until none is left
+PATIENCE_S = 120.0
+
+
+class Failed(AssertionError):
+    """A schedule broke a promise."""
+
+
+class Outcome(NamedTuple):
+    """What a schedule did."""
+
+    digest: int
+    events: int
+    seconds: float
+    answers: dict[str, int]
+
+
+class Simulation:
+    """All parts of one schedule."""
+
+    def __init__(self, world: World, plan: Plan) -> None:
+        self.world = world
+        self.plan = plan
+        self.oracle = Oracle(plan.config.restart.max_attempts, plan.bounded)
+        for name, version in plan.versions.items():
+            self.oracle.versions[name] = {version}
+        self.network = Network(world, plan.conditions)
+        profiles = {name: Profile(world, can, plan.versions[name]) for name, can in plan.capabilities.items()}
+        timing = plan.config.timing
+        self.cluster = Cluster(self.network, self.oracle, profiles, timing.orphan_s, timing.drain_s)
+        self.cluster.unusable = plan.unusable
+        self.clients = [SimClient(self.network, self.oracle, i, plan.settings) for i in range(plan.clients)]
+        conditions, forward_s = plan.conditions, timing.forward_s
+        slowest = max(profile.seconds_in_flight for profile in profiles.values())
+        self.prompt = conditions.delay < 0.01 and not conditions.flaky and conditions.notice < 1.0 and slowest < forward_s / 4
+        self.coordinator = self.new_coordinator()
+        self.epoch = 1
+        self.events = 0
+        self.faults = Faults(self)
+
+    def new_coordinator(self) -> SimCoordinator:
+        return SimCoordinator(self.network, self.cluster, self.oracle, self.plan.config, self.plan.turn_s, self.prompt)
+
+    def restart_coordinator(self) -> None:
+        """A successor takes over."""
+        self.events += self.coordinator.watch.events
+        self.epoch += 1
+        self.coordinator = self.new_coordinator()
+        self.coordinator.start(self.epoch, self.plan.versions)
+
+    # --- the course of events ------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        world, plan = self.world, self.plan
+        world.at(world.between(0, 1), self.coordinator.start, self.epoch, plan.versions)
+        for client in self.clients:
+            world.at(world.between(0, 1), client.start)
+        for name, count in plan.external.items():
+            for _ in range(count):
+                world.at(world.between(0, 2), self.cluster.dial_in, name)
+        self._place_calls()
+        for time, kind in plan.faults:
+            world.at(1.0 + time, self.faults.strike, kind)
+        world.run_until(1.0 + max([plan.span, *(time for time, _ in plan.faults)]))
+        while world.now < self.faults.last_heals:
+            world.run_until(self.faults.last_heals)
+        self.faults.heal()
+        if plan.drain_early:
+            self._drain()
+        else:
+            self._settle()
+            self._become_quiet()
+            self._drain()
+        return Outcome(world.digest, self.events + self.coordinator.watch.events, world.now, self.oracle.counts)
+
+    def _place_calls(self) -> None:
+        world, plan = self.world, self.plan
+        random = world.random
+        bursts = [1.0 + plan.span * random.random() for _ in range(min(plan.bursts, plan.calls))]
+        names = list(plan.kinds)
+        for uid in range(min(plan.calls, CALLS)):
+            call = Call(uid, random.randrange(len(self.clients)), bursts[uid % len(bursts)])
+            name = random.choice(names)
+            make_call(random, call, name, plan.capabilities[name], plan.mix, len(names) > 1 or random.random() < 0.5)
+            self.oracle.add(call)
+            client = self.clients[call.client]
+            world.at(call.arrival, client.submit, call)
+            if call.cancel_at is not None:
+                world.at(call.cancel_at, client.cancel, call)
+
+    def _settle(self) -> None:
+        """Every call has its answer."""
+        world = self.world
+        end, left = world.now + PATIENCE_S, len(self.oracle.open)
+        while left:
+            assert world.now < end, f"no answer for {PATIENCE_S:g} s: {left} calls, {list(self.oracle.open.values())[:5]}"
+            world.run_until(world.now + 1.0)
+            if len(self.oracle.open) < left:
+                end, left = world.now + PATIENCE_S, len(self.oracle.open)
+
+    def _become_quiet(self) -> None:
+        """What the last answers left behind is cleaned up, in the coordinator, the workers and the clients."""
+        world, timing = self.world, self.plan.config.timing
+        world.run_until(world.now + max(timing.client_silence_s, timing.forward_s) + 3.0)
+        # A request that came twice, the second time after its acknowledgement, runs again for nobody; what dies is replaced.
+        end = world.now + PATIENCE_S
+        while (self.coordinator.watch.busy or self._unknown()) and world.now < end:
+            world.run_until(world.now + 1.0)
+        self.coordinator.watch.quiet()
+        assert not self._unknown(), f"ready, and the coordinator does not know them: {self._unknown()}"
+        for worker in self.cluster.workers.values():
+            if worker.stage == "ready" and not worker.engine.hangs:
+                assert not worker.machine.running and not worker.machine.leaving and not worker.machine.unsent, worker.machine
+                assert not worker.engine.inside, worker.engine.inside
+        for client in self.clients:
+            assert client.gone or not client.session.calls.by_id, client.session.describe()
+
+    def _unknown(self) -> list[str]:
+        """Workers whose engine is ready and that get no work."""
+        groups = self.coordinator.machine.core.groups.values()
+        able = {name for group in groups for name, worker in group.workers.items() if worker.able}
+        workers = self.cluster.workers.values()
+        return [w.incarnation for w in workers if w.stage == "ready" and not w.engine.hangs and w.incarnation not in able]
+
+    def _drain(self) -> None:
+        """The pool ends in time, and leaves no process behind."""
+        world, coordinator = self.world, self.coordinator
+        self.oracle.draining = True
+        self.cluster.external = False
+        within = world.between(0.1, 10.0)
+        coordinator.drain(within)
+        end = world.now + within + self.plan.config.timing.drain_s + 5.0
+        while not coordinator.drained and world.now < end:
+            world.run_until(world.now + 0.5)
+        assert coordinator.drained, f"not drained: {coordinator.machine!r}"
+        own = [worker for worker in self.cluster.workers.values() if not worker.incarnation.startswith("external")]
+        assert not own, f"left behind: {[worker.machine for worker in own]}"
+        coordinator.watch.check()
+
+
+def simulate(seed: int, workers: int, say: Callable[[str], None] | None = None) -> Outcome:
+    """Run the schedule of `seed` with so many workers.
+
+    Raises:
+        Failed: a promise was broken; the message says which, how to replay it, and what happened before.
+    """
+    world = World(seed, say)
+    simulation = Simulation(world, Plan(world.random, workers))
+    try:
+        return simulation.run()
+    except Exception as error:
+        recent = "\n".join(line(*entry) for entry in simulation.world.recent)
+        raise Failed(
+            f"{type(error).__name__}: {error}\n\n{recent}\n\n"
+            f"{type(error).__name__}: {error}\n"
+            f"replay: python -m tests.sim --seed {seed} --workers {workers} --trace"
+        ) from error

@@ -1,0 +1,141 @@
+"""The simulator finds what it is for: each bug that is planted here is seen within a few schedules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from enginepool.client.calls import Call, Calls
+from enginepool.client.events import Effect as ClientEffect
+from enginepool.coordinator import batching, requests
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.state import Batch, Request
+from enginepool.workers.machine import WorkerMachine
+from tests.sim.simulation import Failed, simulate
+
+SEEDS = 400
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+
+
+def rows_in_any_order(patch: pytest.MonkeyPatch) -> None:
+    def join(request: Request) -> Any:
+        request.pieces.reverse()
+        pieces, specs = request.pieces, request.pieces[0][1]
+        frames = [b"".join(piece[2][i] for piece in pieces) for i in range(len(specs))]
+        whole = [spec.__class__(spec.name, spec.dtype, (request.work.rows, *spec.shape[1:])) for spec in specs]
+        return whole, frames
+
+    patch.setattr(requests, "_join", join)
+
+
+def parts_of_other_weights_are_mixed(patch: pytest.MonkeyPatch) -> None:
+    def start_over(self: Requests, request: Request) -> None:
+        """Nothing."""
+
+    patch.setattr(Requests, "_start_over", start_over)
+
+
+def lost_rows_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
+    def lost(self: Requests, batch: Batch, reason: str) -> None:
+        """Nothing."""
+
+    patch.setattr(Requests, "lost", lost)
+
+
+def neighbours_are_blamed(patch: pytest.MonkeyPatch) -> None:
+    real = Requests.lost
+
+    def lost(self: Requests, batch: Batch, reason: str) -> None:
+        batch.trial = True
+        real(self, batch, reason)
+
+    patch.setattr(Requests, "lost", lost)
+
+
+def rows_in_flight_are_not_counted(patch: pytest.MonkeyPatch) -> None:
+    real = batching.send_batch
+
+    def send_batch(core: Core, batch: Batch) -> None:
+        batch.rows = 0
+        real(core, batch)
+
+    patch.setattr(batching, "send_batch", send_batch)
+
+
+def priority_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    real = Request.__init__
+
+    def init(self: Request, *args: Any) -> None:
+        real(self, *args)
+        self.key = self.arrival
+
+    patch.setattr(Request, "__init__", init)
+
+
+def deadlines_come_early(patch: pytest.MonkeyPatch) -> None:
+    real = Requests.submit
+
+    def submit(self: Requests, e: Any) -> None:
+        if e.deadline is not None:
+            e.deadline = (e.now + e.deadline) / 2
+        real(self, e)
+
+    patch.setattr(Requests, "submit", submit)
+
+
+def answers_are_passed_on_twice(patch: pytest.MonkeyPatch) -> None:
+    def answered(self: Calls, id_: int, effect: ClientEffect, now: float, out: list[ClientEffect]) -> None:
+        call = self.by_id.pop(id_, None)
+        if call is not None:
+            self._uncount(call)  # pyright: ignore[reportPrivateUsage]
+            out += [effect, effect]
+
+    patch.setattr(Calls, "answered", answered)
+
+
+def nothing_is_sent_again(patch: pytest.MonkeyPatch) -> None:
+    real = Calls._send  # pyright: ignore[reportPrivateUsage]
+
+    def send(self: Calls, call: Call, now: float, out: list[ClientEffect]) -> None:
+        if not call.sends:
+            real(self, call, now, out)
+
+    patch.setattr(Calls, "_send", send)
+
+
+def work_of_a_dead_epoch_is_run_beside_the_new(patch: pytest.MonkeyPatch) -> None:
+    real = WorkerMachine._drop  # pyright: ignore[reportPrivateUsage]
+
+    def drop(self: WorkerMachine) -> None:
+        real(self)
+        self.leaving.clear()
+
+    patch.setattr(WorkerMachine, "_drop", drop)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        rows_in_any_order,
+        parts_of_other_weights_are_mixed,
+        lost_rows_do_not_come_back,
+        neighbours_are_blamed,
+        rows_in_flight_are_not_counted,
+        priority_is_forgotten,
+        deadlines_come_early,
+        answers_are_passed_on_twice,
+        nothing_is_sent_again,
+        work_of_a_dead_epoch_is_run_beside_the_new,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_planted_bug_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")

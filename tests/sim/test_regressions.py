@@ -1,0 +1,25 @@
+"""Seeds that showed a bug once, and what it was. The smallest test of each is in `tests/core/test_machine_regressions.py`.
+
+A seed means a schedule only as long as the simulator draws in the same order: whoever changes that plants each bug again and
+looks for the seed that shows it now.
+"""
+
+import pytest
+
+from tests.sim.simulation import simulate
+
+SHOWED = [
+    (1, 2, "text that came during a trial waited although a worker was open again"),
+    (17, 2, "a suspect waited for the worker that was kept for it although another one was idle"),
+    (17, 2, "a suspect waited beside an idle worker after what stood before it had been dispatched"),
+    (44, 5, "several texts that kill their worker were never alone, so nobody was found guilty and no answer came"),
+    (38, 7, "without batches sent again after a new registration a healthy worker was killed for being slow"),
+    (1387, 4, "text was not sent again after a new registration, and a healthy worker was killed for it"),
+    (739, 4, "without leases extended after a stall of the coordinator a healthy worker was killed for silence"),
+    (461, 6, "the last words of a dead process, read after its end was seen, brought it back"),
+]
+
+
+@pytest.mark.parametrize(("seed", "workers"), sorted({(seed, workers) for seed, workers, _ in SHOWED}))
+def test_what_failed_once_holds(seed: int, workers: int) -> None:
+    assert simulate(seed, workers).events > 0

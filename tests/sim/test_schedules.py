@@ -1,0 +1,36 @@
+"""Nothing lost, whatever goes wrong: thousands of random schedules with up to 8 workers, tens with 1,000.
+
+A failure prints the seed and how to replay it. `SIM_SEED` starts the series elsewhere, to look for what these seeds do not
+show.
+"""
+
+import os
+
+import pytest
+
+from tests.sim.simulation import simulate
+
+FIRST = int(os.environ.get("SIM_SEED", "1"))
+CHUNKS, SEEDS = 40, 60
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_every_call_gets_exactly_one_final_answer(chunk: int) -> None:
+    events = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        events += simulate(seed, 1 + seed % 8).events
+    assert events > SEEDS * 100, "schedules in which nothing happens show nothing"
+
+
+def test_the_schedules_show_every_answer_that_there_is() -> None:
+    seen: set[str] = set()
+    for seed in range(1, 121):
+        seen |= simulate(seed, 1 + seed % 8).answers.keys()
+    refused = {"bad_request", "busy", "unknown_group", "shutting_down"}
+    failed = {"cancelled", "deadline_exceeded", "engine_error", "poisoned", "pool_down", "closed"}
+    assert seen == {"result"} | refused | failed
+
+
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + 20))
+def test_with_a_thousand_workers_too(seed: int) -> None:
+    assert simulate(seed, 1000).events > 10_000

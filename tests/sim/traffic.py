@@ -1,0 +1,181 @@
+"""The calls of a simulation: requests of every shape, some with a deadline, a change of mind, or something wrong with them.
+
+Each row begins with the number of its call, so that an engine that is told to misbehave can say whom it wronged. What a call's
+text or ids contain decides what an engine does with it:
+
+    POISON    whatever runs it dies, each time          REFUSED   the engine refuses the part
+    UNREADABLE   the tokenizer refuses the text         CHOKING   the tokenizer dies of the text
+"""
+
+from array import array
+from collections.abc import Sequence
+from random import Random
+
+from enginepool.protocol.messages import Capabilities, FrameSpec, Score
+from tests.sim.scores import HIDDEN, salt_of, score_rows
+
+#: a byte of text is the token of its value plus this
+TEXT_OFFSET = 3
+POISON, REFUSED, UNREADABLE, CHOKING = 5, 6, 7, 10
+FILLER = (20, 120)
+_DIGIT, _BASE = 51, 64
+#: calls of one simulation can be told apart up to this many
+CALLS = _BASE * _BASE
+
+
+class Call:
+    """One call of a client, what it should get, and what it got."""
+
+    __slots__ = (
+        "arrival", "bad", "cancel_at", "cancelled", "choking", "client", "columns", "deadline", "frames", "hidden", "id",
+        "outcome", "poison", "prompts", "refused", "retry_busy", "score", "submitted", "timeout", "tokens", "uid",
+    )  # fmt: skip
+
+    def __init__(self, uid: int, client: int, arrival: float) -> None:
+        self.uid = uid
+        self.client = client
+        self.arrival = arrival
+        self.id = 0
+        self.score = Score(0, [])
+        self.frames: Sequence[bytes] = ()
+        #: each row as the engine sees it
+        self.prompts: list[bytes] = []
+        self.tokens = 0
+        self.columns: Sequence[int] = ()
+        self.hidden = 0
+        self.timeout: float | None = None
+        self.deadline: float | None = None
+        self.cancel_at: float | None = None
+        self.retry_busy = True
+        #: the code that it must be refused with
+        self.bad = ""
+        self.poison = self.choking = self.refused = False
+        self.submitted = -1.0
+        self.cancelled = False
+        self.outcome = ""
+
+    def expected(self, version: int) -> list[bytes]:
+        """The frames of the right answer."""
+        salt = salt_of(version, self.score.softmax)
+        frames = [score_rows(self.prompts, self.columns, salt)]
+        if self.score.hidden:
+            frames.append(score_rows(self.prompts, range(HIDDEN, HIDDEN + self.hidden), salt))
+        return frames
+
+    def __repr__(self) -> str:
+        wrong = [name for name in ("poison", "choking", "refused") if getattr(self, name)]
+        return f"<Call {self.uid} client={self.client} id={self.id} rows={len(self.prompts)} {wrong or ''} {self.outcome}>"
+
+
+class Mix:
+    """How often a call is out of the ordinary: probabilities."""
+
+    def __init__(self, random: Random) -> None:
+        def rate(often: float, high: float) -> float:
+            return high * random.random() if random.random() < often else 0.0
+
+        self.text = rate(0.5, 0.5)
+        self.poison = rate(0.3, 0.05)
+        self.choking = rate(0.15, 0.2)
+        self.refused = rate(0.3, 0.2)
+        self.bad = rate(0.3, 0.2)
+        self.deadline = rate(0.5, 0.5)
+        self.cancel = rate(0.5, 0.3)
+        self.large = rate(0.5, 0.3)
+        self.impatient = rate(0.2, 0.5)
+        self.priorities = random.choice([(0,), (-1, 0, 1), (-1000, 0, 1000), tuple(range(-10, 11))])
+
+
+def uid_of(prompt: bytes) -> int:
+    """Whose row this is."""
+    high, low = array("i", prompt[:8])
+    return (high - _DIGIT) * _BASE + low - _DIGIT
+
+
+def make_call(random: Random, call: Call, group: str, can: Capabilities, mix: Mix, named: bool) -> Call:
+    """Fill in `call`, a request to `group`."""
+    mark = [_DIGIT + call.uid // _BASE, _DIGIT + call.uid % _BASE]
+    rows = random.randint(1, 6)
+    if random.random() < mix.large:
+        rows = random.randint(6, 40)
+    text = random.random() < mix.text
+    paired = random.random() < 0.3
+    room = can.context - 4
+    width = min(random.choice((3, 8, 20)), room // 2)
+    query = [_row(random, mark, width) for _ in range(rows if paired else 1)]
+    items = [_row(random, mark, width) for _ in range(rows)]
+    if random.random() < 0.05:
+        items[random.randrange(rows)] += _filler(random, room - 2 * width)
+    odd = items[random.randrange(rows)]
+    if random.random() < mix.poison:
+        odd[-1:] = [POISON] if len(odd) > 2 else [odd[-1], POISON]
+        call.poison = True
+    elif random.random() < mix.refused:
+        odd[-1:] = [REFUSED] if len(odd) > 2 else [odd[-1], REFUSED]
+        call.refused = True
+    elif text and random.random() < mix.choking:
+        odd.append(CHOKING)
+        call.choking = True
+    elif text and random.random() < mix.refused:
+        odd.append(UNREADABLE)
+        call.refused = True
+    score = call.score = Score(0, [], group if named else "", priority=random.choice(mix.priorities))
+    score.item_first = random.random() < 0.3
+    score.softmax = random.random() < 0.3
+    if can.kind == "causal":
+        score.labels = [random.randrange(can.vocab) for _ in range(random.randint(1, 3))]
+    elif random.random() < 0.4:
+        score.hidden = True
+        call.hidden = can.hidden
+    if random.random() < mix.bad:
+        _spoil(random, call, items, can)
+    call.columns = score.labels or range(can.labels)
+    if random.random() < mix.deadline:
+        call.timeout = random.choice((0.05, 0.5, 3.0, 20.0)) * (0.5 + random.random())
+    if random.random() < mix.cancel:
+        call.cancel_at = call.arrival + random.choice((0.0, 0.05, 1.0)) * random.random()
+    call.retry_busy = random.random() >= mix.impatient
+    _encode(call, query, items, paired, text)
+    return call
+
+
+def _row(random: Random, mark: list[int], width: int) -> list[int]:
+    return mark + _filler(random, random.randint(0, max(0, width - 2)))
+
+
+def _filler(random: Random, n: int) -> list[int]:
+    low, span = FILLER[0], FILLER[1] - FILLER[0]
+    return [low + int(span * random.random()) for _ in range(n)]
+
+
+def _spoil(random: Random, call: Call, items: list[list[int]], can: Capabilities) -> None:
+    kind = random.choice(("long", "labels", "group"))
+    if kind == "long":
+        items[-1] += _filler(random, can.context)
+        call.bad = "bad_request"
+    elif kind == "labels":
+        call.score.labels = [*call.score.labels, can.vocab]
+        call.bad = "bad_request"
+    else:
+        call.score.group = "nobody"
+        call.bad = "unknown_group"
+
+
+def _encode(call: Call, query: list[list[int]], items: list[list[int]], paired: bool, text: bool) -> None:
+    score = call.score
+    content = "utf8" if text else "int32"
+    frames: list[bytes] = []
+    specs: list[FrameSpec] = []
+    for name, rows, ragged in (("query", query, paired), ("item", items, True)):
+        flat = [token for row in rows for token in row]
+        frames.append(bytes([token - TEXT_OFFSET for token in flat]) if text else array("i", flat).tobytes())
+        specs.append(FrameSpec("query" if name == "query" else "items", content, (len(flat),)))
+        if ragged:
+            frames.append(array("I", [len(row) for row in rows]).tobytes())
+            specs.append(FrameSpec(f"{name}_lengths", "uint32", (len(rows),)))
+    heads = query if paired else query * len(items)
+    joined = [i + q if score.item_first else q + i for q, i in zip(heads, items, strict=True)]
+    call.prompts = [array("i", row).tobytes() for row in joined]
+    call.tokens = sum(len(row) for row in joined)
+    call.frames = tuple(frames)
+    score.frames = specs

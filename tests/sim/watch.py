@@ -1,0 +1,158 @@
+"""What must hold in the coordinator after every event, read off its state from outside.
+
+`Machine(checked=True)` checks what an event touched; this adds what no entity can know of itself: order of dispatch, no idle
+worker beside waiting work, bounded memory, and every 1,000 events the whole machine.
+"""
+
+from array import array
+from collections.abc import Sequence
+
+from enginepool.coordinator.effects import Effect, ToWorker
+from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.phases import QUEUED, TEXT
+from enginepool.coordinator.queue import Queue
+from enginepool.coordinator.state import Batch, Group, Request
+from enginepool.protocol import messages as m
+from tests.sim.oracle import Oracle
+from tests.sim.scores import prompts_of
+from tests.sim.traffic import TEXT_OFFSET, uid_of
+
+#: all invariants are checked every so many events
+EVERY = 1000
+
+
+class Watch:
+    """Looks at one machine after each event."""
+
+    def __init__(self, machine: Machine, oracle: Oracle) -> None:
+        self.machine = machine
+        self.oracle = oracle
+        self.events = 0
+        self._sent: set[m.TaskId] = set()
+        self._trials: dict[str, Batch] = {}
+
+    def after(self, events: int, effects: Sequence[Effect]) -> None:
+        """So many events were handled together, with these effects."""
+        before = self.events
+        self.events += events
+        core = self.machine.core
+        new: list[Batch] = []
+        for effect in effects:
+            if type(effect) is ToWorker and type(effect.message) is m.Batch and effect.message.batch not in self._sent:
+                self._sent.add(effect.message.batch)
+                new.append(core.worker_links[effect.link].batches[effect.message.batch])
+        for group in core.groups.values():
+            self._no_idle_worker(group)
+            self._trial(group)
+            if group.down:
+                self.oracle.down.add(group.name)
+        if new:
+            for group in core.groups.values():
+                self._in_order(group, [batch for batch in new if batch.worker.group is group])
+        if self.events // EVERY > before // EVERY:
+            self.check()
+
+    def _no_idle_worker(self, group: Group) -> None:
+        worker = group.routing.least()
+        if worker is None:
+            return
+        assert not group.text_waiting, f"text waits beside an open worker: {worker}"
+        if worker.batches or worker.texts:
+            return
+        first = group.queue.head()
+        assert first is None, f"{worker} is idle beside {first}"
+        assert group.trial is not None or group.suspects.head() is None, f"{worker} is idle beside a suspect"
+
+    def _in_order(self, group: Group, batches: Sequence[Batch]) -> None:
+        """Each batch was headed by what was first in line, and nobody of its signature was passed over."""
+        last = (float("-inf"), 0)
+        for batch in batches:
+            head = _place(batch.slices[0][0])
+            if not batch.trial:
+                assert head >= last, f"{batch} was sent after a later one"
+                last = head
+            else:
+                assert len(batch.slices) == 1 and len(batch.worker.batches) == 1 and not batch.worker.texts, batch
+        waiting = group.queue.waiting()
+        if batches and waiting:
+            first = min(map(_place, waiting))
+            for batch in batches:
+                assert _place(batch.slices[0][0]) <= first, f"{batch} was sent before {first}"
+                last_in = max(_place(request) for request, _, _ in batch.slices)
+                hidden = batch.slices[0][0].work.hidden
+                same = [_place(request) for request in waiting if request.work.hidden == hidden]
+                assert not same or last_in <= min(same), f"{batch} passed over one of its own signature"
+
+    def _trial(self, group: Group) -> None:
+        """Count the workers that were lost in a trial, by call."""
+        before = self._trials.get(group.name)
+        if before is group.trial:
+            return
+        if before is not None:
+            if before.worker.lost:
+                self._count(before.slices[0][0])
+            del self._trials[group.name]
+        if group.trial is not None:
+            self._trials[group.name] = group.trial
+
+    def _count(self, request: Request) -> None:
+        uid = _uid(request)
+        self.oracle.trials_lost[uid] = self.oracle.trials_lost.get(uid, 0) + 1
+
+    def check(self) -> None:
+        """Everything."""
+        machine, core = self.machine, self.machine.core
+        machine.check()
+        live = sum(len(client.live) for client in core.clients.values())
+        assert core.live_rows <= core.config.limits.queue_items, core.live_rows
+        assert core.live_bytes <= core.config.limits.queue_bytes, core.live_bytes
+        for client in core.clients.values():
+            assert len(client.live) <= core.config.limits.window_requests, client
+        assert len(core.deadlines) <= 2 * live + 128, f"{len(core.deadlines)} deadlines for {live} requests"
+        for group in core.groups.values():
+            for queue in (group.queue, group.suspects):
+                _bounded(queue)
+            assert all(r.state == TEXT for r in group.text_waiting), group.text_waiting
+            waiting = [r for client in core.clients.values() for r in client.live.values() if r.state == QUEUED]
+            listed = {id(r) for queue in (group.queue, group.suspects) for r in queue.waiting()}
+            assert all(id(r) in listed for r in waiting if r.group is group), "a request waits in no queue"
+
+    @property
+    def busy(self) -> bool:
+        """Somebody waits for something, or a worker still runs what nobody waits for."""
+        core = self.machine.core
+        workers = [worker for group in core.groups.values() for worker in group.workers.values()]
+        return any(client.live for client in core.clients.values()) or any(w.batches or w.texts for w in workers)
+
+    def quiet(self) -> None:
+        """Nothing is left to do, and nothing is left over."""
+        self.check()
+        core = self.machine.core
+        assert not self.busy, core.clients
+        assert core.live_rows == core.live_bytes == 0
+        for group in core.groups.values():
+            assert group.waiting == group.running == group.tokens == 0, group.name
+            assert group.trial is None and group.kept_worker is None, (group.trial, group.kept_worker)
+            for worker in group.workers.values():
+                assert not worker.batches and not worker.texts and worker.cost == worker.rows == 0, worker
+                assert not worker.kept, worker
+
+
+def _place(request: Request) -> tuple[float, int]:
+    """Where a request stands in line: priority and waiting by the group's exchange rate, or priority alone; then arrival."""
+    ageing_s = request.group.config.ageing_s
+    key = -float(request.priority) if ageing_s is None else request.arrival - request.priority * ageing_s
+    return (key, request.seq)
+
+
+def _uid(request: Request) -> int:
+    work = request.work
+    if work.text:
+        return uid_of(array("i", [byte + TEXT_OFFSET for byte in bytes(work.frames[-2])[:2]]).tobytes())
+    return uid_of(prompts_of(work.part, work.frames)[0])
+
+
+def _bounded(queue: Queue) -> None:
+    waiting = len(queue.waiting())
+    assert queue.size - waiting <= max(66, queue.size // 2 + 1), f"{queue.size} entries for {waiting} that wait"
+    assert queue.size == 0 or waiting <= queue.size
