@@ -219,8 +219,9 @@ class Daemon:
 
 
 def say(text: str) -> None:
-    """One line for the operator."""
-    print(f"enginepool: {text}", file=sys.stderr, flush=True)  # noqa: T201 (the daemon says what it does)
+    """One line for the operator; nobody may be reading any more, which must not keep the pool from its work."""
+    with contextlib.suppress(OSError):
+        print(f"enginepool: {text}", file=sys.stderr, flush=True)  # noqa: T201 (the daemon says what it does)
 
 
 async def _serve(config: PoolConfig, lifeline: int | None) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from enginepool import Pool
+from enginepool.config import encode_config
 from enginepool.errors import EnginepoolError, RequestCancelled
 from enginepool.protocol.messages import StatusReport
 from enginepool.workers.sim_scores import expected_scores
@@ -253,3 +254,18 @@ def test_sigterm_answers_what_was_begun_and_leaves_no_process(tmp_path: Path) ->
                 os.kill(pid, 0)
 
     run(scenario)
+
+
+def test_a_coordinator_whose_log_nobody_reads_still_drains(tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=1)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "enginepool.coordinator.daemon"],
+        env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
+        stderr=subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    while b"listening" not in process.stderr.readline():
+        assert process.poll() is None
+    process.stderr.close()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0
