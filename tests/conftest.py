@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import shutil
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +18,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("enginepool")
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and so would the commands that they interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def missing(marker: str) -> str | None:
