@@ -1,0 +1,205 @@
+"""Who is measured: how each contestant is started before one model, and which of its processes does what.
+
+A further column is one more entry of `CONTESTANTS`; what starts a pool takes the group's settings, so that a pool that is
+configured differently is an entry too.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from bench.processes import Child, free_port
+from bench.score.callers import START_S
+from enginepool.config import GroupConfig, PoolConfig, encode_config
+
+#: Settings of the engine that every contestant has on a GPU, by their names in Python. What the pool's worker and the bare
+#: engine set beyond these is printed with them.
+SHARED: Mapping[str, object] = {
+    "attention_backend": "flashinfer",
+    "sampling_backend": "pytorch",
+    "disable_radix_cache": True,
+    "mem_fraction_static": 0.3,
+}
+#: The flags with which the maintainers measured their score API (SGLang PR #8840), and those with which it is fastest.
+PR_FLAGS = ("--chunked-prefill-size", "-1", "--disable-cuda-graph")
+BEST_FLAGS = ("--enable-mis", "--max-prefill-tokens", "32768")
+#: Seconds for what was stopped to give back the GPU.
+STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Ground:
+    """Where a contestant is started: the model, the device, a scratch folder of its own."""
+
+    model: Path
+    device: str
+    scratch: Path
+
+    @property
+    def options(self) -> dict[str, object]:
+        """Engine settings for this device."""
+        return dict(SHARED) if self.device == "cuda" else {}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A contestant that answers: the process that loads it, the ones that must live, and its settings in words."""
+
+    load: Child
+    children: list[Child]
+    settings: str
+
+    def roles(self) -> dict[str, list[int]]:
+        """Process ids by what they do."""
+        found: dict[str, list[int]] = {}
+        for child in self.children:
+            for process in family(child.pid):
+                role = role_of(process)
+                if role:
+                    found.setdefault(role, []).append(process.pid)
+        return found
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A column of the table.
+
+    Args:
+        name: for the command line.
+        who: for the table.
+        start: what it starts it hands to the stack, which stops it.
+        missing: one line that says what is lacking to run it on this device, or "".
+    """
+
+    name: str
+    who: str
+    start: Callable[[Ground, ExitStack], Running]
+    missing: Callable[[str], str] = field(default=lambda _device: "")
+
+
+#: Part of a command line -> role. The engine's processes name themselves.
+_ROLES = (
+    ("scheduler", "scheduler"),
+    ("detokenizer", "detokenizer"),
+    ("enginepool.coordinator", "coordinator"),
+    ("enginepool.workers.main", "worker"),
+    ("sglang.launch_server", "server"),
+    ("bench.peers.bare_engine", "host"),
+)
+
+
+def role_of(process: psutil.Process) -> str:
+    """What this process does; "" for those that only wait for others."""
+    try:
+        words = " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+    return next((role for part, role in _ROLES if part in words), "")
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process and all its descendants; none where it has ended."""
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def watch(stack: ExitStack, child: Child, hint: signal.Signals | None) -> None:
+    """Have the stack stop this child, and return only when none of its processes holds the GPU any more."""
+
+    def stop() -> None:
+        processes = family(child.pid)
+        child.stop(STOP_S / 2, hint=hint)
+        _, alive = psutil.wait_procs(processes, timeout=STOP_S / 2)
+        for process in alive:
+            process.kill()
+        psutil.wait_procs(alive, timeout=STOP_S / 2)
+
+    stack.callback(stop)
+
+
+def start_server(flags: tuple[str, ...], ground: Ground, stack: ExitStack) -> Running:
+    """SGLang's own HTTP server."""
+    address = f"127.0.0.1:{free_port()}"
+    argv = ["-m", "sglang.launch_server", "--model-path", str(ground.model), "--host", "127.0.0.1"]
+    argv += ["--port", address.rpartition(":")[2], "--log-level", "warning", "--skip-server-warmup"]
+    for name, value in ground.options.items():
+        argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    argv += flags
+    server = Child(argv, scratch=ground.scratch, speaks=False)
+    watch(stack, server, signal.SIGTERM)
+    load = Child(["-m", "bench.score.load", "http", address], scratch=ground.scratch)
+    stack.callback(load.stop)
+    hear_beside(load, server)
+    return Running(load, [server], " ".join(argv[1:]))
+
+
+def hear_beside(load: Child, contestant: Child) -> None:
+    """Wait until the load is connected; raise as soon as the contestant has ended instead."""
+    end = time.monotonic() + START_S
+    while True:
+        contestant.check()
+        try:
+            load.hear(1.0)
+            return
+        except RuntimeError as error:
+            if "said nothing" not in str(error) or time.monotonic() > end:
+                raise
+
+
+def start_pool(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) -> Running:
+    """The pool's daemon with one worker, and a load that uses the Python client."""
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    group = GroupConfig(model=str(ground.model), device=ground.device, options=ground.options)
+    group = msgspec.structs.replace(group, **settings)
+    config = PoolConfig(groups={"score": group}, listen=listen, state_dir=str(ground.scratch / "state"))
+    env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
+    daemon = Child(["-m", "enginepool.coordinator.daemon"], scratch=ground.scratch, env=env, speaks=False)
+    watch(stack, daemon, signal.SIGTERM)
+    load = Child(["-m", "bench.score.load", "pool", listen], scratch=ground.scratch)
+    stack.callback(load.stop)
+    hear_beside(load, daemon)
+    return Running(load, [daemon], f"groups.score = {msgspec.json.encode(msgspec.to_builtins(group)).decode()}")
+
+
+def start_bare(ground: Ground, stack: ExitStack) -> Running:
+    """The engine in the process that asks it."""
+    wanted = {"model": str(ground.model), "device": ground.device, "options": ground.options}
+    argv = ["-m", "bench.peers.bare_engine", msgspec.json.encode(wanted).decode()]
+    host = Child(argv, scratch=ground.scratch)
+    watch(stack, host, None)
+    settings = host.hear(START_S)
+    return Running(host, [host], "sglang.Engine(" + ", ".join(f"{name}={value}" for name, value in settings.items()) + ")")
+
+
+def no_engine(_device: str) -> str:
+    """What an engine of one's own needs."""
+    return "" if find_spec("sglang") else "sglang is not installed"
+
+
+def no_server(device: str) -> str:
+    """What SGLang's server needs."""
+    if device == "cpu":
+        return "SGLang's server does not start on a CPU without its CPU kernels"
+    return no_engine(device)
+
+
+OURS = "enginepool"
+SERVER, BEST, BARE = "SGLang server, flags of PR 8840", "SGLang server, best flags", "Engine.async_score alone"
+CONTESTANTS = (
+    Contestant("server", SERVER, partial(start_server, PR_FLAGS), no_server),
+    Contestant("best", BEST, partial(start_server, BEST_FLAGS), no_server),
+    Contestant("bare", BARE, start_bare, no_engine),
+    Contestant("pool", OURS, partial(start_pool, {}), no_engine),
+)

@@ -1,0 +1,227 @@
+"""Is the pool worth having in front of SGLang? The same model, GPU and load: SGLang's HTTP server, the bare engine, the pool.
+
+    python -m bench.score_gpu [--quick] [--device cpu] [--json FILE] [--plot FILE]
+
+One contestant after the other has the device to itself; each is driven from a separate process with the same token ids at the
+same moments. Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one.
+"""
+
+import argparse
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from bench.processes import Child
+from bench.score import plot
+from bench.score.contestants import BARE, BEST, CONTESTANTS, OURS, SERVER, Contestant, Ground
+from bench.score.gpu import GpuShare
+from bench.score.measure import Contest, Number, Numbers
+from bench.score.model import vocabulary
+from bench.score.pivot import show_wide
+from bench.score.workloads import Head, Plan, plan
+from bench.table import Row, Target, parser, show, write
+from bench.wire import leave
+from enginepool.tiny_model import make_tiny_model
+
+#: Seconds to make a model.
+MODEL_S = 600.0
+
+TARGETS = (
+    Target("pr, 70 requests/s: p50", SERVER, 0.6),
+    Target("pr, 70 requests/s: p99", SERVER, 0.15),
+    Target("pr, 70 requests/s: p50", BARE, 1.05),
+    Target("pr, saturation", BARE, 1.0, at_most=False),
+    Target("pr, saturation", SERVER, 1.6, at_most=False),
+    Target("pr, saturation", BEST, 1.1, at_most=False),
+    Target("pr, saturation: forwards per batch", OURS, 1.0, of_value=True),
+    Target("long, saturation", SERVER, 15, at_most=False),
+    Target("long, saturation", BEST, 1.1, at_most=False),
+    Target("reward, 500 requests/s: p99", SERVER, 0.3),
+    Target("reward, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
+    Target("reward + hidden, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
+    Target("reward + hidden, cost of hidden states", OURS, 10, of_value=True),
+    Target("pr, mix at 120 % of saturation, high: p99 / p50 of 1 in flight", OURS, 4, of_value=True),
+)
+
+
+def say(line: str) -> None:
+    """Tell whoever waits."""
+    sys.stderr.write(f"bench.score_gpu: {line}\n")
+
+
+class Run:
+    """One run of the benchmark: all contestants on one model after the other. `save` is called after each."""
+
+    def __init__(self, plan_: Plan, device: str, scratch: Path, gpu: GpuShare, save: Callable[["Run"], None]) -> None:
+        self._plan = plan_
+        self._device = device
+        self._scratch = scratch
+        self._gpu = gpu
+        self._save = save
+        #: what each contestant was started with
+        self.settings: list[str] = []
+        #: numbers by contestant
+        self.found: dict[str, Numbers] = {}
+        self._scores: dict[str, list[list[float]]] = {}
+
+    def on(self, head: Head, model: Path, contestants: Sequence[Contestant]) -> None:
+        """Measure the contestants on one model. One that fails is named with the reason; the others are measured."""
+        for contestant in contestants:
+            say(f"{contestant.who}, {head} model: starting")
+            place = self._scratch / f"{head[0]}-{contestant.name}"
+            place.mkdir()
+            try:
+                with ExitStack() as stack:
+                    running = contestant.start(Ground(model, self._device, place), stack)
+                    self.settings.append(f"{contestant.who}, {head} model: {running.settings}")
+                    contest = Contest(running, self._plan, vocabulary(model), self._gpu, say)
+                    numbers = contest.numbers(head)
+            except (RuntimeError, OSError) as error:
+                say(f"left out {contestant.who} on the {head} model: {error}")
+                continue
+            numbers.update(self._differences(contest.scores))
+            self.found.setdefault(contestant.who, {}).update(numbers)
+            self._save(self)
+
+    def _differences(self, scores: dict[str, list[list[float]]]) -> Numbers:
+        """How far the scores of one request are from those of the contestant that was first."""
+        found: Numbers = {}
+        for name, mine in scores.items():
+            first = self._scores.setdefault(name, mine)
+            if first is not mine:
+                found[f"{name}, largest difference of scores"] = Number(float(np.abs(np.subtract(mine, first)).max()), "")
+        return found
+
+
+def rows_of(found: dict[str, Numbers]) -> list[Row]:
+    """A row for each number, with the ratio of ours to it; contestants of one number stand together."""
+    ours = dict(found.get(OURS, {}))
+    found = found | {OURS: ours} if ours else found
+    plain, hidden = (ours.get(f"{name}, saturation") for name in ("reward", "reward + hidden"))
+    if plain and hidden and hidden.value:
+        ours["reward + hidden, cost of hidden states"] = Number(100 * (plain.value / hidden.value - 1), "%")
+    rows: list[Row] = []
+    for what in dict.fromkeys(what for numbers in (ours, *found.values()) for what in numbers):
+        for who, numbers in found.items():
+            if what in numbers:
+                number = numbers[what]
+                mine = ours.get(what)
+                ratio = mine.value / number.value if mine and who != OURS and number.value else None
+                rows.append(Row(what, who, number.value, number.unit, ratio))
+    return rows
+
+
+def curves_of(found: dict[str, Numbers], rates: Sequence[float]) -> dict[str, list[plot.Point]]:
+    """Latency of the first workload against its load, for each contestant."""
+    curves: dict[str, list[plot.Point]] = {}
+    for who, numbers in found.items():
+        for rate in rates:
+            p50, p99 = (numbers.get(f"pr, {rate:g} requests/s: {part}") for part in ("p50", "p99"))
+            if p50 and p99:
+                curves.setdefault(who, []).append(plot.Point(rate, p50.value, p99.value))
+    return curves
+
+
+def model_for(head: Head, device: str, given: Path | None, scratch: Path) -> Path:
+    """The model that was given, or one made on the spot."""
+    if given is not None:
+        return given
+    directory = scratch / f"model-{head}"
+    if device == "cpu":
+        return make_tiny_model(directory, head)
+    say(f"making a {head} model")
+    maker = Child(["-m", "bench.score.model", str(directory), head], scratch=scratch)
+    try:
+        maker.hear(MODEL_S)
+    finally:
+        maker.stop()
+    return directory
+
+
+def machine(device: str) -> str:
+    """What this ran on."""
+    name = platform.processor() or platform.machine()
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        name = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+    return f"{name}, Python {platform.python_version()}, {platform.system()} {platform.release()}"
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    who, what = (",".join(names) for names in ([one.name for one in CONTESTANTS], ["pr", "long", "reward", "mix"]))
+    found = parser("score_gpu", (__doc__ or "").split("\n", 1)[0])
+    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    found.add_argument("--model", type=Path, metavar="DIR", help="a causal model (default: one of random weights)")
+    found.add_argument("--reward-model", type=Path, metavar="DIR", help="a model with a head that scores, likewise")
+    found.add_argument("--only", default=who, metavar="NAMES", help=f"contestants (default: {who})")
+    found.add_argument("--workloads", default=what, metavar="NAMES", help=f"what to measure (default: {what})")
+    found.add_argument("--seconds", type=float, help="length of a phase")
+    found.add_argument("--plot", type=Path, metavar="FILE", help="draw latency against load there (needs matplotlib)")
+    found.add_argument("--logs", type=Path, metavar="DIR", help="keep logs of all processes there")
+    return found.parse_args()
+
+
+def main() -> None:
+    """Measure what this machine can run, print the table, write the rows and the plot."""
+    chosen = options()
+    names = set(str(chosen.workloads).split(","))
+    whole = plan(chosen.device, chosen.quick).only(names | ({"reward + hidden"} if "reward" in names else set[str]()))
+    if chosen.seconds:
+        whole = Plan(whole.workloads, chosen.seconds, whole.mix)
+    wanted = set(str(chosen.only).split(","))
+    contestants: list[Contestant] = []
+    for one in CONTESTANTS:
+        lack = one.missing(chosen.device) if one.name in wanted else "not asked for"
+        if lack:
+            say(f"left out {one.who}: {lack}")
+        else:
+            contestants.append(one)
+    signal.signal(signal.SIGTERM, leave)
+    with ExitStack() as stack:
+        scratch = chosen.logs
+        if scratch is None:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="score-", ignore_cleanup_errors=True)))
+        scratch = scratch.resolve()
+        scratch.mkdir(parents=True, exist_ok=True)
+        models = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="models-")))
+        gpu = GpuShare()
+        gpu.start()
+        stack.callback(gpu.stop)
+
+        def save(run: Run) -> None:
+            if chosen.json:
+                write(chosen.json, rows_of(run.found))
+
+        run = Run(whole, chosen.device, scratch, gpu, save)
+        given: tuple[tuple[Head, Path | None], ...] = (("causal", chosen.model), ("reward", chosen.reward_model))
+        for head, model in given:
+            if whole.of(head):
+                run.on(head, model_for(head, chosen.device, model, models), contestants)
+    rows = rows_of(run.found)
+    title = f"scoring with one engine; {machine(chosen.device)}; phases of {whole.seconds:g} s; ratio: ours / theirs"
+    for line in run.settings:
+        say(line)
+    show_wide(title, rows, OURS)
+    if chosen.device == "cuda":
+        aimed = {(target.what, target.who) for target in TARGETS}
+        show("where there is a target", [row for row in rows if (row.what, row.who) in aimed], TARGETS)
+    if chosen.plot:
+        rates = next((workload.rates for workload in whole.workloads if workload.name == "pr"), ())
+        curves = curves_of(run.found, rates)
+        lack = plot.missing() or ("" if curves else "nothing was measured under several loads")
+        if lack:
+            say(f"no plot: {lack}")
+        else:
+            plot.draw(chosen.plot, title, curves)
+
+
+if __name__ == "__main__":
+    main()

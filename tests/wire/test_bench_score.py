@@ -1,0 +1,258 @@
+"""The scoring benchmark measures what it says: its pieces at tiny size and the pool's column on the simulated engine."""
+
+import asyncio
+import io
+import json
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from rich.console import Console
+
+from bench import score_gpu
+from bench.score import plot
+from bench.score.callers import Answer, HttpCaller
+from bench.score.contestants import CONTESTANTS, OURS, Contestant, Ground, Running, role_of, start_pool
+from bench.score.gpu import GpuShare
+from bench.score.load import Check, Closed, Load, Measured, Open, arrivals
+from bench.score.measure import Contest, Number
+from bench.score.pivot import show_wide
+from bench.score.workloads import Mix, Plan, Shape, Workload, plan
+
+SHAPE = Shape(3, 2, 4, vocab=50)
+TINY = Plan((Workload("pr", SHAPE, (50,), 4),), seconds=0.3, mix=Mix(high_share=0.5))
+
+
+class Echo:
+    """Answers at once, or fails where it is told to; knows how many requests are unanswered."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.waiting = 0
+        self.most = 0
+        self.priorities: list[int] = []
+
+    def prepare(self, shape: Shape, number: int) -> object:
+        return shape, number
+
+    async def call(self, request: Any, priority: int) -> Answer:
+        shape, _ = request
+        self.priorities.append(priority)
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        await asyncio.sleep(0.001)
+        self.waiting -= 1
+        if self.fails:
+            raise ValueError("no scores today")
+        return Answer([[0.25] * len(shape.labels)] * shape.items, shape.items * (shape.query + shape.item), (1,))
+
+    async def counters(self) -> dict[str, int]:
+        return {"batches": len(self.priorities)}
+
+    async def close(self) -> None:
+        self.waiting = 0
+
+
+def measured(caller: Echo, command: Closed | Open) -> Measured:
+    found = asyncio.run(Load(caller).run(command))
+    assert isinstance(found, Measured)
+    return found
+
+
+def test_requests_are_the_same_in_every_process_and_differ_from_each_other() -> None:
+    code = "from bench.score.workloads import Shape; print(Shape(3, 2, 4, vocab=50).request(7).items.tolist())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    mine = SHAPE.request(7)
+    assert json.loads(other.stdout) == mine.items.tolist()
+    assert mine.query.shape == (3,) and mine.items.shape == (2, 4)
+    assert SHAPE.request(8).items.tolist() != mine.items.tolist()
+
+
+def test_open_loads_ask_at_the_same_moments_whoever_is_asked() -> None:
+    command = Open(SHAPE, seconds=100.0, rate=20.0, high=5, high_share=0.25)
+    first, second = arrivals(command), arrivals(msgspec.structs.replace(command, shape=msgspec.structs.replace(SHAPE, vocab=9)))
+    assert first == second
+    assert 1700 < len(first) < 2300
+    assert 0.2 < sum(priority == 5 for _, priority in first) / len(first) < 0.3
+    assert all(before <= after for (before, _), (after, _) in pairwise(first))
+
+
+def test_a_closed_load_keeps_as_many_in_flight_as_it_is_told() -> None:
+    caller = Echo()
+    found = measured(caller, Closed(SHAPE, 0.2, in_flight=7))
+    assert caller.most == 7
+    assert found.all.answered == len(caller.priorities) == found.counters["batches"]
+    assert found.items == pytest.approx(2 * found.per_second)
+    assert found.tokens == pytest.approx(14 * found.per_second)
+    assert (found.split, found.failed) == (0, 0)
+
+
+def test_an_open_load_does_not_wait_for_answers_and_keeps_priorities_apart() -> None:
+    caller = Echo()
+    found = measured(caller, Open(SHAPE, 0.3, rate=2000.0, high=9, high_share=0.5))
+    assert set(caller.priorities) == {0, 9} == set(found.priorities)
+    assert sum(one.answered for one in found.priorities.values()) == len(caller.priorities)
+    assert caller.most > 1
+
+
+def test_requests_that_fail_are_counted_and_one_is_quoted() -> None:
+    found = measured(Echo(fails=True), Closed(SHAPE, 0.1, in_flight=2))
+    assert found.failed == 2
+    assert found.failure == "ValueError: no scores today"
+    assert found.all.answered == 0
+
+
+def test_http_servers_are_asked_as_sglang_documents_it_and_wrong_answers_refused() -> None:
+    pytest.importorskip("aiohttp")
+    bodies: list[Any] = []
+    answers = [
+        (200, {"scores": [[0.1, 0.2]] * 2, "usage": {"prompt_tokens": 14}}),
+        (200, {"scores": [[1.0]]}),
+        (400, {"no": 1}),
+    ]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n") if not reader.at_eof() else b""
+        if b"/v1/score" in head:
+            length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+            bodies.append(json.loads(await reader.readexactly(length)))
+            status, said = answers[len(bodies) - 1]
+            text = json.dumps(said).encode()
+            writer.write(b"HTTP/1.1 %d X\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s" % (status, len(text), text))
+            await writer.drain()
+        writer.close()
+
+    async def ask() -> None:
+        async def served(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                await answer(reader, writer)
+            except asyncio.IncompleteReadError:  # the caller only looked whether somebody listens
+                writer.close()
+
+        server = await asyncio.start_server(served, "127.0.0.1", 0)
+        async with server:
+            caller = await HttpCaller.connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            try:
+                request = caller.prepare(SHAPE, 1)
+                found = await caller.call(request, 0)
+                assert (found.scores, found.tokens) == ([[0.1, 0.2]] * 2, 14)
+                with pytest.raises(RuntimeError, match="not the answer"):
+                    await caller.call(request, 0)
+                with pytest.raises(RuntimeError, match="status 400"):
+                    await caller.call(request, 0)
+            finally:
+                await caller.close()
+
+    asyncio.run(ask())
+    wanted = SHAPE.request(1)
+    assert bodies[0] == {
+        "query": wanted.query.tolist(),
+        "items": wanted.items.tolist(),
+        "model": "default",
+        "label_token_ids": [100, 200],
+    }
+
+
+def test_the_pools_column_has_every_number_and_leaves_no_process(tmp_path: Path) -> None:
+    gpu = GpuShare()
+    with ExitStack() as stack:
+        running = start_pool({"engine": "sim"}, Ground(Path("any"), "cpu", tmp_path), stack)
+        roles = running.roles()
+        assert set(roles) == {"coordinator", "worker"}
+        contest = Contest(running, TINY, 50, gpu, lambda _line: None)
+        numbers = contest.numbers("causal")
+    assert {f"pr, 50 requests/s: {part}" for part in ("p50", "p90", "p99", "answered in time", "queued, p50")} <= set(numbers)
+    assert {"pr, 1 in flight: p99", "pr, saturation: tokens", "pr, saturation: CPU of the worker"} <= set(numbers)
+    assert {"pr, mix at 120 % of saturation, high: p99", "pr, mix at 120 % of saturation, low: p50"} <= set(numbers)
+    assert numbers["pr, saturation: forwards per batch"].value == 1
+    assert numbers["pr, saturation: batches of more than one forward"].value == 0
+    assert numbers["pr, saturation"].value > 0
+    assert len(contest.scores["pr"]) == SHAPE.items
+    assert not any(psutil.pid_exists(pid) for pids in roles.values() for pid in pids)
+
+
+def test_a_contestant_that_fails_is_left_out_and_the_others_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_ground: Ground, _stack: ExitStack) -> Running:
+        raise RuntimeError("no such luck")
+
+    def sims(ground: Ground, stack: ExitStack) -> Running:
+        return start_pool({"engine": "sim"}, ground, stack)
+
+    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+    saved: list[int] = []
+    run = score_gpu.Run(replace(TINY, mix=None), "cpu", tmp_path, GpuShare(), lambda run: saved.append(len(run.found)))
+    run.on("causal", tmp_path, [Contestant("bad", "bad", fails), Contestant("pool", OURS, sims)])
+    assert set(run.found) == {OURS}
+    assert saved == [1]
+    assert "left out bad on the causal model: no such luck" in capsys.readouterr().err
+    assert len(run.settings) == 1 and run.settings[0].startswith(f"{OURS}, causal model: groups.score = ")
+
+
+def test_ratios_are_ours_to_theirs_and_hidden_states_have_a_cost() -> None:
+    found = {
+        "server": {"pr, saturation": Number(50.0, "items/s"), "only theirs": Number(1.0, "")},
+        OURS: {
+            "pr, saturation": Number(100.0, "items/s"),
+            "reward, saturation": Number(110.0, "items/s"),
+            "reward + hidden, saturation": Number(100.0, "items/s"),
+        },
+    }
+    rows = {(row.what, row.who): row for row in score_gpu.rows_of(found)}
+    assert rows["pr, saturation", "server"].ratio == 2.0
+    assert rows["pr, saturation", OURS].ratio is None
+    assert rows["only theirs", "server"].ratio is None
+    assert rows["reward + hidden, cost of hidden states", OURS].value == pytest.approx(10.0)
+    assert len(rows) == 6
+    console = Console(record=True, width=120, file=io.StringIO())
+    show_wide("a title", list(rows.values()), OURS, console)
+    text = console.export_text()
+    assert "50  (2x)" in text
+    assert text.index(OURS) < text.index("server")
+
+
+def test_curves_hold_the_rates_that_were_measured() -> None:
+    found = {"a": {f"pr, 70 requests/s: {part}": Number(value, "ms") for part, value in (("p50", 3.0), ("p99", 9.0))}, "b": {}}
+    assert score_gpu.curves_of(found, (70, 120)) == {"a": [plot.Point(70, 3.0, 9.0)]}
+
+
+def test_a_plot_is_drawn_or_its_lack_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(_name: str) -> None:
+        return None
+
+    if not plot.missing():
+        plot.draw(tmp_path / "plot.svg", "a title", {"a": [plot.Point(70, 3.0, 9.0)]})
+        assert "a title" in (tmp_path / "plot.svg").read_text()
+    monkeypatch.setattr(plot, "find_spec", nowhere)
+    assert plot.missing() == "matplotlib is not installed"
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_every_target_names_a_number_that_the_plan_measures(device: str) -> None:
+    whole = plan(device, quick=True)
+    assert [workload.name for workload in whole.workloads] == ["pr", "long", "reward", "reward + hidden"]
+    assert whole.only({"reward"}).of("causal") == ()
+    assert whole.only({"reward"}).mix is None
+    if device == "cuda":
+        names = {workload.name for workload in whole.workloads}
+        assert {target.what.split(",")[0] for target in score_gpu.TARGETS} <= names
+        assert {target.who for target in score_gpu.TARGETS} <= {one.who for one in CONTESTANTS}
+
+
+def test_processes_are_told_apart_by_their_command_line() -> None:
+    assert role_of(psutil.Process()) == ""
+    waiting = "import sys; sys.stdin.read()  # sglang::scheduler"
+    with subprocess.Popen([sys.executable, "-c", waiting], stdin=subprocess.PIPE) as child:
+        assert role_of(psutil.Process(child.pid)) == "scheduler"
+
+
+def test_checks_return_the_scores_of_one_request() -> None:
+    assert asyncio.run(Load(Echo()).run(Check(SHAPE))) == [[0.25, 0.25], [0.25, 0.25]]
