@@ -150,10 +150,11 @@ class SglangEngine:
         self._wanted = Wanted(model=os.path.expanduser(self._model), device=device, **self._wishes)
         kwargs = engine_kwargs(self._wanted, _setting_names(module.ServerArgs))
         stats: Any = importlib.import_module("sglang.srt.observability.req_time_stats")
+        logprobs: Any = importlib.import_module("sglang.srt.layers.logprob_processor")
         entries = {
             name: staticmethod(partial(entry, getattr(module.Engine, name), *extra))
             for name, entry, extra in (
-                ("run_scheduler_process_func", run_scheduler, (stats.SchedulerReqTimeStats,)),
+                ("run_scheduler_process_func", run_scheduler, (stats.SchedulerReqTimeStats, logprobs.OutputLogprobProcessor)),
                 ("run_detokenizer_process_func", run_detokenizer, ()),
             )
         }

@@ -7,6 +7,7 @@ only then SGLang's function that it is to call; so what this file does on import
 import importlib
 import logging
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,11 +80,34 @@ def report_every_forward(stats: Any) -> None:
     stats.__getstate__ = getstate
 
 
-def run_scheduler(run: Callable[..., Any], stats: Any, *args: Any, **kwargs: Any) -> Any:
+def gather_labels_without_waiting(processor: Any) -> None:
+    """Have label log-probabilities picked from a forward's output without waiting for that forward.
+
+    SGLang makes the indices on the GPU straight from lists, which holds its scheduler until the forward is over: answers of
+    the forward before wait for it, and the GPU then waits for the next batch to be prepared. `processor` is a class of the
+    module in which SGLang does it.
+    """
+    torch: Any = importlib.import_module("torch")
+    module: Any = sys.modules[processor.__module__]
+
+    def gather(logprobs: Any, wanted: list[list[int] | None]) -> tuple[list[Any], list[list[int]]]:
+        lengths = [len(ids or ()) for ids in wanted]
+        rows = [row for row, length in enumerate(lengths) for _ in range(length)]
+        tokens = [token for ids in wanted for token in ids or ()]
+        # From pinned memory the copy is one more piece of work behind the forward.
+        index = torch.tensor([rows, tokens], dtype=torch.long, pin_memory=logprobs.is_cuda)
+        index = index.to(logprobs.device, non_blocking=True)
+        return list(logprobs[index[0], index[1]].split(lengths)), [list(ids or ()) for ids in wanted]
+
+    module.get_token_ids_logprobs_batch_optimized = gather
+
+
+def run_scheduler(run: Callable[..., Any], stats: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
     """Entry of a scheduler process: `run` is SGLang's own."""
     keep_notes("scheduler")
     start_biases_at_zero()
     report_every_forward(stats)
+    gather_labels_without_waiting(processor)
     return run(*args, **kwargs)
 
 
