@@ -220,8 +220,11 @@ class Daemon:
 
 def say(text: str) -> None:
     """One line for the operator; nobody may be reading any more, which must not keep the pool from its work."""
-    with contextlib.suppress(OSError):
+    try:
         print(f"enginepool: {text}", file=sys.stderr, flush=True)  # noqa: T201 (the daemon says what it does)
+    except OSError:
+        # Python would fail once more when it flushes at exit, and exit with 120.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
 
 
 async def _serve(config: PoolConfig, lifeline: int | None) -> int:

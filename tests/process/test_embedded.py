@@ -39,7 +39,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 def coordinator_of(pool: Pool) -> psutil.Process:
     """The child process of this one that listens where the pool does."""
-    (found,) = [child for child in psutil.Process().children() if pool.address in child.environ()["ENGINEPOOL_CONFIG"]]
+    (found,) = [child for child in psutil.Process().children() if pool.address in child.environ().get("ENGINEPOOL_CONFIG", "")]
     return found
 
 
@@ -225,7 +225,7 @@ def test_cancelling_the_start_ends_the_child(stand_in: Callable[[str], None], mo
     ("arguments", "said"),
     [
         ({"model": "m", "engine": "vllm"}, "engine: Invalid enum value 'vllm'"),
-        ({"model": "m", "engine": "sim", "weather": 1}, "unknown field `weather`"),
+        ({"model": "m", "engine": "sim", "weather": 1}, "unknown key weather"),
         ({"model": "m", "engine": "sim", "workers": -1}, "workers = -1: 0 to 4096"),
         ({"model": "m", "engine": "sim", "workers": "two"}, "workers: Expected `int`"),
         ({"model": "m", "engine": "sim", "options": {"x": object()}}, "object"),
