@@ -21,7 +21,9 @@ def missing() -> str:
 
 def start(scratch: Path, stack: ExitStack) -> Contestant:
     """The daemon, two workers that dial in, a load generator of prepared messages and one that uses the Python client."""
-    listen, listen_workers = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    # Where a pool's own workers dial in by default.
+    listen_workers = f"ipc://{scratch / 'workers.sock'}"
     config = PoolConfig(
         groups={GROUP: GroupConfig(model="prepared answers", engine="sim", workers=0)},
         listen=listen,

@@ -35,7 +35,8 @@ def serve(front: str, back: str) -> None:
 
 def start(scratch: Path, stack: ExitStack) -> Contestant:
     """The proxy, two echoing workers behind it, one load generator before it."""
-    front, back = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    # The same transports as before and behind the coordinator.
+    front, back = f"tcp://127.0.0.1:{free_port()}", f"ipc://{scratch / 'back.sock'}"
     proxy = begin(stack, ["-m", "bench.peers.zmq_proxy", front, back], scratch)
     workers = [begin(stack, ["-m", "bench.workers", "zmq", back], scratch) for _ in range(2)]
     load = begin(stack, ["-m", "bench.load", "zmq", front], scratch)

@@ -67,7 +67,10 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
         _check_text("query", query, query_lengths)
         _check_text("items", items, item_lengths)
     else:
-        max_id = max(_max_id("query", query, query_lengths), _max_id("items", items, item_lengths))
+        # One look over both: a second one costs more than joining them.
+        max_id = _max_id(b"".join((query, items)))
+        if max_id >= _INT31:
+            raise _negative_id(("query", query, query_lengths), ("items", items, item_lengths))
     nbytes = 0
     for frame in frames:
         nbytes += len(frame)
@@ -139,7 +142,9 @@ def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -
     rows, tokens, longest = _measure(b"", None, items, item_lengths, False)
     if rows != work.rows:
         raise WireError("malformed", f"tokenised: {rows} rows for {work.rows}", field="item_lengths")
-    max_id = _max_id("items", items, item_lengths)
+    max_id = _max_id(items)
+    if max_id >= _INT31:
+        raise _negative_id(("items", items, item_lengths))
     all_specs = [FrameSpec("query", "int32", (0,)), *specs]
     part = Part(all_specs, work.part.labels, work.part.softmax, work.part.item_first)
     return Work(
@@ -157,6 +162,14 @@ def _bad(field: str, message: str, limit: str) -> WireError:
 
 def _check_dtypes(specs: Sequence[FrameSpec], text: bool) -> None:
     content = "utf8" if text else "int32"
+    if len(specs) == 3:
+        query, items, lengths = specs
+        if (
+            items.dtype == query.dtype == content
+            and lengths.dtype == "uint32"
+            and len(query.shape) == len(items.shape) == len(lengths.shape) == 1
+        ):
+            return
     for spec in specs:
         want = "uint32" if spec.name.endswith("_lengths") else content
         if spec.dtype != want:
@@ -217,17 +230,19 @@ def _spread(lengths: "memoryview[int] | npt.NDArray[np.uint32]") -> tuple[int, i
     return int(lengths.sum(dtype=np.int64)), int(lengths.min()), int(lengths.max())
 
 
-def _max_id(name: str, ids: Buffer, lengths: Buffer | None) -> int:
-    if not ids:
-        return -1
-    view = np.frombuffer(ids, np.uint32)
-    top = int(np.maximum.reduce(view))
-    if top >= _INT31:
-        at = int(view.argmax())
-        where = _where(name, at, lengths)
-        value = int(view[at]) - 2**32
-        raise _bad(where, f"{where}: token id {value} is negative", "0")
-    return top
+def _max_id(ids: Buffer) -> int:
+    """The largest id, seen as unsigned: over 31 bits when one is negative; -1 when there is none."""
+    return int(np.maximum.reduce(np.frombuffer(ids, np.uint32))) if ids else -1
+
+
+def _negative_id(*ragged: tuple[str, Buffer, Buffer | None]) -> WireError:
+    for name, ids, lengths in ragged:
+        view = np.frombuffer(ids, np.uint32)
+        if len(view) and int(view.max()) >= _INT31:
+            at = int(view.argmax())
+            where = _where(name, at, lengths)
+            return _bad(where, f"{where}: token id {int(view[at]) - 2**32} is negative", "0")
+    raise AssertionError("no id is negative")
 
 
 def _where(name: str, at: int, lengths: Buffer | None) -> str:
