@@ -183,6 +183,7 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     silent_s: float = 0.0
     detail: str = ""
     restarts: int = 0
+    packed: bool = False
 
 
 class GroupStatus(msgspec.Struct, omit_defaults=True):
@@ -233,7 +234,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     `kind`: `causal` scores label tokens, `classifier` returns the head's logits. `context`: the longest query + item, in
     tokens, that is accepted. `labels`: columns of a classifier's scores (0 for causal). `hidden`: size of pooled hidden
     states (0: not available). `page`: lengths count rounded up to it. `batch_*`: budget of one batch; `inflight_*`: bound on
-    the sum of all batches at this worker. A single row may exceed `batch_tokens`, never `inflight_tokens`.
+    the sum of all batches at this worker. A single row may exceed `batch_tokens`, never `inflight_tokens`. `max_item` is 0, or
+    the worker is packed: it joins rows of one query into sequences (`packing.py`), takes nothing else, and no longer item.
     """
 
     kind: Literal["causal", "classifier"]
@@ -250,6 +252,12 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     engine: str = ""
     device: str = ""
     text: bool = True
+    max_item: int = 0
+
+    @property
+    def packed(self) -> bool:
+        """Whether it is a packed worker."""
+        return self.max_item > 0
 
 
 class Register(Message, tag="register"):

@@ -75,6 +75,7 @@ def make_engine(spec: WorkerSpec) -> Engine:
             max_batch_tokens=spec.max_batch_tokens,
             max_batch_rows=spec.max_batch_rows,
             forwards_in_flight=spec.forwards_in_flight,
+            packed=spec.packed,
             nccl_port=spec.nccl_port,
         )
     except ValueError as error:

@@ -28,12 +28,22 @@ from enginepool.workers.engine import (
     Report,
     ScoreBatch,
     ScorePart,
+    Scores,
 )
+from enginepool.workers.packed import MAX_ITEM, join
 from enginepool.workers.sglang_checks import checked_rows, refuse_oversize
 from enginepool.workers.sglang_end import EngineEnd
 from enginepool.workers.sglang_host import EngineHost
+from enginepool.workers.sglang_packed import (
+    DELIMITER,
+    packed_head_scores,
+    packed_heads,
+    packed_label_scores,
+    packed_labels,
+    wrong_for_packing,
+)
 from enginepool.workers.sglang_process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
-from enginepool.workers.sglang_readout import forward_count, head_scores, hidden_states, label_scores, refuse_aborted
+from enginepool.workers.sglang_readout import forward_count, head_scores, hidden_rows, label_scores, refuse_aborted
 from enginepool.workers.sglang_requests import Parts, head_request, label_request
 from enginepool.workers.sglang_settings import Running, SettingsError, Wanted, budgets, engine_kwargs
 
@@ -53,6 +63,7 @@ class SglangEngine:
         dtype: `auto` is the checkpoint's own on a GPU and float32 on a CPU.
         max_batch_tokens, max_batch_rows: bounds of one batch; without them they follow from the engine's settings.
         forwards_in_flight: batches of full size that may be at this worker at once.
+        packed: join rows of one query into sequences, by SGLang's multi-item scoring, and take nothing else.
         nccl_port: the one TCP port that SGLang opens; left out, it looks for a free one.
     """
 
@@ -66,6 +77,7 @@ class SglangEngine:
         max_batch_tokens: int | None = None,
         max_batch_rows: int | None = None,
         forwards_in_flight: int = 2,
+        packed: bool = False,
         nccl_port: int | None = None,
     ) -> None:
         self._model = model
@@ -76,6 +88,7 @@ class SglangEngine:
             "max_batch_tokens": max_batch_tokens,
             "max_batch_rows": max_batch_rows,
             "forwards_in_flight": forwards_in_flight,
+            "packed": packed,
             "nccl_port": nccl_port,
         }
         self._wanted: Wanted | None = None
@@ -148,6 +161,10 @@ class SglangEngine:
         except ImportError as error:
             raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
         self._wanted = Wanted(model=os.path.expanduser(self._model), device=device, **self._wishes)
+        config = Path(self._wanted.model) / "config.json"
+        if self._wanted.packed and config.is_file():
+            # Known before minutes of loading; a model from elsewhere is asked once it is there.
+            _refuse_wrong_packing(msgspec.json.decode(config.read_bytes()))
         kwargs = engine_kwargs(self._wanted, _setting_names(module.ServerArgs))
         stats: Any = importlib.import_module("sglang.srt.observability.req_time_stats")
         logprobs: Any = importlib.import_module("sglang.srt.layers.logprob_processor")
@@ -199,6 +216,8 @@ class SglangEngine:
             # One less than each bound: both ends of SGLang refuse a row that reaches theirs.
             longest=min(tm.max_req_input_len, tm.context_len - tm.num_reserved_tokens) - 1,
         )
+        if wanted.packed:
+            _refuse_wrong_packing(tm.model_config.hf_config.to_dict())
         bounds = budgets(wanted, running)
         if state.get("schedule_low_priority_values_first"):
             self._priority_sign = -1
@@ -219,27 +238,31 @@ class SglangEngine:
             engine=f"sglang {version}",
             device=wanted.device,
             text=tm.tokenizer is not None,
+            max_item=min(MAX_ITEM, bounds.context) if wanted.packed else 0,
         )
 
     async def _warm_up(self, capabilities: Capabilities) -> Capabilities:
         """Run real batches: kernels are compiled, one forward each is checked, the head's shape is seen."""
+        self._capabilities = capabilities
         labels, hidden = 0, 0
         length = min(_WARM_LENGTH, capabilities.context, capabilities.batch_tokens)
         rows = min(_WARM_ROWS, capabilities.batch_rows, max(1, capabilities.batch_tokens // max(length, capabilities.page)))
-        part = _made_up(capabilities, rows, length)
-        answers = await self._end.unless_over(self._run([(part, part.prompts())], 0, hidden=False))
+        parts = _made_up(capabilities, rows, length)
+        [scored, *_], forwards = await self._end.unless_over(self._compute(parts, 0, hidden=False))
         if capabilities.kind == "classifier":
-            labels = len(answers[0]["embedding"])
+            labels = scored.scores.shape[1]
             with contextlib.suppress(EngineError):  # some heads give no hidden states; then `hidden` stays 0
-                answers = await self._end.unless_over(self._run([(part, part.prompts())], 0, hidden=True))
-                if "pooled_hidden_state" in answers[0]:
-                    hidden = hidden_states(answers).shape[1]
+                [scored, *_], _ = await self._end.unless_over(self._compute(parts, 0, hidden=True))
+                hidden = 0 if scored.hidden is None else scored.hidden.shape[1]
         if capabilities.device != "cpu":
             # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never.
             rows = min(capabilities.inflight_rows, capabilities.inflight_tokens // capabilities.context)
-            part = _made_up(capabilities, max(1, rows), capabilities.context)
-            answers = await self._end.unless_over(self._run([(part, part.prompts())], 0, hidden=False))
-        if (forwards := forward_count(answers)) != 1:
+            parts = _made_up(capabilities, max(1, rows), capabilities.context)
+            _, forwards = await self._end.unless_over(self._compute(parts, 0, hidden=False))
+        if capabilities.packed and forwards == 1:
+            # The same for the rows: at the end of each the whole vocabulary is computed.
+            _, forwards = await self._end.unless_over(self._compute(_short_rows(capabilities), 0, hidden=False))
+        if forwards != 1:
             raise SettingsError(f"the engine took {forwards} forwards for one batch inside its budget")
         return msgspec.structs.replace(capabilities, labels=labels, hidden=hidden)
 
@@ -286,24 +309,46 @@ class SglangEngine:
         forwards = 0
         if runnable:
             refuse_oversize(runnable, capabilities)
-            answers = await self._end.unless_over(self._run(runnable, batch.priority, batch.hidden))
-            forwards = forward_count(answers)
-            start = 0
-            for place, (part, rows) in zip(places, runnable, strict=True):
-                mine = answers[start : start + len(rows)]
-                start += len(rows)
-                causal = capabilities.kind == "causal"
-                scores = label_scores(mine, part.labels, part.softmax) if causal else head_scores(mine, part.softmax)
-                outcome[place] = PartScores(scores, hidden_states(mine) if batch.hidden else None)
+            scored, forwards = await self._end.unless_over(self._compute(runnable, batch.priority, batch.hidden))
+            outcome.update(zip(places, scored, strict=True))
         return BatchScores(tuple(outcome[i] for i in range(len(batch.parts))), forwards, self.version)
 
-    async def _run(self, parts: Parts, priority: int, hidden: bool) -> list[dict[str, Any]]:
-        """SGLang's answers to all rows, in order. Raises EngineError."""
+    async def _compute(self, parts: Parts, priority: int, hidden: bool) -> tuple[list[PartScores], int]:
+        """Scores of each part, and how many forwards it took. Raises EngineError."""
+        if self._capabilities is not None and self._capabilities.packed:
+            return await self._compute_packed([part for part, _ in parts], self._capabilities, priority, hidden)
+        causal = self._tm.is_generation
+        priority *= self._priority_sign
+        types = self._requests
+        answers = await self._ask(
+            label_request(types, parts, priority) if causal else head_request(types, parts, priority, hidden)
+        )
+        scored: list[PartScores] = []
+        start = 0
+        for part, rows in parts:
+            mine = answers[start : start + len(rows)]
+            start += len(rows)
+            if causal:
+                scored.append(PartScores(label_scores(mine, part.labels, part.softmax)))
+                continue
+            scores = head_scores([answer["embedding"] for answer in mine], part.softmax)
+            scored.append(PartScores(scores, _pooled(mine) if hidden else None))
+        return scored, forward_count(answers)
+
+    async def _compute_packed(
+        self, parts: list[ScorePart], capabilities: Capabilities, priority: int, hidden: bool
+    ) -> tuple[list[PartScores], int]:
+        """The same by sequences: each is one request to SGLang, and all of them are one forward."""
+        joined = join(parts, capabilities.context, min(DELIMITER, capabilities.vocab - 1))
         priority *= self._priority_sign
         if self._tm.is_generation:
-            request = label_request(self._requests, parts, priority)
-        else:
-            request = head_request(self._requests, parts, priority, hidden)
+            answers = await self._ask(packed_labels(self._requests, joined, priority))
+            return packed_label_scores(joined, answers, parts), forward_count(answers)
+        answers = await self._ask(packed_heads(self._requests, joined, priority, hidden))
+        return packed_head_scores(joined, answers, parts, hidden), forward_count(answers)
+
+    async def _ask(self, request: Any) -> list[dict[str, Any]]:
+        """SGLang's answers to one request object, in its order. Raises EngineError."""
         try:
             # To its end: an abandoned generator holds a lock that every weight update waits for.
             async with contextlib.aclosing(self._tm.generate_request(request, None)) as results:
@@ -348,14 +393,34 @@ class SglangEngine:
         return self._tm
 
 
-def _made_up(capabilities: Capabilities, rows: int, length: int) -> ScorePart:
-    """A part of `rows` different rows of `length` tokens."""
-    return ScorePart(
-        query=np.empty(0, np.int32),
-        items=np.arange(rows * length, dtype=np.int32) % capabilities.vocab,
-        item_lengths=np.full(rows, length, np.uint32),
-        labels=(0,) if capabilities.kind == "causal" else (),
-    )
+def _made_up(capabilities: Capabilities, rows: int, length: int) -> Parts:
+    """`rows` different rows of `length` tokens in all; packed, as many sequences of that length, one after the other."""
+    labels = (0,) if capabilities.kind == "causal" else ()
+    ids = np.arange(rows * length, dtype=np.int32) % capabilities.vocab
+    if not capabilities.packed:
+        part = ScorePart(np.empty(0, np.int32), ids, np.full(rows, length, np.uint32), labels=labels)
+        return [(part, part.prompts())]
+    # Queries that differ, so that none joins another; a context that holds no row at all has been refused by now.
+    item = max(1, length - 3)
+    return [(ScorePart(ids[i : i + 1], ids[:item], np.full(1, item, np.uint32), labels=labels), []) for i in range(rows)]
+
+
+def _short_rows(capabilities: Capabilities) -> Parts:
+    """As many packed rows of one token as may be in flight."""
+    rows = max(1, min(capabilities.inflight_rows, capabilities.inflight_tokens // (4 + capabilities.page)))
+    labels = (0,) if capabilities.kind == "causal" else ()
+    return [(ScorePart(np.zeros(1, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.uint32), labels=labels), [])]
+
+
+def _pooled(answers: list[dict[str, Any]]) -> Scores:
+    if any("pooled_hidden_state" not in answer for answer in answers):
+        raise EngineError("the engine returned no pooled hidden states")
+    return hidden_rows([answer["pooled_hidden_state"] for answer in answers])
+
+
+def _refuse_wrong_packing(config: Mapping[str, Any]) -> None:
+    if why := wrong_for_packing(config):
+        raise SettingsError(f"this model cannot be scored packed: {why}; let packed_workers of the group be 0")
 
 
 def _setting_names(server_args: Any) -> set[str]:

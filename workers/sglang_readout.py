@@ -36,22 +36,27 @@ def label_scores(answers: Sequence[dict[str, Any]], labels: Sequence[int], softm
 
     A label may appear more than once; under `softmax` each appearance has its own share.
     """
-    logprobs = np.empty((len(answers), len(labels)), dtype=np.float64)
-    for i, answer in enumerate(answers):
-        found = {token: logprob for logprob, token, _ in answer["meta_info"]["output_token_ids_logprobs"][0]}
+    return label_shares([answer["meta_info"]["output_token_ids_logprobs"][0] for answer in answers], labels, softmax)
+
+
+def label_shares(rows: Sequence[Sequence[tuple[float, int, Any]]], labels: Sequence[int], softmax: bool) -> Scores:
+    """The same from each row's (log-probability, token id, text), in any order and with other labels among them."""
+    logprobs = np.empty((len(rows), len(labels)), dtype=np.float64)
+    for i, row in enumerate(rows):
+        found = {token: logprob for logprob, token, _ in row}
         logprobs[i] = [found[label] for label in labels]
     return _softmax(logprobs) if softmax else np.exp(logprobs).astype(np.float32)
 
 
-def head_scores(answers: Sequence[dict[str, Any]], softmax: bool) -> Scores:
+def head_scores(rows: Sequence[Sequence[float]], softmax: bool) -> Scores:
     """The classification head's outputs, [rows, labels]; with `softmax` as probabilities."""
-    logits = np.asarray([answer["embedding"] for answer in answers], dtype=np.float64)
+    logits = np.asarray(rows, dtype=np.float64)
     return _softmax(logits) if softmax else logits.astype(np.float32)
 
 
-def hidden_states(answers: Sequence[dict[str, Any]]) -> Scores:
-    """The pooled hidden state of each row, [rows, hidden size]."""
-    return np.stack([answer["pooled_hidden_state"].float().numpy().reshape(-1) for answer in answers]).astype(np.float32)
+def hidden_rows(rows: Sequence[Any]) -> Scores:
+    """The pooled hidden state of each row, a tensor each, as [rows, hidden size]."""
+    return np.stack([row.float().numpy().reshape(-1) for row in rows]).astype(np.float32)
 
 
 def _softmax(values: np.ndarray[Any, np.dtype[np.float64]]) -> Scores:

@@ -21,6 +21,9 @@ GPU_INFLIGHT_TOKENS = 32768
 #: Rows in flight when the config names no `max_batch_rows`.
 CPU_INFLIGHT_ROWS = 256
 GPU_INFLIGHT_ROWS = 512
+#: The same of a packed engine, where a row costs no request of its own, but one of the positions at which all of the vocabulary
+#: is computed: 10 bytes for each token of it, 3 GB for this many rows of a vocabulary of 150,000.
+PACKED_INFLIGHT_ROWS = 2048
 #: Of the device's memory, for weights and key-value pool. SGLang's own choice sets 1.5 MB aside for each token of
 #: `max_prefill_tokens`, which leaves nothing on a small device; a quarter of it holds the activations of a scoring forward.
 STATIC_FRACTION = 0.75
@@ -50,6 +53,7 @@ class Wanted:
     max_batch_tokens: int | None = None
     max_batch_rows: int | None = None
     forwards_in_flight: int = 2
+    packed: bool = False
     nccl_port: int | None = None
 
     def __post_init__(self) -> None:
@@ -60,6 +64,8 @@ class Wanted:
         ):
             if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}; it must be at least 1")
+        if self.packed and self.device != "cuda":
+            raise SettingsError(f"packed scoring needs FlashInfer's attention, which runs on CUDA; the device is {self.device}")
 
     @property
     def inflight_tokens(self) -> int:
@@ -73,6 +79,8 @@ class Wanted:
         """Rows that this worker may hold in all its batches, if the engine has room."""
         if self.max_batch_rows is not None:
             return self.max_batch_rows * self.forwards_in_flight
+        if self.packed:
+            return PACKED_INFLIGHT_ROWS
         return CPU_INFLIGHT_ROWS if self.device == "cpu" else GPU_INFLIGHT_ROWS
 
 
@@ -117,7 +125,12 @@ def engine_kwargs(wanted: Wanted, known: Collection[str]) -> dict[str, Any]:
             raise SettingsError(f"engine option {name!r} is not known to the installed SGLang{hint}")
     kwargs = {name: value for name, value in _defaults(wanted).items() if name in known}
     kwargs.update(wanted.options)
-    refuse_splitting(kwargs)
+    if wanted.packed:
+        if missing := [name for name in _PACKED if name not in known]:
+            raise SettingsError(f"the installed SGLang cannot score packed: it has no setting {', '.join(missing)}")
+        refuse_unpacked(wanted.options)
+        kwargs.update(_PACKED)
+    refuse_splitting(kwargs, packed=wanted.packed)
     kwargs.update(model_path=wanted.model, device=wanted.device, dtype=wanted.dtype)
     if wanted.device == "cpu" and wanted.dtype == "auto":
         kwargs["dtype"] = "float32"
@@ -176,7 +189,7 @@ _WHOLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "enable_prefill_delayer": ((False, None), "rows could be held back from their batch"),
     "min_free_slots_delay": ((None, 1), "rows could be held back from their batch"),
     "max_queued_requests": ((None,), "some rows of a batch would be refused while others run; the pool bounds its own queue"),
-    "enable_mis": ((False, None), "multi-item scoring is not supported by this worker yet"),
+    "enable_mis": ((False, None), "SGLang dies when packed and other rows meet; set packed_workers of the group instead"),
     "allow_auto_truncate": ((False, None), "a row that is too long would be cut silently instead of refused"),
     "enable_tokenizer_batch_encode": ((False, None), "SGLang then refuses batches of token ids"),
     "tokenizer_worker_num": ((1, None), "it does not work in an engine inside a process"),
@@ -188,9 +201,37 @@ _WHOLE: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def refuse_splitting(settings: Mapping[str, Any]) -> None:
+#: What multi-item scoring is started with. SGLang would take most of it by itself, and stop at another attention backend.
+_PACKED: dict[str, Any] = {
+    "enable_mis": True,
+    "attention_backend": "flashinfer",
+    "disable_radix_cache": True,
+    "chunked_prefill_size": -1,
+}
+_FLASHINFER = "multi-item scoring has its attention mask in FlashInfer alone"
+#: as `_WHOLE`, for packed engines
+_UNPACKED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "enable_mis": ((True, None), "a packed worker packs"),
+    "attention_backend": (("flashinfer", None), _FLASHINFER),
+    "prefill_attention_backend": (("flashinfer", None), _FLASHINFER),
+    "decode_attention_backend": (("flashinfer", None), _FLASHINFER),
+    "disable_radix_cache": ((True, None), "a sequence of many items is not the prefix of another"),
+    "chunked_prefill_size": ((-1, None), "a sequence would be cut between items"),
+}
+
+
+def refuse_unpacked(options: Mapping[str, Any]) -> None:
+    """Raise SettingsError when an engine with these options could not pack."""
+    for name, (right, reason) in _UNPACKED.items():
+        if options.get(name) not in right:
+            raise SettingsError(f"engine option {name}={options[name]!r} is refused for a packed worker: {reason}")
+
+
+def refuse_splitting(settings: Mapping[str, Any], *, packed: bool = False) -> None:
     """Raise SettingsError when a batch could be cut, dropped or run again under these settings."""
     for name, (whole, reason) in _WHOLE.items():
+        if name == "enable_mis" and packed:
+            continue
         if name in settings and settings[name] not in whole:
             raise SettingsError(f"engine option {name}={settings[name]!r} is refused: {reason}")
     chunk = settings.get("chunked_prefill_size")
@@ -208,7 +249,10 @@ def budgets(wanted: Wanted, running: Running) -> Budgets:
     Raises SettingsError when that is nothing, or when SGLang resolved its settings to something that cuts batches.
     """
     settings = running.settings
-    refuse_splitting(settings)
+    if wanted.packed:
+        # SGLang says what it resolved: another backend, or no multi-item scoring, would be wrong without a word.
+        refuse_unpacked(settings)
+    refuse_splitting(settings, packed=wanted.packed)
     page = max(1, settings.get("page_size") or 1)
     rows = min(wanted.inflight_rows, running.max_running // 2)
     # In a small pool the spare page of each row may take a quarter at most: better fewer rows than no tokens.

@@ -2,7 +2,8 @@
 
 Users dry-run a pool with it, and the tests of the pool check every answer against `sim_scores.expected_scores`. It runs one
 forward at a time, the waiting batch of the highest priority first, and counts more than one forward for a batch that is over
-its budget, as a real engine would. When nothing costs anything, a batch is answered at once.
+its budget, as a real engine would. Packed, it counts the sequences, and dies of a part that does not belong there. When nothing
+costs anything, a batch is answered at once.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ import numpy as np
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import BatchScores, EngineDied, EngineError, PartScores, Report, ScoreBatch, ScorePart
+from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sim_scores import score_part
 
 #: token id of the byte 0 in the sim's tokenizer; ids below are special
@@ -98,6 +100,7 @@ class SimEngine:
         max_batch_tokens: int | None = None,
         max_batch_rows: int | None = None,
         forwards_in_flight: int = 2,
+        packed: bool = False,
         nccl_port: int | None = None,
     ) -> None:
         try:
@@ -128,6 +131,7 @@ class SimEngine:
             engine="sim",
             device="none",
             text=o.vocab >= BYTE_OFFSET + 256,
+            max_item=MAX_ITEM if packed else 0,
         )
         self._classes = o.labels if o.kind == "classifier" else 0
         self._costs = any((o.forward_s, o.row_s, o.token_s))
@@ -177,6 +181,8 @@ class SimEngine:
         """Run one batch, after the running one and those of higher priority."""
         self._given += 1
         self._must_live()
+        if self._capabilities.packed:
+            self._must_pack(batch)
         faults = self._faults_of(batch) if self.options.faults else []
         if not faults and not self._costs and not self._busy:
             return self._answer(batch)
@@ -194,6 +200,15 @@ class SimEngine:
     def _must_live(self) -> None:
         if self._reason:
             raise EngineDied(self._reason)
+
+    def _must_pack(self, batch: ScoreBatch) -> None:
+        try:
+            for part in batch.parts:
+                refuse_unpackable(part, self._capabilities)
+        except EngineError as error:
+            self._reason = f"sim engine: {error}"
+            self._dead.set()
+            raise EngineDied(self._reason) from None
 
     # --- one forward at a time ------------------------------------------------------------------------------------------
 
@@ -223,8 +238,14 @@ class SimEngine:
 
     def _seconds(self, batch: ScoreBatch) -> float:
         o = self.options
-        seconds = o.forward_s + sum(len(part.item_lengths) * o.row_s + tokens_of(part) * o.token_s for part in batch.parts)
+        rows = sum(len(part.item_lengths) for part in batch.parts)
+        seconds = o.forward_s + rows * o.row_s + self._tokens(batch) * o.token_s
         return seconds * (1 + o.jitter * (2 * self._random.random() - 1)) if o.jitter else seconds
+
+    def _tokens(self, batch: ScoreBatch) -> int:
+        if self._capabilities.packed:
+            return packed_cost(list(batch.parts), self._capabilities)
+        return sum(tokens_of(part) for part in batch.parts)
 
     def _answer(self, batch: ScoreBatch) -> BatchScores:
         o = self.options
@@ -239,10 +260,12 @@ class SimEngine:
     def _forwards(self, batch: ScoreBatch) -> int:
         """Greedy admission of rows: how many forwards the batch takes under the budget."""
         rows = sum(len(part.item_lengths) for part in batch.parts)
-        tokens = sum(tokens_of(part) for part in batch.parts)
+        tokens = self._tokens(batch)
         budget = self._capabilities
         if rows <= 1 or (tokens <= budget.batch_tokens and rows <= budget.batch_rows):
             return 1
+        if budget.packed:
+            return max(-(-tokens // budget.batch_tokens), -(-rows // budget.batch_rows))
         forwards, rows, tokens = 1, 0, 0
         for part in batch.parts:
             for prompt in part.prompts():

@@ -25,6 +25,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     engine: `sglang` or `sim`.
     model: a checkpoint directory or a name that the engine can load; for `sim` any name.
     device, dtype: as the engine names them; `auto` lets it choose.
+    packed: whether this worker joins rows of one query into sequences, and does nothing else.
     options: further settings for the engine, by its own names.
     max_batch_tokens, max_batch_rows: caps on one batch, below what the engine's settings give.
     forwards_in_flight: forwards of tokens that may be in flight at this worker.
@@ -41,6 +42,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str
     device: str = "auto"
     dtype: str = "auto"
+    packed: bool = False
     options: dict[str, Any] = {}
     max_batch_tokens: int | None = None
     max_batch_rows: int | None = None

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from enginepool.workers.engine import BatchScores, PartScores, ScoreBatch
+from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.packed import packed_cost
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
-from tests.engine.test_sglang_scores import declared, full_batch, random_batch, whole
+from tests.engine.test_sglang_scores import VOCAB, declared, full_batch, part_of, random_batch, whole
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 #: Kernels on a GPU take bfloat16, of 8 bits: logits, whose deviation is 1, are off by some hundredths.
@@ -78,3 +79,81 @@ def test_a_killed_scheduler_is_told_and_leaves_nothing(engine: HostedEngine) -> 
     closed = engine.close()
     assert closed.children == []
     assert closed.seconds < 20
+
+
+# --- packed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["causal", "reward"])
+def packed(request: pytest.FixtureRequest, models: Models) -> Iterator[HostedEngine]:
+    model: Path = getattr(models, request.param)
+    options = {"sampling_backend": "pytorch", "mem_fraction_static": 0.2}
+    hosted = HostedEngine(
+        str(model), device="cuda", dtype="bfloat16", options=options, max_batch_tokens=2048, max_batch_rows=256, packed=True
+    )
+    yield hosted.wait_until_started()
+    hosted.end()
+
+
+def packed_batch(chance: random.Random, engine: HostedEngine) -> ScoreBatch:
+    """Up to six parts that can be packed, some of them behind the same query, within the declared budget."""
+    can = declared(engine)
+    causal = can.kind == "causal"
+    queries = [[chance.randrange(VOCAB) for _ in range(chance.randint(1, 200))] for _ in range(2)]
+    parts: list[ScorePart] = []
+    for _ in range(chance.randint(1, 6)):
+        query = chance.choice(queries)
+        rows = [(query, [chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))]) for _ in range(chance.randint(1, 30))]
+        labels = tuple(chance.randrange(VOCAB) for _ in range(chance.randint(1, 4))) if causal else ()
+        parts.append(part_of(rows, shared=True, labels=labels, softmax=chance.random() < 0.5))
+        if packed_cost(parts, can) > can.batch_tokens or sum(part.item_lengths.size for part in parts) > can.batch_rows:
+            parts.pop()
+            break
+    if not parts:
+        return packed_batch(chance, engine)
+    return ScoreBatch(tuple(parts), hidden=not causal and chance.random() < 0.5)
+
+
+def test_packed_scores_equal_a_direct_computation_of_each_row(packed: HostedEngine, reference: Reference) -> None:
+    chance = random.Random(22)
+    can = declared(packed)
+    assert can.packed
+    batches = [packed_batch(chance, packed) for _ in range(30)]
+    rows = 0
+    for batch, outcome in zip(batches, whole(packed.score(*batches, at_once=2)), strict=True):
+        for part, scored in zip(batch.parts, outcome.parts, strict=True):
+            assert isinstance(scored, PartScores)
+            prompts = part.prompts()
+            rows += len(prompts)
+            if can.kind == "causal":
+                expected = [np.log(reference.label_scores(row, part.labels, part.softmax)) for row in prompts]
+                np.testing.assert_allclose(np.log(scored.scores), expected, rtol=0, atol=BFLOAT16)
+            else:
+                expected = [reference.rewards(row, part.softmax) for row in prompts]
+                np.testing.assert_allclose(scored.scores, expected, rtol=0, atol=BFLOAT16)
+            assert (scored.hidden is not None) == batch.hidden
+            if scored.hidden is not None:
+                np.testing.assert_allclose(scored.hidden, [reference.hidden(row) for row in prompts], rtol=0, atol=BFLOAT16)
+    assert rows > 500
+
+
+def test_full_packed_batches_that_wait_together_take_one_forward_each(packed: HostedEngine) -> None:
+    can = declared(packed)
+    labels = (7,) if can.kind == "causal" else ()
+    batches: list[ScoreBatch] = []
+    for seed in range(40):
+        query = [seed + 1] * 100
+        rows = [(query, [(seed * 7 + i) % VOCAB] * 14) for i in range(120)]
+        part = part_of(rows, shared=True, labels=labels)
+        assert can.batch_tokens * 0.9 < packed_cost([part], can) <= can.batch_tokens
+        batches.append(ScoreBatch((part,)))
+    whole(packed.score(*batches, at_once=2))
+
+
+def test_a_part_that_cannot_be_packed_is_refused_and_its_neighbour_runs(packed: HostedEngine) -> None:
+    labels = (7,) if declared(packed).kind == "causal" else ()
+    good = part_of([([1, 2], [3])], shared=True, labels=labels)
+    [outcome] = whole(packed.score(ScoreBatch((part_of([([1], [2])], shared=True, labels=labels, item_first=True), good))))
+    refused, scored = outcome.parts
+    assert isinstance(refused, EngineError)
+    assert isinstance(scored, PartScores)

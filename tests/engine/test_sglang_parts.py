@@ -57,7 +57,7 @@ def test_a_label_that_is_asked_twice_is_answered_twice() -> None:
 def test_softmax_over_labels_is_right_where_probabilities_vanish() -> None:
     scores = label_scores([labelled((1, -900.0), (2, -901.0))], (1, 2), softmax=True)
     np.testing.assert_allclose(scores, [[1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]], rtol=1e-6)
-    heads = head_scores([{"embedding": [1000.0, 1000.0]}], softmax=True)
+    heads = head_scores([[1000.0, 1000.0]], softmax=True)
     np.testing.assert_allclose(heads, [[0.5, 0.5]])
 
 

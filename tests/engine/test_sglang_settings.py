@@ -115,7 +115,7 @@ def test_the_port_that_the_coordinator_gave_is_taken() -> None:
         ({"enable_prefill_delayer": True}, "held back"),
         ({"min_free_slots_delay": 8}, "held back"),
         ({"max_queued_requests": 10}, "refused while others run"),
-        ({"enable_mis": True}, "not supported"),
+        ({"enable_mis": True}, "set packed_workers of the group"),
         ({"allow_auto_truncate": True}, "cut silently"),
         ({"enable_tokenizer_batch_encode": True}, "token ids"),
         ({"tokenizer_worker_num": 2}, "does not work"),
@@ -136,6 +136,59 @@ def test_an_option_that_would_cut_batches_is_refused_with_the_reason(options: di
         engine_kwargs(wanted(options=options), ALL_KNOWN)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+# --- packed ------------------------------------------------------------------------------------------------------------
+
+PACKED_KNOWN = ALL_KNOWN | {"disable_radix_cache", "prefill_attention_backend", "decode_attention_backend"}
+RESOLVED = {"enable_mis": True, "attention_backend": "flashinfer", "disable_radix_cache": True}
+
+
+def test_a_packed_engine_is_started_as_multi_item_scoring_needs_it() -> None:
+    kwargs = engine_kwargs(wanted(packed=True), PACKED_KNOWN)
+    assert kwargs["enable_mis"] is True
+    assert kwargs["attention_backend"] == "flashinfer"
+    assert kwargs["disable_radix_cache"] is True
+    assert kwargs["chunked_prefill_size"] == -1
+
+
+def test_packing_on_a_cpu_is_refused_with_the_reason() -> None:
+    with pytest.raises(SettingsError, match=r"FlashInfer.* runs on CUDA; the device is cpu"):
+        wanted("cpu", packed=True)
+
+
+def test_an_sglang_without_multi_item_scoring_is_refused_by_the_setting_that_it_lacks() -> None:
+    with pytest.raises(SettingsError, match="cannot score packed: it has no setting enable_mis"):
+        engine_kwargs(wanted(packed=True), PACKED_KNOWN - {"enable_mis"})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"attention_backend": "triton"}, "FlashInfer alone"),
+        ({"prefill_attention_backend": "fa3"}, "FlashInfer alone"),
+        ({"decode_attention_backend": "fa3"}, "FlashInfer alone"),
+        ({"disable_radix_cache": False}, "not the prefix of another"),
+        ({"chunked_prefill_size": 65536, "max_prefill_tokens": 65536}, "cut between items"),
+        ({"enable_mis": False}, "a packed worker packs"),
+        ({"dp_size": 2}, "one by one"),
+        ({"pp_size": 2}, "pipeline stages"),
+        ({"speculative_algorithm": "EAGLE"}, "adds forwards"),
+    ],
+)
+def test_an_option_with_which_packing_would_be_wrong_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        engine_kwargs(wanted(packed=True, options=options), PACKED_KNOWN)
+    assert said in str(caught.value)
+
+
+def test_what_sglang_resolved_for_packing_is_checked() -> None:
+    found = budgets(wanted(packed=True), running(settings=RESOLVED, max_running=8192))
+    assert (found.inflight_rows, found.batch_rows) == (2048, 1024)
+    with pytest.raises(SettingsError, match="attention_backend='fa3'"):
+        budgets(wanted(packed=True), running(settings=RESOLVED | {"attention_backend": "fa3"}))
+    with pytest.raises(SettingsError, match="enable_mis=True"):
+        budgets(wanted(), running(settings=RESOLVED))
 
 
 def test_chunks_no_smaller_than_a_forward_are_let_through() -> None:

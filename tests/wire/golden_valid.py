@@ -404,6 +404,12 @@ def _from_worker() -> list[Valid]:
                 "version": 3,
             },
         ),
+        Valid(
+            "ready-packed",
+            way,
+            "a worker that joins rows of one query into sequences",
+            {"type": "ready", "capabilities": {**CAUSAL, "max_item": 65535}},
+        ),
         Valid("idle", way, "it holds nothing older than this epoch", {"type": "idle", "epoch": EPOCH}),
         Valid(
             "done",

@@ -1,0 +1,190 @@
+"""Packed batches as SGLang takes and answers them, in recorded shapes; the models for which packing is wrong. No SGLang."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool.workers.engine import EngineError, ScorePart
+from enginepool.workers.packed import join
+from enginepool.workers.sglang_packed import (
+    DELIMITER,
+    packed_head_scores,
+    packed_heads,
+    packed_label_scores,
+    packed_labels,
+    wrong_for_packing,
+)
+
+
+def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False) -> ScorePart:
+    flat = np.array([token for item in items for token in item], np.int32)
+    lengths = np.array([len(item) for item in items], np.uint32)
+    return ScorePart(np.array(query, np.int32), flat, lengths, labels=labels, softmax=softmax)
+
+
+class Request(SimpleNamespace):
+    """Stands for SGLang's request types: keeps what it is given."""
+
+    def normalize_batch_and_arguments(self) -> None:
+        self.items = [SimpleNamespace(priority=None) for _ in self.input_ids]
+
+    def __getitem__(self, i: int) -> SimpleNamespace:
+        return self.items[i]
+
+
+TYPES = SimpleNamespace(GenerateReqInput=Request, EmbeddingReqInput=Request)
+D = DELIMITER
+
+
+def test_a_request_is_what_sglangs_own_multi_item_scoring_makes() -> None:
+    """Two callers with one query and other labels, and one with another query."""
+    joined = join([part([1, 2], [[3], [4, 5]], 8, 9), part([6], [[7]], 8), part([1, 2], [[3]], 9, 10)], 100, D)
+    request = packed_labels(TYPES, joined, 5)
+    assert request.input_ids == [[1, 2, D, 3, D, 4, 5, D, 3, D], [6, D, 7, D]]
+    assert request.multi_item_delimiter_indices == [[2, 4, 7, 9], [1, 3]]
+    assert request.token_ids_logprob == [[8, 9, 10], [8]]
+    assert (request.return_logprob, request.logprob_start_len, request.stream) == (True, 0, False)
+    assert request.sampling_params == {"max_new_tokens": 0}
+    assert request.priority == 5
+    assert len({len(rid) for rid in request.rid}) == 1 and len(set(request.rid)) == 2
+
+
+def test_a_request_for_a_head_carries_its_priority_in_each_sequence() -> None:
+    joined = join([part([1], [[3]]), part([2], [[3]])], 100, D)
+    request = packed_heads(TYPES, joined, -3, hidden=True)
+    assert request.return_pooled_hidden_states is True
+    assert [request[i].priority for i in range(2)] == [-3, -3]
+    assert request.multi_item_delimiter_indices == [[1, 3], [1, 3]]
+
+
+def at(**probabilities: float) -> list[tuple[float, int, None]]:
+    """SGLang's entry of one delimiter: (log-probability, token id, no text)."""
+    return [(float(np.log(p)), int(label[1:]), None) for label, p in probabilities.items()]
+
+
+def test_labels_are_read_at_the_delimiters_behind_items_and_the_first_is_skipped() -> None:
+    parts = [part([1], [[3], [4]], 8, 9), part([1], [[5]], 9, 10, softmax=True), part([2], [[6]], 8)]
+    joined = join(parts, 100, D)
+    answers: list[dict[str, Any]] = [
+        {
+            "meta_info": {
+                "input_token_ids_logprobs": [
+                    at(t8=0.9, t9=0.9, t10=0.9),
+                    at(t8=0.5, t9=0.25, t10=0.1),
+                    at(t8=0.125, t9=0.5, t10=0.1),
+                    at(t8=0.3, t9=0.3, t10=0.1),
+                ]
+            }
+        },
+        {"meta_info": {"input_token_ids_logprobs": [at(t8=0.9), at(t8=0.75)]}},
+    ]
+    first, second, third = packed_label_scores(joined, answers, parts)
+    np.testing.assert_allclose(first.scores, [[0.5, 0.25], [0.125, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(second.scores, [[0.75, 0.25]], rtol=1e-6)
+    np.testing.assert_allclose(third.scores, [[0.75]], rtol=1e-6)
+    assert first.scores.dtype == np.float32
+
+
+class Tensor:
+    """As much of a tensor as is used: rows, `float().numpy()`."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = np.array(values, np.float64)
+
+    def __iter__(self) -> Any:
+        return (Tensor(row) for row in self.values)
+
+    def float(self) -> "Tensor":
+        return self
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        return self.values
+
+
+def test_heads_and_hidden_states_are_read_at_the_delimiters_behind_items() -> None:
+    parts = [part([1], [[3], [4]]), part([1], [[5]], softmax=True)]
+    joined = join(parts, 100, D)
+    answers: list[dict[str, Any]] = [
+        {
+            "meta_info": {},
+            "embedding": [[9.0, 9.0], [1.0, 2.0], [3.0, 4.0], [0.0, 0.0]],
+            "pooled_hidden_state": Tensor([[9, 9, 9], [1, 2, 3], [4, 5, 6], [7, 8, 9]]),
+        }
+    ]
+    first, second = packed_head_scores(joined, answers, parts, hidden=True)
+    assert first.scores.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert second.scores.tolist() == [[0.5, 0.5]]
+    assert first.hidden is not None and first.hidden.tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert second.hidden is not None and second.hidden.tolist() == [[7, 8, 9]]
+    assert packed_head_scores(joined, answers, parts, hidden=False)[0].hidden is None
+
+
+def test_a_head_without_hidden_states_is_an_error_that_says_so() -> None:
+    parts = [part([1], [[3]])]
+    answers: list[dict[str, Any]] = [{"meta_info": {}, "embedding": [[9.0], [1.0]]}]
+    with pytest.raises(EngineError, match="no pooled hidden states"):
+        packed_head_scores(join(parts, 100, D), answers, parts, hidden=True)
+
+
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "rope_scaling": None,
+    "is_encoder_decoder": False,
+    "layer_types": ["full_attention"] * 2,
+}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        QWEN3,
+        QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"]},
+        {"model_type": "qwen2", "sliding_window": 32768, "use_sliding_window": False},
+        {"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "mixtral", "sliding_window": None, "num_local_experts": 8},
+        {"model_type": "qwen3_moe", "rope_scaling": {"type": "yarn"}, "num_experts": 128},
+    ],
+)
+def test_models_of_full_causal_attention_may_be_packed(config: dict[str, Any]) -> None:
+    assert wrong_for_packing(config) == ""
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding window"),
+        ({"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True}, "sliding window"),
+        ({"model_type": "gemma2", "sliding_window": 4096}, "sliding window"),
+        ({"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]}, "sliding window"),
+        ({"model_type": "gpt_oss", "layer_types": ["sliding_attention", "full_attention"]}, "sliding window"),
+        ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "sliding window"),
+        ({"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, "mrope"),
+        ({"model_type": "qwen3_vl", "text_config": {"rope_parameters": {"mrope_section": [24, 20, 20]}}}, "mrope"),
+        ({"model_type": "mamba2", "state_size": 128}, "recurrent or hybrid"),
+        ({"model_type": "jamba"}, "recurrent or hybrid"),
+        ({"model_type": "falcon_h1"}, "recurrent or hybrid"),
+        ({"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]}, "recurrent or hybrid"),
+        ({"model_type": "qwen3_5", "text_config": {"full_attention_interval": 4}}, "recurrent or hybrid"),
+        ({"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1]}}, "recurrent or hybrid"),
+        ({"model_type": "minimax", "attn_type_list": [0, 1]}, "recurrent or hybrid"),
+        ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"}, "recurrent or hybrid"),
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "latent attention"),
+        ({"model_type": "kimi_vl", "text_config": {"kv_lora_rank": 512}}, "latent attention"),
+        ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}, "encoder"),
+        ({"model_type": "xlm-roberta"}, "encoder"),
+        ({"model_type": "modernbert"}, "encoder"),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder"),
+        ({"model_type": "qwen2", "is_causal": False}, "encoder"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder"),
+        ({"model_type": "bloom"}, "ALiBi"),
+    ],
+)
+def test_models_for_which_multi_item_scoring_is_wrong_are_refused_with_the_reason(config: dict[str, Any], said: str) -> None:
+    assert said in wrong_for_packing(config)
