@@ -67,13 +67,15 @@ class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A named set of identical workers."""
+    """A named set of workers of one model, identical but for those that are packed."""
 
     #: a checkpoint directory or a name that SGLang can load; for engine "sim" any name
     model: str
     engine: Literal["sglang", "sim"] = "sglang"
     #: workers that this pool starts itself; 0: only workers that dial in
     workers: int = 1
+    #: of them, the last so many score packed and nothing else: items that share a query in one sequence (multi-item scoring)
+    packed_workers: int = 0
     device: str = "auto"
     dtype: str = "auto"
     #: for each worker the GPUs it sees (CUDA_VISIBLE_DEVICES); empty: worker i sees GPU i on a CUDA machine
@@ -178,6 +180,12 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
         need(bool(_NAME.fullmatch(name)), at, name, "a name has a-z 0-9 _ . - and at most 64 characters")
         need(bool(group.model), f"{at}.model", group.model, "must name a model")
         need(0 <= group.workers <= 4096, f"{at}.workers", group.workers, "0 to 4096")
+        need(
+            0 <= group.packed_workers <= group.workers,
+            f"{at}.packed_workers",
+            group.packed_workers,
+            f"0 to workers, which is {group.workers}",
+        )
         need(group.ageing_s is None or 0 < group.ageing_s < 1e9, f"{at}.ageing_s", group.ageing_s, "more than 0, or left out")
         need(group.forwards_in_flight in (1, 2, 3, 4), f"{at}.forwards_in_flight", group.forwards_in_flight, "1 to 4")
         need(

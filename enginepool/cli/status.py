@@ -98,7 +98,7 @@ def tables(report: "StatusReport") -> "Group":
             colour = "green" if worker.stage == "ready" else "yellow"
             version = "-" if worker.version is None else worker.version
             counts = (worker.pid or "-", version, worker.batches, worker.tokens, worker.done, _span(worker.silent_s))
-            stage = f"[{colour}]{escape(worker.stage)}[/]"
+            stage = f"[{colour}]{escape(worker.stage)}[/]{' packed' if worker.packed else ''}"
             workers.add_row(escape(worker.name), stage, *map(str, counts), str(worker.restarts))
             if worker.detail:
                 details.append(f"{escape(worker.name)}: {escape(worker.detail)}")

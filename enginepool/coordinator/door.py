@@ -1,8 +1,8 @@
 """The door: everything about a score request that can be refused, checked before the queue.
 
-`open_score` checks what needs no knowledge of the model, `check_limits` the rest against a group's capabilities (at once, or
-when the group's first worker is ready). Both name the field, where in it, and the limit. `cut` and `with_ids` are the only
-other places that look into payload frames; neither changes a byte of them.
+`open_score` checks what needs no knowledge of the model, `check_limits` the rest against a worker's capabilities (at once, or
+when the first one is ready; `classes` asks for it). Both name the field, where in it, and the limit. `cut` and `with_ids` are
+the only other places that look into payload frames, but for their lengths; neither changes a byte of them.
 
 Reading a frame of 2,000 ids costs about two microseconds: ids are viewed as uint32, so that one maximum finds both the
 largest id and a negative one.
@@ -61,7 +61,9 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
         )
     text = specs[0].dtype == "utf8"
     _check_dtypes(specs, text)
-    rows, tokens, longest = _measure(query, query_lengths, items, item_lengths, text)
+    rows, tokens, longest, shared = _measure(query, query_lengths, items, item_lengths, text)
+    if text or score.item_first:
+        shared = 0
     if text:
         max_id = -1
         _check_text("query", query, query_lengths)
@@ -77,26 +79,31 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
     part = Part(specs, labels, score.softmax, score.item_first)
     digest = hash((score.group, tuple(labels), score.softmax, score.item_first, score.hidden, names, *frames))
     return Work(
-        score.group, rows, tokens, longest, max_id, max_label, score.hidden, text, nbytes, digest, part, tuple(frames)
+        score.group, rows, tokens, longest, max_id, max_label, score.hidden, text, nbytes, digest, part, tuple(frames), shared
     )  # fmt: skip
 
 
-def check_limits(work: Work, can: Capabilities) -> WireError | None:
-    """What stands against `work` on an engine of these capabilities; None when it can be served."""
+def check_limits(work: Work, can: Capabilities, *, alone: bool = True) -> WireError | None:
+    """What stands against `work` on a plain worker of these capabilities; None when it can be served.
+
+    Without `alone`, what stands against it on any worker of this model, whatever its size and class.
+    """
     if can.kind == "causal" and work.max_label < 0:
         return _bad("labels", "labels: a causal model scores label token ids; name at least one", "1")
     if can.kind == "classifier" and work.max_label >= 0:
         return _bad("labels", f"labels: a classifier has its own {can.labels} labels; name none", "0")
     if work.max_label >= can.vocab:
         return _bad("labels", f"labels: id {work.max_label} is outside the vocabulary of {can.vocab}", str(can.vocab))
+    if work.text and not can.text:
+        return _bad("query", "query: this group takes token ids, not text", "")
+    if work.max_id >= can.vocab:
+        return _bad(*_locate_id(work, can.vocab))
+    if not alone:
+        return None
     if work.hidden and not can.hidden:
         return _bad("hidden", "hidden: this model returns no pooled hidden states", "0")
     if work.text:
-        if not can.text:
-            return _bad("query", "query: this group takes token ids, not text", "")
         return None
-    if work.max_id >= can.vocab:
-        return _bad(*_locate_id(work, can.vocab))
     longest = min(can.context, can.inflight_tokens - (can.page - 1))
     if work.longest > longest:
         row = next(i for i, n in enumerate(row_lengths(work)) if n > longest)
@@ -139,7 +146,7 @@ def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -
     if [(s.name, s.dtype) for s in specs] != [("items", "int32"), ("item_lengths", "uint32")]:
         raise WireError("malformed", "tokenised: frames are not items int32 and item_lengths uint32", field="frames")
     items, item_lengths = frames
-    rows, tokens, longest = _measure(b"", None, items, item_lengths, False)
+    rows, tokens, longest, _ = _measure(b"", None, items, item_lengths, False)
     if rows != work.rows:
         raise WireError("malformed", f"tokenised: {rows} rows for {work.rows}", field="item_lengths")
     max_id = _max_id(items)
@@ -185,8 +192,8 @@ def _check_dtypes(specs: Sequence[FrameSpec], text: bool) -> None:
 
 def _measure(
     query: Buffer, query_lengths: Buffer | None, items: Buffer, item_lengths: Buffer, text: bool
-) -> tuple[int, int, int]:
-    """(rows, tokens, longest row), with the lengths held to their frames. Text counts in bytes."""
+) -> tuple[int, int, int, int]:
+    """(rows, tokens, longest row, `Work.shared`), with the lengths held to their frames. Text counts in bytes."""
     unit = 1 if text else 4
     rows = len(item_lengths) // 4
     if not rows:
@@ -202,7 +209,7 @@ def _measure(
         if not shared and not shortest:
             row = next(i for i, n in enumerate(lengths) if not n)
             raise _bad(f"items[{row}]", f"items[{row}]: empty, and so is the query", "1")
-        return rows, total + shared * rows, longest + shared
+        return rows, total + shared * rows, longest + shared, shared if shortest else 0
     if len(query_lengths) != len(item_lengths):
         raise WireError(
             "malformed",
@@ -220,7 +227,7 @@ def _measure(
     if not both.min():
         row = int(both.argmin())
         raise _bad(f"items[{row}]", f"items[{row}]: empty, and so is its query", "1")
-    return rows, int(both.sum()), int(both.max())
+    return rows, int(both.sum()), int(both.max()), 0
 
 
 def _spread(lengths: "memoryview[int] | npt.NDArray[np.uint32]") -> tuple[int, int, int]:

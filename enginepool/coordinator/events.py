@@ -25,7 +25,8 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     """The content of a score request after the door has checked it: counts for deciding, buffers for forwarding.
 
     `tokens` and `longest` are the sum and the maximum of the rows' lengths, query and item together (bytes while `text`).
-    `part` and `frames` are forwarded as they came. `digest` tells equal contents from others within this process.
+    `part` and `frames` are forwarded as they came. `digest` tells equal contents from others within this process. `shared` is
+    the length of a query that rows can be packed behind: 0 for text, pairs, item_first, and where an item is empty.
     """
 
     group: str
@@ -40,6 +41,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     digest: int
     part: Part
     frames: Sequence[Buffer]
+    shared: int = 0
 
 
 # --- the pool itself ---------------------------------------------------------------------------------------------------

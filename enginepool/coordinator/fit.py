@@ -16,15 +16,20 @@ def impossible(can: Capabilities) -> str:
         and can.page > 0
         and can.context > 0
         and can.vocab > 0
+        and can.max_item >= 0
     ):
         return f"ready with impossible capabilities: {can}"
     return ""
 
 
+#: what all workers of a group have in common, and what those of one class do
+_MODEL = ("kind", "vocab", "labels", "text")
+_CLASS = (*_MODEL, "context", "batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "page", "hidden", "max_item")
+
+
 def differs(first: Capabilities, can: Capabilities) -> str:
-    """Why a worker of `can` does not belong to a group of `first`, or ""."""
-    for key in ("kind", "vocab", "context", "batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "page", "labels",
-                "hidden", "text"):  # fmt: skip
+    """Why a worker of `can` does not belong to a group that has one of `first`, or ""."""
+    for key in _CLASS if first.packed == can.packed else _MODEL:
         if getattr(first, key) != getattr(can, key):
             return f"ready with {key} = {getattr(can, key)!r}; the group's other workers have {getattr(first, key)!r}"
     return ""

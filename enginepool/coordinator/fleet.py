@@ -18,7 +18,7 @@ from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Worker
-from enginepool.protocol.messages import Accept, Drain, Failure, Ping, Pong
+from enginepool.protocol.messages import Accept, Capabilities, Drain, Failure, Ping, Pong
 
 #: how many refused incarnations of workers that dialled in are remembered
 REFUSED = 65_536
@@ -71,7 +71,7 @@ class Fleet:
         if e.epoch == core.epoch:
             # It dropped all older work when it heard this epoch; the Idle that said so may be lost with its link.
             worker.idle = True
-            group.routing.update(worker)
+            worker.routing.update(worker)
             core.wake(group)
         core.worker_links[e.link] = worker
         core.effects.append(ToWorker(e.link, Accept(core.epoch, orphan_s=core.config.timing.orphan_s)))
@@ -109,26 +109,45 @@ class Fleet:
             self._changed(worker)
 
     def ready(self, e: ev.WorkerReady) -> None:
-        """A worker's engine is ready. The first one of a group sets the limits of the group."""
+        """A worker's engine is ready. The first one of a class sets the limits of that class."""
         worker = self.of(e.link)
         if worker is None:
             return
         group, can = worker.group, e.capabilities
-        others = [w for w in group.workers.values() if w is not worker and w.capabilities is not None]
-        wrong = impossible(can)
-        if not wrong and group.capabilities is not None and others:
-            wrong = differs(group.capabilities, can)
-        if wrong:
+        if wrong := self._stranger(worker, can):
             self.lose(worker, wrong, kill=True)
             return
+        alone = can.packed not in _classes_beside(worker)
         worker.capabilities = can
+        worker.routing = group.packed_routing if can.packed else group.routing
         worker.version = e.version
         worker.stage, worker.detail, worker.since = "ready", "", e.now
-        if group.capabilities is None or not others:
-            group.capabilities = can
-            self.requests.recheck(group)
+        if alone:
+            if can.packed:
+                group.packed = can
+            else:
+                group.plain = can
         group.down = ""
+        group.gone.pop(worker.class_, None)
+        if alone:
+            group.expect()
+            self.requests.recheck(group)
+        # It may have been the last one of which it was not known that it is no plain worker.
+        self.places.maybe_down(group)
         self._changed(worker)
+
+    def _stranger(self, worker: Worker, can: Capabilities) -> str:
+        """Why a worker of these capabilities does not belong where it is, or ""."""
+        if wrong := impossible(can):
+            return wrong
+        place, before = worker.place, worker.capabilities
+        if (place is not None and place.packed != can.packed) or (before is not None and before.packed != can.packed):
+            return f"ready with packed = {can.packed}, where a {'plain' if can.packed else 'packed'} worker was expected"
+        beside = _classes_beside(worker)
+        for first in (worker.group.plain, worker.group.packed):
+            if first is not None and first.packed in beside and (wrong := differs(first, can)):
+                return wrong
+        return ""
 
     def idle(self, e: ev.WorkerIdle) -> None:
         """A worker has dropped everything of earlier epochs."""
@@ -139,7 +158,7 @@ class Fleet:
 
     def _changed(self, worker: Worker) -> None:
         group = worker.group
-        group.routing.update(worker)
+        worker.routing.update(worker)
         if self.core.touched is not None:
             self.core.touched.append(worker)
         self.core.wake(group)
@@ -185,13 +204,13 @@ class Fleet:
         if worker.late:
             oldest = next(iter(worker.batches.values()), None)
             worker.late = oldest is not None and self.core.now > oldest.late
-            group.routing.update(worker)
+            worker.routing.update(worker)
         if batch.trial:
             group.trial = None
             worker.kept = False
-            group.routing.update(worker)
+            worker.routing.update(worker)
         elif worker.stamp:
-            group.routing.moved(worker)
+            worker.routing.moved(worker)
 
     def tokenised(self, e: ev.TextTokenised) -> None:
         """A worker answered a tokenising task."""
@@ -212,7 +231,7 @@ class Fleet:
             return
         worker.stage = "draining" if e.draining else "starting"
         worker.since = e.now
-        worker.group.routing.update(worker)
+        worker.routing.update(worker)
         if not e.draining:
             self._refuse(worker.link, "hello_required", "register again: work was refused")
         if batch is not None:
@@ -252,7 +271,7 @@ class Fleet:
         worker.lost = True
         del group.workers[worker.incarnation]
         core.worker_links.pop(worker.link, None)
-        group.routing.update(worker)
+        worker.routing.update(worker)
         if group.kept_worker is worker:
             group.kept_worker = None
         worker.kept = False
@@ -311,7 +330,7 @@ class Fleet:
                 continue
             if worker.batches and not worker.late and core.now > next(iter(worker.batches.values())).late:
                 worker.late = True
-                worker.group.routing.update(worker)
+                worker.routing.update(worker)
             if ping:
                 core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
         self.places.watch()
@@ -356,3 +375,9 @@ class Fleet:
             if worker.place is not None:
                 self.core.effects.append(ToWorker(worker.link, Drain()))
         self.places.drain()
+
+
+def _classes_beside(worker: Worker) -> set[bool]:
+    """Of the other workers in its group that are or were ready: whether they are packed."""
+    others = worker.group.workers.values()
+    return {other.capabilities.packed for other in others if other is not worker and other.capabilities is not None}

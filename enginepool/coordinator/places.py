@@ -5,6 +5,7 @@ backoff that doubles; more losses within the window than the policy allows, or o
 """
 
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import KillWorker, StartWorker
 from enginepool.coordinator.requests import Requests
@@ -34,6 +35,7 @@ class Places:
                 place.until = core.now + core.config.timing.silence_s
             else:
                 self._start(place)
+        group.expect()
 
     def _start(self, place: Place) -> None:
         core, name = self.core, place.group.name
@@ -69,14 +71,29 @@ class Places:
         place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2 ** (len(place.losses) - 1))
 
     def maybe_down(self, group: Group) -> None:
-        """When nothing will ever run in `group` again, its requests are told so."""
-        if group.workers or self.core.draining or not group.places:
+        """When nothing will ever run in `group` again, or on one class of its workers, its requests are told so."""
+        if self.core.draining or not group.places:
             return
-        if any(place.state != "retired" for place in group.places):
+        for packed in (False, True):
+            self._maybe_gone(group, packed)
+        if group.workers or any(place.state != "retired" for place in group.places):
             return
         last = next((p.last_words for p in group.places if p.last_words), "unknown")
         group.down = f"group {group.name!r}: no worker is left and none will be restarted; the last one ended: {last}"
         self.requests.fail_all(group, "pool_down", group.down)
+
+    def _maybe_gone(self, group: Group, packed: bool) -> None:
+        bit = PACKED if packed else PLAIN
+        places = [place for place in group.places if place.packed == packed]
+        if bit in group.gone or any(place.state != "retired" for place in places) or len(places) in (0, len(group.places)):
+            return
+        if any(worker.class_ == bit for worker in group.workers.values()):
+            return
+        last = next((p.last_words for p in places if p.last_words), "unknown")
+        name = "packed" if packed else "plain"
+        left = f"no {name} worker is left and none will be restarted"
+        group.gone[bit] = f"group {group.name!r}: {left}; the last one ended: {last}"
+        self.requests.recheck(group)
 
     def watch(self) -> None:
         """Start what has waited long enough; give up processes that never registered."""

@@ -1,12 +1,11 @@
 """The queue of a group: requests in order of their constant key, a lane for each signature.
 
-Only requests of one signature can share a batch. The number of lanes is the number of signatures in use, so the
-head of the queue is the smallest of a few lane heads. Entries of requests that no longer wait are left in place, dropped when
-they reach the top, and swept out together once they are half of the queue: cancelling costs O(1) and memory stays in
-proportion to what waits.
+Only requests of one signature share a batch: hidden states wanted or not, and the classes of workers that can serve it. The
+number of lanes is the number of signatures in use, so the head of the queue, or of what a class can serve, is the smallest of a
+few lane heads. Entries of requests that no longer wait are left in place, dropped when they reach the top, and swept out
+together once they are half of the queue: cancelling costs O(1) and memory stays in proportion to what waits.
 """
 
-from collections.abc import Hashable
 from heapq import heapify, heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,9 @@ from enginepool.coordinator.phases import QUEUED  # TEXT waits too: in the queue
 
 if TYPE_CHECKING:
     from enginepool.coordinator.state import Request
+
+#: every class of workers
+ANY = -1
 
 Entry = tuple[float, int, "Request"]
 
@@ -24,7 +26,8 @@ class Queue:
     __slots__ = ("_lanes", "_stale", "size")
 
     def __init__(self) -> None:
-        self._lanes: dict[Hashable, list[Entry]] = {}
+        #: by signature: the classes' bits, shifted, and whether hidden states are wanted
+        self._lanes: dict[int, list[Entry]] = {}
         #: entries in all lanes, waiting or stale
         self.size = 0
         #: roughly as many of them are stale
@@ -35,18 +38,19 @@ class Queue:
         if request.lane is self:
             return
         request.lane = self
-        signature = request.work.hidden
+        signature = request.classes << 1 | request.work.hidden
         lane = self._lanes.get(signature)
         if lane is None:
             lane = self._lanes[signature] = []
         heappush(lane, (request.key, request.seq, request))
         self.size += 1
 
-    def head(self) -> list[Entry] | None:
-        """The lane whose head is first in the whole queue; None when nothing waits. The head is a request that waits."""
+    def head(self, classes: int = ANY) -> list[Entry] | None:
+        """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits."""
         best: list[Entry] | None = None
-        for lane in self._lanes.values():
-            while lane:
+        bits = classes << 1
+        for signature, lane in self._lanes.items():
+            while lane and signature & bits:
                 request = lane[0][2]
                 if request.state <= QUEUED and request.lane is self:
                     if best is None or lane[0] < best[0]:
@@ -86,6 +90,17 @@ class Queue:
             self.size += len(kept)
         self._stale = 0
 
+    def sort(self) -> None:
+        """The classes of requests that wait have changed: put each into the lane where it belongs now."""
+        entries = [entry for lane in self._lanes.values() for entry in lane]
+        self._lanes.clear()
+        self.size = self._stale = 0
+        for _, _, request in entries:
+            if request.lane is self:
+                request.lane = None
+                if request.state <= QUEUED:
+                    self.push(request)
+
     def waiting(self) -> "list[Request]":
         """The requests that wait, in no order."""
         return [
@@ -97,8 +112,11 @@ class Queue:
 
     def check(self) -> None:
         assert self.size == sum(len(lane) for lane in self._lanes.values()), self.size
-        for lane in self._lanes.values():
+        for signature, lane in self._lanes.items():
             for i, entry in enumerate(lane):
+                request = entry[2]
                 assert i == 0 or lane[(i - 1) // 2] <= entry, (i, entry)
+                if request.lane is self and request.state <= QUEUED:
+                    assert signature == request.classes << 1 | request.work.hidden, (signature, request)
         seen = [request.seq for request in self.waiting()]
         assert len(seen) == len(set(seen)), "a request stands twice in a queue"

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.batching import take_text
+from enginepool.coordinator.classes import classes_of
 from enginepool.coordinator.core import Core
-from enginepool.coordinator.door import check_limits, with_ids
+from enginepool.coordinator.door import with_ids
 from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.events import Buffer
 from enginepool.coordinator.phases import DONE, QUEUED, RUNNING, TEXT
@@ -60,8 +61,12 @@ class Requests:
         if group.down:
             self.core.refuse(e.link, e.id, "pool_down", group.down)
             return
-        if group.capabilities is not None and (wrong := check_limits(work, group.capabilities)):
-            self.core.refuse(e.link, e.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+        classes = classes_of(work, group.plain, group.packed, group.expected)
+        if not isinstance(classes, int):
+            self.core.refuse(e.link, e.id, classes.code, classes.message, field=classes.field, limit=classes.limit)
+            return
+        if group.gone and (why := group.why_down(classes)):
+            self.core.refuse(e.link, e.id, "pool_down", why)
             return
         limits = core.config.limits
         nbytes = work.nbytes
@@ -74,7 +79,7 @@ class Requests:
         elif core.live_bytes + nbytes > limits.queue_bytes:
             self._busy(e, group, "queue_bytes", limits.queue_bytes)
         else:
-            self._accept(client, group, e)
+            self._accept(client, group, e, classes)
 
     def _known_already(self, client: Client, e: ev.Submit) -> bool:
         """Attach a resend to its request or its answer; refuse another content under the same id."""
@@ -91,18 +96,19 @@ class Requests:
         return True
 
     def _busy(self, e: ev.Submit, group: Group, field: str, limit: int) -> None:
-        wait = group.rate * group.tokens / max(1, group.routing.open) / 2
+        wait = group.rate * group.tokens / max(1, group.routing.open + group.packed_routing.open) / 2
         retry_after_ms = round(1000 * min(max(wait, 0.02), 5.0))
         failure = Failure(
             "busy", f"{field}: {limit} is reached", e.id, field=field, limit=str(limit), retry_after_ms=retry_after_ms
         )
         self.core.effects.append(ToClient(e.link, failure))
 
-    def _accept(self, client: Client, group: Group, e: ev.Submit) -> None:
+    def _accept(self, client: Client, group: Group, e: ev.Submit, classes: int) -> None:
         core = self.core
         work = e.work
         core.seq += 1
         request = Request(client, group, e.id, work, e.priority, e.deadline, core.now, core.seq)
+        request.classes = classes
         client.live[e.id] = request
         client.nbytes += work.nbytes
         core.live_rows += work.rows
@@ -142,9 +148,21 @@ class Requests:
         # Its text is harmless; what its ids do to a worker is another question.
         request.suspect = False
         request.state = QUEUED
-        group.queue.push(request)
-        if group.capabilities is not None and (wrong := check_limits(work, group.capabilities)):
-            self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+        if self._classify(request):
+            group.queue.push(request)
+
+    def _classify(self, request: Request) -> bool:
+        """Which classes can serve it, as far as is known now. When none can, that is its answer, and this is False."""
+        group = request.group
+        classes = classes_of(request.work, group.plain, group.packed, group.expected)
+        if not isinstance(classes, int):
+            self.fail(request, classes.code, classes.message, field=classes.field, limit=classes.limit)
+        elif why := group.why_down(classes):
+            self.fail(request, "pool_down", why)
+        else:
+            request.classes = classes
+            return True
+        return False
 
     def texts_lost(self, worker: Worker, reason: str) -> None:
         """A worker is lost with text in hand: like rows, that text runs alone from now on."""
@@ -317,13 +335,15 @@ class Requests:
                 self.fail(request, code, message)
 
     def recheck(self, group: Group) -> None:
-        """The group's capabilities are known now: hold what waited to them."""
-        can = group.capabilities
-        assert can is not None
+        """Capabilities of the group are known now, or a class is gone for good: hold what waits to that."""
         for client in list(self.core.clients.values()):
-            for request in [r for r in client.live.values() if r.group is group and r.state != RUNNING]:
-                if wrong := check_limits(request.work, can):
-                    self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+            for request in [r for r in client.live.values() if r.group is group]:
+                if request.state != RUNNING:
+                    self._classify(request)
+                elif isinstance(classes := classes_of(request.work, group.plain, group.packed, group.expected), int):
+                    request.classes = classes
+        group.queue.sort()
+        group.suspects.sort()
 
 
 def _join(request: Request) -> tuple[list[FrameSpec], list[Buffer]]:

@@ -22,6 +22,7 @@ The life of a place (a worker that this pool starts itself): backoff → up (its
 from collections.abc import Sequence
 
 from enginepool.config import GroupConfig
+from enginepool.coordinator.classes import PACKED, PLAIN, may_pack
 from enginepool.coordinator.events import Buffer, Link, Work
 from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING
 from enginepool.coordinator.queue import Queue
@@ -59,8 +60,8 @@ class Request:
     """A score request until its final answer."""
 
     __slots__ = (
-        "arrival", "attempts", "back", "client", "deadline", "evidence", "flying", "forwards", "group", "id", "key", "lane",
-        "left", "next", "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
+        "arrival", "attempts", "back", "classes", "client", "deadline", "evidence", "flying", "forwards", "group", "id", "key",
+        "lane", "left", "next", "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
     )  # fmt: skip
 
     def __init__(
@@ -78,6 +79,8 @@ class Request:
         self.key = -float(priority) if ageing_s is None else now - priority * ageing_s
         #: arrival number; breaks ties, and survives a return to the queue
         self.seq = seq
+        #: the classes of workers that can serve it, at least one; its lane in a queue follows from them
+        self.classes = PLAIN
         self.state = QUEUED
         #: rows from `next` on were never given to a worker; `back` are ranges that came back from a lost one
         self.next = 0
@@ -114,6 +117,7 @@ class Request:
         assert self.client.live.get(self.id) is self, self
         assert self.left == self.flying + self.waiting_rows(), (self, self.left, self.flying, self.next, self.back)
         assert self.left > 0, self
+        assert self.classes in (PLAIN, PACKED, PLAIN | PACKED), (self, self.classes)
         if self.state == RUNNING:
             assert self.flying == self.left and not self.waiting_rows(), self
         else:
@@ -138,7 +142,7 @@ class Batch:
         self.id = id
         self.worker = worker
         self.slices = slices
-        #: tokens, with lengths rounded up to the engine's page
+        #: tokens that its worker computes, with lengths rounded up to the engine's page
         self.cost = cost
         self.rows = rows
         #: when the worker is lost if it has not answered; when half of that time is over
@@ -156,7 +160,7 @@ class Worker:
 
     __slots__ = (
         "batches", "capabilities", "cost", "detail", "done", "group", "heard", "host", "idle", "incarnation", "kept", "late",
-        "link", "lost", "order", "pid", "place", "rows", "since", "stage", "stamp", "texts", "version",
+        "link", "lost", "order", "pid", "place", "routing", "rows", "since", "stage", "stamp", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
@@ -174,6 +178,8 @@ class Worker:
         self.since = now
         self.heard = now
         self.capabilities: Capabilities | None = None
+        #: of its class; it is told what changes here
+        self.routing = group.routing
         self.version = 0
         #: it said Idle in this epoch
         self.idle = False
@@ -192,6 +198,13 @@ class Worker:
         self.done = 0
         #: number of its newest entry in the routing; 0: none is valid
         self.stamp = 0
+
+    @property
+    def class_(self) -> int:
+        """PLAIN or PACKED; of one that dialled in and was never ready, PLAIN until it says otherwise."""
+        if self.capabilities is not None:
+            return PACKED if self.capabilities.packed else PLAIN
+        return PACKED if self.place is not None and self.place.packed else PLAIN
 
     @property
     def able(self) -> bool:
@@ -220,6 +233,7 @@ class Worker:
             assert self.capabilities is not None and self.idle, self
             can = self.capabilities
             assert self.cost <= can.inflight_tokens and self.rows <= can.inflight_rows, self
+            assert self.routing is (self.group.packed_routing if can.packed else self.group.routing), self
         for batch in self.batches.values():
             assert batch.worker is self and batch.slices, batch
             if batch.trial:
@@ -227,6 +241,8 @@ class Worker:
             if len(batch.slices) > 1 or batch.rows > 1:
                 assert self.capabilities is not None and batch.cost <= self.capabilities.batch_tokens, batch
             assert self.capabilities is not None and batch.rows <= self.capabilities.batch_rows, batch
+            if self.capabilities.packed:
+                assert all(may_pack(request.work, self.capabilities) for request, _, _ in batch.slices), batch
 
     def __repr__(self) -> str:
         return f"<Worker {self.incarnation} {self.stage} batches={len(self.batches)} cost={self.cost}>"
@@ -235,11 +251,15 @@ class Worker:
 class Place:
     """A worker that this pool starts itself: the succession of its incarnations."""
 
-    __slots__ = ("begun", "group", "hopeless", "incarnation", "index", "last_words", "losses", "restarts", "state", "until")
+    __slots__ = (
+        "begun", "group", "hopeless", "incarnation", "index", "last_words", "losses", "packed", "restarts", "state", "until",
+    )  # fmt: skip
 
     def __init__(self, group: "Group", index: int) -> None:
         self.group = group
         self.index = index
+        #: the class of its workers
+        self.packed = index >= group.config.workers - group.config.packed_workers
         #: "backoff" | "up" | "ending" | "retired"
         self.state = "backoff"
         #: the process that is up or ending; "" otherwise
@@ -261,12 +281,13 @@ class Place:
 
 
 class Group:
-    """A named set of identical workers, and the queue before them."""
+    """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "answered", "batches", "capabilities", "config", "down", "failed", "forwards", "kept_worker", "lost_batches", "name",
-        "places", "poisoned", "queue", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects",
-        "text_turn", "text_waiting", "tokens", "trial", "version", "waiting", "woken", "workers",
+        "answered", "batches", "config", "down", "expected", "failed", "forwards", "gone", "kept_worker", "lost_batches",
+        "name", "packed", "packed_routing", "places", "plain", "poisoned", "queue", "routing", "running", "spent_s",
+        "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting", "tokens", "trial", "version", "waiting",
+        "woken", "workers",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, version: int) -> None:
@@ -274,8 +295,11 @@ class Group:
         self.config = config
         #: the committed version; workers that hold another get no work
         self.version = version
-        #: of the first worker that was ready; None before that
-        self.capabilities: Capabilities | None = None
+        #: of the first plain, and the first packed worker that was ready; None before that
+        self.plain: Capabilities | None = None
+        self.packed: Capabilities | None = None
+        #: the classes of which there may ever be a worker; of one that only dials in, once one did
+        self.expected = PLAIN | PACKED
         self.workers: dict[str, Worker] = {}
         self.places: list[Place] = []
         self.queue = Queue()
@@ -284,7 +308,9 @@ class Group:
         self.trial: Batch | None = None
         #: kept free for the next trial until its batches are done
         self.kept_worker: Worker | None = None
+        #: the open plain workers, and the open packed ones
         self.routing = Routing()
+        self.packed_routing = Routing()
         #: text requests that no worker tokenises yet, in order
         self.text_waiting: dict[Request, None] = {}
         self.text_turn = 0
@@ -292,6 +318,8 @@ class Group:
         self.woken = False
         #: why nothing will ever run here, or ""
         self.down = ""
+        #: why nothing will ever run on a class of workers again, by class
+        self.gone: dict[int, str] = {}
         #: time and tokens of recent batches; decayed apart, so that many small batches do not foretell large ones
         self.spent_s = 0.0
         self.spent_tokens = 0.0
@@ -307,11 +335,27 @@ class Group:
         """Seconds for each token of a batch; 0 before the first one."""
         return self.spent_s / self.spent_tokens if self.spent_tokens else 0.0
 
+    def expect(self) -> None:
+        """Call when places were made, or a worker was ready."""
+        classes = 0
+        for packed, bit, seen in ((False, PLAIN, self.plain), (True, PACKED, self.packed)):
+            if seen is not None or any(place.packed == packed for place in self.places):
+                classes |= bit
+        self.expected = classes or PLAIN | PACKED
+
+    def why_down(self, classes: int) -> str:
+        """Why none of `classes` will ever run anything here again, or ""."""
+        if self.down:
+            return self.down
+        left = [bit for bit in (PLAIN, PACKED) if classes & bit and bit not in self.gone]
+        return "" if left else next(why for bit, why in self.gone.items() if classes & bit)
+
     def check(self) -> None:
         self.queue.check()
         self.suspects.check()
-        idle = [w for w in self.workers.values() if w.open and not w.batches]
-        assert not (idle and self.queue.head() is not None), (self.name, idle, self.queue.head())
+        for worker in self.workers.values():
+            head = self.queue.head(worker.class_) if worker.open and not worker.batches else None
+            assert head is None, (self.name, worker, head)
         if self.trial is not None:
             assert self.trial.id in self.trial.worker.batches or self.trial.id in self.trial.worker.texts, self.trial
         if self.down:

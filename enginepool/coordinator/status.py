@@ -60,6 +60,7 @@ def _worker(core: Core, worker: Worker) -> WorkerStatus:
         silent_s=round(core.now - worker.heard, 3),
         detail=worker.detail,
         restarts=place.restarts if place is not None else 0,
+        packed=worker.routing is worker.group.packed_routing,
     )
 
 
@@ -71,4 +72,5 @@ def _absent(core: Core, place: Place) -> WorkerStatus:
         stage=stage,
         detail=place.last_words,
         restarts=place.restarts,
+        packed=place.packed,
     )

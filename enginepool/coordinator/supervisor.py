@@ -126,6 +126,7 @@ class LocalSupervisor:
             "model": config.model,
             "device": config.device,
             "dtype": config.dtype,
+            "packed": index >= config.workers - config.packed_workers,
             "options": config.options,
             "max_batch_tokens": config.max_batch_tokens,
             "max_batch_rows": config.max_batch_rows,

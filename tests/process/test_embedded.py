@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from enginepool import BlockingPool, Pool, errors
 from enginepool.client import embedded
 from enginepool.client.embedded import EmbeddedCoordinator, RestartPolicy, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.workers.sim_scores import expected_scores
 
 STAND_IN = Path(__file__).with_name("stand_in_coordinator.py")
 #: Seconds that a test waits for what must come.
@@ -62,6 +64,28 @@ def test_an_embedded_pool_scores_and_leaves_nothing_behind():
     assert not directory.exists()
     assert len(processes) >= 3
     assert psutil.wait_procs(processes, PATIENCE_S)[1] == []
+
+
+def test_packed_and_plain_workers_serve_one_group_with_the_same_scores():
+    async def main() -> None:
+        group = msgspec.structs.replace(SIM, packed_workers=1)
+        async with Pool.start(config=PoolConfig(groups={"g": group})) as pool:
+            await pool.ready(PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):
+                while not all(worker.stage == "ready" for worker in (await pool.status()).groups[0].workers):
+                    await asyncio.sleep(0.05)
+            query, items = [5, 6, 7], [[i, i + 1] for i in range(1, 11)]
+            calls = [pool.score(query, items, label_token_ids=[2]) for _ in range(8)]
+            calls.append(pool.score(query, items, label_token_ids=[2], item_first=True))
+            *shared, turned = await asyncio.gather(*calls)
+            for result in shared:
+                np.testing.assert_array_equal(result.scores, expected_scores(query, items, labels=(2,)).scores)
+            want = expected_scores(query, items, labels=(2,), item_first=True).scores
+            np.testing.assert_array_equal(turned.scores, want)
+            workers = {worker.packed: worker for worker in (await pool.status()).groups[0].workers}
+            assert workers[True].done and workers[False].done
+
+    uvloop.run(main())
 
 
 def test_what_was_not_answered_survives_the_death_of_the_coordinator():

@@ -1,0 +1,148 @@
+"""Filling: which rows make the next batch of a worker, and what they cost it.
+
+A request stays together while it fits a batch of its worker's declared budget; a larger one is cut, in row order, into batches
+as full as they can be. A row that alone is over `batch_tokens` makes a batch of its own. A plain worker computes every row from
+its first token; a packed one computes what a row adds to the sequences of its batch, so there the query of one caller is free
+for the next one that has the same.
+"""
+
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.door import row_lengths
+from enginepool.coordinator.events import Buffer
+from enginepool.coordinator.phases import QUEUED, RUNNING
+from enginepool.coordinator.queue import Entry, Queue
+from enginepool.coordinator.state import Batch, Request, Slice, Worker
+from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.packing import Packing
+
+
+def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch | None:
+    """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
+    can = worker.capabilities
+    assert can is not None
+    free_tokens = can.inflight_tokens - worker.cost
+    free_rows = can.inflight_rows - worker.rows
+    extra = can.page - 1
+    head = lane[0][2]
+    work = head.work
+    rows = work.rows
+    cost = work.tokens + rows * extra
+    if not head.next and cost <= can.batch_tokens and rows <= can.batch_rows:
+        if cost > free_tokens or rows > free_rows:
+            return None
+        slices: list[Slice] = [(head, 0, rows)]
+    else:
+        cost, slice_ = cut_next(head, can)
+        rows = slice_[2] - slice_[1]
+        if cost > free_tokens or rows > free_rows:
+            return None
+        slices = [slice_]
+    take(core, slices[0])
+    if head.state == RUNNING:
+        queue.pop(lane)
+        free_tokens = min(free_tokens, can.batch_tokens)
+        free_rows = min(free_rows, can.batch_rows)
+        while lane and cost < free_tokens and rows < free_rows:
+            next_ = lane[0][2]
+            if next_.state != QUEUED or next_.lane is not queue:
+                queue.pop(lane)
+                continue
+            work = next_.work
+            more = work.tokens + work.rows * extra
+            if next_.next or cost + more > free_tokens or rows + work.rows > free_rows:
+                break
+            cost += more
+            rows += work.rows
+            slice_ = (next_, 0, work.rows)
+            slices.append(slice_)
+            take(core, slice_)
+            queue.pop(lane)
+    return Batch(core.task_id(), worker, slices, cost, rows, False)
+
+
+def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch | None:
+    """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
+    can = worker.capabilities
+    assert can is not None
+    free_tokens = can.inflight_tokens - worker.cost
+    free_rows = can.inflight_rows - worker.rows
+    packing = Packing(can.context, can.page)
+    slices: list[Slice] = []
+    rows = 0
+    most_tokens, most_rows = can.batch_tokens, can.batch_rows
+    while lane and rows < most_rows:
+        request = lane[0][2]
+        if request.state != QUEUED or request.lane is not queue:
+            queue.pop(lane)
+            continue
+        start, end = request.back[0] if request.back else (request.next, request.work.rows)
+        stop, cost, length = _pack(packing, request, start, end, most_tokens, most_rows - rows, follows=bool(slices))
+        if slices and (request.next or stop < request.work.rows):
+            break
+        if not slices and (cost > free_tokens or stop - start > free_rows):
+            return None
+        packing.place(_query(request), cost, length)
+        slices.append((request, start, stop))
+        rows += stop - start
+        take(core, slices[-1])
+        if request.flying < request.left:
+            break
+        queue.pop(lane)
+        most_tokens, most_rows = min(free_tokens, can.batch_tokens), min(free_rows, can.batch_rows)
+    return Batch(core.task_id(), worker, slices, packing.cost, rows, False)
+
+
+def _query(request: Request) -> Buffer:
+    return request.work.frames[0]
+
+
+def _pack(
+    packing: Packing, request: Request, start: int, end: int, tokens: int, rows: int, *, follows: bool = False
+) -> tuple[int, int, int]:
+    """(end, cost, length) of the rows from `start` on that fit within these bounds; unless it `follows`, at least one."""
+    work = request.work
+    items = memoryview(work.frames[-1]).cast("I")[start : min(end, start + rows)]
+    query = _query(request)
+    count, cost, length = packing.weigh(query, work.shared, items, tokens - packing.cost)
+    if not count and not follows:
+        count, cost, length = packing.weigh(query, work.shared, items[:1], packing.cost + work.longest + 2 + packing.page)
+    return start + count, cost, length
+
+
+def cut_next(request: Request, can: Capabilities) -> tuple[int, Slice]:
+    """The next rows of `request` that fit one batch: (cost, slice). At least one row, whatever it costs."""
+    start, end = request.back[0] if request.back else (request.next, request.work.rows)
+    if can.packed:
+        end, cost, _ = _pack(Packing(can.context, can.page), request, start, end, can.batch_tokens, can.batch_rows)
+        return cost, (request, start, end)
+    extra = can.page - 1
+    lengths = row_lengths(request.work)
+    cost = 0
+    row = start
+    while row < end and row - start < can.batch_rows:
+        more = lengths[row] + extra
+        if row > start and cost + more > can.batch_tokens:
+            break
+        cost += more
+        row += 1
+    return cost, (request, start, row)
+
+
+def take(core: Core, slice_: Slice) -> None:
+    """Mark rows as given to a worker."""
+    request, start, end = slice_
+    if not request.started:
+        request.started = core.now
+    if request.back:
+        first = request.back[0][1]
+        if end == first:
+            request.back.pop(0)
+        else:
+            request.back[0] = (end, first)
+    else:
+        request.next = end
+    request.flying += end - start
+    if request.flying == request.left:
+        request.state = RUNNING
+        request.group.waiting -= 1
+        request.group.running += 1
