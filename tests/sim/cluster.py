@@ -29,6 +29,8 @@ class Cluster:
         self.world: World = network.world
         self.oracle = oracle
         self.profiles = profiles
+        #: of a group's packed workers, and from which place on they are packed
+        self.packed: dict[str, tuple[Profile, int]] = {}
         self._limits = (orphan_s, drain_s)
         self.workers: dict[str, SimWorker] = {}
         #: group and index of the coordinator's own
@@ -45,19 +47,20 @@ class Cluster:
         """Start a process for a place of the coordinator."""
         self._places[incarnation] = (group, index)
         self._watchers[incarnation] = watcher
-        worker = self._spawn(group, incarnation)
+        profile, first = self.packed.get(group, (self.profiles[group], 0))
+        worker = self._spawn(group, incarnation, profile if index >= first else self.profiles[group])
         if self.world.chance(self.unusable):
             self.world.after(self.world.between(0, 0.3), worker.gone, "unusable")
 
     def dial_in(self, group: str) -> None:
         """A worker that somebody else started."""
         self._external_count += 1
-        self._spawn(group, f"external-{group}-{self._external_count}")
+        self._spawn(group, f"external-{group}-{self._external_count}", self.profiles[group])
 
-    def _spawn(self, group: str, incarnation: str) -> SimWorker:
+    def _spawn(self, group: str, incarnation: str, profile: Profile) -> SimWorker:
         orphan_s, drain_s = self._limits
         worker = self.workers[incarnation] = SimWorker(
-            self.network, self.oracle, self.profiles[group], group, incarnation, orphan_s, drain_s, self._ended
+            self.network, self.oracle, profile, group, incarnation, orphan_s, drain_s, self._ended
         )
         return worker
 

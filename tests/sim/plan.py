@@ -2,6 +2,8 @@
 
 from random import Random
 
+import msgspec
+
 from enginepool.client.settings import Settings
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
 from enginepool.protocol.messages import Capabilities
@@ -39,7 +41,7 @@ FAULTS = {
 class Plan:
     """Everything that is decided before the first event. Draws from `random` in a fixed order."""
 
-    def __init__(self, random: Random, workers: int) -> None:
+    def __init__(self, random: Random, workers: int, packed: Random | None = None) -> None:
         self.random = random
         self.workers = workers
         many = workers > 50
@@ -80,6 +82,34 @@ class Plan:
         self.turn_s = random.choice((0.0, 0.0005, 0.02))
         self.drain_early = random.random() < 0.1
         self.unusable = 0.1 if self.retires and random.random() < 0.5 else 0.0
+        #: what the packed workers of a group can do, where there are some; drawn from another source, so that a seed means the
+        #: same with and without them
+        self.packed: dict[str, Capabilities] = {}
+        if packed is not None:
+            self._pack(packed)
+
+    def _pack(self, random: Random) -> None:
+        """Let some of the workers of each group that has two be packed ones. One plain one stays: it serves every shape."""
+        groups = dict(self.config.groups)
+        for name, group in groups.items():
+            if group.workers < 2:
+                continue
+            plain = self.capabilities[name]
+            tokens = random.choice((64, 128, 256, 1024))
+            rows = random.choice((2, 8, 32))
+            hidden = plain.hidden if random.random() < 0.7 else 0
+            self.packed[name] = msgspec.structs.replace(
+                plain,
+                context=min(plain.context, random.choice((40, 64, tokens))),
+                batch_tokens=tokens,
+                batch_rows=rows,
+                inflight_tokens=int(tokens * random.choice((1.5, 2.0, 4.0))),
+                inflight_rows=int(rows * random.choice((1.0, 1.5, 4.0))),
+                hidden=hidden,
+                max_item=random.choice((4, 12, 65535)),
+            )
+            groups[name] = msgspec.structs.replace(group, packed_workers=random.randint(1, group.workers - 1))
+        self.config = msgspec.structs.replace(self.config, groups=groups)
 
     def _capabilities(self, kind: str) -> Capabilities:
         random = self.random

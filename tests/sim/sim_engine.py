@@ -7,6 +7,7 @@ from typing import Protocol
 
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Capabilities, FrameSpec, PartDone, TaskId, Tokenise
+from enginepool.protocol.packing import sequences
 from enginepool.workers.events import (
     BatchDone,
     EngineLost,
@@ -111,7 +112,7 @@ class SimEngine:
         can, who = self.profile.can, f"{self.host.name}: batch {run.batch.batch}"
         lengths = [len(prompt) // 4 for prompts in task.prompts for prompt in prompts]
         task.rows = len(lengths)
-        task.weight = sum(lengths) + task.rows * (can.page - 1)
+        task.weight = _packed_weight(run, can) if can.packed else sum(lengths) + task.rows * (can.page - 1)
         assert run.batch.batch not in self.inside, f"{who} runs twice"
         assert task.rows <= can.batch_rows, f"{who}: {task.rows} rows"
         assert task.rows == 1 or task.weight <= can.batch_tokens, f"{who}: {task.weight} tokens"
@@ -206,6 +207,28 @@ class SimEngine:
         else:
             lengths = array("I", [len(row) for row in rows]).tobytes()
             self.host.post(TextDone(now, task, array("i", flat).tobytes(), lengths))
+
+
+def _packed_weight(run: RunBatch, can: Capabilities) -> int:
+    """What the sequences of a batch weigh. An engine that packs would die of anything else than what can be joined."""
+    parts: list[tuple[bytes, int, list[int]]] = []
+    at = 0
+    for part in run.batch.parts:
+        frames = run.frames[at : at + len(part.frames)]
+        at += len(part.frames)
+        assert [spec.name for spec in part.frames] == ["query", "items", "item_lengths"], part.frames
+        assert not part.item_first, part
+        query, lengths = bytes(frames[0]), array("I", bytes(frames[-1])).tolist()
+        assert query and min(lengths) > 0, f"nothing to share, or nothing to score: {len(query)} bytes, {lengths}"
+        assert max(lengths) <= can.max_item, lengths
+        parts.append((query, len(query) // 4, lengths))
+    assert can.hidden or not run.batch.hidden
+    weight = 0
+    for runs in sequences(parts, can.context):
+        length = parts[runs[0][0]][1] + 1 + sum(n + 1 for p, first, end in runs for n in parts[p][2][first:end])
+        assert length <= can.context, f"a sequence of {length} tokens"
+        weight += length + can.page - 1
+    return weight
 
 
 def texts_of(task: Tokenise, frames: Sequence[Buffer]) -> list[bytes]:

@@ -6,6 +6,7 @@ A failure is raised as `Failed`, which says how to replay it and shows what happ
 """
 
 from collections.abc import Callable
+from random import Random
 from typing import NamedTuple
 
 from tests.sim.cluster import Cluster
@@ -50,9 +51,15 @@ class Simulation:
         timing = plan.config.timing
         self.cluster = Cluster(self.network, self.oracle, profiles, timing.orphan_s, timing.drain_s)
         self.cluster.unusable = plan.unusable
+        for name, can in plan.packed.items():
+            group = plan.config.groups[name]
+            profile = Profile(world, can, plan.versions[name])
+            profile.poison, profile.load_fails = profiles[name].poison, profiles[name].load_fails
+            self.cluster.packed[name] = (profile, group.workers - group.packed_workers)
         self.clients = [SimClient(self.network, self.oracle, i, plan.settings) for i in range(plan.clients)]
         conditions, forward_s = plan.conditions, timing.forward_s
-        slowest = max(profile.seconds_in_flight for profile in profiles.values())
+        every = [*profiles.values(), *(profile for profile, _ in self.cluster.packed.values())]
+        slowest = max(profile.seconds_in_flight for profile in every)
         self.prompt = conditions.delay < 0.01 and not conditions.flaky and conditions.notice < 1.0 and slowest < forward_s / 4
         self.coordinator = self.new_coordinator()
         self.epoch = 1
@@ -159,14 +166,14 @@ class Simulation:
         coordinator.watch.check()
 
 
-def simulate(seed: int, workers: int, say: Callable[[str], None] | None = None) -> Outcome:
-    """Run the schedule of `seed` with so many workers.
+def simulate(seed: int, workers: int, say: Callable[[str], None] | None = None, *, packed: bool = False) -> Outcome:
+    """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
     """
     world = World(seed, say)
-    simulation = Simulation(world, Plan(world.random, workers))
+    simulation = Simulation(world, Plan(world.random, workers, Random(seed) if packed else None))
     try:
         return simulation.run()
     except Exception as error:
@@ -174,5 +181,5 @@ def simulate(seed: int, workers: int, say: Callable[[str], None] | None = None) 
         raise Failed(
             f"{type(error).__name__}: {error}\n\n{recent}\n\n"
             f"{type(error).__name__}: {error}\n"
-            f"replay: python -m tests.sim --seed {seed} --workers {workers} --trace"
+            f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''} --trace"
         ) from error

@@ -9,8 +9,10 @@ from enginepool.client.calls import Call, Calls
 from enginepool.client.events import Effect as ClientEffect
 from enginepool.coordinator import batching, requests
 from enginepool.coordinator.core import Core
+from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Request
+from enginepool.protocol.packing import Packing
 from enginepool.workers.machine import WorkerMachine
 from tests.sim.simulation import Failed, simulate
 
@@ -113,6 +115,36 @@ def work_of_a_dead_epoch_is_run_beside_the_new(patch: pytest.MonkeyPatch) -> Non
         self.leaving.clear()
 
     patch.setattr(WorkerMachine, "_drop", drop)
+
+
+def packed_workers_get_everything(patch: pytest.MonkeyPatch) -> None:
+    real = Queue.head
+
+    def head(self: Queue, classes: int = -1) -> Any:
+        return real(self)
+
+    patch.setattr(Queue, "head", head)
+
+
+def a_query_is_counted_once_too_rarely(patch: pytest.MonkeyPatch) -> None:
+    real = Packing.weigh
+
+    def weigh(self: Packing, query: Any, query_tokens: int, items: Any, limit: int) -> tuple[int, int, int]:
+        rows, cost, length = real(self, query, query_tokens, items, limit)
+        return rows, cost - query_tokens if rows else 0, length
+
+    patch.setattr(Packing, "weigh", weigh)
+
+
+@pytest.mark.parametrize("mutate", [packed_workers_get_everything, a_query_is_counted_once_too_rarely])
+def test_a_bug_planted_in_packing_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 2 + seed % 8, packed=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
 
 
 @pytest.mark.parametrize(

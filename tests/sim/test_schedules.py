@@ -22,6 +22,14 @@ def test_every_call_gets_exactly_one_final_answer(chunk: int) -> None:
     assert events > SEEDS * 100, "schedules in which nothing happens show nothing"
 
 
+@pytest.mark.parametrize("chunk", range(10))
+def test_packed_and_plain_workers_together_lose_nothing_either(chunk: int) -> None:
+    events = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        events += simulate(seed, 2 + seed % 8, packed=True).events
+    assert events > SEEDS * 100
+
+
 def test_the_schedules_show_every_answer_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):

@@ -7,6 +7,7 @@ worker beside waiting work, bounded memory, and every 1,000 events the whole mac
 from array import array
 from collections.abc import Sequence
 
+from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.effects import Effect, ToWorker
 from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.phases import QUEUED, TEXT
@@ -44,7 +45,7 @@ class Watch:
         for group in core.groups.values():
             self._no_idle_worker(group)
             self._trial(group)
-            if group.down:
+            if group.down or group.gone:
                 self.oracle.down.add(group.name)
         if new:
             for group in core.groups.values():
@@ -53,34 +54,38 @@ class Watch:
             self.check()
 
     def _no_idle_worker(self, group: Group) -> None:
-        worker = group.routing.least()
-        if worker is None:
-            return
-        assert not group.text_waiting, f"text waits beside an open worker: {worker}"
-        if worker.batches or worker.texts:
-            return
-        first = group.queue.head()
-        assert first is None, f"{worker} is idle beside {first}"
-        assert group.trial is not None or group.suspects.head() is None, f"{worker} is idle beside a suspect"
+        for routing, class_ in ((group.routing, PLAIN), (group.packed_routing, PACKED)):
+            worker = routing.least()
+            if worker is None:
+                continue
+            assert worker.class_ == class_, worker
+            assert not group.text_waiting, f"text waits beside an open worker: {worker}"
+            if worker.batches or worker.texts:
+                continue
+            first = group.queue.head(class_)
+            assert first is None, f"{worker} is idle beside {first}"
+            assert group.trial is not None or group.suspects.head(class_) is None, f"{worker} is idle beside a suspect"
 
     def _in_order(self, group: Group, batches: Sequence[Batch]) -> None:
         """Each batch was headed by what was first in line, and nobody of its signature was passed over."""
-        last = (float("-inf"), 0)
+        last = {PLAIN: (float("-inf"), 0), PACKED: (float("-inf"), 0)}
         for batch in batches:
-            head = _place(batch.slices[0][0])
+            head, class_ = _place(batch.slices[0][0]), batch.worker.class_
+            assert all(request.classes & class_ for request, _, _ in batch.slices), f"{batch} is for another class"
             if not batch.trial:
-                assert head >= last, f"{batch} was sent after a later one"
-                last = head
+                assert head >= last[class_], f"{batch} was sent after a later one"
+                last[class_] = head
             else:
                 assert len(batch.slices) == 1 and len(batch.worker.batches) == 1 and not batch.worker.texts, batch
         waiting = group.queue.waiting()
         if batches and waiting:
-            first = min(map(_place, waiting))
             for batch in batches:
-                assert _place(batch.slices[0][0]) <= first, f"{batch} was sent before {first}"
+                mine = [request for request in waiting if request.classes & batch.worker.class_]
+                first = min(map(_place, mine), default=None)
+                assert first is None or _place(batch.slices[0][0]) <= first, f"{batch} was sent before {first}"
                 last_in = max(_place(request) for request, _, _ in batch.slices)
-                hidden = batch.slices[0][0].work.hidden
-                same = [_place(request) for request in waiting if request.work.hidden == hidden]
+                head = batch.slices[0][0]
+                same = [_place(r) for r in mine if (r.work.hidden, r.classes) == (head.work.hidden, head.classes)]
                 assert not same or last_in <= min(same), f"{batch} passed over one of its own signature"
 
     def _trial(self, group: Group) -> None:
