@@ -1,5 +1,7 @@
 """Packed batches as SGLang takes and answers them, in recorded shapes; the models for which packing is wrong. No SGLang."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -188,3 +190,43 @@ def test_models_of_full_causal_attention_may_be_packed(config: dict[str, Any]) -
 )
 def test_models_for_which_multi_item_scoring_is_wrong_are_refused_with_the_reason(config: dict[str, Any], said: str) -> None:
     assert said in wrong_for_packing(config)
+
+
+REAL = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+from enginepool.workers import cpu_bridge
+cpu_bridge.install()
+import numpy as np
+from sglang.srt.constants import MIS_DELIMITER_TOKEN_ID
+from sglang.srt.managers import io_struct
+from enginepool.workers.engine import ScorePart
+from enginepool.workers.packed import join
+from enginepool.workers.sglang_packed import DELIMITER, packed_heads, packed_labels
+
+def part(query, *labels):
+    return ScorePart(np.array(query, np.int32), np.array([3, 4, 5], np.int32), np.array([1, 2], np.uint32), labels=labels)
+
+assert DELIMITER == MIS_DELIMITER_TOKEN_ID
+joined = join([part([1, 2], 7, 8), part([6], 9)], 100, DELIMITER)
+for request in (packed_labels(io_struct, joined, 5), packed_heads(io_struct, joined, 5, True)):
+    request.normalize_batch_and_arguments()
+    assert request.batch_size == 2 and not request.is_single
+    first, second = request[0], request[1]
+    assert first.input_ids == [1, 2, DELIMITER, 3, DELIMITER, 4, 5, DELIMITER]
+    assert first.multi_item_delimiter_indices == [2, 4, 7] and second.multi_item_delimiter_indices == [1, 3, 6]
+    assert first.priority == second.priority == 5
+    if hasattr(first, "token_ids_logprob"):
+        assert first.token_ids_logprob == [7, 8] and second.token_ids_logprob == [9]
+        assert first.logprob_start_len == 0 and first.return_logprob is True
+        assert first.sampling_params["max_new_tokens"] == 0
+    else:
+        assert first.return_pooled_hidden_states is True
+"""
+
+
+@pytest.mark.engine
+def test_the_installed_sglang_reads_packed_requests_as_they_are_meant() -> None:
+    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
