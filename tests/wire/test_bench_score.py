@@ -249,8 +249,10 @@ def test_every_target_names_a_number_that_the_plan_measures(device: str) -> None
 
 def test_processes_are_told_apart_by_their_command_line() -> None:
     assert role_of(psutil.Process()) == ""
-    waiting = "import sys; sys.stdin.read()  # sglang::scheduler"
-    with subprocess.Popen([sys.executable, "-c", waiting], stdin=subprocess.PIPE) as child:
+    waiting = "import sys; print(flush=True); sys.stdin.read()  # sglang::scheduler"
+    with subprocess.Popen([sys.executable, "-c", waiting], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()  # its command line can be read for certain once it runs
         assert role_of(psutil.Process(child.pid)) == "scheduler"
 
 
