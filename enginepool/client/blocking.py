@@ -5,11 +5,11 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import uvloop
 
-from enginepool.client.payload import Ids, ScoreResult
+from enginepool.client.payload import Ids, ScoreOptions, ScoreResult
 from enginepool.client.pool import Opening, Pool
 from enginepool.errors import PoolClosed
 from enginepool.protocol.messages import StatusReport
@@ -23,19 +23,6 @@ T = TypeVar("T")
 _CLOSE_S = 30.0
 #: Seconds for the thread to end after that.
 _STOP_S = 5.0
-
-
-class ScoreOptions(TypedDict, total=False):
-    """The options of `Pool.score` and `Pool.score_pairs`."""
-
-    label_token_ids: Ids | None
-    apply_softmax: bool
-    item_first: bool
-    return_pooled_hidden_states: bool
-    group: str
-    priority: int
-    timeout: float | None
-    retry_busy: bool
 
 
 class BlockingPool:

@@ -9,7 +9,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,19 @@ Payload: TypeAlias = tuple[list[FrameSpec], tuple[Buffer, ...]]
 _MAX_TOKEN = 2**31 - 1
 #: Below this a copy is cheaper than a view.
 _LARGE = 1 << 16
+
+
+class ScoreOptions(TypedDict, total=False):
+    """The options of `Pool.score` and `Pool.score_pairs`, which say what each one does."""
+
+    label_token_ids: Ids | None
+    apply_softmax: bool
+    item_first: bool
+    return_pooled_hidden_states: bool
+    group: str
+    priority: int
+    timeout: float | None
+    retry_busy: bool
 
 
 class Usage(NamedTuple):

@@ -1,38 +1,15 @@
-"""`Pool`: the async client. It owns the loop's side of things: a session, its socket, its timer, one future for each call."""
+"""`Pool`: the async client. One method for each thing that a pool can be asked; the work is `Connection`'s."""
 
-import asyncio
 import logging
-import math
-import os
-import random
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-from enginepool import __version__
-from enginepool.client.events import (
-    Abandon,
-    Abort,
-    Answer,
-    AskStatus,
-    Close,
-    Complaint,
-    Effect,
-    Ended,
-    Event,
-    Fail,
-    OpenLink,
-    Received,
-    Report,
-    Send,
-    Start,
-    Submit,
-    Tick,
-    Welcomed,
-)
-from enginepool.client.link import Link
+from enginepool.client.connection import Connection
+from enginepool.client.events import Answer, AskStatus, Report, Submit
 from enginepool.client.payload import (
     Ids,
     Payload,
+    ScoreOptions,
     ScoreResult,
     check_flag,
     check_group,
@@ -44,10 +21,7 @@ from enginepool.client.payload import (
     read_result,
 )
 from enginepool.client.readiness import wait_until_ready
-from enginepool.client.session import ClientSession
-from enginepool.errors import ConnectError, EnginepoolError, error_from
-from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Failure, Score, StatusReport, ToClient
+from enginepool.protocol.messages import Score, StatusReport
 
 if TYPE_CHECKING:
     from enginepool.client.embedded import EmbeddedCoordinator
@@ -63,10 +37,6 @@ _SCORE_NAMES = {
     "timeout_ms": "timeout",
 }
 _PAIR_NAMES = {**_SCORE_NAMES, "query": "prompts", "items": "responses"}
-#: How long a Goodbye may take to leave, in seconds.
-_LINGER_S = 0.1
-#: After a stall of this process everything that arrived meanwhile counts before any deadline does.
-_ALL = 1 << 16
 
 
 class Opening(Awaitable["Pool"]):
@@ -98,21 +68,11 @@ class Pool:
     def __init__(self, address: str) -> None:
         """Not for callers: use `connect` or `start`."""
         self.address = address
-        self._loop = asyncio.get_running_loop()
-        # Not the global generator: a trainer's seed must not make all its clients back off in step.
-        jitter = random.Random(os.urandom(16)).random
-        agent = f"enginepool-python/{__version__}"
-        self._session = ClientSession(os.urandom(16), os.urandom(16), jitter, agent=agent)
-        self._link = Link(address, self._received, self._complain)
-        self._futures: dict[int, asyncio.Future[Answer | Report | Fail]] = {}
-        self._last_id = 0
-        self._timer: asyncio.TimerHandle | None = None
-        self._wake_at = math.inf
-        self._opened: asyncio.Future[Failure | None] = self._loop.create_future()
+        self._connection = Connection(address)
         self._coordinator: EmbeddedCoordinator | None = None
 
     def __repr__(self) -> str:
-        return f"<Pool {self.address} {self._session.describe()}>"
+        return f"<Pool {self.address} {self._connection.describe()}>"
 
     # --- opening and closing -------------------------------------------------------------------------------------------
 
@@ -175,7 +135,7 @@ class Pool:
             coordinator = EmbeddedCoordinator(whole)
             pool = cls(coordinator.address)
             pool._coordinator = coordinator
-            coordinator.start(pool._coordinator_lost)
+            coordinator.start(pool._connection.abort)
             await pool._open(start_timeout)
             coordinator.settle()
             return pool
@@ -185,7 +145,7 @@ class Pool:
     async def close(self) -> None:
         """Take back what is not answered, say goodbye, end what `start` started. Never hangs; twice is once."""
         try:
-            self._handle(Close(self._loop.time()))
+            self._connection.close()
         finally:
             if self._coordinator is not None:
                 await self._coordinator.stop()
@@ -197,22 +157,11 @@ class Pool:
         await self.close()
 
     async def _open(self, within: float | None) -> None:
-        now = self._loop.time()
         try:
-            self._handle(Start(now, None if within is None else now + within))
-            failure = await self._opened
-        except BaseException:
+            await self._connection.open(within)
+        except BaseException:  # also when cancelled: whoever awaited this has no pool to close; it is raised again
             await self.close()
             raise
-        if failure is None:
-            return
-        await self.close()
-        if failure.code == "connect" and within is not None:
-            raise self._error(Failure("connect", f"{failure.message} within {within:g} s"))
-        raise self._error(failure)
-
-    def _coordinator_lost(self, failure: Failure) -> None:
-        self._handle(Abort(self._loop.time(), failure))
 
     # --- calls ---------------------------------------------------------------------------------------------------------
 
@@ -220,15 +169,7 @@ class Pool:
         self,
         query: str | Ids,
         items: Sequence[str] | Sequence[Ids],
-        *,
-        label_token_ids: Ids | None = None,
-        apply_softmax: bool = False,
-        item_first: bool = False,
-        return_pooled_hidden_states: bool = False,
-        group: str = "",
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109 (the coordinator keeps this time too)
-        retry_busy: bool = True,
+        **options: Unpack[ScoreOptions],
     ) -> ScoreResult:
         """Score each item after one query. Query and items are all text, or all token ids.
 
@@ -238,14 +179,15 @@ class Pool:
         Args:
             query: a text, or token ids (a sequence of ints, or a one-dimensional integer array).
             items: texts, or token ids of each item (also a two-dimensional array: a row each).
-            label_token_ids: the tokens to score; CausalLM only, at most 4096.
-            apply_softmax: CausalLM: normalise over the labels alone. Classifiers: softmax over the outputs.
-            item_first: rows are item + query.
-            return_pooled_hidden_states: classifiers only.
+            label_token_ids: the tokens to score; CausalLM only, at most 4096. Default: None.
+            apply_softmax: CausalLM: normalise over the labels alone. Classifiers: softmax over the outputs. Default: False.
+            item_first: rows are item + query. Default: False.
+            return_pooled_hidden_states: classifiers only. Default: False.
             group: may be left out where the pool has one group.
-            priority: −1000 to 1000; larger runs first.
-            timeout: seconds to the answer, after which the call ends with DeadlineExceeded and what waits is not run.
-            retry_busy: wait and try again when the pool is full; else Busy is raised.
+            priority: −1000 to 1000; larger runs first. Default: 0.
+            timeout: seconds to the answer, after which the call ends with DeadlineExceeded and what waits is not run. Default:
+                None, which is no limit.
+            retry_busy: True, the default: wait and try again when the pool is full; else Busy is raised.
 
         Returns:
             scores float32 [items, labels], and what it took; see `ScoreResult`.
@@ -256,33 +198,19 @@ class Pool:
 
         Cancelling the task that awaits it takes the request back.
         """
-        return await self._score(
-            encode_shared(query, items), _SCORE_NAMES, label_token_ids, apply_softmax, item_first,
-            return_pooled_hidden_states, group, priority, check_timeout(timeout), retry_busy,
-        )  # fmt: skip
+        return await self._score(encode_shared(query, items), _SCORE_NAMES, **options)
 
     async def score_pairs(
         self,
         prompts: Sequence[str] | Sequence[Ids],
         responses: Sequence[str] | Sequence[Ids],
-        *,
-        label_token_ids: Ids | None = None,
-        apply_softmax: bool = False,
-        item_first: bool = False,
-        return_pooled_hidden_states: bool = False,
-        group: str = "",
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109 (the coordinator keeps this time too)
-        retry_busy: bool = True,
+        **options: Unpack[ScoreOptions],
     ) -> ScoreResult:
         """Score each response after its own prompt, as one request: row i is prompts[i] + responses[i].
 
         Everything else is as in `score`.
         """
-        return await self._score(
-            encode_pairs(prompts, responses), _PAIR_NAMES, label_token_ids, apply_softmax, item_first,
-            return_pooled_hidden_states, group, priority, check_timeout(timeout), retry_busy,
-        )  # fmt: skip
+        return await self._score(encode_pairs(prompts, responses), _PAIR_NAMES, **options)
 
     async def ready(
         self,
@@ -306,35 +234,35 @@ class Pool:
     async def status(self, timeout: float | None = 10.0) -> StatusReport:  # noqa: ASYNC109 (as in `score`)
         """What the pool is doing: groups, workers, queues. Raises DeadlineExceeded after `timeout` seconds."""
         timeout = check_timeout(timeout)
-        now = self._now()
-        answer = await self._ask(lambda id_: AskStatus(now, id_, None if timeout is None else now + timeout))
-        if isinstance(answer, Report):
-            return answer.report
-        raise self._error(_failure_of(answer))
+        now = self._connection.now()
+        deadline = None if timeout is None else now + timeout
+        return (await self._connection.ask(lambda id_: AskStatus(now, id_, deadline), Report)).report
 
     async def _score(
         self,
         payload: Payload,
         names: Mapping[str, str],
-        labels: Ids | None,
-        softmax: bool,
-        item_first: bool,
-        hidden: bool,
-        group: str,
-        priority: int,
-        seconds: float | None,
-        retry_busy: bool,
+        *,
+        label_token_ids: Ids | None = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        return_pooled_hidden_states: bool = False,
+        group: str = "",
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109 (the coordinator keeps this time too)
+        retry_busy: bool = True,
     ) -> ScoreResult:
-        now = self._now()
+        seconds = check_timeout(timeout)
+        now = self._connection.now()
         specs, frames = payload
         score = Score(
             id=0,
             frames=specs,
             group=check_group(group),
-            labels=check_labels(labels),
-            softmax=check_flag("apply_softmax", softmax),
+            labels=check_labels(label_token_ids),
+            softmax=check_flag("apply_softmax", apply_softmax),
             item_first=check_flag("item_first", item_first),
-            hidden=check_flag("return_pooled_hidden_states", hidden),
+            hidden=check_flag("return_pooled_hidden_states", return_pooled_hidden_states),
             priority=check_priority(priority),
         )
         deadline = None if seconds is None else now + seconds
@@ -343,95 +271,5 @@ class Pool:
             score.id = id_
             return Submit(now, score, frames, deadline, retry_busy)
 
-        answer = await self._ask(submit)
-        if isinstance(answer, Answer):
-            return read_result(answer.result, answer.frames)
-        raise self._error(_failure_of(answer), names)
-
-    async def _ask(self, event: Callable[[int], Event]) -> Answer | Report | Fail:
-        self._last_id += 1
-        id_ = self._last_id
-        future: asyncio.Future[Answer | Report | Fail] = self._loop.create_future()
-        self._futures[id_] = future
-        self._handle(event(id_))
-        try:
-            return await future
-        except asyncio.CancelledError:
-            if self._futures.pop(id_, None) is not None:
-                self._handle(Abandon(self._loop.time(), id_))
-            raise
-
-    def _now(self) -> float:
-        if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError("this Pool belongs to another event loop; open one on each loop, or use BlockingPool")
-        return self._loop.time()
-
-    def _error(self, failure: Failure, names: Mapping[str, str] | None = None) -> EnginepoolError:
-        if failure.code == "connect":
-            return ConnectError(f"{self.address}: {failure.message}")
-        return error_from(failure, names)
-
-    # --- the session's side --------------------------------------------------------------------------------------------
-
-    def _handle(self, event: Event) -> None:
-        for effect in self._session.handle(event):
-            self._perform(effect)
-        wake_at = self._session.wake_at
-        if wake_at < self._wake_at:
-            self._set_timer(wake_at)
-
-    def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Send):
-            self._link.send(effect.message, effect.frames)
-        elif isinstance(effect, Answer | Report | Fail):
-            future = self._futures.pop(effect.id, None)
-            if future is not None and not future.done():
-                future.set_result(effect)
-        elif isinstance(effect, OpenLink):
-            try:
-                self._link.open()
-            except OSError as error:
-                failure = Failure("connect", f"cannot connect: {error.strerror or error}")
-                self._loop.call_soon(self._coordinator_lost, failure)
-        elif isinstance(effect, Welcomed):
-            log.debug("%s: connected, epoch %d, groups %s", self.address, effect.epoch, ", ".join(effect.groups))
-            if not self._opened.done():
-                self._opened.set_result(None)
-        elif isinstance(effect, Complaint):
-            self._complain(f"refused a message of this client: {effect.failure.code}: {effect.failure.message}")
-        elif isinstance(effect, Ended):
-            self._end(effect.failure)
-
-    def _end(self, failure: Failure) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._link.close(_LINGER_S)
-        if not self._opened.done():
-            self._opened.set_result(failure)
-        elif failure.code != "closed":
-            log.error("%s: %s: %s", self.address, failure.code, failure.message)
-
-    def _received(self, message: ToClient, frames: Sequence[Buffer]) -> None:
-        self._handle(Received(self._loop.time(), message, frames))
-
-    def _complain(self, line: str) -> None:
-        log.warning("%s: %s", self.address, line)
-
-    def _set_timer(self, at: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._wake_at = at
-        self._timer = self._loop.call_at(at, self._tick)
-
-    def _tick(self) -> None:
-        self._timer = None
-        self._wake_at = math.inf
-        self._link.drain(_ALL)
-        self._handle(Tick(self._loop.time()))
-
-
-def _failure_of(answer: Answer | Report | Fail) -> Failure:
-    if isinstance(answer, Fail):
-        return answer.failure
-    raise AssertionError(f"{type(answer).__name__} is no answer to this question")
+        answer = await self._connection.ask(submit, Answer, names)
+        return read_result(answer.result, answer.frames)

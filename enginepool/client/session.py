@@ -13,6 +13,8 @@ When the link is lost they are sent again after the next Welcome, under the same
 anew, and later copies of an answer are dropped here. Deadlines are the coordinator's to keep; a sent request fails here
 `grace_s` after its own, so that no call hangs when nobody answers.
 
+*Status questions* (`statuses.py`) are asked again until they are answered.
+
 *Acknowledgements* go out in batches, except for `busy`: that leaves the id free, and an acknowledgement that arrives after the
 second attempt would make the coordinator forget it.
 """
@@ -35,7 +37,6 @@ from enginepool.client.events import (
     Fail,
     OpenLink,
     Received,
-    Report,
     Send,
     Start,
     Submit,
@@ -43,6 +44,7 @@ from enginepool.client.events import (
     Welcomed,
 )
 from enginepool.client.settings import DEFAULTS, Settings
+from enginepool.client.statuses import Statuses
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import (
     PROTOCOL_VERSION,
@@ -53,8 +55,6 @@ from enginepool.protocol.messages import (
     Ping,
     Pong,
     Result,
-    Status,
-    StatusReport,
     Welcome,
 )
 
@@ -82,6 +82,7 @@ class ClientSession:
         self.settings = settings
         self.state: State = "new"
         self.calls = Calls(settings, jitter)
+        self.statuses = Statuses(settings)
         #: of the coordinator; 0 before the first Welcome; only grows
         self.epoch: int = 0
         #: of the last Hello
@@ -92,8 +93,6 @@ class ClientSession:
         self._now = -inf
         self._out: list[Effect] = []
         self._last_id = 0
-        #: status questions without an answer: (deadline, when to ask again)
-        self._statuses: dict[int, tuple[float, float]] = {}
         #: final answers that are not acknowledged yet
         self._acks: list[int] = []
         self._ping_s = 1.0
@@ -108,7 +107,6 @@ class ClientSession:
         self._silent_at = inf  # while a ping is unanswered
         self._ack_at = inf
         self._sweep_at = inf
-        self._status_at = inf
         self._on: dict[type[Event], Callable[[Any], None]] = {
             Start: self._on_start,
             Submit: self._on_submit,
@@ -131,8 +129,8 @@ class ClientSession:
     def wake_at(self) -> float:
         """When the next Tick is due; inf: nothing waits for time."""
         return min(
-            self.calls.wake_at, self._connect_by, self._greet_by, self._hello_at, self._ping_at, self._silent_at,
-            self._ack_at, self._sweep_at, self._status_at,
+            self.calls.wake_at, self.statuses.wake_at, self._connect_by, self._greet_by, self._hello_at, self._ping_at,
+            self._silent_at, self._ack_at, self._sweep_at,
         )  # fmt: skip
 
     # --- the caller's side ---------------------------------------------------------------------------------------------
@@ -148,20 +146,12 @@ class ClientSession:
             self.calls.submit(event, self._now, self._out)
 
     def _on_abandon(self, event: Abandon) -> None:
-        if event.id in self._statuses:
-            del self._statuses[event.id]
-            self._time_statuses()
-        else:
+        if not self.statuses.abandon(event.id):
             self.calls.abandon(event.id, self._now, self._out)
 
     def _on_ask_status(self, event: AskStatus) -> None:
-        if not self._take_id(event.id):
-            return
-        deadline = inf if event.deadline is None else event.deadline
-        self._statuses[event.id] = (deadline, self._now + self.settings.status_s)
-        self._time_statuses()
-        if self.state == "welcomed":
-            self._out.append(Send(Status(event.id)))
+        if self._take_id(event.id):
+            self.statuses.ask(event.id, event.deadline, self._now, self._out)
 
     def _on_abort(self, event: Abort) -> None:
         self._finish(event.failure)
@@ -203,7 +193,7 @@ class ClientSession:
             if message.epoch > self.epoch:
                 self._greet_again()
         else:
-            self._on_report(message)
+            self.statuses.answered(message, self._out)
 
     def _on_welcome(self, message: Welcome) -> None:
         if message.protocol != PROTOCOL_VERSION:
@@ -226,15 +216,8 @@ class ClientSession:
             if new_epoch:
                 self._acks.clear()
             self._flush_acks()
-            for id_ in self._statuses:
-                self._out.append(Send(Status(id_)))
+            self.statuses.welcome(self._out)
         self.calls.welcome(message, new_epoch, self._now, self._out)
-
-    def _on_report(self, message: StatusReport) -> None:
-        if message.id in self._statuses:
-            del self._statuses[message.id]
-            self._time_statuses()
-            self._out.append(Report(message.id, message))
 
     def _on_failure(self, failure: Failure) -> None:
         code = failure.code
@@ -299,8 +282,7 @@ class ClientSession:
         if now >= self._sweep_at:
             self._sweep_at = now + settings.resend_s
             self.calls.sweep(now, self._out)
-        if now >= self._status_at:
-            self._ask_again()
+        self.statuses.tick(now, self._out)
 
     def _forgive(self) -> None:
         """This side was stopped: what the coordinator said meanwhile may still be on the way, so everybody gets their time."""
@@ -310,20 +292,6 @@ class ClientSession:
             self._greet_by = max(self._greet_by, self._now + self.settings.silence_s)
         if self._connect_by < inf:
             self._connect_by = max(self._connect_by, self._now + self.settings.hello_s)
-
-    def _ask_again(self) -> None:
-        for id_, (deadline, again) in list(self._statuses.items()):
-            if self._now >= deadline:
-                del self._statuses[id_]
-                self._out.append(Fail(id_, Failure("deadline_exceeded", "no status report came in time", id=id_)))
-            elif self._now >= again:
-                self._statuses[id_] = (deadline, self._now + self.settings.status_s)
-                if self.state == "welcomed":
-                    self._out.append(Send(Status(id_)))
-        self._time_statuses()
-
-    def _time_statuses(self) -> None:
-        self._status_at = min((min(times) for times in self._statuses.values()), default=inf)
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
@@ -338,6 +306,7 @@ class ClientSession:
             self._greet_by = now + settings.silence_s
         self.state = "greeting"
         self.calls.shelve()
+        self.statuses.shelve()
         self.incarnation += 1
         self._hello_at = now + settings.hello_s
         self._hello_after = now + settings.hello_gap_s
@@ -359,12 +328,10 @@ class ClientSession:
         self.state = "ended"
         self.end = failure
         self.calls.end(failure, self._out)
-        for id_ in self._statuses:
-            self._out.append(Fail(id_, failure))
-        self._statuses.clear()
+        self.statuses.end(failure, self._out)
         self._acks.clear()
         self._connect_by = self._greet_by = self._hello_at = self._ping_at = inf
-        self._silent_at = self._ack_at = self._sweep_at = self._status_at = inf
+        self._silent_at = self._ack_at = self._sweep_at = inf
         self._out.append(Ended(failure))
 
     def describe(self) -> str:
@@ -378,8 +345,9 @@ class ClientSession:
 
     def check(self) -> None:
         """Raise AssertionError when the state contradicts itself. Costs time in proportion to what is pending."""
-        self.calls.check()
         state = self.state
+        self.calls.check()
+        self.statuses.check(state == "welcomed")
         assert self.calls.open == (state == "welcomed"), "requests are sent on a standing link, and then always"
         assert (state == "greeting") == (self._hello_at < inf), "an unanswered Hello is said again"
         assert (state == "greeting") == (self._greet_by < inf), "greeting ends"
@@ -387,6 +355,5 @@ class ClientSession:
         assert state != "welcomed" or self._connect_by == inf, "connected, and still to connect"
         assert state != "welcomed" or len(self._acks) < self.settings.ack_batch, "acknowledgements pile up"
         assert state != "welcomed" or bool(self._acks) == (self._ack_at < inf), "acknowledgements have a time"
-        assert bool(self._statuses) == (self._status_at < inf), "status questions have a time"
         assert all(id_ <= self._last_id for id_ in self.calls.by_id), "ids only grow"
-        assert state != "ended" or not (self.calls.by_id or self._statuses or self.wake_at < inf), "an ended session waits"
+        assert state != "ended" or not (self.calls.by_id or self.statuses or self.wake_at < inf), "an ended session waits"

@@ -1,0 +1,181 @@
+"""`Connection`: a session on one asyncio loop. It owns the socket, the timer, and one future for each question."""
+
+import asyncio
+import logging
+import math
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from enginepool import __version__
+from enginepool.client.events import (
+    Abandon,
+    Abort,
+    Answer,
+    Close,
+    Complaint,
+    Effect,
+    Ended,
+    Event,
+    Fail,
+    OpenLink,
+    Received,
+    Report,
+    Send,
+    Start,
+    Tick,
+    Welcomed,
+)
+from enginepool.client.link import Link
+from enginepool.client.session import ClientSession
+from enginepool.errors import ConnectError, EnginepoolError, error_from
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import Failure, ToClient
+
+log = logging.getLogger("enginepool")
+
+T = TypeVar("T", Answer, Report)
+
+#: How long a Goodbye may take to leave, in seconds.
+_LINGER_S = 0.1
+#: After a stall of this process everything that arrived meanwhile counts before any deadline does.
+_ALL = 1 << 16
+
+
+class Connection:
+    """A client of the coordinator at `address`, on the loop that runs now, until `close`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._loop = asyncio.get_running_loop()
+        # Not the global generator: a trainer's seed must not make all its clients back off in step.
+        jitter = random.Random(os.urandom(16)).random
+        agent = f"enginepool-python/{__version__}"
+        self._session = ClientSession(os.urandom(16), os.urandom(16), jitter, agent=agent)
+        self._link = Link(address, self._received, self._complain)
+        self._futures: dict[int, asyncio.Future[Answer | Report | Fail]] = {}
+        self._last_id = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake_at = math.inf
+        self._opened: asyncio.Future[Failure | None] = self._loop.create_future()
+
+    def describe(self) -> str:
+        """The session's state, epoch and counts, in a few words."""
+        return self._session.describe()
+
+    def now(self) -> float:
+        """Seconds on the clock of all events. Raises RuntimeError on another loop than the connection's own."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("this Pool belongs to another event loop; open one on each loop, or use BlockingPool")
+        return self._loop.time()
+
+    async def open(self, within: float | None) -> None:
+        """Find the coordinator, within so many seconds.
+
+        Raises:
+            EnginepoolError: there is none, or it wants no such client; the connection is to be closed.
+        """
+        now = self._loop.time()
+        self._handle(Start(now, None if within is None else now + within))
+        failure = await self._opened
+        if failure is None:
+            return
+        if failure.code == "connect" and within is not None:
+            failure = Failure("connect", f"{failure.message} within {within:g} s")
+        raise self._error(failure)
+
+    async def ask(self, question: Callable[[int], Event], answer: type[T], names: Mapping[str, str] | None = None) -> T:
+        """What answers the event that `question` makes of a fresh id. Cancelling takes the question back.
+
+        Raises:
+            EnginepoolError: it failed; fields are called as `names` says.
+        """
+        self._last_id += 1
+        id_ = self._last_id
+        future: asyncio.Future[Answer | Report | Fail] = self._loop.create_future()
+        self._futures[id_] = future
+        self._handle(question(id_))
+        try:
+            said = await future
+        except asyncio.CancelledError:
+            if self._futures.pop(id_, None) is not None:
+                self._handle(Abandon(self._loop.time(), id_))
+            raise
+        if isinstance(said, Fail):
+            raise self._error(said.failure, names)
+        if not isinstance(said, answer):
+            raise AssertionError(f"{type(said).__name__} is no answer to this question")
+        return said
+
+    def abort(self, failure: Failure) -> None:
+        """End everything that waits, and what will be asked, with `failure`."""
+        self._handle(Abort(self._loop.time(), failure))
+
+    def close(self) -> None:
+        """Take back what is not answered and say goodbye. Twice is once."""
+        self._handle(Close(self._loop.time()))
+
+    def _error(self, failure: Failure, names: Mapping[str, str] | None = None) -> EnginepoolError:
+        if failure.code == "connect":
+            return ConnectError(f"{self.address}: {failure.message}")
+        return error_from(failure, names)
+
+    # --- the session's side --------------------------------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        for effect in self._session.handle(event):
+            self._perform(effect)
+        wake_at = self._session.wake_at
+        if wake_at < self._wake_at:
+            self._set_timer(wake_at)
+
+    def _perform(self, effect: Effect) -> None:
+        if isinstance(effect, Send):
+            self._link.send(effect.message, effect.frames)
+        elif isinstance(effect, Answer | Report | Fail):
+            future = self._futures.pop(effect.id, None)
+            if future is not None and not future.done():
+                future.set_result(effect)
+        elif isinstance(effect, OpenLink):
+            try:
+                self._link.open()
+            except OSError as error:
+                failure = Failure("connect", f"cannot connect: {error.strerror or error}")
+                self._loop.call_soon(self.abort, failure)
+        elif isinstance(effect, Welcomed):
+            log.debug("%s: connected, epoch %d, groups %s", self.address, effect.epoch, ", ".join(effect.groups))
+            if not self._opened.done():
+                self._opened.set_result(None)
+        elif isinstance(effect, Complaint):
+            self._complain(f"refused a message of this client: {effect.failure.code}: {effect.failure.message}")
+        elif isinstance(effect, Ended):
+            self._end(effect.failure)
+
+    def _end(self, failure: Failure) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._link.close(_LINGER_S)
+        if not self._opened.done():
+            self._opened.set_result(failure)
+        elif failure.code != "closed":
+            log.error("%s: %s: %s", self.address, failure.code, failure.message)
+
+    def _received(self, message: ToClient, frames: Sequence[Buffer]) -> None:
+        self._handle(Received(self._loop.time(), message, frames))
+
+    def _complain(self, line: str) -> None:
+        log.warning("%s: %s", self.address, line)
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._wake_at = at
+        self._timer = self._loop.call_at(at, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._wake_at = math.inf
+        self._link.drain(_ALL)
+        self._handle(Tick(self._loop.time()))

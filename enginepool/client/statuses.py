@@ -1,0 +1,81 @@
+"""The questions for a status report that have no answer yet, and when each is asked again.
+
+Part of the pure machine in `session.py`. A coordinator keeps no question: one that is lost with its link, or has had no answer
+for `status_s`, is asked again under the same id. Every method appends to `out` what is to be done.
+"""
+
+from math import inf
+
+from enginepool.client.events import Effect, Fail, Report, Send
+from enginepool.client.settings import Settings
+from enginepool.protocol.messages import Failure, Status, StatusReport
+
+
+class Statuses:
+    """All status questions of one client without an answer."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        #: when `tick` has something to do
+        self.wake_at = inf
+        #: the link stands: questions may be sent
+        self._open = False
+        #: id -> (deadline, when to ask again)
+        self._waiting: dict[int, tuple[float, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def ask(self, id_: int, deadline: float | None, now: float, out: list[Effect]) -> None:
+        self._waiting[id_] = (inf if deadline is None else deadline, now + self.settings.status_s)
+        self._time()
+        self._send(id_, out)
+
+    def abandon(self, id_: int) -> bool:
+        """The caller no longer wants it; False: `id_` is no question that waits."""
+        known = self._waiting.pop(id_, None) is not None
+        self._time()
+        return known
+
+    def answered(self, report: StatusReport, out: list[Effect]) -> None:
+        if self.abandon(report.id):
+            out.append(Report(report.id, report))
+
+    def welcome(self, out: list[Effect]) -> None:
+        """The link stands: ask everything."""
+        self._open = True
+        for id_ in self._waiting:
+            self._send(id_, out)
+
+    def shelve(self) -> None:
+        """The link is lost."""
+        self._open = False
+
+    def tick(self, now: float, out: list[Effect]) -> None:
+        for id_, (deadline, again) in list(self._waiting.items()):
+            if now >= deadline:
+                del self._waiting[id_]
+                out.append(Fail(id_, Failure("deadline_exceeded", "no status report came in time", id=id_)))
+            elif now >= again:
+                self._waiting[id_] = (deadline, now + self.settings.status_s)
+                self._send(id_, out)
+        self._time()
+
+    def end(self, failure: Failure, out: list[Effect]) -> None:
+        """`failure` is the answer of everything."""
+        out.extend(Fail(id_, failure) for id_ in self._waiting)
+        self._waiting.clear()
+        self._open = False
+        self._time()
+
+    def _send(self, id_: int, out: list[Effect]) -> None:
+        if self._open:
+            out.append(Send(Status(id_)))
+
+    def _time(self) -> None:
+        self.wake_at = min((min(times) for times in self._waiting.values()), default=inf)
+
+    def check(self, welcomed: bool) -> None:
+        """Raise AssertionError when the state contradicts itself, or what the session knows of the link."""
+        assert self._open == welcomed, "questions are asked on a standing link, and then always"
+        assert bool(self._waiting) == (self.wake_at < inf), "status questions have a time"
