@@ -1,12 +1,15 @@
-"""What all tests share: no test is judged by the clock, and one that needs what this machine lacks says so."""
+"""What all tests share: none is judged by the clock, or leaves a process; one that needs what this machine lacks says so."""
 
 import importlib.util
 import os
 import shutil
 import signal
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.process.processes import Processes
 
 # Machines that run the tests are slow and shared; a deadline on an example would fail for that alone. CI draws the same
 # examples every time, so that it is the change under test that fails; people draw new ones.
@@ -40,3 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Starts processes; whatever is left of them ends with the test, also with one that fails."""
+    with Processes() as started:
+        yield started

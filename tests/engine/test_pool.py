@@ -17,7 +17,8 @@ from enginepool import Pool, ScoreResult
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.errors import BadRequest, PoolDown
 from tests.engine.reference import Models, Reference
-from tests.process.daemons import Daemon, end_workers
+from tests.process.daemons import Daemon
+from tests.process.processes import Processes
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -30,7 +31,7 @@ START_S = 300.0
 @pytest.fixture(scope="module")
 def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("pool")
-    with pytest.MonkeyPatch.context() as patch:
+    with Processes() as processes, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         config = PoolConfig(
             groups={
@@ -41,10 +42,9 @@ def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             state_dir=str(folder / "state"),
             timing=Timing(silence_s=60.0, forward_s=15.0),
         )
-        daemon = Daemon(config).listening()
-    yield daemon
-    daemon.end()
-    end_workers(config)
+        daemon = Daemon(processes, config).listening()
+        patch.undo()
+        yield daemon
 
 
 class Case(msgspec.Struct):
@@ -187,13 +187,13 @@ def test_what_this_model_cannot_serve_is_refused_with_field_and_limit(daemon: Da
     asyncio.run(scenario())
 
 
-def test_a_model_path_that_does_not_exist_is_said_in_the_status_and_to_callers(tmp_path: Path) -> None:
+def test_a_model_path_that_does_not_exist_is_said_in_the_status_and_to_callers(processes: Processes, tmp_path: Path) -> None:
     config = PoolConfig(
         groups={"g": GroupConfig(model=str(tmp_path / "no-such-model"), workers=1, device="cpu")},
         listen=f"ipc://{tmp_path}/pool.sock",
         state_dir=str(tmp_path / "state"),
     )
-    daemon = Daemon(config).listening()
+    daemon = Daemon(processes, config).listening()
 
     async def scenario() -> PoolDown:
         async with Pool.connect(daemon.address) as pool:
@@ -201,11 +201,8 @@ def test_a_model_path_that_does_not_exist_is_said_in_the_status_and_to_callers(t
                 await asyncio.wait_for(pool.score([1], [[2]], label_token_ids=[1]), START_S)
             return caught.value
 
-    try:
-        error = asyncio.run(scenario())
-        assert "no-such-model" in str(error)
-    finally:
-        assert daemon.end() == 0
+    assert "no-such-model" in str(asyncio.run(scenario()))
+    assert daemon.end() == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])

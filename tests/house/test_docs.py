@@ -6,7 +6,6 @@
 import ast
 import os
 import re
-import signal
 import subprocess
 import sys
 import tomllib
@@ -17,6 +16,7 @@ import pytest
 from enginepool.config import load_config
 from tests.house import markdown
 from tests.house.markdown import Block
+from tests.process.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 #: Folders of the repository that hold no pages and no text of ours.
@@ -65,23 +65,21 @@ def lay_out(name: str, folder: Path) -> None:
             (folder / block.value).write_text(block.text, "utf-8")
 
 
-def run(command: list[str], folder: Path) -> None:
+def run(processes: Processes, command: list[str], folder: Path) -> None:
     """Run in a folder and a process group of its own, with this environment's commands first on PATH."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     output = folder / "output.txt"
     with output.open("wb") as file:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True)
+        process = processes.start(command, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True)
         try:
             status: int | str = process.wait(timeout=240)
         except subprocess.TimeoutExpired:
             status = "still running after 240 s"
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     assert status == 0, f"{command[-1]}\n{output.read_text('utf-8', 'replace')}"
 
 
 @pytest.mark.parametrize(("name", "block"), named(blocks_in("python")))
-def test_a_program_on_a_page_runs(name: str, block: Block, tmp_path: Path) -> None:
+def test_a_program_on_a_page_runs(processes: Processes, name: str, block: Block, tmp_path: Path) -> None:
     """One that needs a GPU or a pool that runs already is only parsed, and its page says why in a comment."""
     compile(block.text, f"{name}:{block.line}", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     if block.key == "only parsed":
@@ -89,7 +87,7 @@ def test_a_program_on_a_page_runs(name: str, block: Block, tmp_path: Path) -> No
         return
     lay_out(name, tmp_path)
     (tmp_path / "program.py").write_text(block.text, "utf-8")
-    run([sys.executable, "program.py"], tmp_path)
+    run(processes, [sys.executable, "program.py"], tmp_path)
 
 
 @pytest.mark.parametrize(("name", "block"), named(blocks_in("toml")))
@@ -106,13 +104,13 @@ def test_an_example_configuration_is_what_the_loader_takes(example: str) -> None
 
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in blocks_in("console")}))
-def test_the_commands_on_a_page_run_in_order(name: str, tmp_path: Path) -> None:
+def test_the_commands_on_a_page_run_in_order(processes: Processes, name: str, tmp_path: Path) -> None:
     """All in one shell and one folder, as a reader would type them; what was left in the background ends with the shell."""
     lay_out(name, tmp_path)
     typed = [command for page_, block in blocks_in("console") if page_ == name for command in markdown.commands(block)]
     assert typed, f"{name}: a console block without a line that begins with '$ '"
     script = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"]
-    run(["bash", "-c", "\n".join(script + [command for command in typed if command not in NOT_RUN_HERE])], tmp_path)
+    run(processes, ["bash", "-c", "\n".join(script + [command for command in typed if command not in NOT_RUN_HERE])], tmp_path)
 
 
 def test_every_block_says_its_language() -> None:

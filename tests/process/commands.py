@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from enginepool.cli.main import app
+from tests.process.processes import Processes
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from enginepool.cli.main import app; app()"]
@@ -23,10 +24,10 @@ def call(*arguments: object, env: dict[str, str] | None = None) -> tuple[int, st
     return result.exit_code, result.stdout, result.stderr
 
 
-def start(*arguments: object) -> subprocess.Popen[str]:
+def start(processes: Processes, *arguments: object) -> subprocess.Popen[str]:
     """Start a command as a process of its own."""
     command = [*PROGRAM, *(str(argument) for argument in arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    return processes.start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
@@ -35,7 +36,7 @@ def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
         out, err = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        out, err = process.communicate()
+        _, err = process.communicate()
         pytest.fail(f"still running after {LIMIT_S} s; stderr: {err}")
     return process.returncode, out, err
 

@@ -1,4 +1,4 @@
-"""Real coordinators and workers as processes of a test: started, waited for by what they say, ended by id."""
+"""Real coordinators as processes of a test: started, waited for by what they say, ended by id with their workers."""
 
 import os
 import signal
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, encode_config
+from tests.process.processes import Processes
 
 #: how long anything here may take before the test fails
 PATIENCE_S = 60.0
@@ -39,26 +40,35 @@ def sim_pool(
 
 
 class Daemon:
-    """A coordinator process."""
+    """A coordinator process. It ends, and its workers with it, when `processes` does."""
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, processes: Processes, config: PoolConfig) -> None:
         self.config = config
         self.lines: list[str] = []
         self._said: Queue[str] = Queue()
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "enginepool.coordinator.daemon"],
-            env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
+        # A pipe of our own: the thread that reads it closes it, when the coordinator has ended.
+        read, write = os.pipe()
+        self._reader = threading.Thread(target=self._read, args=(read,), daemon=True)
         self._reader.start()
+        processes.then(self._clean)
+        try:
+            self.process = processes.start(
+                [sys.executable, "-m", "enginepool.coordinator.daemon"],
+                env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=write,
+            )
+        finally:
+            os.close(write)
 
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as stream:
+    def _clean(self) -> None:
+        """Once it has ended."""
+        end_workers(self.config.state_dir)
+        self._reader.join(PATIENCE_S)
+
+    def _read(self, descriptor: int) -> None:
+        with open(descriptor) as stream:
             for line in stream:
                 self.lines.append(line.rstrip())
                 self._said.put(line.rstrip())
@@ -95,9 +105,9 @@ class Daemon:
         return code
 
 
-def end_workers(config: PoolConfig) -> None:
+def end_workers(state_dir: str) -> None:
     """End workers that outlived their coordinator, by the ids in the pool's own records."""
-    for path in (Path(config.state_dir) / "workers").glob("*.json"):
+    for path in (Path(state_dir) / "workers").glob("*.json"):
         pid = msgspec.json.decode(path.read_bytes())["pid"]
         try:
             os.killpg(pid, signal.SIGKILL)

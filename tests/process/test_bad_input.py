@@ -4,7 +4,8 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -17,21 +18,30 @@ from enginepool import Pool
 from enginepool.config import Limits
 from enginepool.protocol.messages import MAX_HEADER_BYTES
 from enginepool.workers.sim_scores import expected_scores
-from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
+from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.processes import Processes
 from tests.wire.make_vectors import PATH
 from tests.wire.test_vectors import frames_of, mutated
+
+Socket = zmq.Socket[bytes]
 
 VECTORS = json.loads(PATH.read_text(encoding="utf-8"))["vectors"]
 FROM_CLIENTS, FROM_WORKERS = 80_000, 20_000
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    config = sim_pool(tmp_path, options={"vocab": 1000, "context": 100})
-    daemon = Daemon(config).listening()
-    yield daemon
-    daemon.end()
-    end_workers(config)
+def daemon(processes: Processes, tmp_path: Path) -> Daemon:
+    return Daemon(processes, sim_pool(tmp_path, options={"vocab": 1000, "context": 100})).listening()
+
+
+@contextmanager
+def sockets() -> Generator["zmq.Context[Socket]"]:
+    """A context that closes its sockets at the end; a plain one would wait for ever for those that a failing test left open."""
+    context: zmq.Context[Socket] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
 
 
 class Vandal(threading.Thread):
@@ -48,27 +58,31 @@ class Vandal(threading.Thread):
         self.refusals: set[str] = set()
 
     def run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        sockets: list[zmq.Socket[bytes]] = []
+        with sockets() as context:
+            self._send(context)
+
+    def _send(self, context: "zmq.Context[Socket]") -> None:
+        links: list[Socket] = []
         for _ in range(4):
             socket = context.socket(zmq.DEALER)
             socket.setsockopt(zmq.LINGER, 5000)
             socket.setsockopt(zmq.SNDTIMEO, int(PATIENCE_S * 1000))
             socket.setsockopt(zmq.IMMEDIATE, 1)
             socket.connect(self.endpoint)
-            sockets.append(socket)
+            links.append(socket)
         decode = msgspec.msgpack.decode
         for i in range(self.count):
             frames = mutated(list(self.chance.choice(self.sources)), self.chance)
             if frames:
-                sockets[i % 4].send_multipart(frames)
+                links[i % 4].send_multipart(frames)
             self.sent += 1
-            socket = sockets[i % 4]
+            socket = links[i % 4]
             while socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
                 header = decode(socket.recv_multipart()[0])
                 if header["type"] == "error":
                     self.refusals.add(header["code"])
-        context.destroy()
+        for socket in links:
+            socket.close(5000)
 
 
 def test_a_hundred_thousand_mutated_messages_leave_the_coordinator_up_and_others_served(daemon: Daemon) -> None:
@@ -100,37 +114,38 @@ def test_a_hundred_thousand_mutated_messages_leave_the_coordinator_up_and_others
     assert not any("Traceback" in line for line in daemon.lines), daemon.lines
 
 
-def ask(socket: "zmq.Socket[bytes]", frames: list[bytes]) -> dict[str, object]:
+def ask(socket: Socket, frames: list[bytes]) -> dict[str, object]:
     socket.send_multipart(frames)
     assert socket.poll(int(PATIENCE_S * 1000)), "no answer"
     return msgspec.msgpack.decode(socket.recv_multipart()[0])
 
 
 @pytest.fixture
-def raw(daemon: Daemon) -> Iterator["zmq.Socket[bytes]"]:
+def raw(daemon: Daemon) -> Iterator[Socket]:
     """A link that said hello."""
-    with zmq.Context() as context:
-        socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    with sockets() as context:
+        socket: Socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(daemon.address)
         hello = {"type": "hello", "client": b"c" * 16, "token": b"t" * 16}
         assert ask(socket, [msgspec.msgpack.encode(hello)])["type"] == "welcome"
         yield socket
-        socket.close()
 
 
-def test_bytes_that_are_no_msgpack_and_headers_over_the_limit_are_refused(raw: "zmq.Socket[bytes]") -> None:
+def test_bytes_that_are_no_msgpack_and_headers_over_the_limit_are_refused(raw: Socket) -> None:
     assert ask(raw, [b"\xc1 nonsense"])["code"] == "malformed"
     assert ask(raw, [b"{}"])["code"] == "malformed"
     assert ask(raw, [bytes(MAX_HEADER_BYTES + 1)])["code"] == "too_large"
 
 
-def test_a_message_over_the_size_limit_is_refused_and_over_twice_that_the_link_is_cut(tmp_path: Path) -> None:
+def test_a_message_over_the_size_limit_is_refused_and_over_twice_that_the_link_is_cut(
+    processes: Processes, tmp_path: Path
+) -> None:
     limits = Limits(max_message_bytes=100_000, window_bytes=1_000_000, queue_bytes=10_000_000)
     config = sim_pool(tmp_path, limits=limits)
-    daemon = Daemon(config).listening()
-    with zmq.Context() as context:
-        socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+    daemon = Daemon(processes, config).listening()
+    with sockets() as context:
+        socket: Socket = context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         socket.connect(daemon.address)
@@ -140,16 +155,14 @@ def test_a_message_over_the_size_limit_is_refused_and_over_twice_that_the_link_i
         assert monitor.poll(int(PATIENCE_S * 1000)), "the link was not cut"
         socket.disable_monitor()
         monitor.close()
-        socket.close()
     assert daemon.end() == 0
-    end_workers(config)
 
 
-def test_a_client_that_never_reads_is_bounded_and_cut(tmp_path: Path) -> None:
+def test_a_client_that_never_reads_is_bounded_and_cut(processes: Processes, tmp_path: Path) -> None:
     """Its answers park in an outbox of bounded bytes; others are served meanwhile, and the memory comes back."""
     limits = Limits(outbox_bytes=2_000_000, answers_bytes=2_000_000, max_message_bytes=2_000_000, window_requests=100_000)
     config = sim_pool(tmp_path, limits=limits)
-    daemon = Daemon(config).listening()
+    daemon = Daemon(processes, config).listening()
     process = psutil.Process(daemon.process.pid)
     labels = list(range(1, 1001))
     spec = [["query", "int32", [1]], ["items", "int32", [4]], ["item_lengths", "uint32", [4]]]
@@ -159,7 +172,7 @@ def test_a_client_that_never_reads_is_bounded_and_cut(tmp_path: Path) -> None:
         async with Pool.connect(daemon.address) as pool:
             await pool.ready()
             before = process.memory_info().rss
-            with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+            with sockets() as context, context.socket(zmq.DEALER) as socket:
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.RCVHWM, 10)
                 socket.connect(daemon.address)
@@ -183,33 +196,30 @@ def test_a_client_that_never_reads_is_bounded_and_cut(tmp_path: Path) -> None:
 
     asyncio.run(scenario())
     assert daemon.end() == 0
-    end_workers(config)
 
 
-def test_an_endpoint_or_a_state_directory_in_use_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_an_endpoint_or_a_state_directory_in_use_is_refused_in_one_line(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=0)
     tcp = msgspec.structs.replace(config, listen="tcp://127.0.0.1:*", state_dir=str(tmp_path / "tcp"))
-    first = [Daemon(config).listening(), Daemon(tcp)]
+    first = [Daemon(processes, config).listening(), Daemon(processes, tcp)]
     address = first[1].wait_for("listening on").split()[3].rstrip(",")
-    try:
-        for listen in (config.listen, address):
-            second = Daemon(msgspec.structs.replace(config, listen=listen, state_dir=str(tmp_path / "other")))
-            assert second.process.wait(PATIENCE_S) == 2
-            second.end()
-            assert len(second.lines) == 1, second.lines
-            assert listen in second.lines[0] and "in use" in second.lines[0]
-        third = Daemon(msgspec.structs.replace(config, listen=f"ipc://{tmp_path}/third.sock"))
-        assert third.process.wait(PATIENCE_S) == 2
-        third.end()
-        assert len(third.lines) == 1 and "state_dir" in third.lines[0] and "in use" in third.lines[0]
-    finally:
-        for daemon in first:
-            assert daemon.end() == 0
+    for listen in (config.listen, address):
+        second = Daemon(processes, msgspec.structs.replace(config, listen=listen, state_dir=str(tmp_path / "other")))
+        assert second.process.wait(PATIENCE_S) == 2
+        second.end()
+        assert len(second.lines) == 1, second.lines
+        assert listen in second.lines[0] and "in use" in second.lines[0]
+    third = Daemon(processes, msgspec.structs.replace(config, listen=f"ipc://{tmp_path}/third.sock"))
+    assert third.process.wait(PATIENCE_S) == 2
+    third.end()
+    assert len(third.lines) == 1 and "state_dir" in third.lines[0] and "in use" in third.lines[0]
+    for daemon in first:
+        assert daemon.end() == 0
 
 
-def test_the_ipc_path_of_a_pool_that_was_killed_can_be_used_again(tmp_path: Path) -> None:
+def test_the_ipc_path_of_a_pool_that_was_killed_can_be_used_again(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=0)
-    first = Daemon(config).listening()
+    first = Daemon(processes, config).listening()
     first.kill()
-    second = Daemon(config).listening()
+    second = Daemon(processes, config).listening()
     assert second.end() == 0

@@ -19,6 +19,8 @@ from enginepool.cli.demo_tables import tables
 from enginepool.client import Pool
 from enginepool.protocol.messages import GroupStatus, WorkerStatus
 from tests.process.commands import LIMIT_S, call, end, records, start
+from tests.process.daemons import end_workers
+from tests.process.processes import Processes
 
 
 @dataclass
@@ -30,7 +32,7 @@ class Served:
     config: Path
 
 
-def serve(directory: Path, *, forward_s: float) -> Served:
+def serve(processes: Processes, directory: Path, *, forward_s: float) -> Served:
     """Start a pool of two sim workers and wait until it listens."""
     address = f"ipc://{directory}/pool.sock"
     config = directory / "pool.toml"
@@ -38,7 +40,8 @@ def serve(directory: Path, *, forward_s: float) -> Served:
         f'listen = "{address}"\nstate_dir = "{directory}/state"\n[groups.policy]\nmodel = "sim"\nengine = "sim"\nworkers = 2\n'
         f"[groups.policy.options]\nforward_s = {forward_s}\nbatch_rows = 8\n"
     )
-    process = start("serve", "--config", config)
+    processes.then(lambda: end_workers(f"{directory}/state"))
+    process = start(processes, "serve", "--config", config)
     assert process.stderr is not None
     for line in process.stderr:
         if "listening" in line:
@@ -56,10 +59,11 @@ def stop(served: Served) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """One pool for the tests that only use it. SIGTERM must end it well."""
-    pool = serve(tmp_path_factory.mktemp("served"), forward_s=0.02)
-    yield pool
-    code, err = stop(pool)
-    assert (code, "Traceback" in err) == (0, False)
+    with Processes() as processes:
+        pool = serve(processes, tmp_path_factory.mktemp("served"), forward_s=0.02)
+        yield pool
+        code, err = stop(pool)
+        assert (code, "Traceback" in err) == (0, False)
 
 
 def test_status_shows_groups_and_workers(served: Served) -> None:
@@ -71,8 +75,8 @@ def test_status_shows_groups_and_workers(served: Served) -> None:
     assert [group["name"] for group in json.loads(out)["groups"]] == ["policy"]
 
 
-def test_status_watch_keeps_looking_and_ends_well_on_ctrl_c(served: Served) -> None:
-    process = start("status", "--watch", "--json", "--every", 0.1, "--connect", served.address)
+def test_status_watch_keeps_looking_and_ends_well_on_ctrl_c(processes: Processes, served: Served) -> None:
+    process = start(processes, "status", "--watch", "--json", "--every", 0.1, "--connect", served.address)
     assert process.stdout is not None
     looks = [json.loads(process.stdout.readline()) for _ in range(3)]
     process.send_signal(signal.SIGINT)
@@ -81,8 +85,8 @@ def test_status_watch_keeps_looking_and_ends_well_on_ctrl_c(served: Served) -> N
     assert looks[0]["uptime_s"] < looks[1]["uptime_s"] < looks[2]["uptime_s"]
 
 
-def test_an_endpoint_in_use_is_one_line_that_names_it(served: Served, tmp_path: Path) -> None:
-    code, out, err = end(start("serve", "--engine", "sim", "--listen", served.address, "--state-dir", tmp_path))
+def test_an_endpoint_in_use_is_one_line_that_names_it(processes: Processes, served: Served, tmp_path: Path) -> None:
+    code, out, err = end(start(processes, "serve", "--engine", "sim", "--listen", served.address, "--state-dir", tmp_path))
     assert (code != 0, out, err.count("\n")) == (True, "", 1)
     assert served.address in err
 
@@ -96,7 +100,9 @@ def test_an_unknown_group_ends_the_run_with_the_names_there_are(served: Served, 
     assert "--group" in err
 
 
-def test_interrupted_and_resumed_every_line_is_scored_exactly_once(served: Served, tmp_path: Path) -> None:
+def test_interrupted_and_resumed_every_line_is_scored_exactly_once(
+    processes: Processes, served: Served, tmp_path: Path
+) -> None:
     source, target, whole = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
     with source.open("w") as lines:
         for n in range(1, 301):
@@ -105,7 +111,7 @@ def test_interrupted_and_resumed_every_line_is_scored_exactly_once(served: Serve
     interruptions = 0
     for sign, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)):
         before = len(target.read_bytes().splitlines()) if target.exists() else 0
-        process = start("score", source, target, *command)
+        process = start(processes, "score", source, target, *command)
         wait_until(lambda: target.exists() and len(target.read_bytes().splitlines()) > before + 20)  # noqa: B023 (called here)
         process.send_signal(sign)
         got, _, err = end(process)
@@ -127,8 +133,8 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_sigterm_lets_begun_work_finish(tmp_path: Path) -> None:
-    own = serve(tmp_path, forward_s=0.3)
+def test_sigterm_lets_begun_work_finish(processes: Processes, tmp_path: Path) -> None:
+    own = serve(processes, tmp_path, forward_s=0.3)
 
     async def ask() -> tuple[list[float], tuple[int, str]]:
         async with Pool.connect(own.address) as pool:
@@ -143,16 +149,16 @@ def test_sigterm_lets_begun_work_finish(tmp_path: Path) -> None:
     assert code == 0
 
 
-def test_the_demo_on_the_sim_engine_loses_nothing() -> None:
-    code, out, err = end(start("demo", "--engine", "sim", "--quick"))
+def test_the_demo_on_the_sim_engine_loses_nothing(processes: Processes) -> None:
+    code, out, err = end(start(processes, "demo", "--engine", "sim", "--quick"))
     assert (code, err) == (0, "")
     assert re.search(r"Nothing was lost: (\d+) requests, \1 answers", out)
     for words in (r"workers killed +1 ", r"workers started again +1 ", r"forward passes for each batch +1\.00"):
         assert re.search(words, out)
 
 
-def test_an_interrupted_demo_leaves_no_process() -> None:
-    process = start("demo", "--engine", "sim")
+def test_an_interrupted_demo_leaves_no_process(processes: Processes) -> None:
+    process = start(processes, "demo", "--engine", "sim")
     assert process.stdout is not None
     for line in process.stdout:
         if "Both are ready" in line:

@@ -21,6 +21,7 @@ from enginepool.client import embedded
 from enginepool.client.embedded import EmbeddedCoordinator, RestartPolicy, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.workers.sim_scores import expected_scores
+from tests.process.processes import Processes
 
 STAND_IN = Path(__file__).with_name("stand_in_coordinator.py")
 #: Seconds that a test waits for what must come.
@@ -133,27 +134,22 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("way", ["alone", "fork"])
-def test_coordinator_and_workers_end_with_a_program_that_is_killed(way: str):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, way], stdout=subprocess.PIPE, text=True)
-    forks: list[psutil.Process] = []
-    try:
-        assert owner.stdout is not None
-        directory = owner.stdout.readline().strip()
-        assert directory, "the program failed"
-        children = psutil.Process(owner.pid).children(recursive=True)
-        pool = [child for child in children if "enginepool." in child.cmdline()[-1]]
-        forks = [child for child in children if child not in pool]
-        assert len(pool) >= 2
-        assert len(forks) == (1 if way == "fork" else 0)
-        owner.kill()
-        assert psutil.wait_procs(pool, PATIENCE_S)[1] == []
-        assert all(fork.is_running() for fork in forks)
-        shutil.rmtree(directory)
-    finally:
-        owner.kill()
-        for fork in forks:
-            fork.kill()
-        owner.communicate()
+def test_coordinator_and_workers_end_with_a_program_that_is_killed(processes: Processes, way: str):
+    owner = processes.start([sys.executable, "-c", OWNER, way], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    directory = owner.stdout.readline().strip()
+    assert directory, "the program failed"
+    children = psutil.Process(owner.pid).children(recursive=True)
+    pool = [child for child in children if "enginepool." in child.cmdline()[-1]]
+    forks = [child for child in children if child not in pool]
+    for fork in forks:
+        processes.adopt(fork)
+    assert len(pool) >= 2
+    assert len(forks) == (1 if way == "fork" else 0)
+    owner.kill()
+    assert psutil.wait_procs(pool, PATIENCE_S)[1] == []
+    assert all(fork.is_running() for fork in forks)
+    shutil.rmtree(directory)
 
 
 # --- coordinators that misbehave ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -18,19 +18,16 @@ from enginepool.config import encode_config
 from enginepool.errors import EnginepoolError, RequestCancelled
 from enginepool.protocol.messages import StatusReport
 from enginepool.workers.sim_scores import expected_scores
-from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
+from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.processes import Processes
 
 COSTS = {"forward_s": 0.01, "batch_tokens": 400, "batch_rows": 8, "inflight_tokens": 800, "inflight_rows": 16}
 LABELS = [5, 6]
 
 
 @pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Daemon]:
-    config = sim_pool(tmp_path, options=COSTS)
-    daemon = Daemon(config).listening()
-    yield daemon
-    daemon.end()
-    end_workers(config)
+def daemon(processes: Processes, tmp_path: Path) -> Daemon:
+    return Daemon(processes, sim_pool(tmp_path, options=COSTS)).listening()
 
 
 class Load:
@@ -131,33 +128,28 @@ async def status(address: str) -> StatusReport:
         return await pool.status()
 
 
-def test_a_coordinator_that_is_killed_under_load_loses_nothing(daemon: Daemon) -> None:
+def test_a_coordinator_that_is_killed_under_load_loses_nothing(processes: Processes, daemon: Daemon) -> None:
     """Clients resend to its successor, which adopts the workers that still run."""
 
     async def scenario() -> None:
-        second: Daemon | None = None
-        try:
-            async with Load(daemon.address).running() as load:
-                async with Pool.connect(daemon.address) as watcher:
-                    before = await until(watcher, lambda pids: len(pids) == 2)
-                    epoch = (await watcher.status()).epoch
-                daemon.kill()
-                second = await asyncio.to_thread(lambda: Daemon(daemon.config).listening())
-                await load.answers(50)
-                async with Pool.connect(daemon.address) as watcher:
-                    after = await until(watcher, lambda pids: len(pids) == 2)
-                    assert sorted(after) == sorted(before), "the workers are the same processes"
-                    assert (await watcher.status()).epoch > epoch
-        finally:
-            if second is not None:
-                await asyncio.to_thread(second.end)
+        async with Load(daemon.address).running() as load:
+            async with Pool.connect(daemon.address) as watcher:
+                before = await until(watcher, lambda pids: len(pids) == 2)
+                epoch = (await watcher.status()).epoch
+            daemon.kill()
+            await asyncio.to_thread(lambda: Daemon(processes, daemon.config).listening())
+            await load.answers(50)
+            async with Pool.connect(daemon.address) as watcher:
+                after = await until(watcher, lambda pids: len(pids) == 2)
+                assert sorted(after) == sorted(before), "the workers are the same processes"
+                assert (await watcher.status()).epoch > epoch
 
     run(scenario)
 
 
-def test_workers_without_a_coordinator_end_themselves(tmp_path: Path) -> None:
+def test_workers_without_a_coordinator_end_themselves(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, orphan_s=1.0)
-    daemon = Daemon(config).listening()
+    daemon = Daemon(processes, config).listening()
     fds: list[int] = []
 
     async def scenario() -> None:
@@ -190,18 +182,17 @@ asyncio.run(main())
 """
 
 
-def test_a_client_that_is_cut_off_harms_nobody_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_client_that_is_cut_off_harms_nobody_and_leaves_nothing_behind(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, options=COSTS, client_silence_s=3.0)
-    daemon = Daemon(config).listening()
+    daemon = Daemon(processes, config).listening()
 
     async def scenario() -> None:
         async with Load(daemon.address).running() as load:
-            victim = subprocess.Popen([sys.executable, "-c", CLIENT, daemon.address], stdout=subprocess.PIPE)
+            victim = processes.start([sys.executable, "-c", CLIENT, daemon.address], stdout=subprocess.PIPE)
             assert victim.stdout is not None
             assert await asyncio.to_thread(victim.stdout.readline) == b"busy\n"
             victim.kill()
             victim.wait()
-            victim.stdout.close()
             await load.answers(100)
         async with Pool.connect(daemon.address) as pool, asyncio.timeout(PATIENCE_S):
             while True:
@@ -210,11 +201,7 @@ def test_a_client_that_is_cut_off_harms_nobody_and_leaves_nothing_behind(tmp_pat
                     break
                 await asyncio.sleep(0.1)
 
-    try:
-        run(scenario)
-    finally:
-        daemon.end()
-        end_workers(config)
+    run(scenario)
 
 
 def test_a_cancelled_call_is_taken_back(daemon: Daemon) -> None:
@@ -235,9 +222,9 @@ def test_a_cancelled_call_is_taken_back(daemon: Daemon) -> None:
     run(scenario)
 
 
-def test_sigterm_answers_what_was_begun_and_leaves_no_process(tmp_path: Path) -> None:
+def test_sigterm_answers_what_was_begun_and_leaves_no_process(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, options={**COSTS, "forward_s": 0.2})
-    daemon = Daemon(config).listening()
+    daemon = Daemon(processes, config).listening()
 
     async def scenario() -> None:
         async with Pool.connect(daemon.address) as pool:
@@ -256,9 +243,9 @@ def test_sigterm_answers_what_was_begun_and_leaves_no_process(tmp_path: Path) ->
     run(scenario)
 
 
-def test_a_coordinator_whose_log_nobody_reads_still_drains(tmp_path: Path) -> None:
+def test_a_coordinator_whose_log_nobody_reads_still_drains(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=1)
-    process = subprocess.Popen(
+    process = processes.start(
         [sys.executable, "-m", "enginepool.coordinator.daemon"],
         env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
         stderr=subprocess.PIPE,

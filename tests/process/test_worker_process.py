@@ -37,6 +37,7 @@ from enginepool.protocol.messages import (
 )
 from enginepool.workers.events import Exit
 from enginepool.workers.sim_scores import expected_scores
+from tests.process.processes import Processes
 
 #: nothing here takes so long; a test that waits for it fails
 PATIENCE_S = 30.0
@@ -104,14 +105,15 @@ def spec(endpoint: str, **changes: Any) -> dict[str, Any]:
 class Started:
     """A worker process whose stderr goes to a file, as under the supervisor."""
 
-    def __init__(self, configuration: str | None, log: Path, pass_fds: tuple[int, ...] = ()) -> None:
+    def __init__(self, processes: Processes, configuration: str | None, log: Path, pass_fds: tuple[int, ...] = ()) -> None:
         environment = {key: value for key, value in os.environ.items() if key != "ENGINEPOOL_WORKER"}
         if configuration is not None:
             environment["ENGINEPOOL_WORKER"] = configuration
         self.log = log
         with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
+            self.process = processes.start(
                 [sys.executable, "-W", "error", "-m", "enginepool.workers.main"],
+                first=signal.SIGKILL,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stderr,
@@ -127,10 +129,6 @@ class Started:
     def said(self) -> str:
         return self.log.read_text()
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(PATIENCE_S)
-
 
 @pytest.fixture
 def coordinator() -> Iterator[Coordinator]:
@@ -143,18 +141,16 @@ Start = Callable[..., Started]
 
 
 @pytest.fixture
-def start(coordinator: Coordinator, tmp_path: Path) -> Iterator[Start]:
-    """Starts workers that dial `coordinator`; whatever is left of them is killed at the end."""
+def start(processes: Processes, coordinator: Coordinator, tmp_path: Path) -> Start:
+    """Starts workers that dial `coordinator`."""
     workers: list[Started] = []
 
     def start(pass_fds: tuple[int, ...] = (), **changes: Any) -> Started:
         configuration = json.dumps(spec(changes.pop("endpoint", coordinator.endpoint), **changes))
-        workers.append(Started(configuration, tmp_path / f"{len(workers)}.log", pass_fds))
+        workers.append(Started(processes, configuration, tmp_path / f"{len(workers)}.log", pass_fds))
         return workers[-1]
 
-    yield start
-    for worker in workers:
-        worker.kill()
+    return start
 
 
 def faults(kind: str, **when: Any) -> dict[str, Any]:
@@ -475,12 +471,11 @@ def test_the_end_leaves_no_process_behind_not_even_an_orphaned_one() -> None:
         (spec("tcp://127.0.0.1:1", options={"speed": 9}), "options of engine sim: Object contains unknown field `speed`"),
     ],
 )
-def test_what_cannot_start_says_why_in_one_line(configuration: str | dict[str, Any] | None, says: str, tmp_path: Path) -> None:
+def test_what_cannot_start_says_why_in_one_line(
+    processes: Processes, configuration: str | dict[str, Any] | None, says: str, tmp_path: Path
+) -> None:
     text = json.dumps(configuration) if isinstance(configuration, dict) else configuration
-    worker = Started(text, tmp_path / "log")
-    try:
-        assert worker.ends() == Exit.UNUSABLE
-    finally:
-        worker.kill()
+    worker = Started(processes, text, tmp_path / "log")
+    assert worker.ends() == Exit.UNUSABLE
     assert says in worker.said()
     assert worker.said().count("\n") == 1
