@@ -123,6 +123,7 @@ class Worker:
             except TimeoutError:
                 say(f"the engine did not close within {CLOSE_S:g} s: killed")
             except Exception:
+                # Engines raise what they like. The process ends now in any case, with the code it has; the log has the rest.
                 traceback.print_exc()
         return end.code
 
@@ -132,7 +133,8 @@ class Worker:
             for effect in self.machine.handle(event):
                 self._perform(effect)
         except Exception as error:
-            # A state that nobody foresaw: better no worker than one that answers by chance.
+            # A state that nobody foresaw, so of any kind: better no worker than one that answers by chance. The coordinator
+            # is told, and the log has the traceback.
             traceback.print_exc()
             reason = f"the worker failed at {type(event).__name__}: {_one_line(error)}"
             self.link.send(Bye(reason, failed=True))
@@ -196,6 +198,7 @@ class Worker:
             self.feed(EngineLost(time.monotonic(), str(error), unusable=isinstance(error, EngineUnusable)))
             return
         except Exception as error:
+            # Engines raise what they like. The coordinator is told in one line, and the log has the traceback.
             traceback.print_exc()
             self.feed(EngineLost(time.monotonic(), f"the engine did not start: {_one_line(error)}"))
             return
@@ -230,7 +233,7 @@ class Worker:
             now = time.monotonic()
             parts, frames = encode_scores(scores)
             event = BatchDone(now, key, parts, frames, scores.version, scores.forwards, int((now - began) * 1e6))
-        except Exception as error:
+        except Exception as error:  # engines raise what they like, and every batch has an answer: this one's is the error
             event = _failure(key, error)
         self.feed(event)
 
@@ -246,7 +249,7 @@ class Worker:
         try:
             items, lengths = encode_rows(await self.engine.tokenise(texts))
             event = TextDone(time.monotonic(), key, items, lengths)
-        except Exception as error:
+        except Exception as error:  # as in `_score`
             event = _failure(key, error)
         self.feed(event)
 
@@ -290,6 +293,7 @@ def main() -> NoReturn:
         say(f"cannot start: {error}")
         code = Exit.UNUSABLE
     except Exception:
+        # A bug of ours. Without this the process would wait for the threads of its engine instead of ending.
         traceback.print_exc()
         code = Exit.ENGINE_DIED
     else:

@@ -64,7 +64,7 @@ class EngineHost:
     def _run(self) -> None:
         try:
             engine = self._build()
-        except BaseException as error:
+        except BaseException as error:  # SGLang also exits; whoever waits for the engine gets it, whatever it is
             self._built.set_exception(error)
             return
         children = self._children()

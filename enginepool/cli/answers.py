@@ -53,7 +53,7 @@ class Answers:
             if retry_errors and self.failed:
                 self._drop_errors()
                 self.start = (1, 0)
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nobody else knows of the file yet; raised again
             self._file.close()
             raise
         self._remove_if_empty = new
@@ -64,7 +64,12 @@ class Answers:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._remove_if_empty and not self.scored and not self.failed:
             self.path.unlink(missing_ok=True)
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError:
+            # What could not be written is still in the buffer, and cannot be written now: `add` has said so.
+            if error is None:
+                raise
 
     def __contains__(self, line: int) -> bool:
         return line < len(self._crcs) and self._crcs[line] != 0

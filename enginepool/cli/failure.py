@@ -43,6 +43,7 @@ class OneLineGroup(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = RUN_FAILED
         except Exception as error:
+            # All of them: whatever a command fails of, its user is told in one line, and a traceback if asked for.
             if os.environ.get("ENGINEPOOL_TRACEBACK"):
                 traceback.print_exception(error)
             line, code = describe(error)

@@ -71,6 +71,7 @@ def score(
         priority=priority,
         timeout=timeout,
     )
+    _check(options)
     with Answers(target, source, seed=options.seed(), retry_errors=retry_errors) as answers:
         _score(source, answers, options, connect, concurrency)
         typer.echo(f"{target}: {_count(answers.scored)} scored, {answers.failed} with an error", err=True)
@@ -83,6 +84,19 @@ def _labels(text: str) -> list[int] | None:
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise CommandFailed(f"--label-token-ids = {text!r}: write token ids with commas, such as 9693,2152", BAD_USAGE)
     return [int(part) for part in parts] or None
+
+
+def _check(options: "Options") -> None:
+    """Refuse now what every line would fail on."""
+    from enginepool.client.payload import check_labels, check_timeout
+    from enginepool.errors import BadRequest
+
+    try:
+        check_labels(options.label_token_ids)
+        check_timeout(options.timeout)
+    except BadRequest as error:
+        name, _, said = str(error).partition(":")
+        raise CommandFailed(f"--{name.replace('_', '-')}:{said}", BAD_USAGE) from None
 
 
 def _count(lines: int) -> str:

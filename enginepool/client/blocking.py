@@ -37,7 +37,7 @@ class BlockingPool:
         self._thread = LoopThread()
         try:
             self._pool = self._thread.call(_opened(opening))
-        except BaseException:
+        except BaseException:  # also Ctrl-C: nobody has the object that would stop the thread; raised again
             self._thread.stop()
             raise
         self._end = weakref.finalize(self, _close, self._thread, self._pool)
@@ -128,7 +128,7 @@ class LoopThread:
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(within)
-        except BaseException:
+        except BaseException:  # Ctrl-C above all; raised again
             future.cancel()
             raise
 

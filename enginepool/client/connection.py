@@ -59,6 +59,8 @@ class Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = math.inf
         self._opened: asyncio.Future[Failure | None] = self._loop.create_future()
+        #: the log was told that the coordinator is silent
+        self._lost = False
 
     def describe(self) -> str:
         """The session's state, epoch and counts, in a few words."""
@@ -138,19 +140,28 @@ class Connection:
             if future is not None and not future.done():
                 future.set_result(effect)
         elif isinstance(effect, OpenLink):
-            try:
-                self._link.open()
-            except OSError as error:
-                failure = Failure("connect", f"cannot connect: {error.strerror or error}")
-                self._loop.call_soon(self.abort, failure)
+            self._open_link()
         elif isinstance(effect, Welcomed):
             log.debug("%s: connected, epoch %d, groups %s", self.address, effect.epoch, ", ".join(effect.groups))
+            if self._lost:
+                self._lost = False
+                self._complain("connected again")
             if not self._opened.done():
                 self._opened.set_result(None)
         elif isinstance(effect, Complaint):
             self._complain(f"refused a message of this client: {effect.failure.code}: {effect.failure.message}")
         elif isinstance(effect, Ended):
             self._end(effect.failure)
+
+    def _open_link(self) -> None:
+        if self._opened.done() and not self._lost:
+            self._lost = True
+            self._complain("the coordinator is silent; what it has not answered is sent again once it is back")
+        try:
+            self._link.open()
+        except OSError as error:
+            failure = Failure("connect", f"cannot connect: {error.strerror or error}")
+            self._loop.call_soon(self.abort, failure)
 
     def _end(self, failure: Failure) -> None:
         if self._timer is not None:

@@ -100,7 +100,8 @@ class Link:
                 if self._socket is not socket:
                     return
         except BaseException:
-            # A broken callback must not swallow the edge: what is left in the socket would wait for the next message.
+            # Whatever a callback raises, and it is raised again, must not swallow the edge: what is left in the socket would
+            # wait for the next message.
             self._loop.call_soon(self.drain)
             raise
         if read == most:

@@ -70,6 +70,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("in.jsonl").write_text('{"query": "a", "items": ["b"]}\n')
     Path("key.toml").write_text('listem = "tcp://127.0.0.1:1"\n[groups.a]\nmodel = "x"\n')
     Path("remote.toml").write_text('listen = "tcp://0.0.0.0:5000"\n[groups.a]\nmodel = "x"\nengine = "sim"\n')
+    Path("cut.toml").write_text('listen = "tcp://127.0.0.1:1\n')
+    Path("bytes.toml").write_bytes(b"\xff\xfe")
+    Path("negative.toml").write_text('[groups.a]\nmodel = "x"\nworkers = -3\n')
+    Path("kind.toml").write_text('[groups.a]\nmodel = "x"\nworkers = "two"\n')
     Path("full").mkdir()
     Path("full/file").touch()
     return tmp_path
@@ -96,6 +100,17 @@ BAD_USAGE = [
     ("score in.jsonl out.jsonl --priority 1001", "invalid value for '--priority'"),
     ("score in.jsonl out.jsonl --concurrency 0", "invalid value for '--concurrency'"),
     ("score in.jsonl out.jsonl --label-token-ids 1,b", "--label-token-ids = '1,b': write token ids with commas"),
+    ("score in.jsonl out.jsonl --label-token-ids 1,9999999999", "--label-token-ids[1]: token id 9999999999 does not fit"),
+    ("score in.jsonl out.jsonl --timeout inf", "--timeout: inf; a finite number of seconds"),
+    ("score in.jsonl out.jsonl --timeout 0", "invalid value for '--timeout'"),
+    ("score in.jsonl", "missing argument 'OUT.jsonl'"),
+    ("serve --config full", "full: Is a directory"),
+    ("serve --config cut.toml", "cut.toml: not TOML"),
+    ("serve --config bytes.toml", "bytes.toml: not TOML"),
+    ("serve --config negative.toml", "negative.toml: groups.a.workers = -3: 0 to 4096"),
+    ("serve --config kind.toml", "kind.toml: groups.a.workers: Expected `int`, got `str`"),
+    ("serve --engine sim --state-dir in.jsonl", "state_dir = 'in.jsonl': File exists"),
+    ("serve --engine sim --state-dir st --listen ipc://none/pool.sock", "ipc://none/pool.sock: cannot lock"),
     ("status --connect tcp://127.0.0.1:0", "write tcp://HOST:PORT"),
     ("status --every 0", "invalid value for '--every'"),
     ("tiny-model", "missing argument 'DIR'"),

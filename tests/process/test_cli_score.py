@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import json
 import os
+import resource
 import signal
 from collections.abc import Callable
 from contextlib import asynccontextmanager
@@ -236,6 +237,23 @@ def test_an_interrupted_run_says_how_to_go_on(pool: StandIn, files: tuple[Path, 
     assert got == code
     assert err.endswith(f"interrupted: 1 line in {target}, 1 of them new; the same command goes on\n")
     assert records(target).keys() == {1}
+
+
+def test_a_full_disk_is_said_with_the_name_of_the_file_and_the_run_goes_on_later(
+    pool: StandIn, files: tuple[Path, Path]
+) -> None:
+    source, target = files
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
+    try:
+        code, _, err = call("score", source, target)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 1
+    assert err == f"enginepool: {target}: File too large; the same command goes on once that is mended\n"
+    assert target.stat().st_size == 300
+    assert call("score", source, target)[0] == 0
+    assert records(target).keys() == set(range(1, 11))
 
 
 def test_two_runs_never_write_one_output(pool: StandIn, files: tuple[Path, Path]) -> None:

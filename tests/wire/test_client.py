@@ -1,6 +1,7 @@
 """`Pool` and `BlockingPool` on real sockets, against a coordinator of a few lines."""
 
 import asyncio
+import functools
 import logging
 import signal
 import subprocess
@@ -16,6 +17,9 @@ import pytest
 import uvloop
 
 from enginepool import BlockingPool, Pool, errors
+from enginepool.client import connection
+from enginepool.client.session import ClientSession
+from enginepool.client.settings import Settings
 from enginepool.protocol.messages import (
     Ack,
     Cancel,
@@ -398,6 +402,28 @@ def test_a_timeout_ends_the_call_also_when_nobody_answers(coordinator: FakeCoord
             assert isinstance(caught.value, errors.DeadlineExceeded)
 
     run(main())
+
+
+def test_a_silent_coordinator_is_told_once_and_so_is_its_return(
+    coordinator: FakeCoordinator, run: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    quick = functools.partial(ClientSession, settings=Settings(silence_s=0.2, hello_s=0.1))
+    monkeypatch.setattr(connection, "ClientSession", quick)
+
+    async def main() -> None:
+        async with Pool.connect(coordinator.address) as pool:
+            coordinator.silent = True
+            for _ in range(3):
+                await heard(coordinator, Hello)
+            coordinator.silent = False
+            await pool.score([1], [[2]])
+
+    with caplog.at_level(logging.WARNING, "enginepool"):
+        run(main())
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{coordinator.address}: the coordinator is silent; what it has not answered is sent again once it is back",
+        f"{coordinator.address}: connected again",
+    ]
 
 
 @pytest.mark.parametrize("transport", ["ipc", "tcp"])
