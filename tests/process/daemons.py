@@ -44,6 +44,8 @@ class Daemon:
 
     def __init__(self, processes: Processes, config: PoolConfig) -> None:
         self.config = config
+        #: where clients and workers dial; as configured, until it listens
+        self.address, self.workers = config.listen, config.listen_workers
         self.lines: list[str] = []
         self._said: Queue[str] = Queue()
         # A pipe of our own: the thread that reads it closes it, when the coordinator has ended.
@@ -73,10 +75,6 @@ class Daemon:
                 self.lines.append(line.rstrip())
                 self._said.put(line.rstrip())
 
-    @property
-    def address(self) -> str:
-        return self.config.listen
-
     def wait_for(self, text: str) -> str:
         """The next line with `text` in it."""
         while True:
@@ -88,7 +86,8 @@ class Daemon:
                 return line
 
     def listening(self) -> "Daemon":
-        self.wait_for("listening on")
+        words = self.wait_for("listening on").replace(",", " ").split()
+        self.address, self.workers = words[words.index("on") + 1], words[words.index("workers") + 2]
         return self
 
     def kill(self) -> None:

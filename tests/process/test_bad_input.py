@@ -86,10 +86,9 @@ class Vandal(threading.Thread):
 
 
 def test_a_hundred_thousand_mutated_messages_leave_the_coordinator_up_and_others_served(daemon: Daemon) -> None:
-    workers = f"ipc://{daemon.config.state_dir}/workers.sock"
     vandals = [
         Vandal(daemon.address, "client-coordinator", FROM_CLIENTS, 1),
-        Vandal(workers, "worker-coordinator", FROM_WORKERS, 2),
+        Vandal(daemon.workers, "worker-coordinator", FROM_WORKERS, 2),
     ]
 
     async def scenario() -> None:
@@ -201,9 +200,8 @@ def test_a_client_that_never_reads_is_bounded_and_cut(processes: Processes, tmp_
 def test_an_endpoint_or_a_state_directory_in_use_is_refused_in_one_line(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=0)
     tcp = msgspec.structs.replace(config, listen="tcp://127.0.0.1:*", state_dir=str(tmp_path / "tcp"))
-    first = [Daemon(processes, config).listening(), Daemon(processes, tcp)]
-    address = first[1].wait_for("listening on").split()[3].rstrip(",")
-    for listen in (config.listen, address):
+    first = [Daemon(processes, each).listening() for each in (config, tcp)]
+    for listen in (daemon.address for daemon in first):
         second = Daemon(processes, msgspec.structs.replace(config, listen=listen, state_dir=str(tmp_path / "other")))
         assert second.process.wait(PATIENCE_S) == 2
         second.end()

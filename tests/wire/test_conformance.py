@@ -1,8 +1,5 @@
 """The daemon keeps the promises of PROTOCOL.md to peers that were written from that page alone, over real sockets."""
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -13,8 +10,10 @@ import msgspec
 import pytest
 import zmq
 
-from enginepool.config import GroupConfig, PoolConfig, encode_config
+from enginepool.config import GroupConfig, PoolConfig
 from enginepool.workers.sim_scores import expected_scores
+from tests.process.daemons import Daemon
+from tests.process.processes import Processes
 from tests.wire.plain_client import PlainClient
 from tests.wire.plain_worker import PlainWorker, toy_score, toy_tokens
 from tests.wire.test_vectors import INVALID, frames_of
@@ -26,60 +25,12 @@ DIAL_IN = GroupConfig(model="toy", engine="sim", workers=0)
 REFUSED = [v for v in INVALID if v["direction"] == "client-coordinator" and v["invalid"]["stage"] != "model"]
 
 
-class Daemon:
-    """A coordinator process that listens: on free ports of this host, or where an earlier one did."""
-
-    def __init__(self, folder: Path, group: GroupConfig, after: "Daemon | None" = None) -> None:
-        free = "tcp://127.0.0.1:0"
-        config = PoolConfig(
-            {"policy": group},
-            listen=after.clients if after else free,
-            listen_workers=after.workers if after else free,
-            state_dir=str(folder),
-        )
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "enginepool.coordinator.daemon"],
-            env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self.clients: str = ""
-        self.workers: str = ""
-        self._listens = threading.Event()
-        #: reads all that the daemon writes, so that it never waits for a full pipe
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        assert self._listens.wait(60)
-        assert self.clients, "the daemon ended before it listened"
-
-    def _read(self) -> None:
-        assert self.process.stderr is not None
-        with self.process.stderr as lines:
-            for line in lines:
-                if "listening on" in line:
-                    words = line.replace(",", " ").split()
-                    self.clients, self.workers = words[words.index("on") + 1], words[words.index("workers") + 2]
-                    self._listens.set()
-        self._listens.set()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self._reader.join(30)
-
-    def stop(self) -> None:
-        """Ask it to end; make it, if it does not."""
-        self.process.terminate()
-        try:
-            self.process.wait(30)
-        finally:
-            self.kill()
-
-    def __enter__(self) -> "Daemon":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+def listening(processes: Processes, folder: Path, group: GroupConfig, after: Daemon | None = None) -> Daemon:
+    """A coordinator that listens: on free ports of this host, or where an earlier one did."""
+    free = "tcp://127.0.0.1:0"
+    clients, workers = (after.address, after.workers) if after else (free, free)
+    config = PoolConfig({"policy": group}, listen=clients, listen_workers=workers, state_dir=str(folder))
+    return Daemon(processes, config).listening()
 
 
 @contextmanager
@@ -121,13 +72,15 @@ def context() -> Iterator[Context]:
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory, context: Context) -> Iterator[Daemon]:
     """A daemon of one group, which two plain workers serve."""
-    with Daemon(tmp_path_factory.mktemp("pool"), DIAL_IN) as daemon, plain_workers(context, daemon.workers, 2):
-        yield daemon
+    with Processes() as processes:
+        daemon = listening(processes, tmp_path_factory.mktemp("pool"), DIAL_IN)
+        with plain_workers(context, daemon.workers, 2):
+            yield daemon
 
 
 @pytest.fixture
 def client(pool: Daemon, context: Context) -> Iterator[PlainClient]:
-    plain = PlainClient(context, pool.clients)
+    plain = PlainClient(context, pool.address)
     plain.hello()
     yield plain
     plain.goodbye()
@@ -255,45 +208,49 @@ def test_the_highest_incarnation_of_a_client_wins_and_its_secret_proves_it(clien
 
 @contextmanager
 def greeted(context: Context, daemon: Daemon) -> Generator[PlainClient]:
-    plain = PlainClient(context, daemon.clients)
+    plain = PlainClient(context, daemon.address)
     plain.hello()
     yield plain
     plain.goodbye()
 
 
-def test_a_deadline_without_a_worker_is_kept(tmp_path: Path, context: Context) -> None:
-    with Daemon(tmp_path, DIAL_IN) as daemon, greeted(context, daemon) as plain:
+def test_a_deadline_without_a_worker_is_kept(processes: Processes, tmp_path: Path, context: Context) -> None:
+    with greeted(context, listening(processes, tmp_path, DIAL_IN)) as plain:
         answer = plain.score([1], [[2]], labels=[3], timeout_s=0.2)
         assert answer.header["code"] == "deadline_exceeded"
 
 
-def test_plain_peers_find_a_restarted_coordinator_and_nothing_is_lost(tmp_path: Path, context: Context) -> None:
-    first = Daemon(tmp_path, DIAL_IN)
-    plain = PlainClient(context, first.clients)
+def test_plain_peers_find_a_restarted_coordinator_and_nothing_is_lost(
+    processes: Processes, tmp_path: Path, context: Context
+) -> None:
+    first = listening(processes, tmp_path, DIAL_IN)
+    plain = PlainClient(context, first.address)
     epoch = plain.hello()["epoch"]
     waiting = plain.submit([1], [[2]], labels=[3])
     first.kill()
-    with Daemon(tmp_path, DIAL_IN, after=first) as second, plain_workers(context, second.workers, 1):
+    second = listening(processes, tmp_path, DIAL_IN, after=first)
+    with plain_workers(context, second.workers, 1):
         assert plain.wait(waiting).rows() == expected([[1, 2]], [3])
         assert plain.epoch > epoch
         plain.goodbye()
 
 
-def test_a_plain_worker_is_adopted_by_the_next_coordinator(tmp_path: Path, context: Context) -> None:
-    first = Daemon(tmp_path, DIAL_IN)
+def test_a_plain_worker_is_adopted_by_the_next_coordinator(processes: Processes, tmp_path: Path, context: Context) -> None:
+    first = listening(processes, tmp_path, DIAL_IN)
     with plain_workers(context, first.workers, 1) as (worker,):
-        plain = PlainClient(context, first.clients)
+        plain = PlainClient(context, first.address)
         plain.hello()
         assert plain.score([1], [[2]], labels=[3]).rows() == expected([[1, 2]], [3])
         first.kill()
-        with Daemon(tmp_path, DIAL_IN, after=first):
-            assert plain.score([1], [[2]], labels=[3]).rows() == expected([[1, 2]], [3])
-            assert worker.epoch == plain.epoch
-            plain.goodbye()
+        listening(processes, tmp_path, DIAL_IN, after=first)
+        assert plain.score([1], [[2]], labels=[3]).rows() == expected([[1, 2]], [3])
+        assert worker.epoch == plain.epoch
+        plain.goodbye()
 
 
-def test_a_plain_client_is_served_by_the_package_s_own_workers(tmp_path: Path, context: Context) -> None:
-    with Daemon(tmp_path, GroupConfig(model="sim", engine="sim", workers=1)) as daemon, greeted(context, daemon) as plain:
+def test_a_plain_client_is_served_by_the_package_s_own_workers(processes: Processes, tmp_path: Path, context: Context) -> None:
+    daemon = listening(processes, tmp_path, GroupConfig(model="sim", engine="sim", workers=1))
+    with greeted(context, daemon) as plain:
         answer = plain.score([11, 12, 13], [[21, 22], [23]], labels=[5, 6])
         want = expected_scores([11, 12, 13], [[21, 22], [23]], labels=[5, 6]).scores
         assert answer.rows() == want.tolist()
