@@ -62,7 +62,8 @@ class Pool:
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets
-    exactly one answer or error. All errors are `enginepool.errors.EnginepoolError`.
+    exactly one answer or error. All errors are `enginepool.errors.EnginepoolError`. A coordinator that falls silent, and its
+    return, are warnings in the log `enginepool`.
     """
 
     def __init__(self, address: str) -> None:
