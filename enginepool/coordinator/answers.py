@@ -6,7 +6,9 @@ at least once, and the caller still gets one answer.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from enginepool.coordinator.events import Buffer
 from enginepool.protocol.messages import Message
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 OVERHEAD = 1000
 
 
-class Kept(NamedTuple):
+class Kept(msgspec.Struct, frozen=True, gc=False):
     """A final answer, and what its request's content was."""
 
     at: float
@@ -45,9 +47,7 @@ class Answers:
 
     def add(self, client: "Client", id: int, digest: int, message: Message, frames: Sequence[Buffer], now: float) -> None:
         """Keep the final answer of request `id`."""
-        nbytes = OVERHEAD
-        for frame in frames:
-            nbytes += len(frame)
+        nbytes = OVERHEAD + sum(map(len, frames))
         self._kept[client, id] = Kept(now, digest, nbytes, message, frames)
         self.nbytes += nbytes
         while self.nbytes > self._max_bytes:

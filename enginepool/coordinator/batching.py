@@ -37,8 +37,11 @@ def pump(core: Core, group: Group) -> None:
             if lane is not None and worker is not None:
                 batch = fill_packed(core, queue, lane, worker)
         if batch is None:
-            lane, worker = queue.head(PLAIN), routing.least()
-            if lane is None or worker is None:
+            lane = queue.head(PLAIN)
+            if lane is None:
+                break
+            worker = routing.least()
+            if worker is None:
                 break
             batch = fill(core, queue, lane, worker)
             if batch is None:
@@ -170,9 +173,9 @@ def post_batch(core: Core, batch: Batch) -> None:
     frames: list[Buffer] = []
     for request, start, end in batch.slices:
         work = request.work
-        if start == 0 and end == work.rows:
+        if end - start == work.rows:
             parts.append(work.part)
-            frames.extend(work.frames)
+            frames += work.frames
         else:
             part, buffers = cut(work, start, end)
             parts.append(part)

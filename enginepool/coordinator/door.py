@@ -73,9 +73,7 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
         max_id = _max_id(b"".join((query, items)))
         if max_id >= _INT31:
             raise _negative_id(("query", query, query_lengths), ("items", items, item_lengths))
-    nbytes = 0
-    for frame in frames:
-        nbytes += len(frame)
+    nbytes = sum(map(len, frames))
     part = Part(specs, labels, score.softmax, score.item_first)
     digest = hash((score.group, tuple(labels), score.softmax, score.item_first, score.hidden, names, *frames))
     return Work(

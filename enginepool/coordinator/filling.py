@@ -134,11 +134,8 @@ def take(core: Core, slice_: Slice) -> None:
     if not request.started:
         request.started = core.now
     if request.back:
-        first = request.back[0][1]
-        if end == first:
-            request.back.pop(0)
-        else:
-            request.back[0] = (end, first)
+        (_, first), *rest = request.back
+        request.back = rest if end == first else [(end, first), *rest]
     else:
         request.next = end
     request.flying += end - start

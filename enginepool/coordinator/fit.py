@@ -45,9 +45,10 @@ def misfit(batch: Batch, e: ev.BatchDone) -> str:
         if outcome.code:
             continue
         rows = end - start
-        want = ("scores", "hidden") if request.work.hidden else ("scores",)
-        if tuple([spec.name for spec in outcome.specs]) != want:
-            return f"answered frames {[spec.name for spec in outcome.specs]} where {list(want)} were asked"
+        want = ["scores", "hidden"] if request.work.hidden else ["scores"]
+        names = [spec.name for spec in outcome.specs]
+        if names != want:
+            return f"answered frames {names} where {want} were asked"
         columns = len(request.work.part.labels) or can.labels
         for spec in outcome.specs:
             if spec.dtype != "float32" or spec.shape != (rows, columns):

@@ -189,7 +189,7 @@ class Requests:
             if outcome.code:
                 self.fail(request, outcome.code, outcome.message)
                 continue
-            request.forwards.append(e.forwards)
+            request.forwards = (*request.forwards, e.forwards)
             if e.run_us > request.run_us:
                 request.run_us = e.run_us
             if rows == request.work.rows:
@@ -198,7 +198,7 @@ class Requests:
             if request.version is not None and request.version != e.version:
                 self._start_over(request)
             request.version = e.version
-            request.pieces.append((start, outcome.specs, outcome.frames))
+            request.pieces = (*request.pieces, (start, outcome.specs, outcome.frames))
             if not request.left:
                 specs, frames = _join(request)
                 self._answer(request, e.version, specs, frames)
@@ -206,7 +206,7 @@ class Requests:
     def _start_over(self, request: Request) -> None:
         """A part came from other weights than the earlier ones: those run again. One answer is of one version."""
         again = [(start, start + specs[0].shape[0]) for start, specs, _ in request.pieces]
-        request.pieces.clear()
+        request.pieces = ()
         self.put_back(request, again)
 
     def put_back(self, request: Request, ranges: list[tuple[int, int]]) -> None:
@@ -244,7 +244,7 @@ class Requests:
     def died_alone(self, request: Request, reason: str) -> None:
         """A worker died while it had nothing but this request: after `max_attempts` of them it is poisoned."""
         request.attempts += 1
-        request.evidence.append(reason)
+        request.evidence = (*request.evidence, reason)
         if request.attempts >= self.core.config.restart.max_attempts:
             request.group.poisoned += 1
             text = f"workers died {request.attempts} times while this request ran alone"
@@ -258,7 +258,7 @@ class Requests:
         message = Result(
             request.id,
             version,
-            request.forwards,
+            list(request.forwards),
             Usage(work.rows, work.tokens),
             Timings(queued_us, request.run_us),
             list(specs),
@@ -267,11 +267,11 @@ class Requests:
         self._finish(request, message, frames)
 
     def fail(
-        self, request: Request, code: str, message: str, *, field: str = "", limit: str = "", evidence: list[str] | None = None
+        self, request: Request, code: str, message: str, *, field: str = "", limit: str = "", evidence: Sequence[str] = ()
     ) -> None:
         """The final answer of a live request is an error."""
         request.group.failed += 1
-        failure = Failure(code, message, request.id, field=field, limit=limit, evidence=evidence or [])
+        failure = Failure(code, message, request.id, field=field, limit=limit, evidence=list(evidence))
         self._finish(request, failure, ())
 
     def _finish(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:

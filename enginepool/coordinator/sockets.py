@@ -1,8 +1,8 @@
 """The coordinator's two ROUTER sockets: binding, receiving, sending without ever blocking.
 
 Plain sockets on the loop's readers. A ZeroMQ file descriptor is edge-triggered: it says that something changed, once, and a
-send may swallow that. So a turn ends only with a pass over both sockets that found nothing, after all was sent; `turn` is the
-only place that receives, and whoever sends outside it calls `turn` afterwards.
+send may swallow that. So a socket is `unsure` from each send until it was found empty, and a turn ends only when neither is;
+`turn` is the only place that receives, and whoever sends outside it calls `turn` afterwards.
 
 A send that would block (`EAGAIN`: the peer's high-water mark, which counts messages) parks in an outbox that counts bytes; a
 peer whose outbox runs over is cut. A router cannot wait for one peer to become writable, so parked sends are tried again on a
@@ -33,11 +33,10 @@ RETRY_S = 0.005
 # The plain methods under pyzmq's own, with plain ints for flags: half of the time that a small frame takes is in the wrapper.
 NOBLOCK = int(zmq.NOBLOCK)
 NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-RCVMORE = int(zmq.RCVMORE)
 EVENTS = int(zmq.EVENTS)
 POLLIN = int(zmq.POLLIN)
 send: Callable[..., object] = zmq.backend.Socket.send
-recv: Callable[..., bytes] = zmq.backend.Socket.recv
+recv: Callable[..., zmq.Frame] = zmq.backend.Socket.recv
 # `get` of an option that is a number: its type says `int | bytes` for all options.
 get: Callable[..., int] = cast("Callable[..., int]", zmq.backend.Socket.get)
 
@@ -69,6 +68,8 @@ class Router:
         self._cut = cut
         self._parked: dict[Link, deque[tuple[Sequence[Buffer], int]]] = {}
         self._parked_bytes: dict[Link, int] = {}
+        #: there may be a message of which the file descriptor will not tell again
+        self.unsure = True
         self.endpoint = ""
 
     def bind(self, endpoint: str) -> None:
@@ -93,21 +94,27 @@ class Router:
     def fd(self) -> int:
         return int(self._socket.getsockopt(zmq.FD))
 
-    def receive(self, take: Receive) -> int:
-        """Hand over at most ROUND messages; returns how many."""
+    def receive(self, take: Receive, *, told: bool = False) -> int:
+        """Hand over at most ROUND messages; returns how many. `told`: the loop says that there is one, and is mostly right."""
         socket = self._socket
         for count in range(ROUND):
-            # Asking is cheaper than failing, and failing once is cheaper than asking before each of many.
-            if count < 2 and not get(socket, EVENTS) & POLLIN:
+            # Asking (1.1 µs) is cheaper than failing (2.3 µs), and failing once is cheaper than asking before each of many.
+            if (count == 1 or (count == 0 and not told)) and not get(socket, EVENTS) & POLLIN:
+                self.unsure = False
                 return count
             try:
-                link = recv(socket, NOBLOCK)
+                # A frame knows whether another one follows; for bytes the socket would be asked each time (0.5 µs).
+                frame = recv(socket, NOBLOCK, False)
             except zmq.Again:
+                self.unsure = False
                 return count
+            link = frame.bytes
             frames: list[bytes] = []
-            while get(socket, RCVMORE):
-                frames.append(recv(socket, NOBLOCK))
+            while frame.more:
+                frame = recv(socket, NOBLOCK, False)
+                frames.append(frame.bytes)
             take(link, frames)
+        self.unsure = True
         return ROUND
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> bool:
@@ -134,10 +141,12 @@ class Router:
 
     def _send(self, link: Link, frames: Sequence[Buffer]) -> None:
         socket = self._socket
+        self.unsure = True
         send(socket, link, NOBLOCK_MORE)
-        last = len(frames) - 1
-        for i, frame in enumerate(frames):
-            send(socket, frame, NOBLOCK_MORE if i < last else NOBLOCK, len(frame) <= COPY_UP_TO)
+        *firsts, last = frames
+        for frame in firsts:
+            send(socket, frame, NOBLOCK_MORE, len(frame) <= COPY_UP_TO)
+        send(socket, last, NOBLOCK, len(last) <= COPY_UP_TO)
 
     def _drop(self, link: Link) -> None:
         del self._parked[link]
@@ -196,24 +205,32 @@ class Sockets:
     def listen(self, take_client: Receive, take_worker: Receive, act: Callable[[], None]) -> None:
         """Hand every message over from now on; call `act` once for all that came together."""
         self._take_client, self._take_worker, self._act = take_client, take_worker, act
-        self._loop.add_reader(self.clients.fd, self.turn)
-        self._loop.add_reader(self.workers.fd, self.turn, True)
+        self._loop.add_reader(self.clients.fd, self._woken, self.clients, take_client)
+        self._loop.add_reader(self.workers.fd, self._woken, self.workers, take_worker)
         self.turn()
 
-    def turn(self, workers_first: bool = False) -> None:
-        """Receive and act until a pass over both sockets finds nothing; after ROUNDS passes the loop has its turn first.
+    def _woken(self, router: Router, take: Receive) -> None:
+        """What woke the loop is acted upon before the other socket is asked."""
+        if router.receive(take, told=True):
+            self._act()
+        self._settle()
 
-        What woke the loop is acted upon before the other socket is asked.
-        """
+    def turn(self) -> None:
+        """Receive and act until both sockets were found empty, whatever the loop knows of them."""
+        self.clients.unsure = self.workers.unsure = True
+        self._settle()
+
+    def _settle(self) -> None:
+        """Receive and act until no socket is unsure; after ROUNDS passes the loop has its turn first."""
         if self._take_client is None or self._take_worker is None:
             return
-        first, second = (self.clients, self._take_client), (self.workers, self._take_worker)
-        if workers_first:
-            first, second = second, first
-        if first[0].receive(first[1]):
-            self._act()
+        clients, workers = self.clients, self.workers
         for _ in range(ROUNDS):
-            if not first[0].receive(first[1]) + second[0].receive(second[1]):
+            # Asking costs 1.1 µs: a socket that nothing was sent on is left to the loop.
+            count = clients.receive(self._take_client) if clients.unsure else 0
+            if workers.unsure:
+                count += workers.receive(self._take_worker)
+            if not count:
                 break
             self._act()
         else:

@@ -82,18 +82,20 @@ class Request:
         #: the classes of workers that can serve it, at least one; its lane in a queue follows from them
         self.classes = PLAIN
         self.state = QUEUED
+        # What most requests leave empty is a tuple until something comes: a list each would be memory to fetch again when
+        # the request leaves a long queue.
         #: rows from `next` on were never given to a worker; `back` are ranges that came back from a lost one
         self.next = 0
-        self.back: list[tuple[int, int]] = []
+        self.back: Sequence[tuple[int, int]] = ()
         #: rows with workers now
         self.flying = 0
         #: rows without an outcome: left == flying + rows in back + rows from next on
         self.left = work.rows
         #: (first row, specs, frames) of finished parts, when the request was cut
-        self.pieces: list[tuple[int, Sequence[FrameSpec], Sequence[Buffer]]] = []
+        self.pieces: Sequence[tuple[int, Sequence[FrameSpec], Sequence[Buffer]]] = ()
         #: weight version of the finished parts
         self.version: int | None = None
-        self.forwards: list[int] = []
+        self.forwards: Sequence[int] = ()
         self.run_us = 0
         #: when the first part was dispatched
         self.started = 0.0
@@ -101,7 +103,7 @@ class Request:
         self.suspect = False
         #: deaths of workers while it ran alone, and what was said of each
         self.attempts = 0
-        self.evidence: list[str] = []
+        self.evidence: Sequence[str] = ()
         #: the queue in which its entry counts; entries in another one are stale
         self.lane: Queue | None = None
 

@@ -32,9 +32,7 @@ def client_event(now: float, link: Link, frames: Sequence[Buffer], max_bytes: in
     Raises:
         WireError: the message is refused; its text is for the client.
     """
-    size = 0
-    for frame in frames:
-        size += len(frame)
+    size = sum(map(len, frames))
     if size > max_bytes:
         raise WireError("too_large", f"the message has {size} bytes; at most {max_bytes}", field="frames", limit=str(max_bytes))
     message: m.Message = decode_header(_from_client, frames[0])
