@@ -89,7 +89,7 @@ def check_frames(specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> None:
         )
     for spec, frame in zip(specs, frames, strict=True):
         shape = spec.shape
-        # One side is what nearly every frame has; the call for the rest would double the time of this loop.
+        # What nearly every frame is, one side and as long as it says; the call for the rest would double the time of this loop.
         if len(shape) == 1 and ITEM_BYTES[spec.dtype] * shape[0] == len(frame):
             continue
         want = payload_bytes(spec)

