@@ -23,8 +23,8 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 def rows_in_any_order(patch: pytest.MonkeyPatch) -> None:
     def join(request: Request) -> Any:
-        request.pieces.reverse()
-        pieces, specs = request.pieces, request.pieces[0][1]
+        pieces = request.pieces[::-1]
+        specs = pieces[0][1]
         frames = [b"".join(piece[2][i] for piece in pieces) for i in range(len(specs))]
         whole = [spec.__class__(spec.name, spec.dtype, (request.work.rows, *spec.shape[1:])) for spec in specs]
         return whole, frames
