@@ -25,6 +25,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.journal import Journal, Record
 from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.patience import FEW
 from enginepool.coordinator.sockets import Router, Sockets
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, id_of, worker_event
@@ -82,7 +83,7 @@ class Daemon:
             workers = stack.enter_context(Router(2 * limits.max_message_bytes, limits.queue_bytes, self._worker_cut))
             clients.bind(config.listen)
             workers.bind(workers_endpoint)
-            self.sockets = Sockets(loop, clients, workers)
+            self.sockets = Sockets(loop, clients, workers, self._quiet)
             self.supervisor = LocalSupervisor(loop, config, directory, workers.endpoint, lifeline, self._exited)
             self._stack = stack.pop_all()
 
@@ -102,6 +103,9 @@ class Daemon:
         gc.callbacks.append(self._pauses)
         gc.set_threshold(*GC_THRESHOLDS)
         self._tick()
+
+    def _quiet(self) -> bool:
+        return sum(group.waiting + group.running for group in self.machine.core.groups.values()) <= FEW
 
     # --- in ------------------------------------------------------------------------------------------------------------
 

@@ -2,11 +2,14 @@
 
 Only requests of one signature share a batch: hidden states wanted or not, and the classes of workers that can serve it. The
 number of lanes is the number of signatures in use, so the head of the queue, or of what a class can serve, is the smallest of a
-few lane heads. Entries of requests that no longer wait are left in place, dropped when they reach the top, and swept out
-together once they are half of the queue: cancelling costs O(1) and memory stays in proportion to what waits.
+few lane heads. Within a lane, requests of one priority come in the order of their keys: each priority is a plain FIFO, and only
+the first of each stands in the lane's heap, which therefore stays as small as the number of priorities in use however long the
+queue is. Entries of requests that no longer wait are left in place, dropped when they reach the top, and swept out together
+once they are half of the queue: cancelling costs O(1) and memory stays in proportion to what waits.
 """
 
-from heapq import heapify, heappop, heappush
+from collections import deque
+from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.phases import QUEUED  # TEXT waits too: in the queue of suspects
@@ -17,7 +20,37 @@ if TYPE_CHECKING:
 #: every class of workers
 ANY = -1
 
-Entry = tuple[float, int, "Request"]
+
+class Fifo(deque["Request"]):
+    """Requests of one priority behind the one that stands in the heap, in the order of their arrival numbers."""
+
+    __slots__ = ("last", "open")
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: its first request stands in the heap
+        self.open = False
+        #: arrival number of its newest request, in the heap or here
+        self.last = 0
+
+
+#: (key, seq, request, the fifo whose first it is; None when it came back and stands alone)
+Entry = tuple[float, int, "Request", Fifo | None]
+
+
+class Lane(list[Entry]):
+    """A heap of the first entries; `lane[0]` is the first of all."""
+
+    __slots__ = ("fifos",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: by priority
+        self.fifos: dict[int, Fifo] = {}
+
+    def requests(self) -> "list[Request]":
+        """All of them, waiting or stale, in no order."""
+        return [entry[2] for entry in self] + [request for fifo in self.fifos.values() for request in fifo]
 
 
 class Queue:
@@ -27,7 +60,7 @@ class Queue:
 
     def __init__(self) -> None:
         #: by signature: the classes' bits, shifted, and whether hidden states are wanted
-        self._lanes: dict[int, list[Entry]] = {}
+        self._lanes: dict[int, Lane] = {}
         #: entries in all lanes, waiting or stale
         self.size = 0
         #: roughly as many of them are stale
@@ -38,12 +71,24 @@ class Queue:
         if request.lane is self:
             return
         request.lane = self
+        self.size += 1
         signature = request.classes << 1 | request.work.hidden
         lane = self._lanes.get(signature)
         if lane is None:
-            lane = self._lanes[signature] = []
-        heappush(lane, (request.key, request.seq, request))
-        self.size += 1
+            lane = self._lanes[signature] = Lane()
+        fifo = lane.fifos.get(request.priority)
+        if fifo is None:
+            fifo = lane.fifos[request.priority] = Fifo()
+        if not fifo.open:
+            fifo.open = True
+            fifo.last = request.seq
+            heappush(lane, (request.key, request.seq, request, fifo))
+        elif request.seq > fifo.last:
+            fifo.last = request.seq
+            fifo.append(request)
+        else:
+            # It came back: its place is before some that arrived after it.
+            heappush(lane, (request.key, request.seq, request, None))
 
     def head(self, classes: int = ANY) -> list[Entry] | None:
         """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits."""
@@ -63,7 +108,14 @@ class Queue:
 
     def pop(self, lane: list[Entry]) -> None:
         """Drop the head of `lane`."""
-        request = heappop(lane)[2]
+        _, _, request, fifo = lane[0]
+        if fifo:
+            follower = fifo.popleft()
+            heapreplace(lane, (follower.key, follower.seq, follower, fifo))
+        else:
+            heappop(lane)
+            if fifo is not None:
+                fifo.open = False
         if request.lane is self:
             request.lane = None
         self.size -= 1
@@ -72,30 +124,15 @@ class Queue:
         """A request that stood here no longer waits. Sweeps when half of the entries may be stale."""
         self._stale += 1
         if self._stale > 64 and self._stale * 2 > self.size:
-            self._sweep()
-
-    def _sweep(self) -> None:
-        self.size = 0
-        for lane in self._lanes.values():
-            kept: list[Entry] = []
-            for entry in lane:
-                request = entry[2]
-                if request.lane is self:
-                    if request.state <= QUEUED:
-                        kept.append(entry)
-                    else:
-                        request.lane = None
-            heapify(kept)
-            lane[:] = kept
-            self.size += len(kept)
-        self._stale = 0
+            self.sort()
 
     def sort(self) -> None:
-        """The classes of requests that wait have changed: put each into the lane where it belongs now."""
-        entries = [entry for lane in self._lanes.values() for entry in lane]
+        """Build the lanes anew from what waits: most entries are stale, or the classes of requests have changed."""
+        requests = [request for lane in self._lanes.values() for request in lane.requests()]
         self._lanes.clear()
         self.size = self._stale = 0
-        for _, _, request in entries:
+        requests.sort(key=lambda request: request.seq)
+        for request in requests:
             if request.lane is self:
                 request.lane = None
                 if request.state <= QUEUED:
@@ -104,19 +141,27 @@ class Queue:
     def waiting(self) -> "list[Request]":
         """The requests that wait, in no order."""
         return [
-            entry[2]
+            request
             for lane in self._lanes.values()
-            for entry in lane
-            if entry[2].state <= QUEUED and entry[2].lane is self
+            for request in lane.requests()
+            if request.state <= QUEUED and request.lane is self
         ]  # fmt: skip
 
     def check(self) -> None:
-        assert self.size == sum(len(lane) for lane in self._lanes.values()), self.size
+        assert self.size == sum(len(lane.requests()) for lane in self._lanes.values()), self.size
         for signature, lane in self._lanes.items():
             for i, entry in enumerate(lane):
-                request = entry[2]
-                assert i == 0 or lane[(i - 1) // 2] <= entry, (i, entry)
+                assert i == 0 or lane[(i - 1) // 2][:2] <= entry[:2], (i, entry)
+                assert entry[:2] == (entry[2].key, entry[2].seq), entry
+            for request in lane.requests():
                 if request.lane is self and request.state <= QUEUED:
                     assert signature == request.classes << 1 | request.work.hidden, (signature, request)
+            for priority, fifo in lane.fifos.items():
+                assert fifo.open == any(entry[3] is fifo for entry in lane), priority
+                assert fifo.open or not fifo, priority
+                first = [entry[:2] for entry in lane if entry[3] is fifo]
+                order = first + [(request.key, request.seq) for request in fifo]
+                assert order == sorted(order), (priority, order)
+                assert not fifo or fifo.last == fifo[-1].seq, (priority, fifo.last)
         seen = [request.seq for request in self.waiting()]
         assert len(seen) == len(set(seen)), "a request stands twice in a queue"

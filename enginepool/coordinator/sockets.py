@@ -13,6 +13,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, Self, cast
@@ -20,6 +21,7 @@ from typing import IO, Self, cast
 import zmq
 
 from enginepool.coordinator.events import Buffer, Link
+from enginepool.coordinator.patience import WAIT_S, Patience
 from enginepool.errors import ConfigError
 
 #: frames over this are not copied into ZeroMQ's own memory; below it a copy is cheaper
@@ -70,6 +72,8 @@ class Router:
         self._parked_bytes: dict[Link, int] = {}
         #: there may be a message of which the file descriptor will not tell again
         self.unsure = True
+        #: something was sent since the shell last fell asleep, or was about to
+        self.sent = False
         self.endpoint = ""
 
     def bind(self, endpoint: str) -> None:
@@ -117,6 +121,11 @@ class Router:
         self.unsure = True
         return ROUND
 
+    def asked(self) -> bool:
+        """Ask whether there is a message."""
+        self.unsure = bool(get(self._socket, EVENTS) & POLLIN)
+        return self.unsure
+
     def send(self, link: Link, frames: Sequence[Buffer]) -> bool:
         """Send, or park. False when the peer is not there any more."""
         parked = self._parked.get(link)
@@ -141,7 +150,7 @@ class Router:
 
     def _send(self, link: Link, frames: Sequence[Buffer]) -> None:
         socket = self._socket
-        self.unsure = True
+        self.unsure = self.sent = True
         send(socket, link, NOBLOCK_MORE)
         *firsts, last = frames
         for frame in firsts:
@@ -192,8 +201,12 @@ class Router:
 class Sockets:
     """Both routers on one loop."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clients: Router, workers: Router) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, clients: Router, workers: Router, quiet: Callable[[], bool]) -> None:
         self._loop = loop
+        #: hardly anything is in flight: a reply may be worth staying awake for
+        self._quiet = quiet
+        #: after a send to workers, to clients, to both
+        self._patience = (Patience(), Patience(), Patience())
         self.clients = clients
         self.workers = workers
         self._take_client: Receive | None = None
@@ -230,14 +243,31 @@ class Sockets:
             count = clients.receive(self._take_client) if clients.unsure else 0
             if workers.unsure:
                 count += workers.receive(self._take_worker)
-            if not count:
+            if not count and not self._stay_awake():
                 break
-            self._act()
+            if count:
+                self._act()
         else:
             if self._again is None:
                 self._again = self._loop.call_soon(self._turn_again)
         if self._retry is None and (self.clients.has_parked or self.workers.has_parked):
             self._retry = self._loop.call_later(RETRY_S, self._retry_parked)
+
+    def _stay_awake(self) -> bool:
+        """Wait a moment for what follows a send, if that has been worth it. True: a socket has a message, and is unsure."""
+        clients, workers = self.clients, self.workers
+        if not (clients.sent or workers.sent):
+            return False
+        patience = self._patience[workers.sent + 2 * clients.sent - 1]
+        clients.sent = workers.sent = False
+        if not self._quiet() or not patience.worth():
+            return False
+        until = time.perf_counter() + WAIT_S
+        found = False
+        while not found and time.perf_counter() < until:
+            found = workers.asked() or clients.asked()
+        patience.learn(found)
+        return found
 
     def _turn_again(self) -> None:
         self._again = None

@@ -1,0 +1,114 @@
+"""The coordinator's sockets receive everything, also a message of which the file descriptor tells only once."""
+
+import asyncio
+import select
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import zmq
+
+from enginepool.coordinator.events import Link
+from enginepool.coordinator.sockets import Router, Sockets
+
+PATIENCE_S = 10.0
+
+
+class Bench:
+    """Two routers on a loop, a peer at each, and what the routers took in."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, quiet: bool) -> None:
+        self.clients = Router(1 << 20, 1 << 20, lambda link: None)
+        self.workers = Router(1 << 20, 1 << 20, lambda link: None)
+        self.taken: list[tuple[str, Link, list[bytes]]] = []
+        self.acted = 0
+        self.sockets = Sockets(loop, self.clients, self.workers, lambda: quiet)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.peers: list[zmq.Socket[bytes]] = []
+        for router in (self.clients, self.workers):
+            router.bind("tcp://127.0.0.1:*")
+            peer = self.context.socket(zmq.DEALER)
+            peer.setsockopt(zmq.LINGER, 0)
+            peer.connect(router.endpoint)
+            self.peers.append(peer)
+
+    def act(self) -> None:
+        self.acted += 1
+
+    def listen(self) -> None:
+        self.sockets.listen(
+            lambda link, frames: self.taken.append(("client", link, frames)),
+            lambda link, frames: self.taken.append(("worker", link, frames)),
+            self.act,
+        )
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.taken) < count:
+                await asyncio.sleep(0.001)
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.close()
+        self.context.term()
+        self.sockets.close()
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+def test_a_message_that_a_send_swallowed_the_news_of_is_received_in_the_same_turn(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, quiet=False)
+
+    async def scene() -> None:
+        bench.listen()
+        worker = bench.peers[1]
+        worker.send(b"hello")
+        await bench.until(1)
+        link = bench.taken[0][1]
+        # Nobody looks at the loop from here on: the message arrives, and the send takes the news of it.
+        worker.send(b"swallowed")
+        readable, _, _ = select.select([bench.workers.fd], [], [], PATIENCE_S)
+        assert readable
+        assert bench.workers.send(link, [b"work"])
+        with suppress(zmq.Again):
+            while True:
+                assert worker.recv(zmq.NOBLOCK) == b"work"
+        bench.sockets._settle()  # pyright: ignore[reportPrivateUsage]
+        assert bench.taken[1:] == [("worker", link, [b"swallowed"])]
+
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_every_message_of_a_conversation_is_taken_and_acted_upon(loop: asyncio.AbstractEventLoop, quiet: bool) -> None:
+    bench = Bench(loop, quiet=quiet)
+    rounds = 200
+
+    async def scene() -> None:
+        bench.listen()
+        for peer, router, name in zip(bench.peers, (bench.clients, bench.workers), ("client", "worker"), strict=True):
+            peer.send(b"hello")
+            await bench.until(len(bench.taken) + 1)
+            link = bench.taken[-1][1]
+            for i in range(rounds):
+                count = len(bench.taken)
+                peer.send_multipart([b"%d" % i, b"x"])
+                assert router.send(link, [b"answer"])
+                bench.sockets.turn()
+                await bench.until(count + 1)
+                assert bench.taken[-1] == (name, link, [b"%d" % i, b"x"])
+        assert len(bench.taken) == 2 * (rounds + 1)
+        assert 0 < bench.acted <= len(bench.taken)
+
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        bench.close()
