@@ -1,7 +1,7 @@
 """Whether it pays to stay awake for a reply: a wait that learns from what its waits found.
 
-To fall asleep and be woken costs a thread switch on both sides, which on a virtual machine is most of what a hop costs (awake, a
-coordinator took 0.22 ms a request where it took 0.30 ms asleep). So after a send, while hardly anything is in flight, the
+To fall asleep and be woken costs a thread switch on both sides, which on a virtual machine is most of what a hop costs: awake,
+a coordinator took 0.22 ms a request where it took 0.30 ms asleep. So after a send, while hardly anything is in flight, the
 shell may look for the reply a little longer before it sleeps, as adaptive mutexes and KVM's `halt_poll_ns` do. When the reply
 does not come in that time, as from an engine that computes for milliseconds, the next waits of that kind are left out: one
 after the first miss, then two, four, up to MOST_SKIPPED. One wait that found something forgets it all.
