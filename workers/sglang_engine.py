@@ -33,6 +33,7 @@ from enginepool.workers.engine import (
 from enginepool.workers.packed import MAX_ITEM, join
 from enginepool.workers.sglang_checks import checked_rows, refuse_oversize
 from enginepool.workers.sglang_end import EngineEnd
+from enginepool.workers.sglang_forwards import Entries
 from enginepool.workers.sglang_host import EngineHost
 from enginepool.workers.sglang_packed import (
     DELIMITER,
@@ -95,6 +96,7 @@ class SglangEngine:
         self._host: EngineHost | None = None
         self._tm: Any = None
         self._requests: Any = None
+        self._entries: Entries | None = None
         self._capabilities: Capabilities | None = None
         #: +1 when the engine runs larger priorities first, as the pool does.
         self._priority_sign = 1
@@ -126,6 +128,7 @@ class SglangEngine:
         try:
             engine = await self._end.unless_over(asyncio.wrap_future(self._host.start()))
             self._tm = engine.tokenizer_manager
+            self._entries = Entries(self._tm, self._requests.unwrap_from_pickle)
             self._receive()
             capabilities = await self._end.unless_over(self._measure(engine))
             self._capabilities = capabilities
@@ -166,12 +169,19 @@ class SglangEngine:
             # Known before minutes of loading; a model from elsewhere is asked once it is there.
             _refuse_wrong_packing(msgspec.json.decode(config.read_bytes()))
         kwargs = engine_kwargs(self._wanted, _setting_names(module.ServerArgs))
-        stats: Any = importlib.import_module("sglang.srt.observability.req_time_stats")
-        logprobs: Any = importlib.import_module("sglang.srt.layers.logprob_processor")
+        classes = [
+            getattr(importlib.import_module(f"sglang.srt.{name}"), class_)
+            for name, class_ in (
+                ("managers.scheduler", "Scheduler"),
+                ("observability.req_time_stats", "SchedulerReqTimeStats"),
+                ("layers.logprob_processor", "OutputLogprobProcessor"),
+                ("layers.logits_processor", "LogitsProcessor"),
+            )
+        ]
         entries = {
             name: staticmethod(partial(entry, getattr(module.Engine, name), *extra))
             for name, entry, extra in (
-                ("run_scheduler_process_func", run_scheduler, (stats.SchedulerReqTimeStats, logprobs.OutputLogprobProcessor)),
+                ("run_scheduler_process_func", run_scheduler, classes),
                 ("run_detokenizer_process_func", run_detokenizer, ()),
             )
         }
@@ -320,7 +330,7 @@ class SglangEngine:
         causal = self._tm.is_generation
         priority *= self._priority_sign
         types = self._requests
-        answers = await self._ask(
+        answers, forwards = await self._ask(
             label_request(types, parts, priority) if causal else head_request(types, parts, priority, hidden)
         )
         scored: list[PartScores] = []
@@ -333,7 +343,7 @@ class SglangEngine:
                 continue
             scores = head_scores([answer["embedding"] for answer in mine], part.softmax)
             scored.append(PartScores(scores, _pooled(mine) if hidden else None))
-        return scored, forward_count(answers)
+        return scored, forwards
 
     async def _compute_packed(
         self, parts: list[ScorePart], capabilities: Capabilities, priority: int, hidden: bool
@@ -342,21 +352,26 @@ class SglangEngine:
         joined = join(parts, capabilities.context, min(DELIMITER, capabilities.vocab - 1))
         priority *= self._priority_sign
         if self._tm.is_generation:
-            answers = await self._ask(packed_labels(self._requests, joined, priority))
-            return packed_label_scores(joined, answers, parts), forward_count(answers)
-        answers = await self._ask(packed_heads(self._requests, joined, priority, hidden))
-        return packed_head_scores(joined, answers, parts, hidden), forward_count(answers)
+            answers, forwards = await self._ask(packed_labels(self._requests, joined, priority))
+            return packed_label_scores(joined, answers, parts), forwards
+        answers, forwards = await self._ask(packed_heads(self._requests, joined, priority, hidden))
+        return packed_head_scores(joined, answers, parts, hidden), forwards
 
-    async def _ask(self, request: Any) -> list[dict[str, Any]]:
-        """SGLang's answers to one request object, in its order. Raises EngineError."""
+    async def _ask(self, request: Any) -> tuple[list[dict[str, Any]], int]:
+        """SGLang's answers to one request object, in its order, and how many forwards they took. Raises EngineError."""
+        assert self._entries is not None
+        rows: list[str] = list(request.rid)
+        self._entries.expect(rows)
         try:
             # To its end: an abandoned generator holds a lock that every weight update waits for.
             async with contextlib.aclosing(self._tm.generate_request(request, None)) as results:
                 answers: list[dict[str, Any]] = [answer async for answer in results][-1]
         except Exception as error:
             raise EngineError(f"the engine refused the batch: {_one_line(error)}") from error
+        finally:
+            entered = self._entries.take(rows)
         refuse_aborted(answers)
-        return answers
+        return answers, forward_count(entered)
 
     # --- end -------------------------------------------------------------------------------------------------------
 

@@ -7,12 +7,17 @@ only then SGLang's function that it is to call; so what this file does on import
 import importlib
 import logging
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from enginepool.workers import cpu_bridge
+from enginepool.workers.sglang_scheduler import (
+    answer_at_once,
+    answer_before_the_next_launch,
+    gather_labels_without_waiting,
+    report_every_forward,
+)
 
 #: Set for the engine's processes when they need the bridge.
 BRIDGE_VARIABLE = "ENGINEPOOL_CPU_BRIDGE"
@@ -66,49 +71,24 @@ def start_biases_at_zero() -> None:
     nn.Linear.reset_parameters = reset_parameters
 
 
-def report_every_forward(stats: Any) -> None:
-    """Have the scheduler say of every row when its forward began. `stats` is SGLang's class of a row's times.
-
-    With metrics on, SGLang says it of generate requests alone: the times of classifier rows stay at home.
-    """
-    state_of = stats.__getstate__
-
-    def getstate(times: Any) -> Any:
-        times.has_timing_data = True
-        return state_of(times)
-
-    stats.__getstate__ = getstate
-
-
-def gather_labels_without_waiting(processor: Any) -> None:
-    """Have label log-probabilities picked from a forward's output without waiting for that forward.
-
-    SGLang makes the indices on the GPU straight from lists, which holds its scheduler until the forward is over: answers of
-    the forward before wait for it, and the GPU then waits for the next batch to be prepared. `processor` is a class of the
-    module in which SGLang does it.
-    """
-    torch: Any = importlib.import_module("torch")
-    module: Any = sys.modules[processor.__module__]
-
-    def gather(logprobs: Any, wanted: list[list[int] | None]) -> tuple[list[Any], list[list[int]]]:
-        lengths = [len(ids or ()) for ids in wanted]
-        rows = [row for row, length in enumerate(lengths) for _ in range(length)]
-        tokens = [token for ids in wanted for token in ids or ()]
-        # From pinned memory the copy is one more piece of work behind the forward.
-        index = torch.tensor([rows, tokens], dtype=torch.long, pin_memory=logprobs.is_cuda)
-        index = index.to(logprobs.device, non_blocking=True)
-        return list(logprobs[index[0], index[1]].split(lengths)), [list(ids or ()) for ids in wanted]
-
-    module.get_token_ids_logprobs_batch_optimized = gather
-
-
-def run_scheduler(run: Callable[..., Any], stats: Any, processor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Entry of a scheduler process: `run` is SGLang's own."""
+def run_scheduler(
+    run: Callable[..., Any],
+    scheduler: Any,
+    stats: Any,
+    processor: Any,
+    packed_processor: Any,
+    settings: Any,
+    ports: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Entry of a scheduler process: `run` is SGLang's own, and the four after it are classes of SGLang."""
     keep_notes("scheduler")
     start_biases_at_zero()
     report_every_forward(stats)
-    gather_labels_without_waiting(processor)
-    return run(*args, **kwargs)
+    gather_labels_without_waiting(processor, packed_processor)
+    answer_before_the_next_launch(scheduler)
+    return run(settings, answer_at_once(ports), *args, **kwargs)
 
 
 def run_detokenizer(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

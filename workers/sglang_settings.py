@@ -151,7 +151,6 @@ def _defaults(wanted: Wanted) -> dict[str, Any]:
         "schedule_policy": "fcfs",
         "enable_priority_scheduling": True,
         "disable_priority_preemption": True,
-        "enable_metrics": True,
         # A score is a prefill and never a decode: graphs of decode steps only cost start-up time and memory.
         "disable_cuda_graph": True,
         "disable_prefill_cuda_graph": True,
@@ -196,7 +195,6 @@ _WHOLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "schedule_policy": (("fcfs",), "other orders put rows of several batches among each other"),
     "enable_priority_scheduling": ((True,), "the pool's priorities would not reach the engine"),
     "disable_priority_preemption": ((True,), "a preempted row runs again, in another forward"),
-    "enable_metrics": ((True,), "without it the forwards of a batch cannot be counted"),
     "custom_sigquit_handler": ((None,), "the worker needs the signal to learn of the engine's end"),
 }
 

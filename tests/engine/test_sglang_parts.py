@@ -1,5 +1,6 @@
 """The pieces around the engine that need no SGLang: read-out, the host's thread, the notes of its processes, the CPU bridge."""
 
+import asyncio
 import logging
 import multiprocessing
 import os
@@ -8,39 +9,63 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from enginepool.workers.cpu_bridge import sgl_kernel
 from enginepool.workers.engine import EngineError
+from enginepool.workers.sglang_forwards import Entries
 from enginepool.workers.sglang_host import EngineHost
-from enginepool.workers.sglang_process import NOTES_VARIABLE, keep_notes, report_every_forward
+from enginepool.workers.sglang_process import NOTES_VARIABLE, keep_notes
 from enginepool.workers.sglang_readout import forward_count, head_scores, label_scores, refuse_aborted
+from enginepool.workers.sglang_scheduler import (
+    answer_at_once,
+    answer_before_the_next_launch,
+    gather_of_sequences,
+    report_every_forward,
+)
 
 # --- read-out ----------------------------------------------------------------------------------------------------------
 
 
-def entered(*times: float) -> list[dict[str, Any]]:
-    return [{"meta_info": {"forward_entry_time": time}} for time in times]
-
-
 def test_rows_that_entered_together_are_one_forward() -> None:
-    assert forward_count(entered(1700000000.25)) == 1
-    assert forward_count(entered(1700000000.25, 1700000000.25, 1700000000.25 + 2e-7)) == 1
+    assert forward_count([1234.25]) == 1
+    assert forward_count([1234.25, 1234.25, 1234.25]) == 1
 
 
 def test_rows_that_entered_apart_are_several_forwards_in_any_order() -> None:
-    assert forward_count(entered(12.5, 12.3, 12.5, 12.4)) == 3
+    assert forward_count([12.5, 12.3, 12.5, 12.4]) == 3
+    assert forward_count([12.5, 12.5 + 1e-9]) == 2
 
 
-def test_rows_without_a_time_are_an_error_not_a_forward() -> None:
-    silent: list[dict[str, Any]] = [{"meta_info": {}}]
-    for answers in (entered(1.0, 0.0), silent):
-        with pytest.raises(EngineError, match="metrics are off"):
-            forward_count(answers)
+def test_a_row_without_a_time_is_an_error_not_a_forward() -> None:
+    with pytest.raises(EngineError, match="does not say"):
+        forward_count([1.0, 0.0])
+
+
+def test_the_times_of_rows_are_read_from_the_messages_that_answer_them() -> None:
+    async def answer() -> None:
+        tm = SimpleNamespace(enable_metrics=False, seen=[])
+
+        async def handle(message: Any) -> None:
+            tm.seen.append(message.time_stats)
+
+        tm._handle_batch_output = handle
+        entries = Entries(tm, lambda packed: packed.rows)
+        entries.expect(["a", "b", "c"])
+        rows = [SimpleNamespace(entered=time) for time in (1.5, 1.5, 2.5)]
+        await tm._handle_batch_output(SimpleNamespace(rids=["a", "other", "b"], time_stats=SimpleNamespace(rows=rows)))
+        await tm._handle_batch_output(SimpleNamespace(rids=["c"], time_stats=None))
+        assert tm.seen == [None, None], "what was unpacked here is not unpacked again"
+        assert entries.take(["b", "a", "c"]) == [2.5, 1.5, 0.0]
+        assert entries.take(["a", "other"]) == [0.0, 0.0], "nothing is kept"
+
+    asyncio.run(answer())
 
 
 def labelled(*logprobs: tuple[int, float]) -> dict[str, Any]:
@@ -203,18 +228,109 @@ def test_notes_of_a_process_outlive_a_host_that_is_gone(tmp_path: Path, monkeypa
         logger.handlers = before
 
 
-def test_every_row_reports_its_forward() -> None:
-    class Stats:
-        """As SGLang's: classifier rows stay silent."""
+# --- the scheduler -----------------------------------------------------------------------------------------------------
 
-        has_timing_data = False
+
+def test_every_row_reports_its_forward_with_and_without_metrics() -> None:
+    class Stats:
+        """As SGLang's: rows stay silent without metrics."""
+
+        enable_metrics = False
+        forward_entry_time = 1.5
 
         def __getstate__(self) -> dict[str, float]:
-            return {"forward_entry_time": 1.5} if self.has_timing_data else {}
+            return {"others": 3.0} if self.enable_metrics else {}
 
-    assert Stats().__getstate__() == {}
     report_every_forward(Stats)
-    assert Stats().__getstate__() == {"forward_entry_time": 1.5}
+    assert Stats().__getstate__() == {"entered": 1.5}
+    Stats.enable_metrics = True
+    assert Stats().__getstate__() == {"others": 3.0, "entered": 1.5}
+
+
+def test_labels_of_packed_sequences_are_those_of_the_function_that_is_replaced() -> None:
+    def pick(logprobs: Any, rows: list[int], tokens: list[int]) -> Any:
+        return logprobs[torch.tensor(rows), torch.tensor(tokens)]
+
+    def original(logprobs: Any, *_: object) -> str:
+        return f"original of {logprobs.shape[0]}"
+
+    logprobs = torch.arange(7 * 10, dtype=torch.float32).view(7, 10)
+    gather = gather_of_sequences(pick, original)  # pyright: ignore[reportArgumentType]
+    values, tokens = gather(logprobs, [[3, 9], [5]], "prefill", [3, 4], no_copy_to_cpu=True)
+    assert [value.tolist() for value in values] == [[[3, 9], [13, 19], [23, 29]], [[35], [45], [55], [65]]]
+    assert tokens == [[[3, 9]] * 3, [[5]] * 4]
+    assert gather(logprobs, [[3], None], "prefill", [3, 4], no_copy_to_cpu=True) == "original of 7"
+    assert gather(logprobs, [[3], [4]], "decode", no_copy_to_cpu=True) == "original of 7"
+    assert gather(logprobs, [[3], [4]], "prefill", [3, 4]) == "original of 7"
+
+
+def test_a_scheduler_is_told_to_answer_the_host_itself() -> None:
+    ports = SimpleNamespace(tokenizer_ipc_name="host", detokenizer_ipc_name="text", nccl_port=5)
+    changed = answer_at_once(ports)
+    assert (changed.tokenizer_ipc_name, changed.detokenizer_ipc_name, changed.nccl_port) == ("host", "host", 5)
+    assert ports.detokenizer_ipc_name == "text"
+
+
+class Forward:
+    """A forward that is over after so many looks at it."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def query(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+class FakeScheduler:
+    """As much of SGLang's as is touched: `arrivals` are what each look at its socket finds."""
+
+    def __init__(self, forward: Forward | None, arrivals: list[list[str]], **settings: int) -> None:
+        sizes = {"tp_size": 1, "pp_size": 1, "dp_size": 1} | settings
+        self.server_args = SimpleNamespace(**sizes)
+        self.last_batch = SimpleNamespace(is_prefill_only=True, forward_mode=SimpleNamespace(is_extend=lambda: True))
+        self.running_batch = SimpleNamespace(is_prefill_only=True, is_empty=lambda: True)
+        self.is_generation = True
+        self.waiting_queue: list[str] = []
+        self.result_queue = [] if forward is None else [("batch", SimpleNamespace(copy_done=forward))]
+        self.arrivals = arrivals
+        self.request_receiver = SimpleNamespace(recv_requests=lambda: self.arrivals.pop(0))
+
+    def event_loop_overlap(self) -> list[str]:
+        return self.request_receiver.recv_requests()
+
+    def is_disable_overlap_for_batch(self, batch: object, last_batch: object) -> bool:
+        return batch == "theirs"
+
+
+class Patched(FakeScheduler):
+    """The same with the change."""
+
+
+answer_before_the_next_launch(Patched)
+
+
+def test_work_that_arrives_while_a_forward_runs_is_taken_before_its_answer() -> None:
+    assert Patched(Forward(9), [[], [], ["new"]]).event_loop_overlap() == ["new"]
+    assert Patched(Forward(1), [[], [], ["too late"]]).event_loop_overlap() == []
+    assert Patched(None, [[], ["too late"]]).event_loop_overlap() == []
+
+
+def test_the_scheduler_waits_for_nothing_beside_waiting_work_decoding_or_other_ranks() -> None:
+    waiting, decoding, ranks = (Patched(Forward(9), [[], ["later"]], **size) for size in ({}, {}, {"tp_size": 2}))
+    waiting.waiting_queue.append("row")
+    decoding.running_batch = SimpleNamespace(is_prefill_only=False, is_empty=lambda: False)
+    for scheduler in (waiting, decoding, ranks):
+        assert scheduler.event_loop_overlap() == []
+        assert not scheduler.is_disable_overlap_for_batch("next", "last") or scheduler is waiting
+
+
+def test_a_forward_that_is_nearly_over_is_answered_before_the_next_launch() -> None:
+    assert Patched(Forward(0), []).is_disable_overlap_for_batch("next", "last")
+    assert Patched(Forward(3), []).is_disable_overlap_for_batch("next", "last")
+    assert not Patched(Forward(10**9), []).is_disable_overlap_for_batch("next", "last")
+    assert not Patched(Forward(0), []).is_disable_overlap_for_batch(None, "last"), "there is nothing to launch"
+    assert Patched(None, []).is_disable_overlap_for_batch("theirs", "last"), "what SGLang decides by itself holds"
 
 
 # --- the CPU bridge ----------------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ KNOWN = {
     "disable_priority_preemption",
     "dp_size",
     "dtype",
-    "enable_metrics",
     "enable_priority_scheduling",
     "device",
     "max_prefill_tokens",
@@ -62,7 +61,6 @@ def test_a_scoring_engine_never_chunks_and_runs_by_priority() -> None:
     assert kwargs["schedule_policy"] == "fcfs"
     assert kwargs["enable_priority_scheduling"] is True
     assert kwargs["disable_priority_preemption"] is True
-    assert kwargs["enable_metrics"] is True
     assert "attention_backend" not in kwargs
 
 
@@ -86,7 +84,7 @@ def test_memory_is_never_left_to_a_rule_that_gives_a_small_card_nothing() -> Non
 
 
 def test_settings_that_the_installed_version_lacks_are_left_out() -> None:
-    assert "enable_metrics" not in engine_kwargs(wanted(), KNOWN - {"enable_metrics"})
+    assert "grammar_backend" not in engine_kwargs(wanted(), KNOWN - {"grammar_backend"})
 
 
 def test_the_users_option_wins() -> None:
@@ -122,7 +120,6 @@ def test_the_port_that_the_coordinator_gave_is_taken() -> None:
         ({"schedule_policy": "lpm"}, "other orders"),
         ({"enable_priority_scheduling": False}, "would not reach"),
         ({"disable_priority_preemption": False}, "runs again"),
-        ({"enable_metrics": False}, "cannot be counted"),
         ({"custom_sigquit_handler": print}, "needs the signal"),
         ({"chunked_prefill_size": 8192}, "cut into chunks"),
         ({"chunked_prefill_size": 8192, "max_prefill_tokens": 16384}, "cut into chunks"),

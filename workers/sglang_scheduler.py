@@ -1,0 +1,150 @@
+"""What SGLang's scheduler does otherwise for the sake of scoring, in its own process. No SGLang here: its classes come in.
+
+A score is a prefill and nothing else. SGLang prepares and launches the next forward while one runs, which is what decoding
+needs; here it would have an answer wait for the launch of its successor.
+"""
+
+import copy
+import importlib
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+#: An answer that is at most this far away is awaited before the next forward is launched; the launch takes several times that.
+NEARLY_DONE_S = 0.003
+
+
+def report_every_forward(stats: Any) -> None:
+    """Have the scheduler say of every row when its forward began, as `entered`. `stats` is SGLang's class of a row's times.
+
+    SGLang says it of generate requests alone, and only with metrics on, which cost more than a tenth of a small forward.
+    """
+    state_of = stats.__getstate__
+
+    def getstate(times: Any) -> dict[str, Any]:
+        state: dict[str, Any] = state_of(times) if times.enable_metrics else {}
+        return state | {"entered": times.forward_entry_time}
+
+    stats.__getstate__ = getstate
+
+
+def gather_labels_without_waiting(processor: Any, packed_processor: Any) -> None:
+    """Have label log-probabilities picked from a forward's output without waiting for that forward, or for the next one.
+
+    SGLang makes the indices on the GPU straight from lists, which holds its scheduler until the forward is over: answers of
+    the forward before wait for it, and the GPU then waits for the next batch to be prepared. Of packed sequences it fetches
+    the result when it answers, behind the forward that it has launched meanwhile. The arguments are classes of the modules in
+    which SGLang does the one and the other.
+    """
+    torch: Any = importlib.import_module("torch")
+    module: Any = sys.modules[processor.__module__]
+    packed_module: Any = sys.modules[packed_processor.__module__]
+
+    def pick(logprobs: Any, rows: list[int], tokens: list[int]) -> Any:
+        # From pinned memory the copy is one more piece of work behind the forward.
+        index = torch.tensor([rows, tokens], dtype=torch.long, pin_memory=logprobs.is_cuda)
+        index = index.to(logprobs.device, non_blocking=True)
+        return logprobs[index[0], index[1]]
+
+    def gather(logprobs: Any, wanted: list[list[int] | None]) -> tuple[list[Any], list[list[int]]]:
+        lengths = [len(ids or ()) for ids in wanted]
+        rows = [row for row, length in enumerate(lengths) for _ in range(length)]
+        found = pick(logprobs, rows, [token for ids in wanted for token in ids or ()])
+        return list(found.split(lengths)), [list(ids or ()) for ids in wanted]
+
+    module.get_token_ids_logprobs_batch_optimized = gather
+    packed_module.get_token_ids_logprobs_raw = gather_of_sequences(pick, packed_module.get_token_ids_logprobs_raw)
+
+
+def gather_of_sequences(pick: Callable[[Any, list[int], list[int]], Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement for `get_token_ids_logprobs_raw` where it serves packed sequences."""
+
+    def gather(
+        logprobs: Any,
+        wanted: Sequence[list[int] | None],
+        stage: Any,
+        extend_logprob_pruned_lens_cpu: Sequence[int] | None = None,
+        no_copy_to_cpu: bool = False,
+    ) -> tuple[list[Any], list[list[Any]]]:
+        counts = extend_logprob_pruned_lens_cpu
+        if counts is None or not no_copy_to_cpu or not all(wanted) or min(counts, default=0) < 1:
+            return original(logprobs, wanted, stage, counts, no_copy_to_cpu)
+        rows: list[int] = []
+        tokens: list[int] = []
+        sizes: list[int] = []
+        start = 0
+        for ids, count in zip(wanted, counts, strict=True):
+            labels = list(ids or ())
+            rows += [row for row in range(start, start + count) for _ in labels]
+            tokens += labels * count
+            sizes.append(count * len(labels))
+            start += count
+        # Fetched now, behind this forward; the scheduler reads it when the forward is known to be over.
+        found = pick(logprobs, rows, tokens).to("cpu", non_blocking=True)
+        parts = found.split(sizes)
+        values = [part.view(count, -1) for part, count in zip(parts, counts, strict=True)]
+        return values, [[ids] * count for ids, count in zip(wanted, counts, strict=True)]
+
+    return gather
+
+
+def answer_at_once(ports: Any) -> Any:
+    """`ports` with which the scheduler answers the host itself: there is no text to make of a score."""
+    ports = copy.copy(ports)
+    ports.detokenizer_ipc_name = ports.tokenizer_ipc_name
+    return ports
+
+
+def answer_before_the_next_launch(scheduler: Any) -> None:
+    """Have a forward that is over, or nearly, answered before the next one is launched; and have what arrives while one runs
+    launched behind it, instead of after its answer. `scheduler` is SGLang's class.
+
+    The launch of a small model's forward takes longer than the forward, so that an answer would come a whole forward late. A
+    long forward is another matter: there the GPU would wait for the launch.
+    """
+    run, overlaps_not = scheduler.event_loop_overlap, scheduler.is_disable_overlap_for_batch
+
+    def answer_first(self: Any, batch: Any, *args: Any, **kwargs: Any) -> bool:
+        return overlaps_not(self, batch, *args, **kwargs) or (bool(batch) and scores_only(self) and soon(pending(self)))
+
+    def event_loop(self: Any) -> Any:
+        receiver = self.request_receiver
+        receive = receiver.recv_requests
+
+        def recv_requests(*args: Any, **kwargs: Any) -> Any:
+            found = receive(*args, **kwargs)
+            if not found and not self.waiting_queue and scores_only(self):
+                forward = pending(self)
+                while not found and forward is not None and not forward.query():
+                    found = receive()
+            return found
+
+        receiver.recv_requests = recv_requests
+        return run(self)
+
+    scheduler.is_disable_overlap_for_batch = answer_first
+    scheduler.event_loop_overlap = event_loop
+
+
+def scores_only(scheduler: Any) -> bool:
+    """Whether all that runs are scores, on one device: ranks that share a forward must all decide alike."""
+    settings, last, running = scheduler.server_args, scheduler.last_batch, scheduler.running_batch
+    if settings.tp_size * settings.pp_size * settings.dp_size != 1 or not last or not last.forward_mode.is_extend():
+        return False
+    return not scheduler.is_generation or (last.is_prefill_only and (running.is_empty() or running.is_prefill_only))
+
+
+def pending(scheduler: Any) -> Any:
+    """The event at the end of the forward whose answer is due next; None when none is, or it has no such event."""
+    return scheduler.result_queue[0][1].copy_done if scheduler.result_queue else None
+
+
+def soon(forward: Any, clock: Callable[[], float] = time.perf_counter) -> bool:
+    """Whether the forward is over now, or will be in a moment; waits that long."""
+    if forward is None:
+        return False
+    end = clock() + NEARLY_DONE_S
+    while not (done := forward.query()) and clock() < end:
+        pass
+    return bool(done)
