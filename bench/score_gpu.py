@@ -3,7 +3,9 @@
     python -m bench.score_gpu [--quick] [--device cpu] [--json FILE] [--plot FILE]
 
 One contestant after the other has the device to itself; each is driven from a separate process with the same token ids at the
-same moments. Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one.
+same moments. Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one. Packed
+scoring needs FlashInfer's attention, hence CUDA: a CPU shows all columns but that one. `--workers 2,4` also measures pools of
+so many workers, one to a GPU, each beside the pool of one.
 """
 
 import argparse
@@ -20,7 +22,18 @@ import numpy as np
 
 from bench.processes import Child
 from bench.score import plot
-from bench.score.contestants import BARE, BEST, CONTESTANTS, OURS, SERVER, Contestant, Ground
+from bench.score.contestants import (
+    BARE,
+    BEST,
+    CONTESTANTS,
+    OURS,
+    PACKED,
+    SERVER,
+    Contestant,
+    Ground,
+    wider,
+    with_workers,
+)
 from bench.score.gpu import GpuShare
 from bench.score.measure import Contest, Number, Numbers
 from bench.score.model import vocabulary
@@ -33,21 +46,37 @@ from enginepool.tiny_model import make_tiny_model
 #: Seconds to make a model.
 MODEL_S = 600.0
 
+#: What stands before the rows that compare the packed pool, not the plain one, with the others.
+OF_PACKED = "packed: "
+#: Workers -> how many times the requests of one worker they should answer.
+SCALED = {2: 1.9, 4: 3.7}
+HIGH = "pr, mix at 120 % of saturation, high: p99 / p50 of 1 in flight"
+
 TARGETS = (
     Target("pr, 70 requests/s: p50", SERVER, 0.6),
+    Target(OF_PACKED + "pr, 70 requests/s: p50", SERVER, 0.6),
     Target("pr, 70 requests/s: p99", SERVER, 0.15),
+    Target(OF_PACKED + "pr, 70 requests/s: p99", SERVER, 0.15),
     Target("pr, 70 requests/s: p50", BARE, 1.05),
     Target("pr, saturation", BARE, 1.0, at_most=False),
-    Target("pr, saturation", SERVER, 1.6, at_most=False),
-    Target("pr, saturation", BEST, 1.1, at_most=False),
+    Target(OF_PACKED + "pr, saturation", SERVER, 1.6, at_most=False),
+    Target(OF_PACKED + "pr, saturation", BEST, 1.1, at_most=False),
     Target("pr, saturation: forwards per batch", OURS, 1.0, of_value=True),
-    Target("long, saturation", SERVER, 15, at_most=False),
-    Target("long, saturation", BEST, 1.1, at_most=False),
+    Target("pr, saturation: forwards per batch", PACKED, 1.0, of_value=True),
+    Target(OF_PACKED + "long, saturation", SERVER, 15, at_most=False),
+    Target(OF_PACKED + "long, saturation", BEST, 1.1, at_most=False),
+    Target("long, saturation", SERVER, 3, at_most=False),
     Target("reward, 500 requests/s: p99", SERVER, 0.3),
     Target("reward, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
     Target("reward + hidden, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
     Target("reward + hidden, cost of hidden states", OURS, 10, of_value=True),
-    Target("pr, mix at 120 % of saturation, high: p99 / p50 of 1 in flight", OURS, 4, of_value=True),
+    Target(HIGH, OURS, 4, of_value=True),
+    Target(HIGH, PACKED, 4, of_value=True),
+    *(
+        Target("pr, saturation: of one worker", with_workers(who, workers), bound, at_most=False, of_value=True)
+        for workers, bound in SCALED.items()
+        for who in (OURS, PACKED)
+    ),
 )
 
 
@@ -107,6 +136,12 @@ def rows_of(found: dict[str, Numbers]) -> list[Row]:
     plain, hidden = (ours.get(f"{name}, saturation") for name in ("reward", "reward + hidden"))
     if plain and hidden and hidden.value:
         ours["reward + hidden, cost of hidden states"] = Number(100 * (plain.value / hidden.value - 1), "%")
+    for who in (OURS, PACKED):
+        for workers in SCALED:
+            one, many = (found.get(with_workers(who, count), {}).get("pr, saturation") for count in (1, workers))
+            if one and many:
+                name = with_workers(who, workers)
+                found = found | {name: found[name] | {"pr, saturation: of one worker": Number(many.value / one.value, "x")}}
     rows: list[Row] = []
     for what in dict.fromkeys(what for numbers in (ours, *found.values()) for what in numbers):
         for who, numbers in found.items():
@@ -116,6 +151,16 @@ def rows_of(found: dict[str, Numbers]) -> list[Row]:
                 ratio = mine.value / number.value if mine and who != OURS and number.value else None
                 rows.append(Row(what, who, number.value, number.unit, ratio))
     return rows
+
+
+def packed_rows(found: dict[str, Numbers]) -> list[Row]:
+    """The same with the ratio of the packed pool's numbers to those of the others."""
+    return [
+        Row(OF_PACKED + what, who, numbers[what].value, numbers[what].unit, mine.value / numbers[what].value)
+        for what, mine in found.get(PACKED, {}).items()
+        for who, numbers in found.items()
+        if who != PACKED and what in numbers and numbers[what].value
+    ]
 
 
 def curves_of(found: dict[str, Numbers], rates: Sequence[float]) -> dict[str, list[plot.Point]]:
@@ -164,6 +209,7 @@ def options() -> argparse.Namespace:
     found.add_argument("--only", default=who, metavar="NAMES", help=f"contestants (default: {who})")
     found.add_argument("--workloads", default=what, metavar="NAMES", help=f"what to measure (default: {what})")
     found.add_argument("--seconds", type=float, help="length of a phase")
+    found.add_argument("--workers", default="", metavar="NUMBERS", help="pools of so many workers too, such as 2,4")
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw latency against load there (needs matplotlib)")
     found.add_argument("--logs", type=Path, metavar="DIR", help="keep logs of all processes there")
     return found.parse_args()
@@ -184,6 +230,8 @@ def main() -> None:
             say(f"left out {one.who}: {lack}")
         else:
             contestants.append(one)
+            if one.who in (OURS, PACKED):
+                contestants += [wider(one, int(workers)) for workers in str(chosen.workers).split(",") if workers]
     signal.signal(signal.SIGTERM, leave)
     with ExitStack() as stack:
         scratch = chosen.logs
@@ -198,7 +246,7 @@ def main() -> None:
 
         def save(run: Run) -> None:
             if chosen.json:
-                write(chosen.json, rows_of(run.found))
+                write(chosen.json, rows_of(run.found) + packed_rows(run.found))
 
         run = Run(whole, chosen.device, scratch, gpu, save)
         given: tuple[tuple[Head, Path | None], ...] = (("causal", chosen.model), ("reward", chosen.reward_model))
@@ -206,13 +254,14 @@ def main() -> None:
             if whole.of(head):
                 run.on(head, model_for(head, chosen.device, model, models), contestants)
     rows = rows_of(run.found)
-    title = f"scoring with one engine; {machine(chosen.device)}; phases of {whole.seconds:g} s; ratio: ours / theirs"
+    title = f"scoring; {machine(chosen.device)}; phases of {whole.seconds:g} s; ratio: ours / theirs"
     for line in run.settings:
         say(line)
     show_wide(title, rows, OURS)
     if chosen.device == "cuda":
         aimed = {(target.what, target.who) for target in TARGETS}
-        show("where there is a target", [row for row in rows if (row.what, row.who) in aimed], TARGETS)
+        judged = [row for row in rows + packed_rows(run.found) if (row.what, row.who) in aimed]
+        show("where there is a target", judged, TARGETS)
     if chosen.plot:
         rates = next((workload.rates for workload in whole.workloads if workload.name == "pr"), ())
         curves = curves_of(run.found, rates)

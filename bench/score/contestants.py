@@ -52,11 +52,15 @@ class Ground:
 
 @dataclass(frozen=True)
 class Running:
-    """A contestant that answers: the process that loads it, the ones that must live, and its settings in words."""
+    """A contestant that answers: the process that loads it, the ones that must live, and its settings in words.
+
+    `engines`: how many engines it has; as many times the requests are kept in flight to saturate it.
+    """
 
     load: Child
     children: list[Child]
     settings: str
+    engines: int = 1
 
     def roles(self) -> dict[str, list[int]]:
         """Process ids by what they do."""
@@ -159,7 +163,7 @@ def hear_beside(load: Child, contestant: Child) -> None:
 
 
 def start_pool(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) -> Running:
-    """The pool's daemon with one worker, and a load that uses the Python client."""
+    """The pool's daemon with its workers, and a load that uses the Python client."""
     listen = f"tcp://127.0.0.1:{free_port()}"
     group = GroupConfig(model=str(ground.model), device=ground.device, options=ground.options)
     group = msgspec.structs.replace(group, **settings)
@@ -170,7 +174,8 @@ def start_pool(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) ->
     load = Child(["-m", "bench.score.load", "pool", listen], scratch=ground.scratch)
     stack.callback(load.stop)
     hear_beside(load, daemon)
-    return Running(load, [daemon], f"groups.score = {msgspec.json.encode(msgspec.to_builtins(group)).decode()}")
+    words = f"groups.score = {msgspec.json.encode(msgspec.to_builtins(group)).decode()}"
+    return Running(load, [daemon], words, engines=group.workers)
 
 
 def start_bare(ground: Ground, stack: ExitStack) -> Running:
@@ -195,11 +200,29 @@ def no_server(device: str) -> str:
     return no_engine(device)
 
 
-OURS = "enginepool"
+def no_packing(device: str) -> str:
+    """What packed scoring needs."""
+    return "packed scoring needs FlashInfer's attention, which runs on CUDA" if device == "cpu" else no_engine(device)
+
+
+OURS, PACKED = "enginepool", "enginepool, packed"
 SERVER, BEST, BARE = "SGLang server, flags of PR 8840", "SGLang server, best flags", "Engine.async_score alone"
 CONTESTANTS = (
     Contestant("server", SERVER, partial(start_server, PR_FLAGS), no_server),
     Contestant("best", BEST, partial(start_server, BEST_FLAGS), no_server),
     Contestant("bare", BARE, start_bare, no_engine),
     Contestant("pool", OURS, partial(start_pool, {}), no_engine),
+    Contestant("packed", PACKED, partial(start_pool, {"packed_workers": 1}), no_packing),
 )
+
+
+def with_workers(who: str, workers: int) -> str:
+    """The name of a pool's column for so many workers."""
+    return who if workers == 1 else f"{who}, {workers} workers"
+
+
+def wider(contestant: Contestant, workers: int) -> Contestant:
+    """A pool like `contestant`, OURS or PACKED, with as many workers, one to a GPU."""
+    packed = {"packed_workers": workers} if contestant.who == PACKED else {}
+    start = partial(start_pool, {"workers": workers, **packed})
+    return Contestant(f"{contestant.name}-{workers}", with_workers(contestant.who, workers), start, contestant.missing)

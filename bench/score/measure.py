@@ -53,7 +53,11 @@ class Contest:
         seconds = self._plan.seconds
         load = self._running.load
         self.scores[workload.name] = msgspec.convert(load.ask(_question(Check(shape)), COMPILE_S), list[list[float]])
-        drive(load, Closed(shape, WARM * seconds, workload.saturated))
+        in_flight = workload.saturated * self._running.engines
+        drive(load, Closed(shape, WARM * seconds, in_flight))
+        if self._running.engines > 1:  # what one request meets is the same as with one engine
+            yield from self._saturate(shape, in_flight)
+            return
         alone = drive(load, Closed(shape, WARM * seconds, 1))
         yield from self._latency("1 in flight", alone.all)
         yield from self._inside("1 in flight", alone)
@@ -64,7 +68,7 @@ class Contest:
             yield f"{name}: answered in time", Number(phase.all.in_time / seconds, "requests/s")
             yield from self._inside(name, phase)
         saturated = 0.0
-        for name, number in self._saturate(shape, workload.saturated):
+        for name, number in self._saturate(shape, in_flight):
             yield name, number
             if name == "saturation":
                 saturated = number.value / shape.items

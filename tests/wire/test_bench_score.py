@@ -19,7 +19,18 @@ from rich.console import Console
 from bench import score_gpu
 from bench.score import plot
 from bench.score.callers import Answer, HttpCaller
-from bench.score.contestants import CONTESTANTS, OURS, Contestant, Ground, Running, role_of, start_pool
+from bench.score.contestants import (
+    CONTESTANTS,
+    OURS,
+    PACKED,
+    Contestant,
+    Ground,
+    Running,
+    role_of,
+    start_pool,
+    wider,
+    with_workers,
+)
 from bench.score.gpu import GpuShare
 from bench.score.load import Check, Closed, Load, Measured, Open, arrivals
 from bench.score.measure import Contest, Number
@@ -178,6 +189,18 @@ def test_the_pools_column_has_every_number_and_leaves_no_process(tmp_path: Path)
     assert not any(psutil.pid_exists(pid) for pids in roles.values() for pid in pids)
 
 
+def test_a_wider_pool_has_as_many_workers_and_is_saturated_alone(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        running = start_pool({"engine": "sim", "workers": 2}, Ground(Path("any"), "cpu", tmp_path), stack)
+        assert len(running.roles()["worker"]) == running.engines == 2
+        numbers = Contest(running, TINY, 50, GpuShare(), lambda _line: None).numbers("causal")
+    assert numbers["pr, saturation: forwards per batch"].value == 1
+    assert all(name.startswith("pr, saturation") for name in numbers)
+    pool, packed = (wider(one, 4) for one in CONTESTANTS if one.who in (OURS, PACKED))
+    assert (pool.name, pool.who, packed.who) == ("pool-4", "enginepool, 4 workers", "enginepool, packed, 4 workers")
+    assert packed.missing("cpu").endswith("runs on CUDA")
+
+
 def test_a_contestant_that_fails_is_left_out_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +242,21 @@ def test_ratios_are_ours_to_theirs_and_hidden_states_have_a_cost() -> None:
     assert text.index(OURS) < text.index("server")
 
 
+def test_packed_pools_are_compared_by_themselves_and_wider_ones_with_one_worker() -> None:
+    found = {
+        "server": {"pr, saturation": Number(50.0, "items/s")},
+        OURS: {"pr, saturation": Number(100.0, "items/s")},
+        PACKED: {"pr, saturation": Number(150.0, "items/s")},
+        with_workers(OURS, 2): {"pr, saturation": Number(190.0, "items/s")},
+    }
+    packed = {(row.what, row.who): row.ratio for row in score_gpu.packed_rows(found)}
+    assert packed["packed: pr, saturation", "server"] == 3.0
+    assert packed["packed: pr, saturation", OURS] == 1.5
+    rows = {(row.what, row.who): row.value for row in score_gpu.rows_of(found)}
+    assert rows["pr, saturation: of one worker", "enginepool, 2 workers"] == pytest.approx(1.9)
+    assert score_gpu.packed_rows({OURS: found[OURS]}) == []
+
+
 def test_curves_hold_the_rates_that_were_measured() -> None:
     found = {"a": {f"pr, 70 requests/s: {part}": Number(value, "ms") for part, value in (("p50", 3.0), ("p99", 9.0))}, "b": {}}
     assert score_gpu.curves_of(found, (70, 120)) == {"a": [plot.Point(70, 3.0, 9.0)]}
@@ -243,8 +281,9 @@ def test_every_target_names_a_number_that_the_plan_measures(device: str) -> None
     assert whole.only({"reward"}).mix is None
     if device == "cuda":
         names = {workload.name for workload in whole.workloads}
-        assert {target.what.split(",")[0] for target in score_gpu.TARGETS} <= names
-        assert {target.who for target in score_gpu.TARGETS} <= {one.who for one in CONTESTANTS}
+        assert {target.what.removeprefix(score_gpu.OF_PACKED).split(",")[0] for target in score_gpu.TARGETS} <= names
+        pools = {with_workers(who, workers) for who in (OURS, PACKED) for workers in score_gpu.SCALED}
+        assert {target.who for target in score_gpu.TARGETS} <= {one.who for one in CONTESTANTS} | pools
 
 
 def test_processes_are_told_apart_by_their_command_line() -> None:
