@@ -178,10 +178,12 @@ class SglangEngine:
                 ("layers.logits_processor", "LogitsProcessor"),
             )
         ]
+        flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
+        attention = "sglang.srt.layers.attention.flashinfer_backend" if flashinfer else ""
         entries = {
             name: staticmethod(partial(entry, getattr(module.Engine, name), *extra))
             for name, entry, extra in (
-                ("run_scheduler_process_func", run_scheduler, classes),
+                ("run_scheduler_process_func", run_scheduler, (*classes, attention)),
                 ("run_detokenizer_process_func", run_detokenizer, ()),
             )
         }

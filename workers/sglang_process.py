@@ -77,17 +77,26 @@ def run_scheduler(
     stats: Any,
     processor: Any,
     packed_processor: Any,
+    attention: str,
     settings: Any,
     ports: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Entry of a scheduler process: `run` is SGLang's own, and the four after it are classes of SGLang."""
+    """Entry of a scheduler process: `run` is SGLang's own, and the four after it are classes of SGLang.
+
+    `attention` names SGLang's module of FlashInfer's attention, where that is used: only here is it imported before the start.
+    """
     keep_notes("scheduler")
     start_biases_at_zero()
     report_every_forward(stats)
     gather_labels_without_waiting(processor, packed_processor)
     answer_before_the_next_launch(scheduler)
+    if attention:
+        changes: Any = importlib.import_module("enginepool.workers.sglang_attention")  # it needs torch
+        module: Any = importlib.import_module(attention)
+        changes.plan_on_the_host(module.FlashInferIndicesUpdaterPrefill)
+        changes.place_items_on_the_host(module.FlashInferAttnBackend)
     return run(settings, answer_at_once(ports), *args, **kwargs)
 
 

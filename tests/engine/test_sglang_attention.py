@@ -1,0 +1,141 @@
+"""What FlashInfer is told by the host is what SGLang would have told it from the GPU."""
+
+import random
+import sys
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from enginepool.workers.sglang_attention import bounds_of, place_items_on_the_host, placed, plan_on_the_host
+
+
+class Planner:
+    """As much of FlashInfer's wrappers as is touched: keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def begin_forward(self, *args: Any, **kwargs: Any) -> None:
+        self.told.append((args, kwargs))
+
+
+class Updater:
+    """As SGLang's class that plans a prefill, with bounds that only the GPU knows."""
+
+    def __init__(self, use_ragged: bool) -> None:
+        self.use_ragged = use_ragged
+        self.ragged, self.paged = Planner(), Planner()
+
+    def update_single_wrapper(self, lengths: Any, prefixes: Any, spec: object, *, extend_prefix_lens_cpu: Any) -> None:
+        here = [None] * 8
+        self.call_begin_forward(self.ragged, self.paged, *here, self.use_ragged, spec, seq_lens_cpu=lengths)
+
+    def call_begin_forward(self, ragged: Any, paged: Any, *args: Any, seq_lens_cpu: Any) -> None:
+        if self.use_ragged:
+            ragged.begin_forward("gpu", "gpu", 16, 8, 128, q_data_type="bf16")
+        paged.begin_forward("gpu", "gpu", torch.tensor([7, 8, 9]), "last pages on the gpu", 16, 8, 128, 1, causal=True)
+
+
+class PatchedUpdater(Updater):
+    """The same with the change."""
+
+
+plan_on_the_host(PatchedUpdater)
+
+
+def listed(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def told(planner: Planner) -> list[Any]:
+    [(args, _)] = planner.told
+    return [listed(value) for value in args]
+
+
+def test_rows_and_keys_are_bounded_by_what_the_host_knows() -> None:
+    for ragged in (True, False):
+        updater = PatchedUpdater(ragged)
+        updater.update_single_wrapper(torch.tensor([5, 9]), None, None, extend_prefix_lens_cpu=[2, 0])
+        keys = [0, 2, 2] if ragged else [0, 5, 14]
+        assert told(updater.paged) == [[0, 3, 12], keys, [7, 8, 9], [1, 1], 16, 8, 128, 1]
+        assert updater.paged.told[0][1] == {"causal": True}
+        if ragged:
+            assert told(updater.ragged) == [[0, 3, 12], [0, 3, 12], 16, 8, 128]
+
+
+def test_what_the_host_does_not_know_stays_with_the_gpu() -> None:
+    for lengths, prefixes, spec in ((None, [2], None), (torch.tensor([5]), None, None), (torch.tensor([5]), [2], "draft")):
+        updater = PatchedUpdater(use_ragged=True)
+        updater.update_single_wrapper(lengths, None, spec, extend_prefix_lens_cpu=prefixes)
+        assert told(updater.ragged)[:2] == ["gpu", "gpu"]
+        assert told(updater.paged)[3] == "last pages on the gpu"
+
+
+def test_bounds_are_what_flashinfer_wants() -> None:
+    assert listed(bounds_of(torch.tensor([4, 1]))) == [0, 4, 5]
+    assert bounds_of(torch.tensor([4])).dtype == torch.int32
+
+
+def test_items_stand_where_flashinfer_documents_it() -> None:
+    # Three items of 3, 2 and 4 tokens after a query of 7, and two of 2 and 1 after a query of 2.
+    queries, items, longest, positions = placed([np.array([7, 11, 14, 19]), np.array([2, 5, 7])], [20, 8])
+    assert queries.tolist() == [7, 2]
+    assert items.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 0], [0, 1, 2, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0]]
+    assert longest.tolist() == [4, 2]
+    first = [0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 6, 7, 8, 6, 7, 8, 9, 10, 6]
+    assert positions.tolist() == [*first, 0, 1, 1, 2, 3, 1, 2, 1]
+    assert [array.dtype for array in (queries, items, longest, positions)] == [np.uint32, np.uint16, np.uint16, np.int64]
+
+
+def test_each_item_goes_on_where_the_query_ended() -> None:
+    chance = random.Random(4)
+    for _ in range(50):
+        query, sizes = chance.randint(1, 9), [chance.randint(1, 7) for _ in range(chance.randint(1, 6))]
+        delimiters = query + np.concatenate(([0], np.cumsum(np.array(sizes) + 1)))
+        _, items, longest, positions = placed([delimiters], [int(delimiters[-1]) + 1])
+        for start, size in zip(delimiters, sizes, strict=False):
+            assert positions[start + 1 : start + 1 + size].tolist() == list(range(query, query + size))
+            assert items[0, start - query : start + size + 1 - query].tolist() == list(range(size + 1))
+        assert longest.tolist() == [max(sizes)]
+
+
+class MultiItemScoringParams(NamedTuple):
+    """As SGLang's."""
+
+    prefix_len_ptr: Any
+    token_pos_in_items_ptr: Any
+    token_pos_in_items_len: int
+    max_item_len_ptr: Any
+
+
+class Backend:
+    """As SGLang's attention backend, which is asked where the host does not know enough."""
+
+    def _process_multi_item_scoring(self, batch: Any) -> str:
+        return "on the gpu"
+
+
+def test_packed_batches_are_placed_and_all_others_left_alone() -> None:
+    assert sys.modules[Backend.__module__] is sys.modules[__name__]
+    place_items_on_the_host(Backend)
+    batch = SimpleNamespace(
+        multi_item_delimiter_indices=[torch.tensor([2, 5, 7])],
+        extend_seq_lens_cpu=[8],
+        extend_prefix_lens_cpu=[0],
+        positions=torch.arange(8),
+    )
+    process: Any = getattr(Backend(), "_process_multi_item_scoring")  # noqa: B009
+    found = process(batch)
+    assert found.prefix_len_ptr.tolist() == [2]
+    assert found.token_pos_in_items_ptr.tolist() == [0, 1, 2, 0, 1, 0]
+    assert (found.token_pos_in_items_len, found.max_item_len_ptr.tolist()) == (6, [2])
+    assert batch.positions.tolist() == [0, 1, 1, 2, 3, 1, 2, 1]
+    for change in (
+        {"multi_item_delimiter_indices": None},
+        {"extend_prefix_lens_cpu": [1]},
+        {"extend_seq_lens_cpu": None},
+        {"positions": torch.arange(16)},
+    ):
+        assert process(SimpleNamespace(**(vars(batch) | change))) == "on the gpu"
