@@ -1,7 +1,8 @@
 """Filling: which rows make the next batch of a worker, and what they cost it.
 
-A request stays together while it fits a batch of its worker's declared budget; a larger one is cut, in row order, into batches
-as full as they can be. A row that alone is over `batch_tokens` makes a batch of its own. A plain worker computes every row from
+A request stays together while it fits a batch of its worker's declared budget; a larger one is cut, in row order, into as few
+batches as can be, of as many rows each: several workers, and forwards that follow each other, gain nothing by a small last one.
+A row that alone is over `batch_tokens` makes a batch of its own. A plain worker computes every row from
 its first token; a packed one computes what a row adds to the sequences of its batch, so there the query of one caller is free
 for the next one that has the same.
 """
@@ -104,6 +105,8 @@ def _pack(
     items = memoryview(work.frames[-1]).cast("I")[start : min(end, start + rows)]
     query = _query(request)
     count, cost, length = packing.weigh(query, work.shared, items, tokens - packing.cost)
+    if 0 < count < end - start and not follows:
+        count, cost, length = packing.weigh(query, work.shared, items[: even(end - start, count)], tokens - packing.cost)
     if not count and not follows:
         count, cost, length = packing.weigh(query, work.shared, items[:1], packing.cost + work.longest + 2 + packing.page)
     return start + count, cost, length
@@ -125,7 +128,16 @@ def cut_next(request: Request, can: Capabilities) -> tuple[int, Slice]:
             break
         cost += more
         row += 1
+    if row < end:
+        row = start + even(end - start, row - start)
+        cost = sum(lengths[start:row]) + (row - start) * extra
     return cost, (request, start, row)
+
+
+def even(rows: int, most: int) -> int:
+    """Rows of the next of as few batches as can hold `rows` at `most` a batch; none is much smaller than the others."""
+    batches = -(-rows // most)
+    return -(-rows // batches)
 
 
 def take(core: Core, slice_: Slice) -> None:

@@ -82,7 +82,7 @@ def test_a_large_request_is_cut_in_row_order_and_put_together_again() -> None:
     pool.worker("a")
     pool.worker("b")
     sent = pool.submit(client, 1, work(21, 10))
-    assert [rows(s) for s in sent] == [[8], [8], [5]], "one for each worker, then the rest beside the first"
+    assert [rows(s) for s in sent] == [[7], [7], [7]], "as even as can be: one for each worker, then the last beside the first"
     answers: list[Sent] = []
     while pool.batches:
         answers += [s for s in pool.finish(pool.batches[-1]) if 1 in results([s])]
@@ -90,6 +90,20 @@ def test_a_large_request_is_cut_in_row_order_and_put_together_again() -> None:
     assert results(answers)[1].forwards == [1, 1, 1]
     scores = np.frombuffer(answer.frames[0], np.float32).reshape(21, 2)
     assert scores[:, 0].tolist() == [i * 10 for i in range(21)]
+
+
+@given(rows=st.integers(9, 80), length=st.integers(1, 30))
+def test_a_large_request_is_cut_into_as_few_batches_as_hold_it_and_none_is_small(rows: int, length: int) -> None:
+    pool = Pool()
+    pool.worker()
+    pool.submit(pool.client(), 1, work(rows, length))
+    pool.finish_all()
+    (answer,) = results(pool.sent).values()
+    most = min(CAN.batch_rows, CAN.batch_tokens // length)
+    assert len(answer.forwards) == -(-rows // most)
+    sizes = [s.message.parts[0].frames[-1].shape[0] for s in pool.sent if isinstance(s.message, Batch)]
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
 
 
 def test_a_row_over_the_batch_budget_runs_alone() -> None:
