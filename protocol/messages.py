@@ -236,6 +236,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     states (0: not available). `page`: lengths count rounded up to it. `batch_*`: budget of one batch; `inflight_*`: bound on
     the sum of all batches at this worker. A single row may exceed `batch_tokens`, never `inflight_tokens`. `max_item` is 0, or
     the worker is packed: it joins rows of one query into sequences (`packing.py`), takes nothing else, and no longer item.
+    `pace`: tokens that the engine computes in the time for which a request of high priority may be kept waiting by others (0:
+    no matter); batches are filled and put in flight accordingly. Measured, so it may differ between workers of a class.
     """
 
     kind: Literal["causal", "classifier"]
@@ -253,6 +255,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     device: str = ""
     text: bool = True
     max_item: int = 0
+    pace: int = 0
 
     @property
     def packed(self) -> bool:

@@ -17,11 +17,18 @@ from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
 
 
+def free_of(worker: Worker, can: Capabilities) -> int:
+    """Tokens that `worker` may be given now. Beside two batches there is room for as much as two forwards at its pace: what has
+    a higher priority than all that waits then waits for the forward that runs and for one more."""
+    free = can.inflight_tokens - worker.cost
+    return min(free, 2 * can.pace - worker.cost) if can.pace and len(worker.batches) > 1 else free
+
+
 def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch | None:
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
     can = worker.capabilities
     assert can is not None
-    free_tokens = can.inflight_tokens - worker.cost
+    free_tokens = free_of(worker, can)
     free_rows = can.inflight_rows - worker.rows
     extra = can.page - 1
     head = lane[0][2]
@@ -41,7 +48,7 @@ def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch |
     take(core, slices[0])
     if head.state == RUNNING:
         queue.pop(lane)
-        free_tokens = min(free_tokens, can.batch_tokens)
+        free_tokens = min(free_tokens, can.pace or can.batch_tokens, can.batch_tokens)
         free_rows = min(free_rows, can.batch_rows)
         while lane and cost < free_tokens and rows < free_rows:
             next_ = lane[0][2]
@@ -65,7 +72,7 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
     """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
     can = worker.capabilities
     assert can is not None
-    free_tokens = can.inflight_tokens - worker.cost
+    free_tokens = free_of(worker, can)
     free_rows = can.inflight_rows - worker.rows
     packing = Packing(can.context, can.page)
     slices: list[Slice] = []
@@ -89,7 +96,8 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
         if request.flying < request.left:
             break
         queue.pop(lane)
-        most_tokens, most_rows = min(free_tokens, can.batch_tokens), min(free_rows, can.batch_rows)
+        most_tokens = min(free_tokens, can.pace or can.batch_tokens, can.batch_tokens)
+        most_rows = min(free_rows, can.batch_rows)
     return Batch(core.task_id(), worker, slices, packing.cost, rows, False)
 
 

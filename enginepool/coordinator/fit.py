@@ -17,6 +17,7 @@ def impossible(can: Capabilities) -> str:
         and can.context > 0
         and can.vocab > 0
         and can.max_item >= 0
+        and can.pace >= 0
     ):
         return f"ready with impossible capabilities: {can}"
     return ""

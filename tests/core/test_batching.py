@@ -2,6 +2,7 @@
 
 from random import Random
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from hypothesis import given
@@ -115,6 +116,44 @@ def test_a_row_over_the_batch_budget_runs_alone() -> None:
     assert [rows(s) for s in pool.batches] == [[1]]
     pool.finish_all()
     assert list(results(pool.sent)) == [1]
+
+
+def test_batches_of_several_requests_keep_the_pace_of_their_worker() -> None:
+    can = msgspec.structs.replace(CAN, pace=40)
+    pool = Pool()
+    client = pool.client()
+    for request in range(1, 10):
+        pool.submit(client, request, work(1, 15))
+    pool.submit(client, 10, work(8, 12))
+    pool.worker(can=can)
+    # Two requests to a batch of 40 tokens; beside two batches there is room up to twice 40.
+    assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1], [1]]
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1, 1], [1], [1, 1]]
+    pool.finish(pool.batches[0])
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1]], "the tenth request does not join the ninth"
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1, 1], [8]], "a request of more than the pace stays whole"
+
+
+def test_small_batches_are_put_in_flight_up_to_two_forwards_at_the_pace() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=msgspec.structs.replace(CAN, pace=40))
+    for request in range(1, 9):
+        pool.submit(client, request, work(1, 15))
+    assert [rows(s) for s in pool.batches] == [[1]] * 5
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1]] * 5
+
+
+def test_a_pace_may_differ_between_workers() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a", can=msgspec.structs.replace(CAN, pace=40))
+    pool.worker("b", can=msgspec.structs.replace(CAN, pace=30))
+    assert len({s.link for s in pool.submit(client, 1, work(1, 15)) + pool.submit(client, 2, work(1, 15))}) == 2
 
 
 def test_work_goes_to_the_least_loaded_worker() -> None:

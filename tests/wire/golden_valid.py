@@ -383,7 +383,13 @@ def _from_worker() -> list[Valid]:
         ),
         Valid("stage", way, "loading", {"type": "stage", "stage": "loading", "detail": "shard 2 of 4"}),
         Valid("stage-bare", way, "without detail", {"type": "stage", "stage": "compiling"}),
-        Valid("ready", way, "a causal model; fields with defaults left out", {"type": "ready", "capabilities": CAUSAL}),
+        Valid(
+            "ready",
+            way,
+            "a causal model; fields with defaults left out",
+            {"type": "ready", "capabilities": CAUSAL},
+            exact=False,
+        ),
         Valid(
             "ready-classifier",
             way,
@@ -403,12 +409,21 @@ def _from_worker() -> list[Valid]:
                 },
                 "version": 3,
             },
+            exact=False,
         ),
         Valid(
             "ready-packed",
             way,
             "a worker that joins rows of one query into sequences",
             {"type": "ready", "capabilities": {**CAUSAL, "max_item": 65535}},
+            exact=False,
+        ),
+        Valid(
+            "ready-paced",
+            way,
+            "a worker that knows how much it computes while others may wait",
+            {"type": "ready", "capabilities": {**CAUSAL, "pace": 12}},
+            exact=False,
         ),
         Valid("idle", way, "it holds nothing older than this epoch", {"type": "idle", "epoch": EPOCH}),
         Valid(
