@@ -6,8 +6,10 @@ One engine in a process, on the main thread's loop: stopping it kills every proc
 import asyncio
 import contextlib
 import importlib
+import math
 import os
 import signal
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -52,6 +54,10 @@ from enginepool.workers.sglang_settings import Running, SettingsError, Wanted, b
 _SCORING_HEADS = ("Classification", "Reward")
 _WARM_ROWS = 2
 _WARM_LENGTH = 8
+#: Seconds of a forward of several requests on a GPU. A request of high priority waits for the one that runs and for one more.
+FORWARD_S = 0.025
+_PACE_LENGTH = 512
+_PACE_RUNS = 3
 
 
 class SglangEngine:
@@ -276,7 +282,20 @@ class SglangEngine:
             _, forwards = await self._end.unless_over(self._compute(_short_rows(capabilities), 0, hidden=False))
         if forwards != 1:
             raise SettingsError(f"the engine took {forwards} forwards for one batch inside its budget")
-        return msgspec.structs.replace(capabilities, labels=labels, hidden=hidden)
+        pace = await self._measure_pace(capabilities) if capabilities.device != "cpu" else 0
+        return msgspec.structs.replace(capabilities, labels=labels, hidden=hidden, pace=pace)
+
+    async def _measure_pace(self, capabilities: Capabilities) -> int:
+        """Tokens of a forward that takes FORWARD_S, from the quickest of some full batches."""
+        length = min(_PACE_LENGTH, capabilities.context)
+        rows = max(1, min(capabilities.batch_rows, capabilities.batch_tokens // length))
+        parts = _made_up(capabilities, rows, length)
+        quickest = math.inf
+        for _ in range(_PACE_RUNS):
+            began = time.perf_counter()
+            await self._end.unless_over(self._compute(parts, 0, hidden=False))
+            quickest = min(quickest, time.perf_counter() - began)
+        return max(1, min(capabilities.batch_tokens, int(rows * length * FORWARD_S / quickest)))
 
     # --- work ------------------------------------------------------------------------------------------------------
 

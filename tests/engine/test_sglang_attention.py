@@ -46,7 +46,7 @@ plan_on_the_host(PatchedUpdater)
 
 
 def listed(value: Any) -> Any:
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    return getattr(value, "tolist", lambda: value)()
 
 
 def told(planner: Planner) -> list[Any]:
