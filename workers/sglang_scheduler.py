@@ -109,22 +109,32 @@ def answer_before_the_next_launch(scheduler: Any) -> None:
         return overlaps_not(self, batch, *args, **kwargs) or (bool(batch) and scores_only(self) and soon(pending(self)))
 
     def event_loop(self: Any) -> Any:
-        receiver = self.request_receiver
-        receive = receiver.recv_requests
-
-        def recv_requests(*args: Any, **kwargs: Any) -> Any:
-            found = receive(*args, **kwargs)
-            if not found and not self.waiting_queue and scores_only(self):
-                forward = pending(self)
-                while not found and forward is not None and not forward.query():
-                    found = receive()
-            return found
-
-        receiver.recv_requests = recv_requests
+        self.request_receiver = Receiver(self, self.request_receiver)
         return run(self)
 
     scheduler.is_disable_overlap_for_batch = answer_first
     scheduler.event_loop_overlap = event_loop
+
+
+class Receiver:
+    """SGLang's receiver, which also looks for requests while a forward runs and nothing else is to be done."""
+
+    def __init__(self, scheduler: Any, receiver: Any) -> None:
+        self._scheduler = scheduler
+        self._receiver = receiver
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._receiver, name)
+
+    def recv_requests(self, *args: Any, **kwargs: Any) -> Any:
+        """What has arrived; nothing only when the forward is over, too."""
+        found = self._receiver.recv_requests(*args, **kwargs)
+        scheduler = self._scheduler
+        if not found and not scheduler.waiting_queue and scores_only(scheduler):
+            forward = pending(scheduler)
+            while not found and forward is not None and not forward.query():
+                found = self._receiver.recv_requests()
+        return found
 
 
 def scores_only(scheduler: Any) -> bool:

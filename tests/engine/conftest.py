@@ -32,7 +32,8 @@ class Engines:
     def _start(self, name: str) -> HostedEngine:
         if name == "causal":
             return HostedEngine(str(self._models.causal), refused={"dp_size": 2}, **BUDGETS)
-        return HostedEngine(str(self._models.reward), **BUDGETS)
+        # This one prepares a forward while another runs, as on a GPU.
+        return HostedEngine(str(self._models.reward), options={"disable_overlap_schedule": False}, **BUDGETS)
 
     def get(self, name: str) -> HostedEngine:
         """The engine, ready; another one when a test has ended it."""
