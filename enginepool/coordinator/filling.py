@@ -24,6 +24,14 @@ def free_of(worker: Worker, can: Capabilities) -> int:
     return min(free, 2 * can.pace - worker.cost) if can.pace and len(worker.batches) > 1 else free
 
 
+def beyond_pace(can: Capabilities, head: Request, follower: Request, cost: int, more: int) -> bool:
+    """Whether `follower` would make a batch of `cost` too long for its head. Half of a follower may be over the pace, so that
+    batches have it on average; those of a lower priority fill half of it at most."""
+    if not can.pace:
+        return False
+    return cost + more // 2 > can.pace if follower.priority >= head.priority else cost + more > can.pace // 2
+
+
 def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch | None:
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
     can = worker.capabilities
@@ -48,7 +56,7 @@ def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch |
     take(core, slices[0])
     if head.state == RUNNING:
         queue.pop(lane)
-        free_tokens = min(free_tokens, can.pace or can.batch_tokens, can.batch_tokens)
+        free_tokens = min(free_tokens, can.batch_tokens)
         free_rows = min(free_rows, can.batch_rows)
         while lane and cost < free_tokens and rows < free_rows:
             next_ = lane[0][2]
@@ -57,7 +65,12 @@ def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch |
                 continue
             work = next_.work
             more = work.tokens + work.rows * extra
-            if next_.next or cost + more > free_tokens or rows + work.rows > free_rows:
+            if (
+                next_.next
+                or cost + more > free_tokens
+                or rows + work.rows > free_rows
+                or beyond_pace(can, head, next_, cost, more)
+            ):
                 break
             cost += more
             rows += work.rows
@@ -85,7 +98,7 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
             continue
         start, end = request.back[0] if request.back else (request.next, request.work.rows)
         stop, cost, length = _pack(packing, request, start, end, most_tokens, most_rows - rows, follows=bool(slices))
-        if slices and (request.next or stop < request.work.rows):
+        if slices and (request.next or stop < request.work.rows or beyond_pace(can, slices[0][0], request, packing.cost, cost)):
             break
         if not slices and (cost > free_tokens or stop - start > free_rows):
             return None
@@ -96,7 +109,7 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
         if request.flying < request.left:
             break
         queue.pop(lane)
-        most_tokens = min(free_tokens, can.pace or can.batch_tokens, can.batch_tokens)
+        most_tokens = min(free_tokens, can.batch_tokens)
         most_rows = min(free_rows, can.batch_rows)
     return Batch(core.task_id(), worker, slices, packing.cost, rows, False)
 

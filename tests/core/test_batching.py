@@ -119,22 +119,43 @@ def test_a_row_over_the_batch_budget_runs_alone() -> None:
 
 
 def test_batches_of_several_requests_keep_the_pace_of_their_worker() -> None:
-    can = msgspec.structs.replace(CAN, pace=40)
     pool = Pool()
     client = pool.client()
-    for request in range(1, 10):
+    for request in range(1, 8):
+        pool.submit(client, request, work(1, 20))
+    pool.submit(client, 8, work(8, 12))
+    pool.worker(can=msgspec.structs.replace(CAN, pace=45))
+    # Two requests and the half of a third are 50 tokens. Beside two batches there is room up to twice 45.
+    assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1]]
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1]]
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1, 1], [1]], "the eighth request does not join the seventh"
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1], [8]], "a request of more than the pace stays whole"
+
+
+def test_half_of_the_last_follower_may_be_over_the_pace() -> None:
+    pool = Pool()
+    client = pool.client()
+    for request in range(1, 5):
+        pool.submit(client, request, work(1, 20))
+    pool.worker(can=msgspec.structs.replace(CAN, pace=50))
+    assert [rows(s) for s in pool.batches] == [[1, 1, 1], [1]]
+
+
+def test_followers_of_a_lower_priority_fill_half_of_the_pace() -> None:
+    pool = Pool()
+    client = pool.client()
+    for request in range(1, 6):
         pool.submit(client, request, work(1, 15))
-    pool.submit(client, 10, work(8, 12))
-    pool.worker(can=can)
-    # Two requests to a batch of 40 tokens; beside two batches there is room up to twice 40.
-    assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1], [1]]
-    pool.finish(pool.batches[0])
-    assert [rows(s) for s in pool.batches] == [[1, 1], [1], [1, 1]]
-    pool.finish(pool.batches[0])
-    pool.finish(pool.batches[0])
-    assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1]], "the tenth request does not join the ninth"
-    pool.finish(pool.batches[0])
-    assert [rows(s) for s in pool.batches] == [[1, 1], [8]], "a request of more than the pace stays whole"
+    for request in range(6, 8):
+        pool.submit(client, request, work(1, 15), priority=5)
+    pool.worker(can=msgspec.structs.replace(CAN, pace=60))
+    assert [[s.message.priority, *rows(s)] for s in pool.batches if isinstance(s.message, Batch)] == [
+        [5, 1, 1],
+        [0, 1, 1, 1, 1],
+    ]
 
 
 def test_small_batches_are_put_in_flight_up_to_two_forwards_at_the_pace() -> None:
