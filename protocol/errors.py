@@ -38,6 +38,14 @@ CODES: dict[str, CodeFacts] = {
     "engine_error": CodeFacts("pool", False, "the engine refused or failed on this request; the worker lives on"),
     "pool_down": CodeFacts("pool", True, "no worker of the group is left and none will be restarted"),
     "needs_weights": CodeFacts("pool", True, "the committed weights of the group exist nowhere; publish them again"),
+    "publishing": CodeFacts("caller", True, "another publisher's transaction is open in this group; `limit` names it"),
+    "version_backwards": CodeFacts("caller", False, "a weight version is not above the committed one, which `limit` names"),
+    "weights_refused": CodeFacts(
+        "caller", False, "the tensors do not fit the model, or hold NaN or infinity; `field` names one"
+    ),
+    "update_aborted": CodeFacts(
+        "nobody", True, "the update was given up before any engine was touched; the old weights serve on"
+    ),
     "shutting_down": CodeFacts("pool", True, "the coordinator is draining and takes no new requests"),
 }
 

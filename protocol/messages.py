@@ -11,27 +11,32 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
-MAX_PRIORITY = 1000
-MAX_LABELS = 4096
-MAX_ID = 2**63 - 1
-#: Frame 0 over this many bytes is refused before it is decoded.
-MAX_HEADER_BYTES = 1 << 20
-
-Dtype = Literal["int32", "uint32", "float32", "utf8"]
-
-
-class FrameSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One payload frame: [name, dtype, shape]. For `utf8` the shape is [bytes]."""
-
-    name: str
-    dtype: Dtype
-    shape: tuple[int, ...]
-
-
-class Message(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False):
-    """Base of all messages. Subclasses set their own tag."""
-
+from enginepool.protocol.basis import PROTOCOL_VERSION, FrameSpec, Message, TaskId
+from enginepool.protocol.updates import (
+    Abandon,
+    Commit,
+    Committed,
+    HandedOver,
+    HandOver,
+    Inspect,
+    Inspected,
+    Join,
+    Joined,
+    Phase,
+    Prepare,
+    Prepared,
+    Publish,
+    Published,
+    Release,
+    Renew,
+    Restore,
+    Restored,
+    Sent,
+    Staged,
+    WeightsQuestion,
+    WeightsReport,
+    WeightsWanted,
+)
 
 # --- both ways ---------------------------------------------------------------------------------------------------------
 
@@ -98,6 +103,7 @@ class Score(Message, tag="score"):
     hidden: bool = False
     priority: int = 0
     timeout_ms: int | None = None
+    min_version: int = 0
 
 
 class Cancel(Message, tag="cancel"):
@@ -224,9 +230,6 @@ class StatusReport(Message, tag="status_report"):
 
 # --- worker to coordinator ---------------------------------------------------------------------------------------------
 
-#: (epoch, counter): fresh for every attempt; an answer with an unknown one is dropped.
-TaskId = tuple[int, int]
-
 
 class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     """What a loaded engine can do, and the budgets inside which a batch is one forward pass.
@@ -283,10 +286,11 @@ class Stage(Message, tag="stage"):
 
 
 class Ready(Message, tag="ready"):
-    """The engine is loaded and warm, and holds `version` of the weights."""
+    """The engine is loaded and warm, and holds `version` of the weights; `digest` is theirs ("": its checkpoint's own)."""
 
     capabilities: Capabilities
     version: int = 0
+    digest: str = ""
 
 
 class Idle(Message, tag="idle"):
@@ -371,7 +375,27 @@ class Drain(Message, tag="drain"):
     """Finish what is running, then end."""
 
 
-FromClient = Hello | Score | Cancel | Ack | Goodbye | Status | Ping | Pong
-ToClient = Welcome | Result | Failure | StatusReport | Ping | Pong
-FromWorker = Register | Stage | Ready | Idle | Done | Tokenised | Bye | Failure | Ping | Pong
-ToWorker = Accept | Batch | Tokenise | Drain | Failure | Ping | Pong
+FromClient = (
+    Hello | Score | Cancel | Ack | Goodbye | Status | Publish | Renew | Sent | Commit | Abandon | WeightsQuestion | Ping | Pong
+)
+ToClient = Welcome | Result | Failure | StatusReport | Join | Phase | Published | WeightsWanted | WeightsReport | Ping | Pong
+FromWorker = (
+    Register | Stage | Ready | Idle | Done | Tokenised | Bye
+    | Prepared | Joined | Staged | HandedOver | Restored | Inspected | Failure | Ping | Pong
+)  # fmt: skip
+ToWorker = (
+    Accept
+    | Batch
+    | Tokenise
+    | Drain
+    | Prepare
+    | Join
+    | HandOver
+    | Committed
+    | Release
+    | Restore
+    | Inspect
+    | Failure
+    | Ping
+    | Pong
+)

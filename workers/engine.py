@@ -11,7 +11,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.updates import Finding
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.uint32]
@@ -93,6 +95,46 @@ class BatchScores:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class ModelTensors:
+    """The tensors that the engine's own load took from its checkpoint, in that order, and names that it may do without."""
+
+    tensors: tuple[Tensor, ...]
+    optional: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Bytes of an update in memory that the engine's own processes can open, laid out by `protocol.layout`.
+
+    kind: `file`, a path on this host (often shared memory) to map; `cuda`, memory of the engine's GPU `device`, opened
+    by the CUDA IPC `handle`.
+    """
+
+    kind: str
+    nbytes: int
+    path: str = ""
+    handle: bytes = b""
+    device: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """Weights for an engine: all of them in each of `spaces` (one for each GPU of the engine), or a checkpoint directory."""
+
+    tensors: tuple[Tensor, ...]
+    spaces: tuple[Space, ...] = ()
+    checkpoint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TakeTimes:
+    """What taking weights cost, in seconds: the load itself, and flushing the caches before and after."""
+
+    load_s: float
+    flush_s: float
+
+
 #: Called by `start` with (stage, one line of detail); stages are those of `protocol.messages.Stage`.
 Report = Callable[[str, str], None]
 
@@ -107,6 +149,30 @@ class Engine(Protocol):
     @property
     def version(self) -> int:
         """The version of the weights that are loaded now."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """The digest under which the loaded weights were committed; "" for those of the checkpoint."""
+        ...
+
+    def model_tensors(self) -> ModelTensors:
+        """What an update of this model consists of. Raises EngineError when this engine cannot take updates; it says why."""
+        ...
+
+    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+        """Run on these weights from now on; called while the engine is empty.
+
+        Raises EngineError when the old weights are whole and stay, EngineDied when nobody knows what is loaded.
+        """
+        ...
+
+    async def inspect(self, what: str) -> tuple[str, list[Finding]]:
+        """(digest, findings) of the weights as they are in the engine; `what` is `digest` or `validate`. Raises EngineError."""
+        ...
+
+    async def tensor(self, name: str) -> tuple[Scores, str]:
+        """One weight by its checkpoint name as float32, and its own dtype. Raises EngineError: no such name."""
         ...
 
     async def tokenise(self, texts: list[str]) -> list[list[int]]:

@@ -4,7 +4,23 @@ from enum import IntEnum
 
 import msgspec
 
-from enginepool.protocol.messages import Batch, Capabilities, Message, PartDone, TaskId, Tokenise
+from enginepool.protocol.basis import Message, TaskId
+from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenise
+from enginepool.protocol.updates import (
+    Committed,
+    HandedOver,
+    HandOver,
+    Inspect,
+    Inspected,
+    Join,
+    Joined,
+    Prepare,
+    Prepared,
+    Release,
+    Restore,
+    Restored,
+    Staged,
+)
 
 Frame = bytes | memoryview
 
@@ -97,6 +113,20 @@ class EngineLost(Event, frozen=True):
     unusable: bool = False
 
 
+class WeightsAnswered(Event, frozen=True):
+    """What came of a `RunWeights`, as the coordinator is to hear it. `staged` comes by itself, some time after `joined`."""
+
+    answer: Prepared | Joined | Staged | HandedOver | Restored | Inspected
+    frames: tuple[Frame, ...] = ()
+
+
+class WeightsTaken(Event, frozen=True):
+    """A `restore` was done: the engine runs on these weights now."""
+
+    version: int
+    digest: str
+
+
 class DrainWanted(Event, frozen=True):
     """Somebody on this machine asks the worker to finish and end (SIGTERM)."""
 
@@ -136,6 +166,15 @@ class RunTokenise(Effect, frozen=True):
     """Give texts to the engine's tokenizer; exactly one `TextDone` or `WorkFailed` follows, unless the engine is lost."""
 
     task: Tokenise
+    frames: tuple[Frame, ...] = ()
+
+
+class RunWeights(Effect, frozen=True):
+    """Do what the coordinator asks about weights. `prepare`, `join`, `hand_over` and `inspect` are answered by one
+    `WeightsAnswered` each; `restore` by `WeightsTaken`, or by `WeightsAnswered` with `restored`; `committed` and `release` by
+    nothing. `hand_over` and `restore` come only while the engine is empty, and nothing enters it before their answer."""
+
+    message: Prepare | Join | HandOver | Committed | Release | Restore | Inspect
     frames: tuple[Frame, ...] = ()
 
 

@@ -1,0 +1,30 @@
+"""What every message is made of: the base of all messages, the description of payload frames, task ids and bounds."""
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+MAX_PRIORITY = 1000
+MAX_LABELS = 4096
+MAX_ID = 2**63 - 1
+#: Frame 0 over this many bytes is refused before it is decoded.
+MAX_HEADER_BYTES = 1 << 20
+
+Dtype = Literal["int32", "uint32", "float32", "utf8"]
+
+
+class FrameSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One payload frame: [name, dtype, shape]. For `utf8` the shape is [bytes]."""
+
+    name: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+
+
+class Message(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False):
+    """Base of all messages. Subclasses set their own tag."""
+
+
+#: (epoch, counter): fresh for every attempt; an answer with an unknown one is dropped.
+TaskId = tuple[int, int]

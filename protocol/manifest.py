@@ -1,0 +1,101 @@
+"""What tensors an update brings: names, dtypes, shapes, in the order in which they are sent.
+
+On the wire a manifest is the JSON text of an array of [name, dtype, shape]; names are those of the checkpoint, dtypes the bare
+names of torch (`bfloat16`), shapes arrays of integers.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import msgspec
+
+from enginepool.protocol.errors import WireError
+
+#: bytes of one element
+SIZES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+
+class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One tensor: [name, dtype, shape]."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+        return prod(self.shape) * SIZES[self.dtype]
+
+
+Manifest = Sequence[Tensor]
+
+_decoder = msgspec.json.Decoder(list[Tensor])
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The text of the `manifest` frame."""
+    return msgspec.json.encode(manifest)
+
+
+def decode_manifest(data: bytes | memoryview) -> list[Tensor]:
+    """The tensors of a `manifest` frame.
+
+    Raises:
+        WireError: `bad_request`: no such JSON, no tensor, a name twice, an unknown dtype, a negative side.
+    """
+    try:
+        manifest = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError("bad_request", f"manifest: {error}", field="manifest") from None
+    if not manifest:
+        raise WireError("bad_request", "manifest: empty; an update brings at least one tensor", field="manifest", limit="1")
+    seen: set[str] = set()
+    for tensor in manifest:
+        where = f"manifest[{tensor.name}]"
+        if tensor.name in seen:
+            raise WireError("bad_request", f"{where}: named twice", field=where)
+        seen.add(tensor.name)
+        if tensor.dtype not in SIZES:
+            raise WireError("bad_request", f"{where}: dtype {tensor.dtype!r} is none of {', '.join(SIZES)}", field=where)
+        if any(side < 0 for side in tensor.shape):
+            raise WireError("bad_request", f"{where}: shape {list(tensor.shape)} has a negative side", field=where)
+    return manifest
+
+
+def difference(offered: Manifest, model: Manifest, optional: frozenset[str] = frozenset(), *, partial: bool = False) -> str:
+    """Why `offered` does not fit the tensors that a worker's own load of its model took, or "": one line, the first few names.
+
+    `optional` are names that the model knows and may do without (tied or skipped ones). A dtype may differ from the
+    checkpoint's among floating ones: engines convert while they load.
+    """
+    mine = {tensor.name: tensor for tensor in model}
+    unknown = [t.name for t in offered if t.name not in mine and t.name not in optional]
+    if unknown:
+        return f"unknown names: {_some(unknown)}"
+    for tensor in offered:
+        own = mine.get(tensor.name)
+        if own is None:
+            continue
+        if tensor.shape != own.shape:
+            return f"{tensor.name}: shape {list(tensor.shape)}; the model has {list(own.shape)}"
+        if tensor.dtype != own.dtype and not (_plain_float(tensor.dtype) and _plain_float(own.dtype)):
+            return f"{tensor.name}: dtype {tensor.dtype}; the model has {own.dtype}"
+    if not partial:
+        offers = {tensor.name for tensor in offered}
+        missing = [name for name in mine if name not in offers and name not in optional]
+        if missing:
+            return f"missing names: {_some(missing)} (partial = true allows it)"
+    return ""
+
+
+def _plain_float(dtype: str) -> bool:
+    return dtype in ("float64", "float32", "float16", "bfloat16")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

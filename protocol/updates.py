@@ -1,0 +1,316 @@
+"""The messages of a weight update: one transaction between a publisher (a client), the coordinator and a group's workers.
+
+PROTOCOL.md, "Life of a weight update", tells the story. Tensors never pass through here: they go from the publisher to the
+workers' side in a process group of their own (NCCL or gloo), whose rank 0 the publisher is, or lie in files; these messages say
+when, where and what. `layout.py` says how tensors become bytes, `manifest.py` how they are described.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from enginepool.protocol.basis import FrameSpec, Message, TaskId
+
+#: How new weights reach an engine.
+#: staged: broadcast into a stager beside each worker, which serves on meanwhile; handed over inside the device.
+#: direct: broadcast straight into the engines, which stand still meanwhile.
+#: checkpoint: each worker reads a directory that it can see.
+#: handles: the stagers take over CUDA memory of a publisher on the same GPU.
+#: relabel: the weights stay; only their version changes.
+Transfer = Literal["staged", "direct", "checkpoint", "handles", "relabel"]
+#: What happens to work in flight when the group is held. drain: begun requests finish, for at most `drain_ms`; then as abort.
+#: abort: it is put back into the queue at once, and runs again on the new weights.
+InFlight = Literal["drain", "abort"]
+#: open: members are asked whether they can. join: the process group forms. transfer: rank 0 sends. staged: all members hold
+#: verified bytes and wait for `commit`. hold: no new work starts. hand_over: engines take the new weights. Then `published`,
+#: or `error`.
+PhaseName = Literal["open", "join", "transfer", "staged", "hold", "hand_over"]
+
+
+# --- client to coordinator ---------------------------------------------------------------------------------------------
+
+
+class Publish(Message, tag="publish"):
+    """Open a transaction. Answered by `join` and `phase`s, at last by `published` or `error`. Frame: `manifest` utf8, but for
+    `checkpoint` and `relabel`.
+
+    `address`: HOST:PORT of the publisher's TCP store, `peer`: a random name of the publisher's side of the process group, new
+    whenever that side was lost. `path`: the directory of `checkpoint`. `partial`: the manifest may lack names of the model.
+    `lease_ms`: without a `renew` for so long the transaction is aborted. `new_run`: versions begin again, as an operator wants.
+    """
+
+    id: int
+    version: int
+    group: str = ""
+    transfer: Transfer = "staged"
+    in_flight: InFlight = "drain"
+    drain_ms: int = 10_000
+    lease_ms: int = 10_000
+    partial: bool = False
+    new_run: bool = False
+    backend: Literal["nccl", "gloo"] = "gloo"
+    bucket_bytes: int = 512 << 20
+    address: str = ""
+    peer: str = ""
+    path: str = ""
+    frames: list[FrameSpec] = []
+
+
+class Renew(Message, tag="renew"):
+    """The publisher of transaction `id` lives; `sent_bytes` of it are broadcast."""
+
+    id: int
+    sent_bytes: int = 0
+
+
+class Sent(Message, tag="sent"):
+    """All bytes of transaction `id` are broadcast; `digest` is that of `layout.py` over them."""
+
+    id: int
+    digest: str
+    sent_bytes: int
+
+
+class Commit(Message, tag="commit"):
+    """Transaction `id` may hold the group and hand over as soon as all members are staged. Welcome any time after `publish`."""
+
+    id: int
+
+
+class Abandon(Message, tag="abandon"):
+    """Abort transaction `id`, unless its hand-over has begun. Answered by the transaction's final answer."""
+
+    id: int
+    reason: str = ""
+
+
+class WeightsQuestion(Message, tag="weights_question"):
+    """Ask about weights; answered by `weights_report`.
+
+    versions: what each worker holds, and the history. digest: of every worker's weights as they are in its engine. validate:
+    NaN, infinity and all-zero tensors in every engine. tensor: one weight by its checkpoint name `name`, from one worker.
+    """
+
+    id: int
+    group: str = ""
+    what: Literal["versions", "digest", "validate", "tensor"] = "versions"
+    name: str = ""
+
+
+# --- coordinator to client ---------------------------------------------------------------------------------------------
+
+
+class Phase(Message, tag="phase"):
+    """Where transaction `id` stands: in `phase`, which `done` of `members` workers have finished."""
+
+    id: int
+    phase: PhaseName
+    members: int = 0
+    done: int = 0
+
+
+class UpdateRecord(msgspec.Struct, omit_defaults=True):
+    """One transaction in the history. `outcome`: `committed`, or the error's code. `phases`: µs, by phase; `drain` is
+    from the hold to the last answer of old work, `first_answer` from the hand-over's end to the first answer after it."""
+
+    version: int
+    outcome: str
+    transfer: str = "staged"
+    message: str = ""
+    at: float = 0.0
+    members: int = 0
+    committed: int = 0
+    sent_bytes: int = 0
+    digest: str = ""
+    phases: dict[str, int] = {}
+    aborted_batches: int = 0
+
+
+class Published(Message, tag="published"):
+    """The transaction is committed: every answer from now on is of `version`."""
+
+    id: int
+    version: int
+    record: UpdateRecord
+
+
+class WeightsWanted(Message, tag="weights_wanted"):
+    """To a connected publisher of `group`: its committed `version` is held nowhere any more. Publish that or more."""
+
+    group: str
+    version: int
+
+
+class Finding(msgspec.Struct, omit_defaults=True):
+    """Something about one tensor: `kind` is nan, infinity or zero, `count` its elements."""
+
+    name: str
+    kind: Literal["nan", "infinity", "zero"]
+    count: int = 0
+
+
+class WorkerWeights(msgspec.Struct, omit_defaults=True):
+    """One worker in a weights report. `digest`: as was asked; `code`, `message`: why it could not say."""
+
+    name: str
+    version: int = 0
+    digest: str = ""
+    findings: list[Finding] = []
+    code: str = ""
+    message: str = ""
+
+
+class WeightsReport(Message, tag="weights_report"):
+    """The answer to `weights_question`. `tensor` comes as the frame `tensor` float32, and its own dtype in `dtype`."""
+
+    id: int
+    group: str
+    version: int = 0
+    digest: str = ""
+    workers: list[WorkerWeights] = []
+    history: list[UpdateRecord] = []
+    dtype: str = ""
+    frames: list[FrameSpec] = []
+
+
+# --- coordinator to publisher and to worker ----------------------------------------------------------------------------
+
+
+class Join(Message, tag="join"):
+    """Be rank `rank` of `world` in process group `rendezvous` at `address`; one that you are in already is kept, and is warm.
+
+    To a publisher `id` names its transaction and its rank is 0; to a worker `update` does, and its ranks begin at `rank`.
+    """
+
+    rendezvous: str
+    world: int
+    rank: int = 0
+    address: str = ""
+    backend: str = "gloo"
+    id: int = 0
+    update: TaskId = (0, 0)
+
+
+# --- coordinator to worker ---------------------------------------------------------------------------------------------
+
+
+class Prepare(Message, tag="prepare"):
+    """Can you take these weights? Nothing moves yet. Frame: `manifest`, as in `publish`. Answered by `prepared`."""
+
+    update: TaskId
+    version: int
+    transfer: Transfer
+    partial: bool = False
+    bucket_bytes: int = 512 << 20
+    path: str = ""
+    frames: list[FrameSpec] = []
+
+
+class HandOver(Message, tag="hand_over"):
+    """Finish or drop what is in the engine, then take the prepared weights as `version`. Answered by `handed_over`.
+
+    In `direct` transfer the bytes are broadcast now. Answers of batches that were in the engine are no longer wanted.
+    """
+
+    update: TaskId
+    version: int
+
+
+class Committed(Message, tag="committed"):
+    """The update is journalled. What a stager holds is now what a successor of this worker gets; `snapshot`: a file in which to
+    keep it, in the background, when it is not there yet."""
+
+    update: TaskId
+    version: int
+    digest: str
+    snapshot: str = ""
+
+
+class Release(Message, tag="release"):
+    """The update is aborted: forget it. Never sent after `hand_over`."""
+
+    update: TaskId
+    reason: str = ""
+
+
+class Restore(Message, tag="restore"):
+    """Take the committed weights, without their publisher: from your stager if it holds `digest`, else `snapshot`, else
+    `path`, the checkpoint that they came from. Answered by `ready` with that version, or by `restored` with an error."""
+
+    version: int
+    digest: str
+    snapshot: str = ""
+    path: str = ""
+
+
+class Inspect(Message, tag="inspect"):
+    """A question about this worker's weights, as in `weights_question`. Answered by `inspected`."""
+
+    task: TaskId
+    what: Literal["digest", "validate", "tensor"]
+    name: str = ""
+
+
+# --- worker to coordinator ---------------------------------------------------------------------------------------------
+
+
+class Prepared(Message, tag="prepared"):
+    """Yes, with `ranks` ranks whose side is named `peer`, in memory of kind `staging`; or no: `code` and `message` say why."""
+
+    update: TaskId
+    peer: str = ""
+    ranks: int = 1
+    staging: Literal["", "device", "host"] = ""
+    code: str = ""
+    message: str = ""
+
+
+class Joined(Message, tag="joined"):
+    """This worker's ranks are in the process group, or why not."""
+
+    update: TaskId
+    code: str = ""
+    message: str = ""
+
+
+class Staged(Message, tag="staged"):
+    """All bytes are here, verified, and their digest is `digest`; or why not. Findings are reported, not refused."""
+
+    update: TaskId
+    digest: str = ""
+    findings: list[Finding] = []
+    code: str = ""
+    message: str = ""
+
+
+class HandedOver(Message, tag="handed_over"):
+    """The engine runs on `version`: `load_us` took the weights, `flush_us` the caches. An error: its weights are as before,
+    and whole. A worker that cannot promise that ends itself instead."""
+
+    update: TaskId
+    version: int = 0
+    digest: str = ""
+    load_us: int = 0
+    flush_us: int = 0
+    code: str = ""
+    message: str = ""
+
+
+class Restored(Message, tag="restored"):
+    """The committed weights could not be had here."""
+
+    version: int
+    code: str
+    message: str
+
+
+class Inspected(Message, tag="inspected"):
+    """The answer to `inspect`; `tensor` has the frame `tensor` float32."""
+
+    task: TaskId
+    digest: str = ""
+    findings: list[Finding] = []
+    dtype: str = ""
+    code: str = ""
+    message: str = ""
+    frames: list[FrameSpec] = []
