@@ -52,6 +52,15 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     orphan_s: float = 60.0
     #: SIGTERM and close() let begun work finish for this long
     drain_s: float = 10.0
+    #: a weight update: workers say whether they can take it; the process group forms; nothing arrives, or nothing is verified;
+    #: engines take the weights; engines answer a question about their weights
+    update_prepare_s: float = 30.0
+    update_join_s: float = 60.0
+    update_stall_s: float = 60.0
+    update_hand_over_s: float = 60.0
+    update_inspect_s: float = 60.0
+    #: a worker that could not restore the committed weights tries again after this
+    restore_again_s: float = 10.0
 
 
 class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -87,6 +96,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_rows: int | None = None
     #: forwards of tokens in flight at a worker
     forwards_in_flight: int = 2
+    #: where committed weights are kept for workers that start: in shared memory of their node, in `state_dir`, or nowhere
+    snapshot: Literal["memory", "disk", "none"] = "memory"
     #: further settings for the engine, by its own names
     options: dict[str, Any] = {}
 

@@ -44,7 +44,7 @@ CODES: dict[str, CodeFacts] = {
         "caller", False, "the tensors do not fit the model, or hold NaN or infinity; `field` names one"
     ),
     "update_aborted": CodeFacts(
-        "nobody", True, "the update was given up before any engine was touched; the old weights serve on"
+        "nobody", True, "the update was given up; the old weights serve on, or will once restarted workers are back"
     ),
     "shutting_down": CodeFacts("pool", True, "the coordinator is draining and takes no new requests"),
 }

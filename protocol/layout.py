@@ -10,6 +10,7 @@ attacker. Both sums are sums over buckets too, so that each side computes it as 
 """
 
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import NamedTuple
 
 from enginepool.protocol.manifest import Manifest
@@ -74,6 +75,11 @@ def buckets(manifest: Manifest, bucket_bytes: int) -> Iterator[Bucket]:
                 break
             index += 1
         yield Bucket(at, end - at, pieces)
+
+
+def layered(before: str, part: str) -> str:
+    """The digest of weights of which an update brought only a part: the part's, over that of what was there before."""
+    return blake2b(f"{before}+{part}".encode(), digest_size=16).hexdigest()
 
 
 def digest_text(plain: int, weighted: int) -> str:

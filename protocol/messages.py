@@ -198,7 +198,9 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
 
 
 class GroupStatus(msgspec.Struct, omit_defaults=True):
-    """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward."""
+    """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward;
+    `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction.
+    """
 
     name: str
     queued: int = 0
@@ -215,6 +217,10 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     poisoned: int = 0
     model: str = ""
     down: str = ""
+    digest: str = ""
+    early: int = 0
+    update: str = ""
+    needs_weights: str = ""
     workers: list[WorkerStatus] = []
 
 

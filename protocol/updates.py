@@ -218,7 +218,8 @@ class HandOver(Message, tag="hand_over"):
 
 class Committed(Message, tag="committed"):
     """The update is journalled. What a stager holds is now what a successor of this worker gets; `snapshot`: a file in which to
-    keep it, in the background, when it is not there yet."""
+    keep it, in the background, when it is not there yet. Said again, with `update` (0, 0), to a worker that is ready with it.
+    """
 
     update: TaskId
     version: int
@@ -234,8 +235,9 @@ class Release(Message, tag="release"):
 
 
 class Restore(Message, tag="restore"):
-    """Take the committed weights, without their publisher: from your stager if it holds `digest`, else `snapshot`, else
-    `path`, the checkpoint that they came from. Answered by `ready` with that version, or by `restored` with an error."""
+    """Take the committed weights, without their publisher: from your engine or your stager if it holds `digest`, else
+    `snapshot`, else `path`, the checkpoint that they came from. An empty `digest` is that of the engine's own checkpoint.
+    Answered by `ready` with that version, or by `restored` with an error."""
 
     version: int
     digest: str

@@ -14,6 +14,9 @@ room; work of the new epoch is therefore held back here until the last dropped o
 forward budget that was counted for one, and be cut. A batch that comes twice runs once: while it runs the copy is ignored,
 afterwards the kept answer is sent again.
 
+What an update of the weights asks of a worker is in `updates`; while the engine takes weights, and before that while it empties
+for them, work is held back in the same way.
+
     stage: starting -> loading -> compiling -> ready -> draining, and from each of them the end (`End`), after which
     nothing has an effect.
 """
@@ -26,15 +29,22 @@ from enginepool.protocol.messages import (
     Batch,
     Bye,
     Capabilities,
+    Committed,
     Done,
     Drain,
     Failure,
     FrameSpec,
+    HandOver,
     Idle,
+    Inspect,
+    Join,
     Message,
     PartDone,
+    Prepare,
     Ready,
     Register,
+    Release,
+    Restore,
     Stage,
     TaskId,
     Tokenise,
@@ -52,6 +62,7 @@ from enginepool.workers.events import (
     EngineStage,
     Event,
     Exit,
+    Frame,
     LifelineClosed,
     Note,
     Received,
@@ -60,8 +71,11 @@ from enginepool.workers.events import (
     Send,
     TextDone,
     Tick,
+    WeightsAnswered,
+    WeightsTaken,
     WorkFailed,
 )
+from enginepool.workers.updates import WorkerUpdates
 
 #: how often the shell sends `Tick`
 TICK_S = 0.25
@@ -118,12 +132,13 @@ class WorkerMachine:
         self.detail = ""
         #: set once the engine is loaded
         self.capabilities: Capabilities | None = None
-        self.version = 0
+        #: the weights in the engine, and what is asked about them
+        self.updates = WorkerUpdates()
         #: work of this epoch that is not answered: its number of parts, None for a tokenise task
         self.running: dict[TaskId, int | None] = {}
-        #: the part of `running` that is not yet given to the engine; empty when `leaving` is
+        #: the part of `running` that is not yet given to the engine; empty when `leaving` is, and no weights are taken
         self.held: dict[TaskId, RunBatch | RunTokenise] = {}
-        #: work of earlier epochs that is still inside the engine
+        #: work that nobody waits for any more and that is still inside the engine
         self.leaving: set[TaskId] = set()
         #: answers of this epoch in the order they were finished; at most KEPT_ANSWERS and KEPT_BYTES
         self.answers: dict[TaskId, Send] = {}
@@ -144,6 +159,8 @@ class WorkerMachine:
             EngineStage: self._engine_stage,
             EngineReady: self._engine_ready,
             EngineLost: self._engine_lost,
+            WeightsAnswered: self._weights_answered,
+            WeightsTaken: self._weights_taken,
             DrainWanted: self._drain_wanted,
             LifelineClosed: self._lifeline_closed,
         }
@@ -201,6 +218,8 @@ class WorkerMachine:
             return self._refused(message)
         if isinstance(message, Drain):
             return self._drain("the coordinator asked for it")
+        if isinstance(message, Prepare | Join | HandOver | Committed | Release | Restore | Inspect):
+            return self._weights(message, event.frames)
         return []
 
     def _accept(self, message: Accept) -> list[Effect]:
@@ -208,10 +227,12 @@ class WorkerMachine:
             return [Note(f"ignored: accept of epoch {message.epoch}, a coordinator of epoch {self.epoch} was heard")]
         self.linked = self.registered = True
         self.orphan_s = message.orphan_s
+        effects: list[Effect] = []
         if message.epoch > self.epoch:
             self._drop()
             self.epoch = message.epoch
-        effects: list[Effect] = [Send(Idle(self.epoch)), self._say_stage(), *self.unsent.values()]
+            effects += self.updates.new_epoch()
+        effects += [Send(Idle(self.epoch)), self._say_stage(), *self.unsent.values(), *self.updates.owed()]
         self.unsent.clear()
         return effects + self._end_if_drained()
 
@@ -245,7 +266,7 @@ class WorkerMachine:
             refusal: list[Effect] = [Send(Failure("hello_required", why, id=task[1]))]
             return refusal if self.registered else refusal + self._ask()
         self.running[task] = parts
-        if self.leaving:
+        if self.leaving or self.updates.busy:
             self.held[task] = run
             return []
         return [run]
@@ -268,18 +289,14 @@ class WorkerMachine:
             answer = Tokenised(event.task, code=event.code, message=event.message)
         else:
             failed = PartDone(code=event.code, message=event.message)
-            answer = Done(event.task, [failed] * parts, version=self.version, forwards=0)
+            answer = Done(event.task, [failed] * parts, version=self.updates.version, forwards=0)
         return self._finished(event.task, Send(answer))
 
     def _finished(self, task: TaskId, answer: Send) -> list[Effect]:
         """`task` has left the engine. Its answer is sent, kept or, when its epoch is over, dropped."""
         if task in self.leaving:
             self.leaving.remove(task)
-            if self.leaving:
-                return []
-            released: list[Effect] = list(self.held.values())
-            self.held.clear()
-            return released
+            return [] if self.leaving else self._emptied()
         if task not in self.running:
             return []
         del self.running[task]
@@ -288,6 +305,14 @@ class WorkerMachine:
             return [answer, *self._end_if_drained()]
         self.unsent[task] = answer
         return self._end_if_drained()
+
+    def _emptied(self) -> list[Effect]:
+        """Nothing that nobody waits for is inside the engine: weights first, then the work that was held back."""
+        effects = self.updates.take()
+        if not self.updates.busy:
+            effects += self.held.values()
+            self.held.clear()
+        return effects
 
     def _keep(self, task: TaskId, answer: Send) -> None:
         self.answers[task] = answer
@@ -298,11 +323,42 @@ class WorkerMachine:
             for frame in self.answers.pop(oldest).frames:
                 self.answer_bytes -= len(frame)
 
+    # --- weights --------------------------------------------------------------------------------------------------------
+
+    def _weights(
+        self, message: Prepare | Join | HandOver | Committed | Release | Restore | Inspect, frames: tuple[Frame, ...]
+    ) -> list[Effect]:
+        effects = self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.stage == "ready"))
+        if self.updates.wanted is not None:
+            # Nobody waits for the answers of what is inside: it runs again on the new weights.
+            self._drop()
+        return effects + self._resumed()
+
+    def _allowed(self, effects: list[Effect]) -> list[Effect]:
+        """Without a usable link nothing is said; what is owed then is said after `accept`."""
+        return effects if self.registered else [effect for effect in effects if not isinstance(effect, Send)]
+
+    def _weights_answered(self, event: WeightsAnswered) -> list[Effect]:
+        effects: list[Effect] = list(self.updates.answered(event.answer, event.frames))
+        return self._allowed(effects) + self._resumed()
+
+    def _weights_taken(self, event: WeightsTaken) -> list[Effect]:
+        self.updates.taken(event.version, event.digest)
+        return self._resumed()
+
+    def _resumed(self) -> list[Effect]:
+        """The engine may have other weights now, and be free again."""
+        effects = [] if self.leaving else self._emptied()
+        if not self.updates.changed:
+            return effects
+        self.updates.changed = False
+        return [self._say_stage(), *effects] if self.registered else effects
+
     # --- the engine -----------------------------------------------------------------------------------------------------
 
     def _say_stage(self) -> Send:
         if self.stage == "ready" and self.capabilities is not None:
-            return Send(Ready(self.capabilities, self.version))
+            return Send(Ready(self.capabilities, self.updates.version, self.updates.digest))
         return Send(Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
 
     def _engine_stage(self, event: EngineStage) -> list[Effect]:
@@ -312,7 +368,7 @@ class WorkerMachine:
         return [self._say_stage()] if self.registered else []
 
     def _engine_ready(self, event: EngineReady) -> list[Effect]:
-        self.capabilities, self.version = event.capabilities, event.version
+        self.capabilities, self.updates.version = event.capabilities, event.version
         if self.stage == "draining":
             return []
         self.stage, self.detail = "ready", ""
@@ -371,11 +427,16 @@ class WorkerMachine:
         """Raise AssertionError when an invariant of the state does not hold."""
         assert not self.registered or self.linked
         assert self.held.keys() <= self.running.keys()
-        assert self.leaving or not self.held, "work is held back and nothing is leaving"
+        assert self.leaving or self.updates.busy or not self.held, "work is held back and nothing is leaving"
         assert not self.running.keys() & self.answers.keys(), "answered and running"
         assert not self.running.keys() & self.unsent.keys()
         assert all(task[0] == self.epoch for task in (*self.running, *self.answers, *self.unsent))
-        assert all(task[0] < self.epoch for task in self.leaving)
+        assert all(task[0] <= self.epoch for task in self.leaving)
+        assert not self.leaving & self.running.keys()
+        self.updates.check()
+        assert self.updates.taking is None or not self.leaving, "weights are taken beside work"
+        assert self.updates.taking is None or self.running.keys() == self.held.keys(), "weights are taken beside work"
+        assert self.updates.wanted is None or self.leaving or self.updates.taking, "weights wait for nothing"
         assert len(self.answers) <= KEPT_ANSWERS
         assert self.answer_bytes == sum(len(frame) for answer in self.answers.values() for frame in answer.frames)
         assert self.answer_bytes <= KEPT_BYTES

@@ -46,7 +46,7 @@ class Clients:
         welcome = Welcome(
             core.epoch,
             protocol=PROTOCOL_VERSION,
-            capabilities=["score"],
+            capabilities=["score", "weights"],
             groups=list(core.groups),
             window_requests=limits.window_requests,
             window_bytes=limits.window_bytes,

@@ -56,8 +56,8 @@ class Core:
     """The shared state of one coordinator."""
 
     __slots__ = (
-        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "groups", "links",
-        "live_bytes", "live_rows", "now", "seq", "started", "touched", "woken", "worker_links",
+        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "fallen", "groups", "links",
+        "live_bytes", "live_rows", "now", "returned", "risen", "seq", "started", "touched", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -84,6 +84,10 @@ class Core:
         self.draining = False
         #: groups where work and a worker may have met since the last pump
         self.woken: list[Group] = []
+        #: of the events in hand, for `weights`: workers that said ready, that came back on a new link, that were lost and why
+        self.risen: list[Worker] = []
+        self.returned: list[Worker] = []
+        self.fallen: list[tuple[Worker, str]] = []
         #: what the event in hand changed, when tests want to check it
         self.touched: list[Client | Request | Worker | Group] | None = None
 
@@ -96,6 +100,18 @@ class Core:
     def refuse(self, link: Link, id: int | None, code: str, message: str, *, field: str = "", limit: str = "") -> None:
         """Answer a client's message that was not accepted."""
         self.effects.append(ToClient(link, Failure(code, message, id, field=field, limit=limit)))
+
+    def group_of(self, name: str) -> Group | None:
+        """The group that a client means by `name`; a pool of one group needs no name."""
+        if not name and len(self.groups) == 1:
+            return next(iter(self.groups.values()))
+        return self.groups.get(name)
+
+    def unknown_group(self, link: Link, id: int, name: str) -> None:
+        """Refuse a name that means no group."""
+        names = ", ".join(self.groups)
+        text = f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
+        self.refuse(link, id, "unknown_group", text, field="group", limit=names)
 
     def task_id(self) -> TaskId:
         """Fresh for every attempt."""

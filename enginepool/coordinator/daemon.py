@@ -10,10 +10,12 @@ workers end.
 import asyncio
 import contextlib
 import gc
+import hashlib
 import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal
 
@@ -75,6 +77,9 @@ class Daemon:
             directory = Path(config.state_dir).expanduser()
             self.journal = Journal(directory)
             stack.callback(self.journal.close)
+            #: one write after the other, beside the loop: syncing a disk takes long
+            self._writer = stack.enter_context(ThreadPoolExecutor(1, "journal"))
+            self._snapshots = snapshot_folders(directory)
             # Workers find the successor of a dead coordinator at the same place, so the place is derived, not random.
             workers_endpoint = config.listen_workers or f"ipc://{directory / 'workers.sock'}"
             check_endpoint(workers_endpoint, config.allow_remote, "listen_workers")
@@ -90,9 +95,9 @@ class Daemon:
     def start(self) -> None:
         """Take up the epoch, adopt or start workers, listen."""
         epoch = max(self.journal.record.epoch + 1, time.time_ns() // 1000)
-        self.journal.write(Record(epoch, self.journal.record.versions))
+        self.journal.write(Record(epoch, self.journal.record.weights))
         alive = self.supervisor.survivors()
-        self.handle(ev.Started(self.loop.time(), epoch, dict(self.journal.record.versions), alive))
+        self.handle(ev.Started(self.loop.time(), epoch, dict(self.journal.record.weights), alive, self._snapshots))
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._signalled)
         if self._lifeline is not None:
@@ -193,11 +198,27 @@ class Daemon:
             self.supervisor.start(effect.group, effect.index, effect.incarnation)
         elif type(effect) is ef.KillWorker:
             self.supervisor.kill(effect.incarnation)
+        elif type(effect) is ef.WriteJournal:
+            written = self.loop.run_in_executor(self._writer, self._commit, effect)
+            written.add_done_callback(lambda done: self._written(effect, done))
         elif type(effect) is ef.Drained:
             if not self.ended.done():
                 self.ended.set_result(0)
         else:
             raise AssertionError(f"no way to perform {effect}")
+
+    def _commit(self, effect: ef.WriteJournal) -> None:
+        """In the writer's thread, the only one that writes after the start."""
+        record = self.journal.record
+        self.journal.write(Record(record.epoch, {**record.weights, effect.group: effect.weights}))
+
+    def _written(self, effect: ef.WriteJournal, done: asyncio.Future[None]) -> None:
+        error = done.exception()
+        if self.ended.done():
+            return
+        if error is not None:
+            say(f"the journal could not be written: {error}")
+        self.handle(ev.JournalWritten(self.loop.time(), effect.update, str(error) if error is not None else ""))
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:
@@ -220,6 +241,12 @@ class Daemon:
             gc.callbacks.remove(self._pauses)
         self.sockets.close()
         self._stack.close()
+
+
+def snapshot_folders(directory: Path) -> dict[str, str]:
+    """Where the pool that keeps its state in `directory` keeps snapshots of weights, by the group option."""
+    pool = hashlib.blake2b(str(directory.resolve()).encode(), digest_size=6).hexdigest()
+    return {"memory": f"/dev/shm/enginepool-{pool}", "disk": str(directory.resolve() / "snapshots")}
 
 
 def say(text: str) -> None:

@@ -35,6 +35,8 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
         raise _bad("id", f"id: {score.id} is outside 0..{MAX_ID}", str(MAX_ID))
     if not -MAX_PRIORITY <= score.priority <= MAX_PRIORITY:
         raise _bad("priority", f"priority: {score.priority} is outside ±{MAX_PRIORITY}", str(MAX_PRIORITY))
+    if not 0 <= score.min_version <= MAX_ID:
+        raise _bad("min_version", f"min_version: {score.min_version} is outside 0..{MAX_ID}", str(MAX_ID))
     if score.timeout_ms is not None and score.timeout_ms <= 0:
         raise _bad("timeout_ms", f"timeout_ms: {score.timeout_ms}; a timeout is more than 0", "0")
     labels = score.labels
@@ -75,7 +77,9 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
             raise _negative_id(("query", query, query_lengths), ("items", items, item_lengths))
     nbytes = sum(map(len, frames))
     part = Part(specs, labels, score.softmax, score.item_first)
-    digest = hash((score.group, tuple(labels), score.softmax, score.item_first, score.hidden, names, *frames))
+    digest = hash(
+        (score.group, tuple(labels), score.softmax, score.item_first, score.hidden, score.min_version, names, *frames)
+    )
     return Work(
         score.group, rows, tokens, longest, max_id, max_label, score.hidden, text, nbytes, digest, part, tuple(frames), shared
     )  # fmt: skip

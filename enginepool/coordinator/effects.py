@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from enginepool.coordinator.events import Buffer, Link
+from enginepool.coordinator.events import Buffer, GroupWeights, Link
 from enginepool.protocol.messages import Message
 
 
@@ -44,6 +44,14 @@ class KillWorker(Effect):
     """SIGKILL the process group of `incarnation`; `WorkerExited` follows once all of it has ended."""
 
     incarnation: str
+
+
+class WriteJournal(Effect):
+    """Journal the weights of `group`: the commit point of `update`. `JournalWritten` follows, in the order of these effects."""
+
+    update: tuple[int, int]
+    group: str
+    weights: GroupWeights
 
 
 class Drained(Effect):

@@ -9,7 +9,21 @@ from collections.abc import Sequence
 
 import msgspec
 
+from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import Capabilities, FrameSpec, Part
+from enginepool.protocol.updates import (
+    Abandon,
+    Commit,
+    HandedOver,
+    Inspected,
+    Joined,
+    Prepared,
+    Publish,
+    Renew,
+    Sent,
+    Staged,
+    WeightsQuestion,
+)
 
 Link = bytes
 Buffer = bytes | memoryview
@@ -55,12 +69,37 @@ class LiveProcess(msgspec.Struct, frozen=True):
     incarnation: str
 
 
+class GroupWeights(msgspec.Struct, frozen=True):
+    """The committed weights of a group, as the journal keeps them.
+
+    `digest`: "" for those of the checkpoint that engines start with. `snapshot`: the file that holds them, `path`: the
+    checkpoint that they came from, where there is one. `run`: grows with each new run; versions grow within one. `publisher`:
+    the client that brought them, in hex.
+    """
+
+    version: int = 0
+    digest: str = ""
+    snapshot: str = ""
+    path: str = ""
+    run: int = 0
+    publisher: str = ""
+
+
 class Started(Event):
-    """The first event. `versions` are the committed weight versions by group, from the journal."""
+    """The first event. `weights` are the committed weights by group, from the journal; `snapshots` the folders in which
+    snapshots lie, by the group option `snapshot`."""
 
     epoch: int
-    versions: dict[str, int]
+    weights: dict[str, GroupWeights]
     alive: Sequence[LiveProcess] = ()
+    snapshots: dict[str, str] = {}
+
+
+class JournalWritten(Event):
+    """The journal has taken what `WriteJournal` said, and would survive a crash; or why it could not."""
+
+    update: tuple[int, int]
+    error: str = ""
 
 
 class Tick(Event):
@@ -93,6 +132,7 @@ class Submit(Event):
     work: Work
     priority: int
     deadline: float | None
+    min_version: int = 0
 
 
 class CancelAsked(Event):
@@ -137,6 +177,30 @@ class StatusAsked(Event):
     pauses: tuple[int, int] = (0, 0)
 
 
+class PublishAsked(Event):
+    """A client offers weights; the offer is checked for all that needs no knowledge of the group."""
+
+    link: Link
+    message: Publish
+    manifest: list[Tensor]
+    frames: Sequence[Buffer]
+    digest: int
+
+
+class PublisherSaid(Event):
+    """The publisher of a transaction says something about it."""
+
+    link: Link
+    message: Renew | Sent | Commit | Abandon
+
+
+class WeightsAsked(Event):
+    """Somebody has a question about weights."""
+
+    link: Link
+    message: WeightsQuestion
+
+
 # --- workers -----------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +229,7 @@ class WorkerReady(Event):
     link: Link
     capabilities: Capabilities
     version: int
+    digest: str = ""
 
 
 class WorkerIdle(Event):
@@ -241,3 +306,27 @@ class WorkerExited(Event):
     incarnation: str
     reason: str
     permanent: bool = False
+
+
+class MemberSaid(Event):
+    """A worker answers what was asked of it in an update."""
+
+    link: Link
+    message: Prepared | Joined | Staged | HandedOver
+
+
+class RestoreFailed(Event):
+    """A worker could not get the committed weights."""
+
+    link: Link
+    version: int
+    code: str
+    message: str
+
+
+class WorkerInspected(Event):
+    """A worker answers a question about its weights; its frames are held to their specs."""
+
+    link: Link
+    message: Inspected
+    frames: Sequence[Buffer] = ()

@@ -17,7 +17,7 @@ from enginepool.coordinator.fit import differs, impossible, misfit
 from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.state import Batch, Worker
+from enginepool.coordinator.state import Batch, Request, Worker
 from enginepool.protocol.messages import Accept, Capabilities, Drain, Failure, Ping, Pong
 
 #: how many refused incarnations of workers that dialled in are remembered
@@ -80,6 +80,7 @@ class Fleet:
             post_batch(core, batch)
         for task, (request, _) in worker.texts.items():
             post_text(core, worker, task, request)
+        core.returned.append(worker)
         if core.touched is not None:
             core.touched.append(worker)
 
@@ -120,7 +121,7 @@ class Fleet:
         alone = can.packed not in _classes_beside(worker)
         worker.capabilities = can
         worker.routing = group.packed_routing if can.packed else group.routing
-        worker.version = e.version
+        worker.version, worker.digest = e.version, e.digest
         worker.stage, worker.detail, worker.since = "ready", "", e.now
         if alone:
             if can.packed:
@@ -135,6 +136,7 @@ class Fleet:
         # It may have been the last one of which it was not known that it is no plain worker.
         self.places.maybe_down(group)
         self._changed(worker)
+        self.core.risen.append(worker)
 
     def _stranger(self, worker: Worker, can: Capabilities) -> str:
         """Why a worker of these capabilities does not belong where it is, or ""."""
@@ -188,6 +190,10 @@ class Fleet:
         group.forwards += e.forwards
         if e.forwards != 1:
             group.split_batches += 1
+        if group.first is not None and worker.holds:
+            record, since = group.first
+            record.phases["first_answer"] = int((e.now - since) * 1e6)
+            group.first = None
         group.spent_s = 0.9 * group.spent_s + e.run_us / 1e6
         group.spent_tokens = 0.9 * group.spent_tokens + batch.cost
         self.requests.outcome(batch, e)
@@ -237,12 +243,28 @@ class Fleet:
         if batch is not None:
             self._remove(worker, batch)
             self.requests.returned(batch)
-        if text is not None and text.state == TEXT:
-            if text.suspect:
-                worker.group.suspects.push(text)
-            else:
-                worker.group.text_waiting[text] = None
+        if text is not None:
+            self._text_back(text)
         self.core.wake(worker.group)
+
+    def recall(self, worker: Worker) -> int:
+        """Take back everything from a worker, and suspect nobody: its late answers have unknown ids. Returns its batches."""
+        batches = list(worker.batches.values())
+        for batch in batches:
+            self._remove(worker, batch)
+            self.requests.returned(batch)
+        for task in list(worker.texts):
+            text = take_text(worker, task)
+            if text is not None:
+                self._text_back(text)
+        return len(batches)
+
+    def _text_back(self, text: Request) -> None:
+        """A text waits for a tokenizer again."""
+        if text.state == TEXT and text.suspect:
+            text.group.suspects.push(text)
+        elif text.state == TEXT:
+            text.group.text_waiting[text] = None
 
     # --- loss ----------------------------------------------------------------------------------------------------------
 
@@ -269,6 +291,7 @@ class Fleet:
         """This incarnation is gone for ever: its batches are dissolved, its process is killed unless it has ended."""
         core, group = self.core, worker.group
         worker.lost = True
+        core.fallen.append((worker, reason))
         del group.workers[worker.incarnation]
         core.worker_links.pop(worker.link, None)
         worker.routing.update(worker)
@@ -352,6 +375,8 @@ class Fleet:
             if now > due:
                 return "a text was not tokenised in time"
             break
+        if worker.restore_until is not None and now > worker.restore_until:
+            return "the committed weights were not restored in time"
         return ""
 
     def extend(self, gap: float) -> None:
@@ -359,6 +384,8 @@ class Fleet:
         for worker in self.core.worker_links.values():
             worker.heard += gap
             worker.since += gap
+            if worker.restore_until is not None:
+                worker.restore_until += gap
             for batch in worker.batches.values():
                 batch.deadline += gap
                 batch.late += gap

@@ -1,6 +1,6 @@
 """The journal: what must survive the coordinator. One small file, replaced atomically and synced; one pool at a time.
 
-It holds the epoch and, for each group, the committed weight version. Writing it is the commit point of whatever changes it.
+It holds the epoch and, for each group, the committed weights. Writing it is the commit point of whatever changes it.
 The queue is not journalled: clients resend.
 """
 
@@ -11,14 +11,15 @@ from typing import IO
 
 import msgspec
 
+from enginepool.coordinator.events import GroupWeights
 from enginepool.errors import ConfigError
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of the journal. `versions`: committed weight version by group."""
+class Record(msgspec.Struct, frozen=True):
+    """The content of the journal. `weights`: what is committed, by group."""
 
     epoch: int = 0
-    versions: dict[str, int] = {}
+    weights: dict[str, GroupWeights] = {}
 
 
 class Journal:

@@ -15,10 +15,14 @@ from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import Drained, Effect, ToClient
 from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.holding import finish_begun
 from enginepool.coordinator.places import Places
+from enginepool.coordinator.questions import Questions
 from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.restoring import Restoring
 from enginepool.coordinator.state import Client, Group
 from enginepool.coordinator.status import report
+from enginepool.coordinator.weights import Weights
 
 #: how often silence, stages, places and the answer store are looked at
 WATCH_S = 0.25
@@ -35,6 +39,9 @@ class Machine:
         self.clients = clients = Clients(core, requests)
         self.places = Places(core, requests)
         self.fleet = fleet = Fleet(core, requests, self.places)
+        self.restoring = Restoring(core, requests)
+        self.weights = weights = Weights(core, requests, fleet, self.restoring)
+        self.questions = Questions(core)
         self._checked = checked
         self._next_watch = 0.0
         self._last_watch = 0.0
@@ -45,7 +52,7 @@ class Machine:
             ev.Started: self._started,
             ev.Tick: self._tick,
             ev.DrainAsked: self._drain,
-            ev.ClientHello: clients.hello,
+            ev.ClientHello: self._hello,
             ev.Submit: requests.submit,
             ev.CancelAsked: requests.cancel,
             ev.Acked: requests.acked,
@@ -64,6 +71,13 @@ class Machine:
             ev.WorkerBye: fleet.bye,
             ev.WorkerBroken: fleet.broken,
             ev.WorkerExited: fleet.exited,
+            ev.PublishAsked: weights.publish,
+            ev.PublisherSaid: weights.said,
+            ev.MemberSaid: weights.answered,
+            ev.JournalWritten: weights.journalled,
+            ev.RestoreFailed: self._restore_failed,
+            ev.WeightsAsked: self.questions.asked,
+            ev.WorkerInspected: self._inspected,
         }
 
     def handle(self, *events: ev.Event) -> list[Effect]:
@@ -80,9 +94,14 @@ class Machine:
         for event in events:
             core.now = event.now
             on[type(event)](event)
+        if core.fallen or core.risen or core.returned or self.weights.open:
+            self._settle()
         for group in core.woken:
             group.woken = False
-            pump(core, group)
+            if not group.held:
+                pump(core, group)
+            elif group.update is not None:
+                finish_begun(core, group.update)
         core.woken.clear()
         if core.draining:
             self._draining()
@@ -92,37 +111,43 @@ class Machine:
 
     def wake_at(self) -> float:
         """When the next `Tick` is due."""
-        return min(self._next_watch, self.core.deadlines.next())
+        return min(self._next_watch, self.core.deadlines.next(), self.weights.next())
 
     def _started(self, e: ev.Started) -> None:
         core = self.core
         core.epoch = e.epoch
         core.started = self._last_watch = e.now
         for name, config in core.config.groups.items():
-            group = core.groups[name] = Group(name, config, e.versions.get(name, 0))
+            group = core.groups[name] = Group(name, config, e.weights.get(name, ev.GroupWeights()))
             self.places.open(group, list(e.alive))
+        self.weights.snapshots = e.snapshots
 
     def _tick(self, e: ev.Tick) -> None:
         if e.now >= self._next_watch:
             gap = e.now - self._last_watch - WATCH_S
             if gap > STALL_S:
                 self.fleet.extend(gap)
+                self.weights.extend(gap)
             self._last_watch = e.now
             self._next_watch = e.now + WATCH_S
             self.fleet.watch()
             self.clients.expire()
+            self.restoring.watch()
+            self.questions.watch()
+        self.weights.watch()
         self.requests.overdue()
 
     def _drain(self, e: ev.DrainAsked) -> None:
         core = self.core
         if not core.draining:
             core.draining = True
+            self.weights.drain()
             self._drain_until = e.now + e.within
 
     def _draining(self) -> None:
         """Once all is answered, or time is up, the workers end; once they have, so may the process."""
         core = self.core
-        busy = any(client.live for client in core.clients.values())
+        busy = any(client.live for client in core.clients.values()) or bool(self.weights.open)
         if busy and core.now >= self._drain_until:
             for group in core.groups.values():
                 self.requests.fail_all(group, "shutting_down", "the coordinator ended before this request was answered")
@@ -140,6 +165,44 @@ class Machine:
 
     def _status(self, e: ev.StatusAsked) -> None:
         self.core.effects.append(ToClient(e.link, report(self.core, e)))
+
+    # --- weights -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """What became of workers means something for weights, and what weights do to workers may again."""
+        core = self.core
+        while True:
+            fallen, core.fallen = core.fallen, []
+            returned, core.returned = core.returned, []
+            risen, core.risen = core.risen, []
+            for worker, reason in fallen:
+                self.weights.lost(worker, reason)
+                self.questions.lost(worker, reason)
+            for worker in returned:
+                self.weights.returned(worker)
+                self.restoring.returned(worker)
+                self.questions.returned(worker)
+            for worker in risen:
+                self.restoring.risen(worker)
+            self.weights.advance()
+            if not (core.fallen or core.returned or core.risen):
+                return
+
+    def _hello(self, e: ev.ClientHello) -> None:
+        self.clients.hello(e)
+        client = self.core.links.get(e.link)
+        if client is not None:
+            self.restoring.hello(client)
+
+    def _restore_failed(self, e: ev.RestoreFailed) -> None:
+        worker = self.fleet.of(e.link)
+        if worker is not None:
+            self.restoring.failed(worker, e)
+
+    def _inspected(self, e: ev.WorkerInspected) -> None:
+        worker = self.fleet.of(e.link)
+        if worker is not None:
+            self.questions.inspected(worker, e)
 
     # --- for tests -----------------------------------------------------------------------------------------------------
 

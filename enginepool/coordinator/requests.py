@@ -47,19 +47,15 @@ class Requests:
         if core.draining:
             self.core.refuse(e.link, e.id, "shutting_down", "the coordinator is draining")
             return
-        name = work.group
-        if not name and len(core.groups) == 1:
-            group = next(iter(core.groups.values()))
-        else:
-            found = core.groups.get(name)
-            if found is None:
-                names = ", ".join(core.groups)
-                text = f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
-                self.core.refuse(e.link, e.id, "unknown_group", text, field="group", limit=names)
-                return
-            group = found
+        group = core.group_of(work.group)
+        if group is None:
+            core.unknown_group(e.link, e.id, work.group)
+            return
         if group.down:
             self.core.refuse(e.link, e.id, "pool_down", group.down)
+            return
+        if group.needs:
+            self.core.refuse(e.link, e.id, "needs_weights", group.needs)
             return
         classes = classes_of(work, group.plain, group.packed, group.expected)
         if not isinstance(classes, int):
@@ -109,6 +105,7 @@ class Requests:
         core.seq += 1
         request = Request(client, group, e.id, work, e.priority, e.deadline, core.now, core.seq)
         request.classes = classes
+        request.min_version = e.min_version
         client.live[e.id] = request
         client.nbytes += work.nbytes
         core.live_rows += work.rows
@@ -123,7 +120,7 @@ class Requests:
             request.state = TEXT
             group.text_waiting[request] = None
         else:
-            group.queue.push(request)
+            request.queue.push(request)
         core.wake(group)
 
     # --- text ----------------------------------------------------------------------------------------------------------
@@ -149,7 +146,7 @@ class Requests:
         request.suspect = False
         request.state = QUEUED
         if self._classify(request):
-            group.queue.push(request)
+            request.queue.push(request)
 
     def _classify(self, request: Request) -> bool:
         """Which classes can serve it, as far as is known now. When none can, that is its answer, and this is False."""
@@ -217,7 +214,7 @@ class Requests:
             request.state = QUEUED
             request.group.running -= 1
             request.group.waiting += 1
-        (request.group.suspects if request.suspect else request.group.queue).push(request)
+        request.queue.push(request)
 
     def lost(self, batch: Batch, reason: str) -> None:
         """Dissolve a batch whose worker is lost: its requests wait again, and run alone from now on."""
@@ -344,6 +341,15 @@ class Requests:
                     request.classes = classes
         group.queue.sort()
         group.suspects.sort()
+        group.early.sort()
+
+    def sort_versions(self, group: Group) -> None:
+        """Another version is committed: requests that waited for it may run; after a new run some have to wait."""
+        for queue in (group.early, group.queue, group.suspects):
+            for request in queue.waiting():
+                if request.queue is not queue and request.state == QUEUED:
+                    request.queue.push(request)
+                    queue.forget()
 
 
 def _join(request: Request) -> tuple[list[FrameSpec], list[Buffer]]:

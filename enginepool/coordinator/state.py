@@ -13,21 +13,30 @@ The life of a request:
 
 The life of a worker: registered (it may say stages) → ready → lost. A worker gets work while it is `open`: ready, idle in
 this epoch, on the committed version, not late with a batch, and not kept for a trial. A lost worker never comes back: its
-incarnation is refused.
+incarnation is refused. A ready worker that does not hold the committed weights is restored first; `weights` tells of updates.
 
 The life of a place (a worker that this pool starts itself): backoff → up (its process exists) → ending (SIGKILL is on its way)
 → backoff …, or retired.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from enginepool.config import GroupConfig
 from enginepool.coordinator.classes import PACKED, PLAIN, may_pack
-from enginepool.coordinator.events import Buffer, Link, Work
+from enginepool.coordinator.events import Buffer, GroupWeights, Link, Work
 from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.routing import Routing
 from enginepool.protocol.messages import Capabilities, FrameSpec, TaskId
+from enginepool.protocol.updates import UpdateRecord
+
+if TYPE_CHECKING:
+    from enginepool.coordinator.update import Ring, Update
+
+#: transactions of a group that its history remembers
+HISTORY = 64
 
 
 class Client:
@@ -61,7 +70,8 @@ class Request:
 
     __slots__ = (
         "arrival", "attempts", "back", "classes", "client", "deadline", "evidence", "flying", "forwards", "group", "id", "key",
-        "lane", "left", "next", "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
+        "lane", "left", "min_version", "next", "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version",
+        "work",
     )  # fmt: skip
 
     def __init__(
@@ -106,6 +116,16 @@ class Request:
         self.evidence: Sequence[str] = ()
         #: the queue in which its entry counts; entries in another one are stale
         self.lane: Queue | None = None
+        #: it runs once this version, or a later one, is committed
+        self.min_version = 0
+
+    @property
+    def queue(self) -> Queue:
+        """Where it waits, when it does."""
+        group = self.group
+        if self.min_version > group.version:
+            return group.early
+        return group.suspects if self.suspect else group.queue
 
     def waiting_rows(self) -> int:
         return self.work.rows - self.next + sum(end - start for start, end in self.back)
@@ -125,7 +145,7 @@ class Request:
         else:
             assert self.waiting_rows() > 0, self
         if self.state == QUEUED:
-            assert self.lane is (self.group.suspects if self.suspect else self.group.queue), self
+            assert self.lane is self.queue, self
 
     def __repr__(self) -> str:
         return f"<Request {self.client.id.hex()[:8]}/{self.id} {NAMES[self.state]} rows={self.work.rows} left={self.left}>"
@@ -161,8 +181,9 @@ class Worker:
     """One incarnation of a worker process, on its newest link."""
 
     __slots__ = (
-        "batches", "capabilities", "cost", "detail", "done", "group", "heard", "host", "idle", "incarnation", "kept", "late",
-        "link", "lost", "order", "pid", "place", "routing", "rows", "since", "stage", "stamp", "texts", "version",
+        "batches", "capabilities", "cost", "detail", "digest", "done", "group", "heard", "host", "idle", "incarnation", "kept",
+        "lacks", "late", "link", "lost", "order", "pid", "place", "restore_until", "routing", "rows", "since", "stage", "stamp",
+        "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
@@ -182,7 +203,13 @@ class Worker:
         self.capabilities: Capabilities | None = None
         #: of its class; it is told what changes here
         self.routing = group.routing
+        #: of the weights in its engine, as it says
         self.version = 0
+        self.digest = ""
+        #: while it restores the committed weights: when it must have done so
+        self.restore_until: float | None = None
+        #: why it could not, and when it tries again; None: it could, or never had to
+        self.lacks: tuple[str, float] | None = None
         #: it said Idle in this epoch
         self.idle = False
         #: kept free for a trial, or in one
@@ -217,13 +244,23 @@ class Worker:
             and not self.late
             and not self.lost
             and self.stage == "ready"
-            and self.version == self.group.version
+            and self.holds
         )
+
+    @property
+    def holds(self) -> bool:
+        """The weights in its engine are the committed ones."""
+        return self.version == self.group.version and self.digest == self.group.weights.digest
 
     @property
     def open(self) -> bool:
         """It may be given batches."""
-        return not self.kept and self.able
+        return not self.kept and not self.group.held and self.able
+
+    @property
+    def name(self) -> str:
+        """As people know it."""
+        return f"{self.group.name}-{self.place.index}" if self.place is not None else self.incarnation
 
     def check(self) -> None:
         assert self.cost == sum(b.cost for b in self.batches.values()), self
@@ -286,17 +323,32 @@ class Group:
     """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "answered", "batches", "config", "down", "expected", "failed", "forwards", "gone", "kept_worker", "lost_batches",
-        "name", "packed", "packed_routing", "places", "plain", "poisoned", "queue", "routing", "running", "spent_s",
-        "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting", "tokens", "trial", "version", "waiting",
-        "woken", "workers",
+        "answered", "batches", "config", "down", "early", "expected", "failed", "first", "forwards", "gone", "held", "history",
+        "kept_worker", "lost_batches", "name", "needs", "packed", "packed_routing", "places", "plain", "poisoned", "queue",
+        "ring", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting",
+        "tokens", "trial", "update", "version", "waiting", "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
-    def __init__(self, name: str, config: GroupConfig, version: int) -> None:
+    def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
         self.name = name
         self.config = config
-        #: the committed version; workers that hold another get no work
-        self.version = version
+        #: the committed weights; workers that hold others get no work. version == weights.version
+        self.weights = weights
+        self.version = weights.version
+        #: the open transaction
+        self.update: Update | None = None
+        #: no new work starts, because engines are about to take other weights
+        self.held = False
+        #: the process group of the last update that was committed; None when nobody can be in it any more
+        self.ring: Ring | None = None
+        #: tensors of the committed weights that are all zero; None: not known
+        self.zeros: frozenset[str] | None = None
+        #: why requests are answered with needs_weights, or ""
+        self.needs = ""
+        #: the latest transactions, oldest first
+        self.history: deque[UpdateRecord] = deque(maxlen=HISTORY)
+        #: the record that waits for the first answer of its weights, and when the engines had taken them
+        self.first: tuple[UpdateRecord, float] | None = None
         #: of the first plain, and the first packed worker that was ready; None before that
         self.plain: Capabilities | None = None
         self.packed: Capabilities | None = None
@@ -307,6 +359,8 @@ class Group:
         self.queue = Queue()
         #: suspects, which run alone, one at a time
         self.suspects = Queue()
+        #: requests that wait for a later weight version
+        self.early = Queue()
         self.trial: Batch | None = None
         #: kept free for the next trial until its batches are done
         self.kept_worker: Worker | None = None
@@ -355,6 +409,13 @@ class Group:
     def check(self) -> None:
         self.queue.check()
         self.suspects.check()
+        self.early.check()
+        assert self.version == self.weights.version, self.name
+        assert self.held == (self.update is not None and self.update.holds), (self.name, self.held, self.update)
+        if self.update is not None:
+            self.update.check()
+        if self.needs:
+            assert not any(worker.able for worker in self.workers.values()), self.needs
         for worker in self.workers.values():
             head = self.queue.head(worker.class_) if worker.open and not worker.batches else None
             assert head is None, (self.name, worker, head)

@@ -41,6 +41,10 @@ def _group(core: Core, group: Group) -> GroupStatus:
         poisoned=group.poisoned,
         model=group.config.model,
         down=group.down,
+        digest=group.weights.digest,
+        early=len(group.early.waiting()),
+        update=f"{group.update.phase} of version {group.update.offer.version}" if group.update is not None else "",
+        needs_weights=group.needs,
         workers=[_worker(core, worker) for worker in group.workers.values()] + absent,
     )
 
@@ -48,7 +52,7 @@ def _group(core: Core, group: Group) -> GroupStatus:
 def _worker(core: Core, worker: Worker) -> WorkerStatus:
     place = worker.place
     return WorkerStatus(
-        name=f"{worker.group.name}-{place.index}" if place is not None else worker.incarnation,
+        name=worker.name,
         incarnation=worker.incarnation,
         stage=worker.stage,
         pid=worker.pid,

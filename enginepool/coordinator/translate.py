@@ -11,6 +11,7 @@ import msgspec
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.door import open_score
 from enginepool.coordinator.events import Buffer, Link
+from enginepool.coordinator.offer import open_publish
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
@@ -84,7 +85,17 @@ def _hello(now: float, link: Link, hello: m.Hello, frames: Sequence[Buffer]) -> 
 def _score(now: float, link: Link, score: m.Score, frames: Sequence[Buffer]) -> ev.Event:
     work = open_score(score, frames)
     deadline = None if score.timeout_ms is None else now + score.timeout_ms / 1000
-    return ev.Submit(now, link, score.id, work, score.priority, deadline)
+    return ev.Submit(now, link, score.id, work, score.priority, deadline, score.min_version)
+
+
+def _publish(now: float, link: Link, publish: m.Publish, frames: Sequence[Buffer]) -> ev.Event:
+    manifest = open_publish(publish, frames)
+    digest = hash((msgspec.msgpack.encode(publish), *frames))
+    return ev.PublishAsked(now, link, publish, manifest, tuple(frames), digest)
+
+
+def _said(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.Event:
+    return ev.PublisherSaid(now, link, message)
 
 
 _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
@@ -94,6 +105,12 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Ack: lambda now, link, message, _: ev.Acked(now, link, message.ids),
     m.Goodbye: lambda now, link, message, _: ev.ClientLeft(now, link),
     m.Status: lambda now, link, message, _: ev.StatusAsked(now, link, message.id),
+    m.Publish: _publish,
+    m.Renew: _said,
+    m.Sent: _said,
+    m.Commit: _said,
+    m.Abandon: _said,
+    m.WeightsQuestion: lambda now, link, message, _: ev.WeightsAsked(now, link, message),
     m.Ping: lambda now, link, message, _: ev.Heard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.Heard(now, link),
 }
@@ -126,13 +143,28 @@ def _tokenised(now: float, link: Link, tokenised: m.Tokenised, frames: Sequence[
     return ev.TextTokenised(now, link, tokenised.task, tokenised.frames, frames, tokenised.message)
 
 
+def _answer(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.Event:
+    return ev.MemberSaid(now, link, message)
+
+
+def _inspected(now: float, link: Link, inspected: m.Inspected, frames: Sequence[Buffer]) -> ev.Event:
+    check_frames(inspected.frames, frames)
+    return ev.WorkerInspected(now, link, inspected, tuple(frames))
+
+
 _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Register: _register,
     m.Stage: lambda now, link, message, _: ev.WorkerStage(now, link, message.stage, message.detail),
-    m.Ready: lambda now, link, message, _: ev.WorkerReady(now, link, message.capabilities, message.version),
+    m.Ready: lambda now, link, message, _: ev.WorkerReady(now, link, message.capabilities, message.version, message.digest),
     m.Idle: lambda now, link, message, _: ev.WorkerIdle(now, link, message.epoch),
     m.Done: _done,
     m.Tokenised: _tokenised,
+    m.Prepared: _answer,
+    m.Joined: _answer,
+    m.Staged: _answer,
+    m.HandedOver: _answer,
+    m.Restored: lambda now, link, message, _: ev.RestoreFailed(now, link, message.version, message.code, message.message),
+    m.Inspected: _inspected,
     m.Bye: lambda now, link, message, _: ev.WorkerBye(now, link, message.reason, message.failed, message.permanent),
     m.Failure: lambda now, link, message, _: ev.WorkerRefused(now, link, message.id, message.code == "shutting_down"),
     m.Ping: lambda now, link, message, _: ev.WorkerHeard(now, link, message.at),

@@ -106,9 +106,15 @@ class Pool:
                 self.killed.append(effect.incarnation)
             elif isinstance(effect, ef.Drained):
                 self.drained = True
+            else:
+                self.other(effect)
         self.machine.check()
         self.sent += out
         return out
+
+    def other(self, effect: ef.Effect) -> None:
+        """An effect that is for a shell with a journal."""
+        raise AssertionError(f"nobody performs {effect}")
 
     def wait(self, seconds: float) -> list[Sent]:
         """Let time pass in ticks, as the shell does."""

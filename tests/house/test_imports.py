@@ -21,7 +21,7 @@ COORDINATOR = "enginepool/coordinator/"
 SHELL = {f"{COORDINATOR}{name}.py" for name in ("daemon", "sockets", "journal", "supervisor")}
 #: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.
 PURE = {f"enginepool/client/{name}.py" for name in ("session", "calls", "statuses", "events", "settings")} | {
-    f"workers/{name}.py" for name in ("machine", "engine", "events")
+    f"workers/{name}.py" for name in ("machine", "engine", "events", "updates")
 }
 
 #: What would let time, chance, other threads or the outside world into a decision.

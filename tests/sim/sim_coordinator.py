@@ -51,7 +51,8 @@ class SimCoordinator:
     def start(self, epoch: int, versions: dict[str, int]) -> None:
         self.world.note("coordinator", f"starts, epoch {epoch}")
         self.network.server = self
-        self.handle(ev.Started(self.world.now, epoch, versions, self.cluster.survivors(self)))
+        weights = {name: ev.GroupWeights(version) for name, version in versions.items()}
+        self.handle(ev.Started(self.world.now, epoch, weights, self.cluster.survivors(self)))
         self._tick()
 
     # --- in ------------------------------------------------------------------------------------------------------------

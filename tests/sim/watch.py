@@ -119,7 +119,7 @@ class Watch:
                 _bounded(queue)
             assert all(r.state == TEXT for r in group.text_waiting), group.text_waiting
             waiting = [r for client in core.clients.values() for r in client.live.values() if r.state == QUEUED]
-            listed = {id(r) for queue in (group.queue, group.suspects) for r in queue.waiting()}
+            listed = {id(r) for queue in (group.queue, group.suspects, group.early) for r in queue.waiting()}
             assert all(id(r) in listed for r in waiting if r.group is group), "a request waits in no queue"
 
     @property

@@ -584,4 +584,105 @@ def _from_coordinator() -> list[Invalid]:
     ]
 
 
-INVALID = [*_unreadable(), *_fields(), *_payload(), *_content(), *_model(), *_link(), *_worker(), *_from_coordinator()]
+def _updates() -> list[Invalid]:
+    way, h, f, v, bad = "client-coordinator", "header", "frames", "content", "bad_request"
+    offer = {"type": "publish", "id": 9, "version": 4, "address": "127.0.0.1:29500"}
+
+    def publish(name: str, about: str, code: str, field: str, *arrays: Array, stage: str = v, **changes: Any) -> Invalid:
+        header = {**offer, "frames": _specs(*arrays), **changes}
+        return Invalid(name, way, about, code, field, stage, _hex(header, *arrays))
+
+    def manifest(name: str, about: str, json: str, field: str = "manifest") -> Invalid:
+        return publish(name, about, bad, field, text("manifest", json))
+
+    good = text("manifest", '[["w","float32",[2]]]')
+    update = {"update": [EPOCH, 12]}
+    return [
+        manifest("publish-manifest-empty", "an update brings something", "[]"),
+        manifest("publish-manifest-no-json", "no JSON", "[[w]]"),
+        manifest("publish-manifest-twice", "a name twice", '[["w","float32",[2]],["w","float32",[2]]]', "manifest[w]"),
+        manifest("publish-manifest-dtype", "no such dtype", '[["w","float33",[2]]]', "manifest[w]"),
+        manifest("publish-manifest-side", "a negative side", '[["w","float32",[-2]]]', "manifest[w]"),
+        publish("publish-no-manifest", "staged needs one", "malformed", "frames"),
+        publish("publish-two-frames", "and only one", "malformed", "frames", good, good),
+        publish("publish-relabel-manifest", "relabel has none", "malformed", "frames", good, transfer="relabel"),
+        publish("publish-checkpoint-where", "read what?", bad, "path", transfer="checkpoint"),
+        publish("publish-address", "broadcast where?", bad, "address", good, address=""),
+        publish("publish-bucket", "buckets are aligned", bad, "bucket_bytes", good, bucket_bytes=100),
+        publish("publish-version-negative", "versions begin at 0", bad, "version", good, version=-1),
+        publish("publish-lease", "a lease is more than 0", bad, "lease_ms", good, lease_ms=0),
+        publish("publish-drain", "an hour at most", bad, "drain_ms", good, drain_ms=3_600_001),
+        publish("publish-transfer", "no such transfer", bad, "transfer", good, stage=h, transfer="pigeon"),
+        publish(
+            "publish-frame-short",
+            "three bytes are listed",
+            "malformed",
+            "manifest",
+            good,
+            stage=f,
+            frames=[["manifest", "utf8", [3]]],
+        ),
+        Invalid("sent-digest-missing", way, "of what?", bad, "digest", h, _hex({"type": "sent", "id": 9, "sent_bytes": 1})),
+        Invalid(
+            "weights-question-what",
+            way,
+            "no such question",
+            bad,
+            "what",
+            h,
+            _hex({"type": "weights_question", "id": 1, "what": "why"}),
+        ),
+        _score("score-min-version", "versions begin at 0", bad, "min_version", stage=v, min_version=-1),
+        Invalid(
+            "prepared-update-missing",
+            "worker-coordinator",
+            "of what?",
+            bad,
+            "update",
+            h,
+            _hex({"type": "prepared", "peer": "a"}),
+        ),
+        Invalid(
+            "staged-finding-kind",
+            "worker-coordinator",
+            "no such finding",
+            bad,
+            "findings[0].kind",
+            h,
+            _hex({"type": "staged", **update, "findings": [{"name": "w", "kind": "odd"}]}),
+        ),
+        Invalid(
+            "inspected-frame-missing",
+            "worker-coordinator",
+            "the tensor did not come",
+            "malformed",
+            "frames",
+            f,
+            _hex({"type": "inspected", "task": [EPOCH, 1], "frames": [["tensor", "float32", [2]]]}),
+        ),
+        Invalid(
+            "hand-over-version", "coordinator-worker", "to what?", bad, "version", h, _hex({"type": "hand_over", **update})
+        ),
+        Invalid(
+            "phase-unknown",
+            "coordinator-client",
+            "no such phase",
+            bad,
+            "phase",
+            h,
+            _hex({"type": "phase", "id": 9, "phase": "waning"}),
+        ),
+    ]
+
+
+INVALID = [
+    *_unreadable(),
+    *_fields(),
+    *_payload(),
+    *_content(),
+    *_model(),
+    *_link(),
+    *_worker(),
+    *_from_coordinator(),
+    *_updates(),
+]

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.wire.golden import Array, Raw, Valid, floats, ids, lengths, pack, text
+from tests.wire.golden_updates import UPDATES
 
 CLIENT = bytes(range(16))
 TOKEN = bytes(range(240, 256))
@@ -107,6 +108,7 @@ def _from_client() -> list[Valid]:
                 "hidden": True,
                 "priority": -1000,
                 "timeout_ms": 1,
+                "min_version": 4,
             },
         ),
         _score("score-top-priority", "the highest priority", QUERY, ITEMS, ITEM_LENGTHS, after={"priority": 1000}),
@@ -325,6 +327,10 @@ def _to_client() -> list[Valid]:
                         "batches": 5,
                         "forwards": 5,
                         "model": "tiny",
+                        "digest": "0123456789abcdef0123456789abcdef",
+                        "early": 1,
+                        "update": "transfer of version 4",
+                        "needs_weights": "nobody holds version 3",
                         "workers": [
                             {
                                 "name": "policy-0",
@@ -408,6 +414,7 @@ def _from_worker() -> list[Valid]:
                     "text": False,
                 },
                 "version": 3,
+                "digest": "0123456789abcdef0123456789abcdef",
             },
             exact=False,
         ),
@@ -565,4 +572,4 @@ def _to_worker() -> list[Valid]:
     ]
 
 
-VALID = [*_from_client(), *_to_client(), *_from_worker(), *_to_worker()]
+VALID = [*_from_client(), *_to_client(), *_from_worker(), *_to_worker(), *UPDATES]

@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 import pytest
 
-from enginepool.protocol import frames, messages
+from enginepool.protocol import frames, messages, updates
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import FrameSpec, Message, TaskId
 
@@ -30,11 +30,17 @@ WAYS = {
 SHORT = {
     "both ways": set(WAYS),
     "coordinator to client, both ways to worker": set(WAYS) - {"client to coordinator"},
+    "coordinator to client and to worker": {"coordinator to client", "coordinator to worker"},
 }
 
 
 def structs() -> "list[type[msgspec.Struct]]":
-    found = [value for _, value in inspect.getmembers(messages, inspect.isclass) if issubclass(value, msgspec.Struct)]
+    found = {
+        value: None
+        for module in (messages, updates)
+        for _, value in inspect.getmembers(module, inspect.isclass)
+        if issubclass(value, msgspec.Struct)
+    }
     return [struct for struct in found if struct is not Message]
 
 
@@ -75,12 +81,14 @@ def table(text: str, head: str) -> list[list[str]]:
 def shown(name: str, hint: Any) -> str:
     """A field's type as the page writes it. TaskId is an alias, which the page uses for the ids of tasks."""
     if hint == TaskId:
-        return "TaskId" if name in ("batch", "task") else "[int, int]"
+        return "TaskId" if name in ("batch", "task", "update") else "[int, int]"
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Literal:
         return "str"
     if origin in (list, tuple):
         return f"array of {shown(name, inner[0])}"
+    if origin is dict:
+        return f"map of {shown(name, inner[1])}"
     if origin in (Union, UnionType):
         return f"{shown(name, inner[0])} or nil"
     if hint is bytes:
@@ -128,7 +136,7 @@ def test_every_allowed_string_of_a_field_is_named(struct: type[msgspec.Struct]) 
     for name, hint in get_type_hints(struct).items():
         if get_origin(hint) is Literal:
             for value in get_args(hint):
-                assert f"`{value}`" in meanings[name]
+                assert (f"`{value}`" if value else "empty") in meanings[name]
 
 
 def test_the_error_table_is_the_closed_set_of_codes() -> None:

@@ -1,0 +1,105 @@
+"""Restoring: a worker that is ready on other weights than the committed ones is brought to them before it gets work.
+
+It is told where they may lie: with its stager, in a snapshot, in a checkpoint. One that cannot have them says so, and tries
+again after a while. When every worker of a group has said so and none is still to come, the weights exist nowhere: requests are
+answered with needs_weights, and the last publisher is asked for them, until a publish succeeds or a worker finds them.
+"""
+
+from collections.abc import Iterator
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.effects import ToClient, ToWorker
+from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.state import Client, Group, Worker
+from enginepool.protocol.updates import Committed, Restore, WeightsWanted
+
+
+class Restoring:
+    """Workers on other weights than the committed ones."""
+
+    def __init__(self, core: Core, requests: Requests) -> None:
+        self.core = core
+        self.requests = requests
+
+    def risen(self, worker: Worker) -> None:
+        """A worker says what it holds, or what is committed has changed."""
+        group, weights = worker.group, worker.group.weights
+        if worker.lost or worker.stage != "ready":
+            return
+        if not worker.holds:
+            # Members of an open transaction are about to take other weights, or have.
+            if group.update is None or worker.incarnation not in group.update.members:
+                self._restore(worker)
+            return
+        worker.restore_until = worker.lacks = None
+        group.needs = ""
+        if weights.digest:
+            # Its stager may not have heard that what it holds is committed.
+            message = Committed((0, 0), weights.version, weights.digest, weights.snapshot)
+            self.core.effects.append(ToWorker(worker.link, message))
+        worker.routing.update(worker)
+        self.core.wake(group)
+
+    def _restore(self, worker: Worker) -> None:
+        worker.lacks = None
+        worker.restore_until = self.core.now + self.core.config.timing.loading_s
+        self._post(worker)
+
+    def _post(self, worker: Worker) -> None:
+        weights = worker.group.weights
+        message = Restore(weights.version, weights.digest, weights.snapshot, weights.path)
+        self.core.effects.append(ToWorker(worker.link, message))
+
+    def returned(self, worker: Worker) -> None:
+        """A worker is on a new link: what was sent on the old one may be lost with it."""
+        if worker.restore_until is not None:
+            self._post(worker)
+
+    def failed(self, worker: Worker, e: ev.RestoreFailed) -> None:
+        """A worker could not have the committed weights."""
+        if worker.restore_until is None or e.version != worker.group.version:
+            return
+        worker.restore_until = None
+        worker.lacks = f"{e.code}: {e.message}", self.core.now + self.core.config.timing.restore_again_s
+        worker.detail = f"cannot restore weight version {e.version}: {e.message}"
+
+    def watch(self) -> None:
+        """Try again, and see whether the weights of a group exist nowhere."""
+        for group in self.core.groups.values():
+            members = group.update.members if group.update is not None else {}
+            for worker in group.workers.values():
+                if worker.holds or worker.stage != "ready" or worker.restore_until is not None or not worker.idle:
+                    continue
+                if worker.incarnation in members or (worker.lacks is not None and self.core.now < worker.lacks[1]):
+                    continue
+                if not group.needs:
+                    self._needs(group)
+                self._restore(worker)
+
+    def _needs(self, group: Group) -> None:
+        """Whether every worker that there may be has said that it cannot have the committed weights."""
+        update = group.update
+        if self.core.draining or (update is not None and update.forward):
+            return
+        if any(worker.lacks is None for worker in group.workers.values()):
+            return
+        if any(place.state != "retired" and place.incarnation not in group.workers for place in group.places):
+            return
+        why = next(worker.lacks[0] for worker in group.workers.values() if worker.lacks is not None)
+        group.needs = f"weight version {group.version} of group {group.name!r} is held nowhere; publish it again ({why})"
+        self.requests.fail_all(group, "needs_weights", group.needs)
+        publisher = self.core.clients.get(bytes.fromhex(group.weights.publisher))
+        if publisher is not None:
+            self.hello(publisher)
+
+    def hello(self, client: Client) -> None:
+        """A publisher is on a link: groups that lost its weights want them again."""
+        if client.link is None:
+            return
+        for group in self._wanting(client):
+            self.core.effects.append(ToClient(client.link, WeightsWanted(group.name, group.version)))
+
+    def _wanting(self, client: Client) -> Iterator[Group]:
+        name = client.id.hex()
+        return (group for group in self.core.groups.values() if group.needs and group.weights.publisher == name)

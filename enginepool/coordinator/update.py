@@ -1,0 +1,160 @@
+"""One transaction: its members, how far each of them is, and what must hold. `weights` decides; this only remembers."""
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from enginepool.coordinator.events import Buffer, GroupWeights
+from enginepool.coordinator.state import Client, Group, Request, Worker
+from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.messages import TaskId
+from enginepool.protocol.updates import Finding, Publish
+
+OPEN: Final = "open"
+JOIN: Final = "join"
+TRANSFER: Final = "transfer"
+STAGED: Final = "staged"
+HOLD: Final = "hold"
+HAND_OVER: Final = "hand_over"
+JOURNAL: Final = "journal"
+PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, HOLD, HAND_OVER, JOURNAL)
+
+
+class Ring(NamedTuple):
+    """A process group that stands: its name, where it meets, and the sides that are in it, in the order of their ranks."""
+
+    name: str
+    address: str
+    backend: str
+    sides: tuple[tuple[str, int], ...]
+
+
+class Member:
+    """One worker in a transaction."""
+
+    __slots__ = ("digest", "failure", "findings", "loaded", "peer", "rank", "ranks", "worker")
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        #: its side of the process group: who, how many ranks, the first of them
+        self.peer = ""
+        self.ranks = 1
+        self.rank = 0
+        #: of the bytes that it staged, or of what its engine took
+        self.digest = ""
+        self.findings: list[Finding] = []
+        #: its engine runs on the new weights
+        self.loaded = False
+        #: why it did not, once the hand-over has begun
+        self.failure = ""
+
+    def __repr__(self) -> str:
+        return f"<Member {self.worker.incarnation} loaded={self.loaded} {self.failure}>"
+
+
+class Update:
+    """A transaction, from `publish` to its final answer."""
+
+    def __init__(
+        self,
+        id: TaskId,
+        client: Client,
+        group: Group,
+        offer: Publish,
+        manifest: list[Tensor],
+        frames: Sequence[Buffer],
+        digest: int,
+        now: float,
+    ) -> None:
+        self.id = id
+        self.client = client
+        self.group = group
+        self.offer = offer
+        self.manifest = manifest
+        self.frames = frames
+        #: of the offer, which tells a resend from another content under the same id
+        self.offer_digest = digest
+        self.began = now
+        self.phase = OPEN
+        #: when the phase began; when it is overdue
+        self.since = now
+        self.until = float("inf")
+        #: µs that phases took
+        self.times: dict[str, int] = {}
+        #: fixed at the start, in the order of their ranks
+        self.members: dict[str, Member] = {}
+        #: of them, those who have not finished the phase
+        self.pending: dict[str, Member] = {}
+        #: how many had finished it when the publisher was told last
+        self.told = 0
+        self.ring: Ring | None = None
+        #: when the publisher is given up, unless it says something
+        self.lease_until = now + offer.lease_ms / 1000
+        self.sent_bytes = 0
+        #: of all bytes that the publisher broadcast; None before it said so
+        self.sent_digest: str | None = None
+        #: the publisher wants it committed
+        self.commit = False
+        #: requests that had begun when the group was held
+        self.begun: list[Request] = []
+        #: batches that were taken back for it
+        self.recalled = 0
+        #: what is being journalled
+        self.weights: GroupWeights | None = None
+
+    @property
+    def direct(self) -> bool:
+        """The bytes go straight into the engines."""
+        return self.offer.transfer == "direct"
+
+    @property
+    def broadcasts(self) -> bool:
+        """The publisher sends bytes."""
+        return bool(self.manifest)
+
+    @property
+    def rings(self) -> bool:
+        """Its bytes go through a process group."""
+        return self.broadcasts and bool(self.offer.address)
+
+    @property
+    def holds(self) -> bool:
+        """Its group is held."""
+        return self.phase in (HOLD, HAND_OVER, JOURNAL)
+
+    @property
+    def forward(self) -> bool:
+        """The hand-over has begun: there is no way back."""
+        return self.phase in (HAND_OVER, JOURNAL)
+
+    @property
+    def needs_publisher(self) -> bool:
+        """It cannot go on without its publisher."""
+        return not self.commit or (self.broadcasts and self.sent_digest is None)
+
+    def check(self) -> None:
+        assert self.phase in PHASES, self
+        assert self.members, self
+        assert self.group.update is self, self
+        assert self.pending.keys() <= self.members.keys(), self
+        members = self.members.values()
+        if not self.forward:
+            assert not any(member.worker.lost for member in members), f"{self}: a member is lost and it goes on"
+            assert not any(member.loaded or member.failure for member in members), self
+        else:
+            assert all(member.worker.lost or not member.worker.batches for member in members), (
+                f"{self}: work beside a hand-over"
+            )
+        if self.holds:
+            assert self.commit, f"{self}: nobody said commit"
+        if self.holds and self.broadcasts and not self.direct:
+            digests = {member.digest for member in members}
+            assert digests == {self.sent_digest}, f"{self}: {digests} were staged, {self.sent_digest} was sent"
+            assert not any(finding.kind != "zero" for member in members for finding in member.findings), self
+        if self.phase == JOURNAL:
+            assert any(member.loaded for member in members) and not self.pending, self
+            assert not self.direct or all(member.loaded for member in members), self
+        assert (self.weights is not None) == (self.phase == JOURNAL), self
+
+    def __repr__(self) -> str:
+        offer = self.offer
+        return f"<Update {self.group.name} {offer.transfer} version={offer.version} {self.phase} pending={len(self.pending)}>"

@@ -1,0 +1,307 @@
+"""The valid golden messages of a weight update: its straight path, then what can go otherwise."""
+
+from typing import Any
+
+from tests.wire.golden import Array, Valid, floats, text
+
+EPOCH = 1_700_000_000_000_000
+UPDATE = [EPOCH, 12]
+DIGEST = "0123456789abcdef0123456789abcdef"
+SNAPSHOT = "/dev/shm/enginepool-5f1d7a3c/policy-0123456789abcdef0123456789abcdef"
+MANIFEST = text("manifest", '[["w","bfloat16",[2,3]],["b","float32",[3]]]')
+TENSOR = floats("tensor", (2, 3), 0.5, -0.5, 1.0, -1.0, 0.25, 2.0)
+RECORD: dict[str, Any] = {
+    "version": 4,
+    "outcome": "committed",
+    "transfer": "direct",
+    "message": "all zero: b",
+    "at": 1700000000.5,
+    "members": 3,
+    "committed": 2,
+    "sent_bytes": 512,
+    "digest": DIGEST,
+    "phases": {"open": 900, "join": 200, "transfer": 31000, "drain": 1500, "hand_over": 9000},
+    "aborted_batches": 1,
+}
+
+
+def _specs(*arrays: Array) -> list[Any]:
+    return [array.spec() for array in arrays]
+
+
+def _from_client() -> list[Valid]:
+    way = "client-coordinator"
+    offer = {"type": "publish", "id": 9, "version": 4, "address": "127.0.0.1:29500", "frames": _specs(MANIFEST)}
+    return [
+        Valid(
+            "publish",
+            way,
+            "two tensors, to be staged; some encoders write its map of up to 16 fields as map 16",
+            offer,
+            (MANIFEST,),
+            exact=False,
+        ),
+        Valid(
+            "publish-all-fields",
+            way,
+            "every field differs from its default, so that it makes no sense as a whole",
+            {
+                "type": "publish",
+                "id": 9,
+                "version": 4,
+                "group": "policy",
+                "transfer": "direct",
+                "in_flight": "abort",
+                "drain_ms": 500,
+                "lease_ms": 2000,
+                "partial": True,
+                "new_run": True,
+                "backend": "nccl",
+                "bucket_bytes": 256,
+                "address": "10.0.0.1:29500",
+                "peer": "5f1d7a3c",
+                "path": "/models/policy",
+                "frames": _specs(MANIFEST),
+            },
+            (MANIFEST,),
+        ),
+        Valid(
+            "publish-checkpoint",
+            way,
+            "a directory that every worker can read",
+            {"type": "publish", "id": 10, "version": 5, "transfer": "checkpoint", "path": "/models/policy-5"},
+            exact=False,
+        ),
+        Valid(
+            "publish-relabel",
+            way,
+            "the weights stay",
+            {"type": "publish", "id": 11, "version": 6, "transfer": "relabel"},
+            exact=False,
+        ),
+        Valid("renew", way, "the publisher lives", {"type": "renew", "id": 9, "sent_bytes": 256}),
+        Valid("sent", way, "all is broadcast", {"type": "sent", "id": 9, "digest": DIGEST, "sent_bytes": 512}),
+        Valid("commit", way, "it may be handed over", {"type": "commit", "id": 9}),
+        Valid("abandon", way, "the publisher gives up", {"type": "abandon", "id": 9, "reason": "the gather failed"}),
+        Valid("weights-question", way, "who holds what?", {"type": "weights_question", "id": 3}),
+        Valid(
+            "weights-question-tensor",
+            way,
+            "one weight of one group",
+            {"type": "weights_question", "id": 4, "group": "policy", "what": "tensor", "name": "w"},
+        ),
+    ]
+
+
+def _to_client() -> list[Valid]:
+    way = "coordinator-client"
+    return [
+        Valid(
+            "join-to-client",
+            way,
+            "rank 0 of four",
+            {"type": "join", "rendezvous": "policy-a-12", "world": 4, "address": "127.0.0.1:29500", "id": 9},
+        ),
+        Valid("phase", way, "send now", {"type": "phase", "id": 9, "phase": "transfer", "members": 3}),
+        Valid(
+            "phase-done", way, "two of three have joined", {"type": "phase", "id": 9, "phase": "join", "members": 3, "done": 2}
+        ),
+        Valid("published", way, "version 4 is committed", {"type": "published", "id": 9, "version": 4, "record": RECORD}),
+        Valid("weights-wanted", way, "nobody holds it any more", {"type": "weights_wanted", "group": "policy", "version": 4}),
+        Valid(
+            "weights-report",
+            way,
+            "two workers and one transaction",
+            {
+                "type": "weights_report",
+                "id": 3,
+                "group": "policy",
+                "version": 4,
+                "digest": DIGEST,
+                "workers": [
+                    {
+                        "name": "policy-0",
+                        "version": 4,
+                        "digest": DIGEST,
+                        "findings": [{"name": "b", "kind": "zero", "count": 3}],
+                    },
+                    {"name": "policy-1", "version": 3, "code": "needs_weights", "message": "no snapshot"},
+                ],
+                "history": [RECORD],
+            },
+        ),
+        Valid(
+            "weights-report-tensor",
+            way,
+            "one weight",
+            {
+                "type": "weights_report",
+                "id": 4,
+                "group": "policy",
+                "version": 4,
+                "workers": [{"name": "policy-0", "version": 4}],
+                "dtype": "bfloat16",
+                "frames": _specs(TENSOR),
+            },
+            (TENSOR,),
+        ),
+        Valid(
+            "error-publishing",
+            way,
+            "somebody else is at it",
+            {
+                "type": "error",
+                "code": "publishing",
+                "message": "client 5f1d7a3c is publishing version 4",
+                "id": 9,
+                "limit": "5f1d7a3c",
+            },
+        ),
+    ]
+
+
+def _from_worker() -> list[Valid]:
+    way = "worker-coordinator"
+    no = {"code": "weights_refused", "message": "unknown names: x"}
+    return [
+        Valid(
+            "prepared",
+            way,
+            "two GPUs, room on both",
+            {"type": "prepared", "update": UPDATE, "peer": "77aa", "ranks": 2, "staging": "device"},
+        ),
+        Valid("prepared-refused", way, "the names do not fit", {"type": "prepared", "update": UPDATE, **no}),
+        Valid("joined", way, "the group stands", {"type": "joined", "update": UPDATE}),
+        Valid(
+            "joined-failed",
+            way,
+            "or not",
+            {"type": "joined", "update": UPDATE, "code": "engine_error", "message": "no route to 127.0.0.1:29500"},
+        ),
+        Valid(
+            "staged",
+            way,
+            "all bytes are here; a tensor of them is zero",
+            {
+                "type": "staged",
+                "update": UPDATE,
+                "digest": DIGEST,
+                "findings": [{"name": "b", "kind": "zero", "count": 3}, {"name": "w", "kind": "nan", "count": 1}],
+            },
+        ),
+        Valid(
+            "staged-failed",
+            way,
+            "the broadcast broke",
+            {"type": "staged", "update": UPDATE, "code": "engine_error", "message": "connection reset"},
+        ),
+        Valid(
+            "handed-over",
+            way,
+            "the engine runs on them",
+            {"type": "handed_over", "update": UPDATE, "version": 4, "digest": DIGEST, "load_us": 6500, "flush_us": 900},
+        ),
+        Valid(
+            "handed-over-failed",
+            way,
+            "the engine kept the old ones",
+            {"type": "handed_over", "update": UPDATE, "code": "engine_error", "message": "the load failed"},
+        ),
+        Valid(
+            "restored",
+            way,
+            "they are nowhere to be had",
+            {"type": "restored", "version": 4, "code": "needs_weights", "message": "no stager, no snapshot"},
+        ),
+        Valid(
+            "inspected",
+            way,
+            "a digest, and what is odd",
+            {
+                "type": "inspected",
+                "task": [EPOCH, 13],
+                "digest": DIGEST,
+                "findings": [{"name": "b", "kind": "zero", "count": 3}],
+            },
+        ),
+        Valid(
+            "inspected-tensor",
+            way,
+            "one weight",
+            {"type": "inspected", "task": [EPOCH, 14], "dtype": "bfloat16", "frames": _specs(TENSOR)},
+            (TENSOR,),
+        ),
+        Valid(
+            "inspected-failed",
+            way,
+            "no such weight",
+            {"type": "inspected", "task": [EPOCH, 15], "code": "bad_request", "message": "name: no weight is called x"},
+        ),
+    ]
+
+
+def _to_worker() -> list[Valid]:
+    way = "coordinator-worker"
+    return [
+        Valid(
+            "prepare",
+            way,
+            "can you take these?",
+            {"type": "prepare", "update": UPDATE, "version": 4, "transfer": "staged", "frames": _specs(MANIFEST)},
+            (MANIFEST,),
+        ),
+        Valid(
+            "prepare-partial",
+            way,
+            "some of the tensors, in small buckets",
+            {
+                "type": "prepare",
+                "update": UPDATE,
+                "version": 4,
+                "transfer": "direct",
+                "partial": True,
+                "bucket_bytes": 256,
+                "frames": _specs(MANIFEST),
+            },
+            (MANIFEST,),
+        ),
+        Valid(
+            "prepare-checkpoint",
+            way,
+            "and this directory?",
+            {"type": "prepare", "update": UPDATE, "version": 5, "transfer": "checkpoint", "path": "/models/policy-5"},
+        ),
+        Valid(
+            "join-to-worker",
+            way,
+            "ranks 2 and 3 of four",
+            {
+                "type": "join",
+                "rendezvous": "policy-a-12",
+                "world": 4,
+                "rank": 2,
+                "address": "127.0.0.1:29500",
+                "backend": "nccl",
+                "update": UPDATE,
+            },
+        ),
+        Valid("hand-over", way, "take them", {"type": "hand_over", "update": UPDATE, "version": 4}),
+        Valid(
+            "committed",
+            way,
+            "keep them",
+            {"type": "committed", "update": UPDATE, "version": 4, "digest": DIGEST, "snapshot": SNAPSHOT},
+        ),
+        Valid("release", way, "forget them", {"type": "release", "update": UPDATE, "reason": "policy-1 was lost"}),
+        Valid(
+            "restore",
+            way,
+            "become what the group is",
+            {"type": "restore", "version": 4, "digest": DIGEST, "snapshot": SNAPSHOT, "path": "/models/policy-4"},
+        ),
+        Valid("inspect", way, "what is in your engine?", {"type": "inspect", "task": [EPOCH, 13], "what": "digest"}),
+        Valid("inspect-tensor", way, "and this one?", {"type": "inspect", "task": [EPOCH, 14], "what": "tensor", "name": "w"}),
+    ]
+
+
+UPDATES = [*_from_client(), *_to_client(), *_from_worker(), *_to_worker()]

@@ -1,0 +1,210 @@
+"""The worker's half of a weight update: what was asked, what was answered, what the engine holds. Pure, a part of `machine`.
+
+How it thinks. One update is open at a time, the one of the latest `prepare`. Each question of it is given to the shell once
+(`RunWeights`); a copy of it is answered with the kept answer, or ignored while the first is still with the shell. After each
+`accept` all answers of the open update are said again: one of them may be lost with its link, and the coordinator drops copies.
+
+    prepare → prepared    join → joined    (by itself) staged    hand_over → handed_over    committed | release
+
+`hand_over` and `restore` need the engine to themselves: they are `wanted` until what is inside has left, and `taking` until
+their answer; the machine holds work back meanwhile. A `restore` that comes while another one is taken waits for it.
+
+A higher epoch ends the open update: no commit can follow any more. Before `hand_over` that is a `release`. After it the new
+coordinator knows from the journal what was committed: what was staged stays until it says `committed`, `restore` or `prepare`.
+"""
+
+from enginepool.protocol.basis import TaskId
+from enginepool.protocol.layout import layered
+from enginepool.protocol.updates import (
+    Committed,
+    HandedOver,
+    HandOver,
+    Inspect,
+    Inspected,
+    Join,
+    Joined,
+    Prepare,
+    Prepared,
+    Release,
+    Restore,
+    Restored,
+    Staged,
+)
+from enginepool.workers.events import Effect, Frame, RunWeights, Send
+
+Asked = Prepare | Join | HandOver | Committed | Release | Restore | Inspect
+Answer = Prepared | Joined | Staged | HandedOver | Restored | Inspected
+#: the answer to each question of an update
+_ANSWER: dict[type, type[Prepared | Joined | HandedOver]] = {Prepare: Prepared, Join: Joined, HandOver: HandedOver}
+
+
+class WorkerUpdates:
+    """What a worker knows about its weights."""
+
+    def __init__(self) -> None:
+        #: of the weights in the engine; "" for those of its checkpoint
+        self.version = 0
+        self.digest = ""
+        #: `version` or `digest` changed in a way that the coordinator has to hear by `ready`
+        self.changed = False
+        #: the open update
+        self.prepare: Prepare | None = None
+        #: questions of it that the shell has, or has answered
+        self.given: set[type] = set()
+        #: its answers, in the order in which they came
+        self.answers: dict[type, Send] = {}
+        #: what waits for the engine to be empty; what the engine takes now
+        self.wanted: HandOver | Restore | None = None
+        self.taking: HandOver | Restore | None = None
+        #: the latest update ever prepared; older ones are over
+        self.latest: TaskId = (0, 0)
+        #: what the engine takes, or took last, is a part over what was there
+        self.partial = False
+        #: questions that the shell has
+        self.inspecting: set[TaskId] = set()
+
+    @property
+    def busy(self) -> bool:
+        """The engine takes weights, or is about to: no work may enter it."""
+        return self.wanted is not None or self.taking is not None
+
+    def asked(self, message: Asked, frames: tuple[Frame, ...], epoch: int, *, ready: bool) -> list[Effect]:
+        """The coordinator wants something."""
+        if isinstance(message, Prepare):
+            return self._prepare(message, frames, epoch, ready)
+        if isinstance(message, Join | HandOver):
+            return self._next(message, epoch)
+        if isinstance(message, Committed):
+            return self._committed(message)
+        if isinstance(message, Release):
+            return self._release(message.update, message.reason)
+        if isinstance(message, Restore):
+            # Before the engine is there it cannot; the coordinator says it again when it is.
+            return self._restore(message) if ready else []
+        if message.task in self.inspecting:
+            return []
+        self.inspecting.add(message.task)
+        return [RunWeights(message, frames)]
+
+    def _prepare(self, message: Prepare, frames: tuple[Frame, ...], epoch: int, ready: bool) -> list[Effect]:
+        update = message.update
+        if update <= self.latest:
+            return self._again(update, Prepared)
+        if update[0] != epoch or not ready:
+            return [Send(Prepared(update, code="shutting_down", message="this worker is not ready in that epoch"))]
+        effects = [] if self.prepare is None else self._release(self.prepare.update, "another update begins")
+        self.prepare, self.latest = message, update
+        self.given = {Prepare}
+        return [*effects, RunWeights(message, frames)]
+
+    def _again(self, update: TaskId, answer: type) -> list[Effect]:
+        """The kept answer, if this is the open update and it has one."""
+        mine = self.prepare is not None and self.prepare.update == update and answer in self.answers
+        return [self.answers[answer]] if mine else []
+
+    def _next(self, message: Join | HandOver, epoch: int) -> list[Effect]:
+        kind = type(message)
+        if self.prepare is None or self.prepare.update != message.update:
+            if message.update[0] != epoch:
+                return []
+            unknown = "this worker has no such update open"
+            return [Send(_ANSWER[kind](message.update, code="update_aborted", message=unknown))]
+        if kind in self.given:
+            return self._again(message.update, _ANSWER[kind])
+        self.given.add(kind)
+        if isinstance(message, HandOver):
+            self.wanted = message
+            self.partial = self.prepare.partial
+            return []
+        return [RunWeights(message)]
+
+    def _committed(self, message: Committed) -> list[Effect]:
+        if message.version != self.version:
+            return []
+        # Of a checkpoint the coordinator may know a better name than the engine.
+        self.digest = message.digest
+        if self.prepare is not None and self.prepare.update == message.update:
+            self._close()
+        return [RunWeights(message)]
+
+    def _release(self, update: TaskId, reason: str) -> list[Effect]:
+        if self.prepare is None or self.prepare.update != update:
+            return []
+        self._close()
+        return [RunWeights(Release(update, reason))]
+
+    def _close(self) -> None:
+        self.prepare = None
+        self.given = set()
+        self.answers.clear()
+
+    def _restore(self, message: Restore) -> list[Effect]:
+        if self.taking is None and self._holds(message):
+            self.wanted = None
+            self.changed = True
+        elif message != self.taking:
+            self.wanted = message
+        return []
+
+    def _holds(self, message: Restore) -> bool:
+        return (self.version, self.digest) == (message.version, message.digest)
+
+    def take(self) -> list[Effect]:
+        """The engine is empty: what waited for that begins."""
+        if isinstance(self.wanted, Restore) and self.taking is None and self._holds(self.wanted):
+            self.wanted = None
+            self.changed = True
+        if self.wanted is None or self.taking is not None:
+            return []
+        self.taking, self.wanted = self.wanted, None
+        return [RunWeights(self.taking)]
+
+    def answered(self, answer: Answer, frames: tuple[Frame, ...]) -> list[Send]:
+        """The shell has done, or could not do, what it was given. Returns what the coordinator hears."""
+        said = Send(answer, frames)
+        if isinstance(answer, Inspected):
+            self.inspecting.discard(answer.task)
+            return [said]
+        if isinstance(answer, Restored):
+            self.taking = None
+            return [said]
+        prepare = self.prepare
+        mine = prepare is not None and prepare.update == answer.update
+        if isinstance(answer, HandedOver):
+            self.taking = None
+            if not answer.code:
+                self.version = answer.version
+                self.digest = layered(self.digest, answer.digest) if self.partial else answer.digest
+                # An update that is not open any more was of a coordinator that is gone: its successor has to know.
+                self.changed = not mine
+        if not mine:
+            return []
+        self.answers[type(answer)] = said
+        return [said]
+
+    def taken(self, version: int, digest: str) -> None:
+        """A restore was done."""
+        self.taking = None
+        self.version, self.digest = version, digest
+        self.changed = True
+
+    def owed(self) -> list[Send]:
+        """What the coordinator may not have heard."""
+        return list(self.answers.values())
+
+    def new_epoch(self) -> list[Effect]:
+        """Another coordinator: the open update is over."""
+        if isinstance(self.wanted, HandOver):
+            self.wanted = None
+        prepare = self.prepare
+        if prepare is None:
+            return []
+        handed = HandedOver in self.answers or isinstance(self.taking, HandOver)
+        self._close()
+        return [] if handed else [RunWeights(Release(prepare.update, "another coordinator has taken over"))]
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant does not hold."""
+        assert self.prepare is not None or not (self.given or self.answers)
+        assert HandOver in self.given or HandedOver not in self.answers
+        assert not isinstance(self.wanted, HandOver) or HandOver in self.given
