@@ -129,6 +129,22 @@ class NeedsWeights(_WireCode, code="needs_weights"):
     """The committed weights of the group exist nowhere; publish them again."""
 
 
+class Publishing(_WireCode, code="publishing"):
+    """Another publisher's update of this group is under way; `limit` names it."""
+
+
+class VersionBackwards(_WireCode, ValueError, code="version_backwards"):
+    """A weight version must be above the committed one, which `limit` names."""
+
+
+class WeightsRefused(_WireCode, ValueError, code="weights_refused"):
+    """The tensors do not fit the model, or hold NaN or infinity; `field` names one. No engine was touched."""
+
+
+class UpdateAborted(_WireCode, code="update_aborted"):
+    """The update was given up before any engine was touched: the old weights serve on. The message says why."""
+
+
 class ShuttingDown(_WireCode, code="shutting_down"):
     """The coordinator is draining and takes no new requests."""
 
