@@ -61,6 +61,8 @@ def finish_begun(core: Core, update: Update) -> None:
             if request.state != QUEUED:
                 update.group.queue.forget()
             send_batch(core, batch)
+            # Sending enters it among the open workers, which it is not.
+            batch.worker.routing.update(batch.worker)
 
 
 def unfinished(update: Update) -> bool:

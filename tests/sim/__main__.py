@@ -12,6 +12,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--workers", type=int, default=0, help="default: drawn from the seed, 1 to 8")
     parser.add_argument("--packed", action="store_true", help="some of the workers are packed ones")
+    parser.add_argument("--updates", action="store_true", help="weights are published meanwhile")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -21,14 +22,14 @@ def main() -> int:
     for seed in range(args.seed, args.seed + args.count):
         workers = args.workers or 1 + seed % 8
         try:
-            outcome = simulate(seed, workers, say, packed=args.packed)
+            outcome = simulate(seed, workers, say, packed=args.packed, updates=args.updates)
         except Failed as failure:
             out(f"{failure}\n")
             return 1
         events += outcome.events
         if args.count == 1:
             out(f"seed {seed}, {workers} workers: digest {outcome.digest:08x}, {outcome.seconds:.1f} s simulated\n")
-            out(f"{outcome.events} events, answers {outcome.answers}\n")
+            out(f"{outcome.events} events, answers {outcome.answers}, updates {outcome.updates}\n")
     if args.count > 1:
         spent = time.perf_counter() - began
         out(f"{args.count} schedules, {events} events, {1000 * spent / args.count:.1f} ms each\n")

@@ -11,6 +11,7 @@ from enginepool.coordinator.events import LiveProcess
 from tests.sim.network import Network
 from tests.sim.oracle import Oracle
 from tests.sim.sim_engine import Profile
+from tests.sim.sim_stager import Disks, Stager
 from tests.sim.sim_worker import SimWorker
 from tests.sim.world import World
 
@@ -42,6 +43,9 @@ class Cluster:
         self._external_count = 0
         #: a start that cannot work, however often: probability
         self.unusable = 0.0
+        #: what weights lie in, and who holds them for each place
+        self.disks = Disks(network.world)
+        self.stagers: dict[str, Stager] = {}
 
     def start(self, watcher: Watcher, group: str, index: int, incarnation: str) -> None:
         """Start a process for a place of the coordinator."""
@@ -59,8 +63,11 @@ class Cluster:
 
     def _spawn(self, group: str, incarnation: str, profile: Profile) -> SimWorker:
         orphan_s, drain_s = self._limits
+        place = self._places.get(incarnation)
+        name = f"{place[0]}-{place[1]}" if place is not None else incarnation
+        stager = self.stagers.setdefault(name, Stager(self.disks, name))
         worker = self.workers[incarnation] = SimWorker(
-            self.network, self.oracle, profile, group, incarnation, orphan_s, drain_s, self._ended
+            self.network, self.oracle, profile, group, incarnation, stager, orphan_s, drain_s, self._ended
         )
         return worker
 
@@ -85,6 +92,7 @@ class Cluster:
         del self.workers[worker.incarnation]
         place = self._places.get(worker.incarnation)
         if place is None:
+            self.stagers.pop(worker.incarnation).kill()
             if self.external:
                 self.world.after(self.world.between(0.1, 2.0), self._again, worker.group)
             return

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from enginepool.coordinator import events as ev
 from tests.sim.sim_client import SimClient
+from tests.sim.sim_publisher import SimPublisher
 from tests.sim.sim_worker import SimWorker
 
 if TYPE_CHECKING:
@@ -35,6 +36,14 @@ class Faults:
             self._coordinator(rest)
         elif kind == "new_weights":
             self._new_weights()
+        elif kind == "journal_full":
+            self.simulation.coordinator.disk_full = 0.5
+        elif room == "publisher":
+            publishers = [publisher for publisher in self.simulation.publishers if not publisher.gone]
+            if publishers:
+                self._publisher(self.world.random.choice(publishers), rest)
+        elif room in ("stager", "take"):
+            self._weights(room, rest)
         else:
             for client in self.simulation.clients:
                 client.ask_status()
@@ -100,11 +109,34 @@ class Faults:
         back = self.world.now + self._lasts(1.0, 5.0)
         for name, profile in self.simulation.cluster.profiles.items():
             version = profile.version + 1
-            self.simulation.oracle.versions[name].add(version)
+            self.simulation.oracle.may_answer(name, version)
             for worker in self.simulation.cluster.workers.values():
                 if worker.group == name and worker.stage == "ready":
-                    self.world.after(self.world.between(0, 0.3), setattr, worker.engine, "version", version)
-                    self.world.at(back + self.world.between(0.3, 0.6), setattr, worker.engine, "version", profile.version)
+                    self.world.after(self.world.between(0, 0.3), worker.engine.become, version)
+                    self.world.at(back + self.world.between(0.3, 0.6), worker.engine.become, profile.version)
+
+    def _weights(self, room: str, what: str) -> None:
+        """A stager, or an engine that takes weights, fails."""
+        workers = [worker for worker in self.simulation.cluster.workers.values() if worker.alive]
+        if not workers:
+            return
+        worker = self.world.random.choice(workers)
+        if room == "take":
+            worker.take_fault = what
+        elif what == "kill":
+            self.world.note(worker.stager.name, "the stager is killed")
+            worker.stager.kill()
+        else:
+            worker.stager.damaged = True
+
+    def _publisher(self, publisher: SimPublisher, what: str) -> None:
+        if what == "vanish":
+            publisher.vanish()
+        elif what == "stall":
+            publisher.stall()
+            self.world.after(self._lasts(2.0, 8.0), publisher.go_on)
+        elif publisher.dealer is not None and publisher.dealer.link is not None:
+            self.simulation.network.cut(publisher.dealer.link)
 
     # --- clients -------------------------------------------------------------------------------------------------------
 
@@ -157,9 +189,14 @@ class Faults:
         """Nothing new goes wrong from here on."""
         world = self.world
         self.simulation.coordinator.doomed = None
+        self.simulation.coordinator.disk_full = 0.0
+        for publisher in self.simulation.publishers:
+            publisher.go_on()
         for worker in list(self.simulation.cluster.workers.values()):
             worker.go_on()
             worker.doomed = False
+            worker.take_fault = ""
+            worker.stager.damaged = False
             worker.profile.load_fails = 0.0
         self.simulation.cluster.unusable = 0.0
         self.simulation.network.conditions.flaky = 0.0

@@ -3,14 +3,26 @@
 The oracle knows what was asked and what went wrong in the world; it knows nothing of how the coordinator decides.
 """
 
+from typing import NamedTuple
+
 from enginepool.client.events import Answer, Fail
-from enginepool.protocol.messages import Result
+from enginepool.protocol.messages import Failure, Result
+from enginepool.protocol.updates import Published
+from tests.sim.offers import Offer
 from tests.sim.traffic import Call
 
 #: nothing in a simulation justifies these
 NEVER = frozenset(
     {"malformed", "too_large", "unsupported", "protocol_version", "hello_required", "unauthorised", "superseded", "id_reused"}
 )
+
+
+class Weights(NamedTuple):
+    """Weights of a group: their version, and the number of their content."""
+
+    version: int
+    content: int
+    committed: bool
 
 
 class Oracle:
@@ -22,7 +34,11 @@ class Oracle:
         self.bounded = bounded
         self.calls: dict[int, Call] = {}
         self.open: dict[int, Call] = {}
-        self.versions: dict[str, set[int]] = {}
+        #: by group: what was ever committed, and what engines were told to answer from without a commit, oldest first
+        self.weights: dict[str, list[Weights]] = {}
+        #: by group: why its weights were nowhere, once they were
+        self.needed: set[str] = set()
+        self.updates: dict[str, int] = {}
         #: calls that an engine refused, or cut, because it was told to
         self.wronged: set[int] = set()
         self.cut: set[int] = set()
@@ -57,9 +73,13 @@ class Oracle:
 
     def _right(self, call: Call, result: Result, frames: list[bytes]) -> None:
         assert not (call.bad or call.poison or call.choking or call.refused), f"{call}: answered, and should not be"
-        group = call.score.group or next(iter(self.versions))
-        assert result.version in self.versions[group], f"{call}: version {result.version}"
-        assert frames == call.expected(result.version), f"{call}: wrong scores"
+        weights = self.weights[self._name(call.score.group)]
+        of_version = [i for i, one in enumerate(weights) if one.version == result.version]
+        assert of_version, f"{call}: version {result.version}"
+        right = [i for i in of_version if frames == call.expected(weights[i].content)]
+        assert right, f"{call}: wrong scores"
+        assert right[-1] >= call.floor or not weights[right[-1]].committed, f"{call}: version {result.version} is of yesterday"
+        assert result.version >= call.score.min_version, f"{call}: version {result.version}"
         assert [spec.name for spec in result.frames] == ["scores", "hidden"][: len(frames)], f"{call}: {result.frames}"
         assert result.frames[0].shape == (len(call.prompts), len(call.columns)), f"{call}: {result.frames}"
         assert result.usage == (result.usage.__class__)(len(call.prompts), call.tokens), f"{call}: {result.usage}"
@@ -84,7 +104,9 @@ class Oracle:
         elif code == "engine_error":
             assert call.refused or call.uid in self.wronged, told
         elif code == "pool_down":
-            assert (call.score.group or next(iter(self.versions))) in self.down, told
+            assert self._name(call.score.group) in self.down, told
+        elif code == "needs_weights":
+            assert self._name(call.score.group) in self.needed, told
         elif code in ("bad_request", "unknown_group"):
             assert call.bad == code, told
         elif code == "shutting_down":
@@ -93,3 +115,52 @@ class Oracle:
             assert call.client in self.closed, told
         else:
             raise AssertionError(told)
+
+    # --- weights -------------------------------------------------------------------------------------------------------
+
+    def _name(self, group: str) -> str:
+        return group or next(iter(self.weights))
+
+    def may_answer(self, group: str, version: int) -> None:
+        """Engines answer from other weights, although nobody committed them."""
+        self.weights[group].append(Weights(version, version, False))
+
+    def commit(self, group: str, version: int, content: int) -> None:
+        """The journal says so."""
+        self.weights[group].append(Weights(version, content, True))
+
+    def floor(self, group: str) -> int:
+        """The number of the latest commit."""
+        weights = self.weights.get(self._name(group), [])
+        return max((i for i, one in enumerate(weights) if one.committed), default=0)
+
+    def latest(self, group: str) -> Weights:
+        return self.weights[group][self.floor(group)]
+
+    def published(self, offer: Offer, version: int, message: Published) -> None:
+        """A publisher hears that its update is committed."""
+        told = f"{offer}: {message}"
+        assert not offer.flaw or offer.flaw == "zero", told
+        assert offer.fate == "commit", told
+        assert message.version == version, told
+        assert any(one.committed and one.version == version for one in self.weights[offer.group]), told
+        assert message.record.outcome == "committed" and message.record.committed > 0, told
+        self._count("published")
+
+    def update_failed(self, offer: Offer, failure: Failure) -> None:
+        """A publisher hears that its update is not."""
+        code, told = failure.code, f"{offer}: {failure.code}: {failure.message}"
+        if code == "weights_refused":
+            assert offer.flaw in ("nan", "zero", "unknown", "missing", "shape"), told
+        elif code == "bad_request":
+            assert offer.transfer == "checkpoint" and offer.flaw == "unknown", told
+        elif code == "shutting_down":
+            assert self.draining, told
+        elif code == "pool_down":
+            assert offer.group in self.down, told
+        else:
+            assert code in ("publishing", "version_backwards", "update_aborted"), told
+        self._count(code)
+
+    def _count(self, outcome: str) -> None:
+        self.updates[outcome] = self.updates.get(outcome, 0) + 1

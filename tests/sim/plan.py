@@ -8,6 +8,7 @@ from enginepool.client.settings import Settings
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
 from enginepool.protocol.messages import Capabilities
 from tests.sim.network import Conditions
+from tests.sim.offers import Offer, make_offer
 from tests.sim.traffic import Mix
 
 #: fault -> the largest number of times in one schedule
@@ -38,10 +39,23 @@ FAULTS = {
 }
 
 
+#: what goes wrong with updates
+UPDATE_FAULTS = {
+    "stager_kill": 3,
+    "stager_damage": 2,
+    "take_error": 3,
+    "take_crash": 3,
+    "publisher_link": 3,
+    "publisher_stall": 2,
+    "publisher_vanish": 1,
+    "journal_full": 1,
+}
+
+
 class Plan:
     """Everything that is decided before the first event. Draws from `random` in a fixed order."""
 
-    def __init__(self, random: Random, workers: int, packed: Random | None = None) -> None:
+    def __init__(self, random: Random, workers: int, packed: Random | None = None, updates: Random | None = None) -> None:
         self.random = random
         self.workers = workers
         many = workers > 50
@@ -87,6 +101,13 @@ class Plan:
         self.packed: dict[str, Capabilities] = {}
         if packed is not None:
             self._pack(packed)
+        #: who publishes what; which faults strike when a transaction enters a phase; how often a call wants later weights
+        self.publishers = 0
+        self.offers: list[tuple[int, Offer]] = []
+        self.triggers: list[tuple[str, str, float]] = []
+        self.early = 0.0
+        if updates is not None:
+            self._publish(updates)
 
     def _pack(self, random: Random) -> None:
         """Let some of the workers of each group that has two be packed ones. One plain one stays: it serves every shape."""
@@ -110,6 +131,40 @@ class Plan:
             )
             groups[name] = msgspec.structs.replace(group, packed_workers=random.randint(1, group.workers - 1))
         self.config = msgspec.structs.replace(self.config, groups=groups)
+
+    def _publish(self, random: Random) -> None:
+        """Let weights be updated while all this goes on. Nothing else changes weights then."""
+        timing = msgspec.structs.replace(
+            self.config.timing,
+            update_prepare_s=3.0,
+            update_join_s=4.0,
+            update_stall_s=4.0,
+            update_hand_over_s=6.0,
+            update_inspect_s=4.0,
+            restore_again_s=1.5,
+        )
+        groups = {
+            name: msgspec.structs.replace(group, snapshot=random.choice(("memory", "memory", "disk", "none")))
+            for name, group in self.config.groups.items()
+        }
+        self.config = msgspec.structs.replace(self.config, timing=timing, groups=groups)
+        self.faults = [fault for fault in self.faults if fault[1] != "new_weights"]
+        self.publishers = random.choice((1, 1, 2, 3))
+        calm = random.random() < 0.3
+        for _ in range(random.randint(1, 6)):
+            offer = make_offer(random, random.choice(list(self.kinds)), self.span, calm=calm)
+            self.offers.append((random.randrange(self.publishers), offer))
+        if not calm:
+            for kind, most in UPDATE_FAULTS.items():
+                if random.random() < 0.15:
+                    span = self.span + 5.0
+                    self.faults += [(span * random.random(), kind) for _ in range(random.randint(1, most))]
+            phases = ("open", "join", "transfer", "staged", "hold", "hand_over", "published")
+            kinds = [*UPDATE_FAULTS, "worker_kill", "worker_stop", "worker_link", "coordinator_kill", "coordinator_stall"]
+            for _ in range(random.choice((0, 1, 2, 4))):
+                self.triggers.append((random.choice(phases), random.choice(kinds), random.choice((0.0, 0.01, 0.1))))
+            self.faults.sort()
+        self.early = random.choice((0.0, 0.1))
 
     def _capabilities(self, kind: str) -> Capabilities:
         random = self.random

@@ -20,8 +20,9 @@ def score_rows(prompts: Iterable[bytes], columns: Sequence[int], salt: int) -> b
     return array("f", values).tobytes()
 
 
-def salt_of(version: int, softmax: bool) -> int:
-    return 2 * version + softmax
+def salt_of(content: int, softmax: bool) -> int:
+    """`content`: the number of the weights."""
+    return 2 * content + softmax
 
 
 def prompts_of(part: Part, frames: Sequence[Buffer]) -> list[bytes]:

@@ -68,6 +68,7 @@ class SimClient:
         call.id = self.ids
         call.score.id = self.ids
         call.submitted = now
+        call.floor = self.oracle.floor(call.score.group)
         call.deadline = None if call.timeout is None else now + call.timeout
         self._calls[call.id] = call
         self._take(Submit(now, call.score, call.frames, call.deadline, call.retry_busy))

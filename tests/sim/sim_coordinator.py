@@ -14,9 +14,11 @@ from enginepool.coordinator.translate import client_event, id_of, worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Failure, Message
+from enginepool.protocol.updates import Published
 from tests.sim.cluster import Cluster
 from tests.sim.network import Link, Network
 from tests.sim.oracle import Oracle
+from tests.sim.sim_stager import content_of
 from tests.sim.watch import Watch
 
 
@@ -34,6 +36,8 @@ class SimCoordinator:
         self.turn_s = turn_s
         #: nothing but a fault makes anybody wait for long
         self.prompt = prompt
+        #: numbers of the checkpoints' weights
+        self.base: dict[str, int] = {}
         self.machine = Machine(config, checked=True)
         self.watch = Watch(self.machine, oracle)
         self.alive = True
@@ -47,12 +51,19 @@ class SimCoordinator:
         #: what came in within one turn of the loop
         self._events: list[ev.Event] = []
         self._timer_at = float("inf")
+        #: committed weights, as on disk; how often it cannot be written
+        self.journal: dict[str, ev.GroupWeights] = {}
+        self.disk_full = 0.0
+        self._last_write = 0.0
+        #: called with each message to a client
+        self.heard: Callable[[Message], None] = lambda _: None
 
-    def start(self, epoch: int, versions: dict[str, int]) -> None:
+    def start(self, epoch: int, journal: dict[str, ev.GroupWeights]) -> None:
         self.world.note("coordinator", f"starts, epoch {epoch}")
         self.network.server = self
-        weights = {name: ev.GroupWeights(version) for name, version in versions.items()}
-        self.handle(ev.Started(self.world.now, epoch, weights, self.cluster.survivors(self)))
+        self.journal = journal
+        folders = {"memory": "/memory", "disk": "/disk"}
+        self.handle(ev.Started(self.world.now, epoch, dict(journal), self.cluster.survivors(self), folders))
         self._tick()
 
     # --- in ------------------------------------------------------------------------------------------------------------
@@ -130,18 +141,44 @@ class SimCoordinator:
                 reason = next(place.last_words for place in places if place.incarnation == effect.incarnation)
                 self._given_up(effect.incarnation, reason)
                 self.cluster.kill(effect.incarnation)
+            elif type(effect) is ef.WriteJournal:
+                self._last_write = max(self._last_write, self.world.now) + self.world.between(0.0005, 0.02)
+                self.world.at(self._last_write, self._write, effect)
             elif type(effect) is ef.Drained:
                 self.drained = True
         self._set_timer(self.machine.wake_at())
 
+    def _write(self, effect: ef.WriteJournal) -> None:
+        """In a thread of its own: it goes on while the loop stands still, and ends with the process."""
+        if not self.alive:
+            return
+        error = "no space left on device" if self.disk_full and self.world.chance(self.disk_full) else ""
+        if not error:
+            self.world.note("coordinator", effect)
+            self.journal[effect.group] = weights = effect.weights
+            self.watch.oracle.commit(effect.group, weights.version, content_of(weights.digest, self.base[effect.group]))
+        self.world.after(self.world.between(0.0, 0.01), self._written, effect, error)
+
+    def _written(self, effect: ef.WriteJournal, error: str) -> None:
+        if not self.alive:
+            return
+        if self.stalled:
+            self.world.after(0.1, self._written, effect, error)
+        else:
+            self.handle(ev.JournalWritten(self.world.now, effect.update, error))
+
     def _given_up(self, name: str, reason: str) -> None:
         """Where messages and forwards are quick, no healthy worker is given up for being silent or slow."""
         worker = self.cluster.workers.get(name)
-        if self.prompt and worker is not None and worker.healthy:
+        if self.prompt and worker is not None and worker.healthy and "weight" not in reason:
             assert "silent" not in reason and "in time" not in reason, f"{name} is healthy: {reason}"
 
     def _say(self, message: Message, link: bytes) -> None:
         self.world.note("coordinator", (link, message))
+        if isinstance(message, Published):
+            held = [weights.version for weights in self.journal.values()]
+            assert message.version in held, f"published before it was journalled: {message}"
+        self.heard(message)
 
     def _set_timer(self, at: float) -> None:
         if at < self._timer_at:

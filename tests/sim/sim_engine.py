@@ -21,6 +21,7 @@ from enginepool.workers.events import (
 )
 from tests.sim.oracle import Oracle
 from tests.sim.scores import HIDDEN, prompts_of, rows_of, salt_of, score_rows
+from tests.sim.sim_stager import content_of
 from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, uid_of
 from tests.sim.world import World
 
@@ -67,6 +68,9 @@ class SimEngine:
     def __init__(self, world: World, oracle: Oracle, profile: Profile, host: Host) -> None:
         self.world, self.oracle, self.profile, self.host = world, oracle, profile, host
         self.version = profile.version
+        #: the weights that it really has: "" for those of its checkpoint, which are number `base`
+        self.digest = ""
+        self.base = profile.version
         self.slow = 1.0
         self.next_fault = ""
         self.hangs = False
@@ -76,6 +80,10 @@ class SimEngine:
         self._waiting: list[tuple[int, int, Task]] = []
         self._order = 0
         self._busy = False
+
+    def become(self, version: int) -> None:
+        """Answer from other weights from now on, without being asked to."""
+        self.version = self.base = version
 
     def load(self) -> None:
         """Stages, then ready; or it ends on the way."""
@@ -173,7 +181,7 @@ class SimEngine:
             rows = prompts[1:] if short else prompts
             short = False
             columns = part.labels or range(can.labels)
-            salt = salt_of(self.version, part.softmax)
+            salt = salt_of(content_of(self.digest, self.base), part.softmax)
             specs = [FrameSpec("scores", "float32", (len(rows), len(columns)))]
             out.append(score_rows(rows, columns, salt))
             if task.run.batch.hidden:

@@ -20,6 +20,7 @@ from enginepool.workers.events import (
     Received,
     RunBatch,
     RunTokenise,
+    RunWeights,
     Send,
     Tick,
 )
@@ -27,6 +28,7 @@ from enginepool.workers.machine import WorkerMachine
 from tests.sim.network import Dealer, Network
 from tests.sim.oracle import Oracle
 from tests.sim.sim_engine import Profile, SimEngine
+from tests.sim.sim_stager import Stager
 from tests.sim.world import World
 
 _decoder = msgspec.msgpack.Decoder(ToWorker)
@@ -44,6 +46,7 @@ class SimWorker:
         profile: Profile,
         group: str,
         incarnation: str,
+        stager: Stager,
         orphan_s: float,
         drain_s: float,
         ended: "Callable[[SimWorker, str], None]",
@@ -63,6 +66,10 @@ class SimWorker:
         self._ending = False
         self._limits = (orphan_s, drain_s)
         self._machine: WorkerMachine | None = None
+        self.stager = stager
+        stager.host(self)
+        #: what happens when its engine is to take weights next: error, crash
+        self.take_fault = ""
         self.engine = SimEngine(self.world, oracle, profile, self)
         self.dealer: Dealer | None = None
         #: what the link thread, and the main thread, have not taken yet
@@ -145,6 +152,8 @@ class SimWorker:
                 self.engine.run(effect)
             elif type(effect) is RunTokenise:
                 self.engine.tokenise(effect)
+            elif type(effect) is RunWeights:
+                self.stager.run(effect)
             elif type(effect) is End:
                 self._end(effect)
                 return

@@ -9,14 +9,19 @@ from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
+from enginepool.coordinator.events import GroupWeights
+from enginepool.protocol.messages import Message
+from enginepool.protocol.updates import Phase, Published, Restore
 from tests.sim.cluster import Cluster
 from tests.sim.faults import Faults
 from tests.sim.network import Network
-from tests.sim.oracle import Oracle
+from tests.sim.offers import Offer
+from tests.sim.oracle import Oracle, Weights
 from tests.sim.plan import Plan
 from tests.sim.sim_client import SimClient
 from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_engine import Profile
+from tests.sim.sim_publisher import SimPublisher
 from tests.sim.traffic import CALLS, Call, make_call
 from tests.sim.world import World, line
 
@@ -35,6 +40,7 @@ class Outcome(NamedTuple):
     events: int
     seconds: float
     answers: dict[str, int]
+    updates: dict[str, int]
 
 
 class Simulation:
@@ -44,8 +50,10 @@ class Simulation:
         self.world = world
         self.plan = plan
         self.oracle = Oracle(plan.config.restart.max_attempts, plan.bounded)
+        #: what is committed, as on disk
+        self.journal = {name: GroupWeights(version) for name, version in plan.versions.items()}
         for name, version in plan.versions.items():
-            self.oracle.versions[name] = {version}
+            self.oracle.weights[name] = [Weights(version, version, True)]
         self.network = Network(world, plan.conditions)
         profiles = {name: Profile(world, can, plan.versions[name]) for name, can in plan.capabilities.items()}
         timing = plan.config.timing
@@ -61,45 +69,74 @@ class Simulation:
         every = [*profiles.values(), *(profile for profile, _ in self.cluster.packed.values())]
         slowest = max(profile.seconds_in_flight for profile in every)
         self.prompt = conditions.delay < 0.01 and not conditions.flaky and conditions.notice < 1.0 and slowest < forward_s / 4
+        self.publishers = [SimPublisher(self.network, self.oracle, self.cluster.disks, i) for i in range(plan.publishers)]
+        self._triggers = list(plan.triggers)
         self.coordinator = self.new_coordinator()
         self.epoch = 1
         self.events = 0
         self.faults = Faults(self)
+        self._healed = False
 
     def new_coordinator(self) -> SimCoordinator:
-        return SimCoordinator(self.network, self.cluster, self.oracle, self.plan.config, self.plan.turn_s, self.prompt)
+        coordinator = SimCoordinator(self.network, self.cluster, self.oracle, self.plan.config, self.plan.turn_s, self.prompt)
+        coordinator.base = self.plan.versions
+        if self.plan.publishers:
+            coordinator.heard = self._phase
+        return coordinator
 
     def restart_coordinator(self) -> None:
         """A successor takes over."""
         self.events += self.coordinator.watch.events
         self.epoch += 1
         self.coordinator = self.new_coordinator()
-        self.coordinator.start(self.epoch, self.plan.versions)
+        self.coordinator.start(self.epoch, self.journal)
+
+    def _phase(self, message: Message) -> None:
+        """A publisher is told where its transaction stands: some faults wait for just that."""
+        said = message.phase if isinstance(message, Phase) else "published" if isinstance(message, Published) else ""
+        for trigger in self._triggers:
+            if trigger[0] == said:
+                self._triggers.remove(trigger)
+                self.world.after(trigger[2], self._strike, trigger[1])
+                return
+
+    def _strike(self, kind: str) -> None:
+        if not self._healed:
+            self.faults.strike(kind)
 
     # --- the course of events ------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
         world, plan = self.world, self.plan
-        world.at(world.between(0, 1), self.coordinator.start, self.epoch, plan.versions)
+        world.at(world.between(0, 1), self.coordinator.start, self.epoch, self.journal)
         for client in self.clients:
             world.at(world.between(0, 1), client.start)
         for name, count in plan.external.items():
             for _ in range(count):
                 world.at(world.between(0, 2), self.cluster.dial_in, name)
         self._place_calls()
+        for publisher in self.publishers:
+            world.at(world.between(0, 1), publisher.start)
+        for index, offer in plan.offers:
+            world.at(1.0 + offer.at, self.publishers[index].want, offer)
         for time, kind in plan.faults:
             world.at(1.0 + time, self.faults.strike, kind)
         world.run_until(1.0 + max([plan.span, *(time for time, _ in plan.faults)]))
         while world.now < self.faults.last_heals:
             world.run_until(self.faults.last_heals)
+        self._healed = True
         self.faults.heal()
         if plan.drain_early:
             self._drain()
         else:
             self._settle()
+            if self.publishers:
+                self._publish_again()
             self._become_quiet()
             self._drain()
-        return Outcome(world.digest, self.events + self.coordinator.watch.events, world.now, self.oracle.counts)
+        return Outcome(
+            world.digest, self.events + self.coordinator.watch.events, world.now, self.oracle.counts, self.oracle.updates
+        )
 
     def _place_calls(self) -> None:
         world, plan = self.world, self.plan
@@ -110,6 +147,8 @@ class Simulation:
             call = Call(uid, random.randrange(len(self.clients)), bursts[uid % len(bursts)])
             name = random.choice(names)
             make_call(random, call, name, plan.capabilities[name], plan.mix, len(names) > 1 or random.random() < 0.5)
+            if plan.early and call.timeout is not None and random.random() < plan.early:
+                call.score.min_version = plan.versions[name] + random.randint(1, 3)
             self.oracle.add(call)
             client = self.clients[call.client]
             world.at(call.arrival, client.submit, call)
@@ -125,6 +164,30 @@ class Simulation:
             world.run_until(world.now + 1.0)
             if len(self.oracle.open) < left:
                 end, left = world.now + PATIENCE_S, len(self.oracle.open)
+
+    def _publish_again(self) -> None:
+        """Whatever became of the updates before, each has ended, and one more succeeds."""
+        world = self.world
+        last = SimPublisher(self.network, self.oracle, self.cluster.disks, len(self.publishers))
+        last.start()
+        end = world.now + PATIENCE_S
+        while any(not offer.outcome for _, offer in self.plan.offers) and world.now < end:
+            world.run_until(world.now + 0.5)
+        left = [offer for _, offer in self.plan.offers if not offer.outcome]
+        assert not left, f"updates without an end: {left}"
+        for name in self.plan.kinds:
+            end = world.now + PATIENCE_S
+            while name not in self.oracle.down:
+                offer = Offer(world.now, name)
+                last.want(offer)
+                while not offer.outcome and name not in self.oracle.down and world.now < end:
+                    world.run_until(world.now + 0.1)
+                assert world.now < end, f"no update of {name!r} succeeds any more: {offer}"
+                if offer.outcome == "published":
+                    break
+                world.run_until(world.now + 1.0)
+        for publisher in (*self.publishers, last):
+            publisher.leave()
 
     def _become_quiet(self) -> None:
         """What the last answers left behind is cleaned up, in the coordinator, the workers and the clients."""
@@ -147,6 +210,14 @@ class Simulation:
         """Workers whose engine is ready and that get no work."""
         groups = self.coordinator.machine.core.groups.values()
         able = {name for group in groups for name, worker in group.workers.items() if worker.able}
+        for group in groups:
+            weights = group.weights
+            restore = Restore(weights.version, weights.digest, weights.snapshot, weights.path)
+            for name, worker in group.workers.items():
+                stager = self.cluster.stagers.get(worker.name)
+                if worker.lacks is not None and stager is not None and not stager.has(restore):
+                    # It has no work for a good reason, until the next update.
+                    able.add(name)
         workers = self.cluster.workers.values()
         return [w.incarnation for w in workers if w.stage == "ready" and not w.engine.hangs and w.incarnation not in able]
 
@@ -166,14 +237,18 @@ class Simulation:
         coordinator.watch.check()
 
 
-def simulate(seed: int, workers: int, say: Callable[[str], None] | None = None, *, packed: bool = False) -> Outcome:
-    """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones.
+def simulate(
+    seed: int, workers: int, say: Callable[[str], None] | None = None, *, packed: bool = False, updates: bool = False
+) -> Outcome:
+    """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
+    published meanwhile.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
     """
     world = World(seed, say)
-    simulation = Simulation(world, Plan(world.random, workers, Random(seed) if packed else None))
+    plan = Plan(world.random, workers, Random(seed) if packed else None, Random(seed + 1) if updates else None)
+    simulation = Simulation(world, plan)
     try:
         return simulation.run()
     except Exception as error:
@@ -181,5 +256,6 @@ def simulate(seed: int, workers: int, say: Callable[[str], None] | None = None, 
         raise Failed(
             f"{type(error).__name__}: {error}\n\n{recent}\n\n"
             f"{type(error).__name__}: {error}\n"
-            f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''} --trace"
+            f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''}"
+            f"{' --updates' if updates else ''} --trace"
         ) from error

@@ -32,7 +32,7 @@ def calm(ageing_s: float | None, in_flight: int, fifo: bool, forward_s: float = 
     simulation = Simulation(world, plan)
     profile = simulation.cluster.profiles["a"]
     profile.forward_s, profile.token_s, profile.load_s, profile.load_fails, profile.fifo = FORWARD_S, 0.0, 0.1, 0.0, fifo
-    world.at(0.0, simulation.coordinator.start, 1, {"a": 0})
+    world.at(0.0, simulation.coordinator.start, 1, simulation.journal)
     world.at(0.0, simulation.clients[0].start)
     return simulation
 

@@ -27,8 +27,8 @@ class Call:
     """One call of a client, what it should get, and what it got."""
 
     __slots__ = (
-        "arrival", "bad", "cancel_at", "cancelled", "choking", "client", "columns", "deadline", "frames", "hidden", "id",
-        "outcome", "poison", "prompts", "refused", "retry_busy", "score", "submitted", "timeout", "tokens", "uid",
+        "arrival", "bad", "cancel_at", "cancelled", "choking", "client", "columns", "deadline", "floor", "frames", "hidden",
+        "id", "outcome", "poison", "prompts", "refused", "retry_busy", "score", "submitted", "timeout", "tokens", "uid",
     )  # fmt: skip
 
     def __init__(self, uid: int, client: int, arrival: float) -> None:
@@ -51,12 +51,14 @@ class Call:
         self.bad = ""
         self.poison = self.choking = self.refused = False
         self.submitted = -1.0
+        #: the commit that had happened when it was asked, by its number: its answer is of that one or a later one
+        self.floor = 0
         self.cancelled = False
         self.outcome = ""
 
-    def expected(self, version: int) -> list[bytes]:
-        """The frames of the right answer."""
-        salt = salt_of(version, self.score.softmax)
+    def expected(self, content: int) -> list[bytes]:
+        """The frames of the right answer of these weights."""
+        salt = salt_of(content, self.score.softmax)
         frames = [score_rows(self.prompts, self.columns, salt)]
         if self.score.hidden:
             frames.append(score_rows(self.prompts, range(HIDDEN, HIDDEN + self.hidden), salt))

@@ -47,9 +47,22 @@ class Watch:
             self._trial(group)
             if group.down or group.gone:
                 self.oracle.down.add(group.name)
+            if group.needs:
+                self.oracle.needed.add(group.name)
+            if group.update is not None:
+                group.update.check()
+            assert group.held == (group.update is not None and group.update.holds), group.name
+        for batch in new:
+            update = batch.worker.group.update
+            assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"
+            assert update is None or not update.forward, f"{batch} was sent during a hand-over"
+            if update is not None and update.holds:
+                begun = [request for request, _, _ in batch.slices if request.flying > batch.rows or request.pieces]
+                assert len(begun) == len(batch.slices), f"{batch} was begun although its group is held"
         if new:
             for group in core.groups.values():
-                self._in_order(group, [batch for batch in new if batch.worker.group is group])
+                if not group.held:
+                    self._in_order(group, [batch for batch in new if batch.worker.group is group])
         if self.events // EVERY > before // EVERY:
             self.check()
 
@@ -137,6 +150,7 @@ class Watch:
         assert core.live_rows == core.live_bytes == 0
         for group in core.groups.values():
             assert group.waiting == group.running == group.tokens == 0, group.name
+            assert group.update is None and not group.held, group.update
             assert group.trial is None and group.kept_worker is None, (group.trial, group.kept_worker)
             for worker in group.workers.values():
                 assert not worker.batches and not worker.texts and worker.cost == worker.rows == 0, worker

@@ -1,0 +1,57 @@
+"""Offers: what simulated publishers mean to publish, and what will be wrong with it."""
+
+from random import Random
+
+
+class Offer:
+    """One update that somebody means to publish, and what is wrong with it."""
+
+    def __init__(self, at: float, group: str) -> None:
+        self.at = at
+        self.group = group
+        self.transfer = "staged"
+        self.in_flight = "drain"
+        self.drain_s = 1.0
+        self.partial = False
+        self.new_run = False
+        #: nan, zero, unknown, missing, shape, backwards, truncated
+        self.flaw = ""
+        #: commit, never, abandon, vanish: what the publisher does in the end, or on the way
+        self.fate = "commit"
+        self.seconds = 0.1
+        #: commit is said before the bytes are sent
+        self.early = False
+        #: what came of it: published, or an error's code
+        self.outcome = ""
+
+    def __repr__(self) -> str:
+        return f"<Offer {self.group} {self.transfer} {self.flaw or 'good'} {self.fate} {self.outcome}>"
+
+
+def make_offer(random: Random, group: str, span: float, *, calm: bool) -> Offer:
+    """Something to publish; with `calm` nothing is wrong with it."""
+    offer = Offer(span * random.random(), group)
+    offer.transfer = random.choices(("staged", "direct", "checkpoint", "relabel"), (60, 15, 10, 15))[0]
+    offer.in_flight = random.choice(("drain", "abort"))
+    offer.drain_s = random.choice((0.0, 0.05, 0.5, 3.0))
+    offer.partial = offer.transfer in ("staged", "direct") and random.random() < 0.12
+    offer.new_run = random.random() < 0.05
+    offer.seconds = random.choice((0.05, 0.5, 3.0))
+    offer.early = random.random() < 0.3
+    if not calm:
+        if random.random() < 0.2:
+            offer.flaw = random.choice(("nan", "zero", "unknown", "missing", "shape", "backwards", "truncated"))
+            if offer.flaw == "missing" and offer.partial:
+                offer.flaw = ""
+            if offer.transfer in ("checkpoint", "relabel") and offer.flaw not in ("unknown", "backwards"):
+                offer.flaw = ""
+            if offer.transfer == "relabel" and offer.flaw == "unknown":
+                offer.flaw = ""
+            if offer.transfer == "direct" and offer.flaw in ("nan", "zero"):
+                offer.flaw = ""
+            if offer.flaw == "backwards":
+                offer.new_run = False
+        offer.fate = random.choices(("commit", "never", "abandon", "vanish"), (76, 8, 8, 8))[0]
+        if offer.transfer in ("checkpoint", "relabel") and offer.fate == "never":
+            offer.fate = "abandon"
+    return offer
