@@ -123,7 +123,10 @@ class WorkerUpdates:
             return []
         # Of a checkpoint the coordinator may know a better name than the engine.
         self.digest = message.digest
-        if self.prepare is not None and self.prepare.update == message.update:
+        prepare = self.prepare
+        if prepare is not None and (prepare.update == message.update or HandedOver in self.answers):
+            # A `committed` that was lost with its link is said again without the update's name.
+            message = Committed(prepare.update, message.version, message.digest, message.snapshot)
             self._close()
         return [RunWeights(message)]
 

@@ -204,6 +204,7 @@ class Requests:
         """A part came from other weights than the earlier ones: those run again. One answer is of one version."""
         again = [(start, start + specs[0].shape[0]) for start, specs, _ in request.pieces]
         request.pieces = ()
+        request.version = None
         self.put_back(request, again)
 
     def put_back(self, request: Request, ranges: list[tuple[int, int]]) -> None:
@@ -343,8 +344,16 @@ class Requests:
         group.suspects.sort()
         group.early.sort()
 
-    def sort_versions(self, group: Group) -> None:
-        """Another version is committed: requests that waited for it may run; after a new run some have to wait."""
+    def reweigh(self, group: Group, before: int) -> None:
+        """Other weights than those of version `before` are committed: requests that waited for them may run.
+
+        Parts of earlier weights run again, which their version tells; but for where versions began again.
+        """
+        if group.version <= before:
+            for client in self.core.clients.values():
+                for request in client.live.values():
+                    if request.group is group and request.pieces:
+                        self._start_over(request)
         for queue in (group.early, group.queue, group.suspects):
             for request in queue.waiting():
                 if request.queue is not queue and request.state == QUEUED:

@@ -144,6 +144,7 @@ class Request:
             assert self.flying == self.left and not self.waiting_rows(), self
         else:
             assert self.waiting_rows() > 0, self
+        assert (self.version is not None) == bool(self.pieces), (self, self.version)
         if self.state == QUEUED:
             assert self.lane is self.queue, self
 

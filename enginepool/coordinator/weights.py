@@ -384,8 +384,6 @@ class Weights:
         self._enter(update, HAND_OVER, self.core.config.timing.update_hand_over_s)
         for member in update.members.values():
             self._ask(update, member)
-        if update.direct:
-            self._tell(update, Phase(update.offer.id, "transfer", len(update.members)))
 
     def _handed_over(self, update: Update) -> None:
         """All members have answered: is it a commit?"""
@@ -440,7 +438,7 @@ class Weights:
         if e.error:
             self._fail(update, f"the journal could not be written: {e.error}")
             return
-        group, weights = update.group, update.weights
+        group, weights, before = update.group, update.weights, update.group.version
         self._count(update)
         update.weights = None
         group.weights = weights
@@ -469,7 +467,7 @@ class Weights:
                 # Its answers would be of the old version.
                 recall(self.fleet, [worker])
                 self.restoring.risen(worker)
-        self.requests.sort_versions(group)
+        self.requests.reweigh(group, before)
         release(self.core, group)
         self._finish(update, Published(update.offer.id, weights.version, record))
 
@@ -586,8 +584,11 @@ class Weights:
 
     def _say_phase(self, update: Update, done: int = 0) -> None:
         update.told = done
-        if update.phase != JOURNAL:
-            self._tell(update, Phase(update.offer.id, update.phase, len(update.members), done))  # pyright: ignore
+        if update.phase == JOURNAL:
+            return
+        # Of a direct transfer, engines take the bytes as the publisher sends them.
+        sends = update.phase == HAND_OVER and update.direct and update.sent_digest is None
+        self._tell(update, Phase(update.offer.id, TRANSFER if sends else update.phase, len(update.members), done))
 
 
 def _may_take(worker: Worker) -> bool:

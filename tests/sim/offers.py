@@ -35,7 +35,7 @@ def make_offer(random: Random, group: str, span: float, *, calm: bool) -> Offer:
     offer.in_flight = random.choice(("drain", "abort"))
     offer.drain_s = random.choice((0.0, 0.05, 0.5, 3.0))
     offer.partial = offer.transfer in ("staged", "direct") and random.random() < 0.12
-    offer.new_run = random.random() < 0.05
+    offer.new_run = not calm and random.random() < 0.1
     offer.seconds = random.choice((0.05, 0.5, 3.0))
     offer.early = random.random() < 0.3
     if not calm:

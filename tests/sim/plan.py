@@ -106,6 +106,8 @@ class Plan:
         self.offers: list[tuple[int, Offer]] = []
         self.triggers: list[tuple[str, str, float]] = []
         self.early = 0.0
+        #: nothing but links breaks
+        self.gentle = False
         if updates is not None:
             self._publish(updates)
 
@@ -150,7 +152,18 @@ class Plan:
         self.config = msgspec.structs.replace(self.config, timing=timing, groups=groups)
         self.faults = [fault for fault in self.faults if fault[1] != "new_weights"]
         self.publishers = random.choice((1, 1, 2, 3))
-        calm = random.random() < 0.3
+        self.gentle = random.random() < 0.15
+        calm = self.gentle or random.random() < 0.3
+        if self.gentle:
+            links = ("worker_link", "client_link", "status")
+            self.faults = [fault for fault in self.faults if fault[1] in links]
+            self.mix.poison = self.mix.choking = 0.0
+            self.unusable = 0.0
+            quick = self.conditions
+            self.conditions = Conditions(min(quick.delay, 0.05), quick.repeat, quick.late, 0.3, quick.survive)
+            phases = ("open", "join", "transfer", "staged", "hold", "hand_over")
+            kinds = ("worker_link", "worker_link", "publisher_link")
+            self.triggers = [(random.choice(phases), random.choice(kinds), 0.03 * random.random()) for _ in range(3)]
         for _ in range(random.randint(1, 6)):
             offer = make_offer(random, random.choice(list(self.kinds)), self.span, calm=calm)
             self.offers.append((random.randrange(self.publishers), offer))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from enginepool.protocol.frames import Buffer, decode_header, encode_header
+from enginepool.protocol.frames import Buffer, decode_header
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages import Failure, FrameSpec, Goodbye, Hello, Message, Ping, ToClient, Welcome
 from enginepool.protocol.updates import (
@@ -45,6 +45,8 @@ class SimPublisher:
         self.stalled = False
         self.dealer: Dealer | None = None
         self.incarnation = 0
+        #: the coordinator knows this link; nothing else is said before
+        self.welcomed = False
         self.epoch = 0
         self.heard = 0.0
         self.counter = 0
@@ -55,6 +57,8 @@ class SimPublisher:
         self.frames: tuple[bytes, ...] = ()
         #: of the bytes that it broadcasts, and what it says of them
         self.digest = self.told = ""
+        #: process groups that it is in, and the one of the present offer
+        self.rings: dict[str, Ring] = {}
         self.ring: Ring | None = None
         self.sent = 0
         self.all_sent = self.committed = self.asking = self.sending = self.abandoned = False
@@ -80,7 +84,10 @@ class SimPublisher:
         self.offer = offer = self.waiting.pop(0)
         self.counter += 1
         committed = self.oracle.latest(offer.group)
-        version = max(0, committed.version - 1) if offer.flaw == "backwards" else committed.version + 1
+        version = committed.version + 1
+        if offer.flaw == "backwards" or offer.new_run:
+            # A new run may begin at a version that was there before.
+            version = max(0, committed.version - (self.counter % 2))
         self.digest = f"{self.disks.count:08x}{self.counter:024x}"
         self.told = self.digest
         self.disks.count += 1
@@ -109,12 +116,20 @@ class SimPublisher:
         assert self.offer is not None
         self.world.note(self.name, f"{self.offer}: {outcome}")
         self.offer.outcome = outcome
-        if outcome != "published" and self.ring is not None:
-            self.ring.leave()
-            self.ring = None
-            self.peer = self.disks.fresh("side")
+        if outcome != "published":
+            self._leave_rings()
+        self.ring = None
         self.offer = self.publish = None
         self._next()
+
+    def _leave_rings(self) -> None:
+        """Its side of every process group is lost; the next one has another name."""
+        for ring in self.rings.values():
+            ring.leave()
+        if self.rings:
+            self.peer = self.disks.fresh("side")
+        self.rings.clear()
+        self.ring = None
 
     # --- the link ------------------------------------------------------------------------------------------------------
 
@@ -127,13 +142,14 @@ class SimPublisher:
 
     def _hello(self) -> None:
         self.incarnation += 1
+        self.welcomed = False
         self._say(Hello(self.id, self.id, incarnation=self.incarnation))
 
     def _say(self, message: Message, frames: tuple[bytes, ...] = ()) -> None:
         assert self.dealer is not None
-        self.world.note(self.name, message)
-        encode_header(message)
-        self.dealer.send(message, frames)
+        if self.welcomed or isinstance(message, Hello | WeightsQuestion | Goodbye):
+            self.world.note(self.name, message)
+            self.dealer.send(message, frames)
 
     def _tick(self) -> None:
         if self.gone:
@@ -197,6 +213,7 @@ class SimPublisher:
             self.world.after(self.world.between(0.0, 0.3), self._decide, self.publish.id)
 
     def _welcome(self, welcome: Welcome) -> None:
+        self.welcomed = True
         new = welcome.epoch != self.epoch
         self.epoch = welcome.epoch
         if self.publish is None:
@@ -211,6 +228,8 @@ class SimPublisher:
             self._say(Sent(self.publish.id, self.told, self.sent))
         if self.committed:
             self._say(Commit(self.publish.id))
+        if self.abandoned:
+            self._say(Abandon(self.publish.id, "as was said before"))
 
     def _reported(self, report: WeightsReport) -> None:
         if not self.asking or self.publish is None or report.group != self.publish.group:
@@ -224,10 +243,8 @@ class SimPublisher:
         assert self.publish is not None
         if self.ring is not None and self.ring.name == join.rendezvous:
             return
-        if self.ring is not None:
-            self.ring.leave()
         id_ = self.publish.id
-        self.ring = ring = self.disks.ring(join.rendezvous, join.world)
+        self.ring = ring = self.rings[join.rendezvous] = self.disks.ring(join.rendezvous, join.world)
 
         def told(what: str, digest: str, findings: list[Finding]) -> None:
             self._told(id_, ring, what)
@@ -235,10 +252,10 @@ class SimPublisher:
         ring.join(0, Side(self.name, told))
 
     def _told(self, id_: int, ring: Ring, what: str) -> None:
-        if what == "broken" and ring is self.ring and not self.gone:
-            self.ring = None
-            self.peer = self.disks.fresh("side")
-            if self.publish is not None and self.publish.id == id_ and not self.all_sent:
+        if what == "broken" and self.rings.get(ring.name) is ring and not self.gone:
+            mine = ring is self.ring
+            self._leave_rings()
+            if mine and self.publish is not None and self.publish.id == id_ and not self.all_sent:
                 self._abandon("the process group broke")
 
     def _transfer(self, id_: int, steps: int) -> None:
@@ -317,8 +334,7 @@ class SimPublisher:
         self.gone = True
         for offer in (*self.waiting, *filter(None, [self.offer])):
             offer.outcome = "gone"
-        if self.ring is not None:
-            self.ring.leave()
+        self._leave_rings()
         if self.dealer is not None:
             self.dealer.close()
 

@@ -137,10 +137,12 @@ class Stager:
         self.damaged = False
         #: a direct transfer is waited for by the engine
         self.direct: HandOver | None = None
+        #: what was broadcast to it before that: a collective waits for everybody
+        self.early = ""
 
     def host(self, worker: "SimWorker") -> None:
         """A worker starts beside it: what was asked by the one before is over."""
-        self.worker, self.prepare, self.direct = worker, None, None
+        self.worker, self.prepare, self.direct, self.early = worker, None, None, ""
 
     def kill(self) -> None:
         """The process dies, and another one takes its place."""
@@ -162,7 +164,7 @@ class Stager:
         """Do it, after a while."""
         message = effect.message
         if isinstance(message, Prepare):
-            self.prepare, self.staged = message, ""
+            self.prepare, self.staged, self.early = message, "", ""
             manifest = bytes(effect.frames[0]) if effect.frames else b""
             self._later(0.02, self._prepare, message, manifest)
         elif isinstance(message, Join):
@@ -233,7 +235,9 @@ class Stager:
                 digest, self.damaged = self.disks.fresh("damaged"), False
             if self.direct is not None:
                 self._take(self.direct, digest)
-            elif self.prepare is not None and self.prepare.transfer != "direct":
+            elif self.prepare is not None and self.prepare.transfer == "direct":
+                self.early = digest
+            else:
                 self.staged = digest
                 self._say(Staged(update, digest, findings))
 
@@ -255,7 +259,9 @@ class Stager:
             self.worker.engine.crash("the engine crashed while it took weights")
         elif self.prepare.transfer == "direct":
             self.direct = message
-            if self.ring is None:
+            if self.early:
+                self._take(message, self.early)
+            elif self.ring is None:
                 self._break_engine()
         elif self.prepare.transfer == "checkpoint":
             self._take(message, self.disks.checkpoints[self.prepare.path])

@@ -22,7 +22,7 @@ from tests.sim.sim_client import SimClient
 from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_engine import Profile
 from tests.sim.sim_publisher import SimPublisher
-from tests.sim.traffic import CALLS, Call, make_call
+from tests.sim.traffic import CALLS, Call, Mix, make_call
 from tests.sim.world import World, line
 
 #: after all is healed some call has its answer within this, again and again until none is left
@@ -59,6 +59,10 @@ class Simulation:
         timing = plan.config.timing
         self.cluster = Cluster(self.network, self.oracle, profiles, timing.orphan_s, timing.drain_s)
         self.cluster.unusable = plan.unusable
+        self.oracle.gentle = plan.gentle
+        if plan.gentle:
+            for profile in profiles.values():
+                profile.load_fails = 0.0
         for name, can in plan.packed.items():
             group = plan.config.groups[name]
             profile = Profile(world, can, plan.versions[name])
@@ -82,6 +86,9 @@ class Simulation:
         coordinator.base = self.plan.versions
         if self.plan.publishers:
             coordinator.heard = self._phase
+            coordinator.watch.only_committed()
+            kinds = {kind for _, kind in self.plan.faults} | {kind for _, kind, _ in self.plan.triggers}
+            coordinator.watch.punctual = "coordinator_stall" not in kinds
         return coordinator
 
     def restart_coordinator(self) -> None:
@@ -176,6 +183,8 @@ class Simulation:
         left = [offer for _, offer in self.plan.offers if not offer.outcome]
         assert not left, f"updates without an end: {left}"
         for name in self.plan.kinds:
+            if name not in self.oracle.down:
+                self._ask_for_the_next(name)
             end = world.now + PATIENCE_S
             while name not in self.oracle.down:
                 offer = Offer(world.now, name)
@@ -186,8 +195,24 @@ class Simulation:
                 if offer.outcome == "published":
                     break
                 world.run_until(world.now + 1.0)
+        self._settle()
         for publisher in (*self.publishers, last):
             publisher.leave()
+
+    def _ask_for_the_next(self, group: str) -> None:
+        """A call that nobody can answer before the next update."""
+        client = next((client for client in self.clients if not client.gone), None)
+        uid = max(self.oracle.calls, default=-1) + 1
+        if client is None or uid >= CALLS:
+            return
+        call, mix = Call(uid, client.index, self.world.now), Mix(Random(0))
+        mix.text = mix.poison = mix.choking = mix.refused = mix.bad = mix.deadline = mix.cancel = mix.large = mix.impatient = (
+            0.0
+        )
+        make_call(Random(uid), call, group, self.plan.capabilities[group], mix, True)
+        call.score.min_version = self.oracle.latest(group).version + 1
+        self.oracle.add(call)
+        client.submit(call)
 
     def _become_quiet(self) -> None:
         """What the last answers left behind is cleaned up, in the coordinator, the workers and the clients."""

@@ -13,7 +13,9 @@ from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.phases import QUEUED, TEXT
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.state import Batch, Group, Request
+from enginepool.coordinator.update import Update
 from enginepool.protocol import messages as m
+from enginepool.protocol.frames import Buffer
 from tests.sim.oracle import Oracle
 from tests.sim.scores import prompts_of
 from tests.sim.traffic import TEXT_OFFSET, uid_of
@@ -31,6 +33,8 @@ class Watch:
         self.events = 0
         self._sent: set[m.TaskId] = set()
         self._trials: dict[str, Batch] = {}
+        #: a hold must end in time: the coordinator itself never stands still
+        self.punctual = False
 
     def after(self, events: int, effects: Sequence[Effect]) -> None:
         """So many events were handled together, with these effects."""
@@ -51,6 +55,7 @@ class Watch:
                 self.oracle.needed.add(group.name)
             if group.update is not None:
                 group.update.check()
+                self._in_time(group.update)
             assert group.held == (group.update is not None and group.update.holds), group.name
         for batch in new:
             update = batch.worker.group.update
@@ -65,6 +70,21 @@ class Watch:
                     self._in_order(group, [batch for batch in new if batch.worker.group is group])
         if self.events // EVERY > before // EVERY:
             self.check()
+
+    def only_committed(self) -> None:
+        """From now on an answer is of the weights that are committed when it is given."""
+        real = self.machine.requests._answer  # pyright: ignore[reportPrivateUsage]
+
+        def answer(request: Request, version: int, specs: Sequence[m.FrameSpec], frames: Sequence[Buffer]) -> None:
+            assert version == request.group.version, f"{request}: answered on {version}, {request.group.version} is committed"
+            real(request, version, specs, frames)
+
+        self.machine.requests._answer = answer  # pyright: ignore[reportPrivateUsage]
+
+    def _in_time(self, update: Update) -> None:
+        if self.punctual and update.phase == "hold":
+            waited = self.machine.core.now - update.since
+            assert waited < update.offer.drain_ms / 1000 + 1.0, f"held for {waited:.1f} s: {update}"
 
     def _no_idle_worker(self, group: Group) -> None:
         for routing, class_ in ((group.routing, PLAIN), (group.packed_routing, PACKED)):

@@ -1,0 +1,212 @@
+"""The simulator finds what it is for in weight updates too: each bug that is planted here is seen within a few schedules."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator import holding, weights
+from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.restoring import Restoring
+from enginepool.coordinator.state import Group, Worker
+from enginepool.coordinator.update import Update
+from enginepool.coordinator.weights import Weights
+from enginepool.workers.machine import WorkerMachine
+from enginepool.workers.updates import WorkerUpdates
+from tests.sim.simulation import Failed, simulate
+
+SEEDS = 400
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+
+
+def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Weights, "_verified", lambda self, update: True)
+
+
+def the_publisher_hears_before_the_journal(patch: pytest.MonkeyPatch) -> None:
+    real = Weights._enter  # pyright: ignore[reportPrivateUsage]
+
+    def enter(self: Weights, update: Update, phase: str, seconds: float = float("inf")) -> None:
+        real(self, update, phase, seconds)
+        if phase == "journal":
+            update.weights = self._weights(update, DIGEST)  # pyright: ignore[reportPrivateUsage]
+            self.journalled(ev.JournalWritten(self.core.now, update.id))
+
+    patch.setattr(Weights, "_enter", enter)
+
+
+DIGEST = "0" * 32
+
+
+def a_held_group_goes_on(patch: pytest.MonkeyPatch) -> None:
+    def open_(self: Worker) -> bool:
+        return not self.kept and self.able
+
+    patch.setattr(Worker, "open", property(open_))
+
+
+def late_workers_finish_old_work(patch: pytest.MonkeyPatch) -> None:
+    """Workers that were no members keep what they run on the old weights."""
+    patch.setattr(weights, "recall", lambda fleet, workers: 0)
+
+
+def who_failed_lives_on(patch: pytest.MonkeyPatch) -> None:
+    real = Fleet.lose
+
+    def lose(self: Fleet, worker: Worker, reason: str, *, kill: bool) -> None:
+        if "weight" not in reason:
+            real(self, worker, reason, kill=kill)
+
+    patch.setattr(Fleet, "lose", lose)
+
+
+def only_the_version_counts(patch: pytest.MonkeyPatch) -> None:
+    def holds(self: Worker) -> bool:
+        return self.version == self.group.version
+
+    patch.setattr(Worker, "holds", property(holds))
+
+
+def a_lease_lasts_for_ever(patch: pytest.MonkeyPatch) -> None:
+    real = Weights.watch
+
+    def watch(self: Weights) -> None:
+        for update in self.open.values():
+            update.lease_until = float("inf")
+        real(self)
+
+    patch.setattr(Weights, "watch", watch)
+
+
+def a_drain_has_no_end(patch: pytest.MonkeyPatch) -> None:
+    def stop(self: Weights, update: Update) -> None:
+        """Nothing."""
+
+    patch.setattr(Weights, "_stop_draining", stop)
+
+
+def engines_take_weights_beside_work(patch: pytest.MonkeyPatch) -> None:
+    def drop(self: WorkerMachine) -> None:
+        self.running.clear()
+        self.held.clear()
+        self.answers.clear()
+        self.answer_bytes = 0
+        self.unsent.clear()
+
+    patch.setattr(WorkerMachine, "_drop", drop)
+
+
+def nothing_is_asked_again_on_a_new_link(patch: pytest.MonkeyPatch) -> None:
+    def returned(self: Weights, worker: Worker) -> None:
+        """Nothing."""
+
+    patch.setattr(Weights, "returned", returned)
+
+
+def answers_are_said_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WorkerUpdates, "owed", lambda self: [])
+
+
+def nobody_is_restored(patch: pytest.MonkeyPatch) -> None:
+    def restore(self: Restoring, worker: Worker) -> None:
+        """Nothing."""
+
+    patch.setattr(Restoring, "_restore", restore)
+
+
+def a_lost_member_is_not_missed(patch: pytest.MonkeyPatch) -> None:
+    def lost(self: Weights, worker: Worker, reason: str) -> None:
+        """Nothing."""
+
+    patch.setattr(Weights, "lost", lost)
+
+
+def the_group_stays_held(patch: pytest.MonkeyPatch) -> None:
+    def release(core: Any, group: Group) -> None:
+        """Nothing."""
+
+    patch.setattr(weights, "release", release)
+
+
+def versions_may_go_back(patch: pytest.MonkeyPatch) -> None:
+    real = Weights.publish
+
+    def publish(self: Weights, e: ev.PublishAsked) -> None:
+        e.message.new_run = True
+        real(self, e)
+
+    patch.setattr(Weights, "publish", publish)
+
+
+def a_process_group_is_kept_whoever_is_in_it(patch: pytest.MonkeyPatch) -> None:
+    real = Weights._join  # pyright: ignore[reportPrivateUsage]
+    names: dict[str, Any] = {}
+
+    def join(self: Weights, update: Update) -> None:
+        real(self, update)
+        assert update.ring is not None
+        update.ring = names.setdefault(update.group.name, update.ring)
+
+    patch.setattr(Weights, "_join", join)
+
+
+def early_requests_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def sort(self: Any, group: Group) -> None:
+        """Nothing."""
+
+    patch.setattr("enginepool.coordinator.requests.Requests.reweigh", sort)
+
+
+def recalled_work_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
+    def returned(self: Any, batch: Any) -> None:
+        """Nothing."""
+
+    patch.setattr("enginepool.coordinator.requests.Requests.returned", returned)
+
+
+def a_drained_group_begins_new_requests(patch: pytest.MonkeyPatch) -> None:
+    real = holding.hold
+
+    def hold(update: Update) -> None:
+        real(update)
+        update.begun = update.group.queue.waiting()
+
+    patch.setattr(weights, "hold", hold)
+    patch.setattr(holding, "_begun", lambda update: [request for request in update.begun if request.state == 1])
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        digests_are_not_compared,
+        the_publisher_hears_before_the_journal,
+        a_held_group_goes_on,
+        late_workers_finish_old_work,
+        who_failed_lives_on,
+        only_the_version_counts,
+        a_lease_lasts_for_ever,
+        a_drain_has_no_end,
+        engines_take_weights_beside_work,
+        nothing_is_asked_again_on_a_new_link,
+        answers_are_said_once,
+        nobody_is_restored,
+        a_lost_member_is_not_missed,
+        the_group_stays_held,
+        versions_may_go_back,
+        a_process_group_is_kept_whoever_is_in_it,
+        early_requests_are_forgotten,
+        recalled_work_is_not_put_back,
+        a_drained_group_begins_new_requests,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_updates_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, updates=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
