@@ -231,6 +231,10 @@ class WorkerMachine:
         if message.epoch > self.epoch:
             self._drop()
             self.epoch = message.epoch
+            if self.updates.exposed:
+                # Nobody will say what the engine received, or commit it.
+                reason = "a coordinator ended while the engine took weights from its publisher"
+                return [Send(Bye(reason, failed=True)), *self._end(Exit.ENGINE_DIED, reason, close=False)]
             effects += self.updates.new_epoch()
         effects += [Send(Idle(self.epoch)), self._say_stage(), *self.unsent.values(), *self.updates.owed()]
         self.unsent.clear()
@@ -357,6 +361,10 @@ class WorkerMachine:
     # --- the engine -----------------------------------------------------------------------------------------------------
 
     def _say_stage(self) -> Send:
+        if self.stage == "ready" and self.updates.busy:
+            # Work that is sent now would wait here, and run on weights that nobody expected.
+            self.updates.changed = True
+            return Send(Stage("loading", "takes weights"))
         if self.stage == "ready" and self.capabilities is not None:
             return Send(Ready(self.capabilities, self.updates.version, self.updates.digest))
         return Send(Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]

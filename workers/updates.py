@@ -11,6 +11,7 @@ their answer; the machine holds work back meanwhile. A `restore` that comes whil
 
 A higher epoch ends the open update: no commit can follow any more. Before `hand_over` that is a `release`. After it the new
 coordinator knows from the journal what was committed: what was staged stays until it says `committed`, `restore` or `prepare`.
+In the middle of a direct transfer the worker ends: what is in its engine, nobody knows.
 """
 
 from enginepool.protocol.basis import TaskId
@@ -68,6 +69,11 @@ class WorkerUpdates:
         """The engine takes weights, or is about to: no work may enter it."""
         return self.wanted is not None or self.taking is not None
 
+    @property
+    def exposed(self) -> bool:
+        """The engine takes bytes straight from the publisher: what is in it meanwhile, nobody knows."""
+        return isinstance(self.taking, HandOver) and self.prepare is not None and self.prepare.transfer == "direct"
+
     def asked(self, message: Asked, frames: tuple[Frame, ...], epoch: int, *, ready: bool) -> list[Effect]:
         """The coordinator wants something."""
         if isinstance(message, Prepare):
@@ -92,10 +98,20 @@ class WorkerUpdates:
             return self._again(update, Prepared)
         if update[0] != epoch or not ready:
             return [Send(Prepared(update, code="shutting_down", message="this worker is not ready in that epoch"))]
-        effects = [] if self.prepare is None else self._release(self.prepare.update, "another update begins")
+        effects = self._leave_behind()
         self.prepare, self.latest = message, update
         self.given = {Prepare}
         return [*effects, RunWeights(message, frames)]
+
+    def _leave_behind(self) -> list[Effect]:
+        """Another update begins: the open one was committed, if this engine took it and lives, or given up."""
+        if self.prepare is None:
+            return []
+        update, taken = self.prepare.update, HandedOver in self.answers
+        if not taken:
+            return self._release(update, "another update begins")
+        self._close()
+        return [RunWeights(Committed(update, self.version, self.digest))]
 
     def _again(self, update: TaskId, answer: type) -> list[Effect]:
         """The kept answer, if this is the open update and it has one."""

@@ -14,9 +14,11 @@ from enginepool.coordinator.batching import pump
 from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import Drained, Effect, ToClient
+from enginepool.coordinator.ending import Ending
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.holding import finish_begun
 from enginepool.coordinator.places import Places
+from enginepool.coordinator.publishers import Publishers
 from enginepool.coordinator.questions import Questions
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.restoring import Restoring
@@ -40,7 +42,9 @@ class Machine:
         self.places = Places(core, requests)
         self.fleet = fleet = Fleet(core, requests, self.places)
         self.restoring = Restoring(core, requests)
-        self.weights = weights = Weights(core, requests, fleet, self.restoring)
+        self.ending = Ending(core, requests, fleet, self.restoring)
+        self.weights = weights = Weights(core, self.ending)
+        publishers = Publishers(core, weights)
         self.questions = Questions(core)
         self._checked = checked
         self._next_watch = 0.0
@@ -71,8 +75,8 @@ class Machine:
             ev.WorkerBye: fleet.bye,
             ev.WorkerBroken: fleet.broken,
             ev.WorkerExited: fleet.exited,
-            ev.PublishAsked: weights.publish,
-            ev.PublisherSaid: weights.said,
+            ev.PublishAsked: publishers.publish,
+            ev.PublisherSaid: publishers.said,
             ev.MemberSaid: weights.answered,
             ev.JournalWritten: weights.journalled,
             ev.RestoreFailed: self._restore_failed,
@@ -120,7 +124,7 @@ class Machine:
         for name, config in core.config.groups.items():
             group = core.groups[name] = Group(name, config, e.weights.get(name, ev.GroupWeights()))
             self.places.open(group, list(e.alive))
-        self.weights.snapshots = e.snapshots
+        self.ending.snapshots = e.snapshots
 
     def _tick(self, e: ev.Tick) -> None:
         if e.now >= self._next_watch:
@@ -201,7 +205,7 @@ class Machine:
 
     def _inspected(self, e: ev.WorkerInspected) -> None:
         worker = self.fleet.of(e.link)
-        if worker is not None:
+        if worker is not None and not self.weights.inspected(worker, e.message):
             self.questions.inspected(worker, e)
 
     # --- for tests -----------------------------------------------------------------------------------------------------

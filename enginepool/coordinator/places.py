@@ -61,14 +61,16 @@ class Places:
         if core.now - place.begun > STEADY_S:
             place.losses.clear()
         place.losses = [at for at in place.losses if core.now - at < policy.window_s]
-        place.losses.append(core.now)
+        if not place.blameless:
+            place.losses.append(core.now)
+        place.blameless = False
         if core.draining or permanent or len(place.losses) > policy.max_restarts:
             place.state = "retired"
             self.maybe_down(place.group)
             return
         place.state = "backoff"
         place.restarts += 1
-        place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2 ** (len(place.losses) - 1))
+        place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2 ** max(0, len(place.losses) - 1))
 
     def maybe_down(self, group: Group) -> None:
         """When nothing will ever run in `group` again, or on one class of its workers, its requests are told so."""

@@ -292,7 +292,8 @@ class Place:
     """A worker that this pool starts itself: the succession of its incarnations."""
 
     __slots__ = (
-        "begun", "group", "hopeless", "incarnation", "index", "last_words", "losses", "packed", "restarts", "state", "until",
+        "begun", "blameless", "group", "hopeless", "incarnation", "index", "last_words", "losses", "packed", "restarts",
+        "state", "until",
     )  # fmt: skip
 
     def __init__(self, group: "Group", index: int) -> None:
@@ -312,6 +313,8 @@ class Place:
         self.restarts = 0
         #: why the last one ended
         self.last_words = ""
+        #: the pool ends the present one for no fault of its own: its loss does not count
+        self.blameless = False
         #: the last one said that starting it again cannot help
         self.hopeless = False
 

@@ -1,13 +1,13 @@
 """One transaction: its members, how far each of them is, and what must hold. `weights` decides; this only remembers."""
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from enginepool.coordinator.events import Buffer, GroupWeights
 from enginepool.coordinator.state import Client, Group, Request, Worker
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import TaskId
-from enginepool.protocol.updates import Finding, Publish
+from enginepool.protocol.updates import Finding, PhaseName, Publish
 
 OPEN: Final = "open"
 JOIN: Final = "join"
@@ -16,6 +16,7 @@ STAGED: Final = "staged"
 HOLD: Final = "hold"
 HAND_OVER: Final = "hand_over"
 JOURNAL: Final = "journal"
+Stand = PhaseName | Literal["journal"]
 PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, HOLD, HAND_OVER, JOURNAL)
 
 
@@ -26,6 +27,11 @@ class Ring(NamedTuple):
     address: str
     backend: str
     sides: tuple[tuple[str, int], ...]
+
+    @property
+    def world(self) -> int:
+        """How many ranks it has."""
+        return sum(ranks for _, ranks in self.sides)
 
 
 class Member:
@@ -74,10 +80,12 @@ class Update:
         #: of the offer, which tells a resend from another content under the same id
         self.offer_digest = digest
         self.began = now
-        self.phase = OPEN
+        self.phase: Stand = OPEN
         #: when the phase began; when it is overdue
         self.since = now
         self.until = float("inf")
+        #: when the group was held
+        self.held_at = 0.0
         #: µs that phases took
         self.times: dict[str, int] = {}
         #: fixed at the start, in the order of their ranks
@@ -98,6 +106,8 @@ class Update:
         self.begun: list[Request] = []
         #: batches that were taken back for it
         self.recalled = 0
+        #: a member was asked what is zero in the committed weights; nothing else says whether zeros are new
+        self.inspecting: tuple[TaskId, Worker] | None = None
         #: what is being journalled
         self.weights: GroupWeights | None = None
 
@@ -158,3 +168,17 @@ class Update:
     def __repr__(self) -> str:
         offer = self.offer
         return f"<Update {self.group.name} {offer.transfer} version={offer.version} {self.phase} pending={len(self.pending)}>"
+
+
+def zero_matrices(update: Update) -> set[str]:
+    """Matrices that are all zero in the bytes that were staged; vectors may well be."""
+    matrices = {tensor.name for tensor in update.manifest if len(tensor.shape) > 1}
+    found = {finding.name for member in update.members.values() for finding in member.findings if finding.kind == "zero"}
+    return found & matrices
+
+
+def failures(members: Sequence[Member]) -> str:
+    """The first few of those that failed, and why."""
+    failed = [f"{member.worker.name}: {member.failure}" for member in members if member.failure]
+    more = f" and {len(failed) - 3} more" if len(failed) > 3 else ""
+    return "; ".join(failed[:3]) + more

@@ -41,7 +41,7 @@ def make_offer(random: Random, group: str, span: float, *, calm: bool) -> Offer:
     if not calm:
         if random.random() < 0.2:
             offer.flaw = random.choice(("nan", "zero", "unknown", "missing", "shape", "backwards", "truncated"))
-            if offer.flaw == "missing" and offer.partial:
+            if offer.flaw in ("missing", "zero") and offer.partial:
                 offer.flaw = ""
             if offer.transfer in ("checkpoint", "relabel") and offer.flaw not in ("unknown", "backwards"):
                 offer.flaw = ""

@@ -142,7 +142,7 @@ class Oracle:
     def published(self, offer: Offer, version: int, message: Published) -> None:
         """A publisher hears that its update is committed."""
         told = f"{offer}: {message}"
-        assert not offer.flaw or offer.flaw == "zero", told
+        assert not offer.flaw, told
         assert offer.fate == "commit", told
         assert message.version == version, told
         assert any(one.committed and one.version == version for one in self.weights[offer.group]), told

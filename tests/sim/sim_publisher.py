@@ -277,8 +277,7 @@ class SimPublisher:
             self.world.after(offer.seconds * self.world.between(0.1, 0.4), self._transfer, id_, steps - 1)
             return
         found = {"nan": [Finding("w", "nan", 1)], "zero": [Finding("v", "zero", 9)]}
-        findings = [] if offer.partial and offer.flaw == "zero" else found.get(offer.flaw, [])
-        self.ring.broadcast(self.digest, findings)
+        self.ring.broadcast(self.digest, found.get(offer.flaw, []))
         self.all_sent = True
         if offer.flaw == "truncated":
             self.told = self.disks.fresh("other")

@@ -319,4 +319,4 @@ class Stager:
 
     def _inspect(self, message: Inspect) -> None:
         assert self.worker is not None
-        self._say(Inspected(message.task, self.worker.engine.digest))
+        self._say(Inspected(message.task, self.worker.engine.digest, [Finding("b", "zero", 3)]))

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from enginepool.coordinator import ending, holding, weights
 from enginepool.coordinator import events as ev
-from enginepool.coordinator import holding, weights
 from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.publishers import Publishers
 from enginepool.coordinator.restoring import Restoring
 from enginepool.coordinator.state import Group, Worker
 from enginepool.coordinator.update import Update
@@ -31,13 +32,9 @@ def the_publisher_hears_before_the_journal(patch: pytest.MonkeyPatch) -> None:
     def enter(self: Weights, update: Update, phase: str, seconds: float = float("inf")) -> None:
         real(self, update, phase, seconds)
         if phase == "journal":
-            update.weights = self._weights(update, DIGEST)  # pyright: ignore[reportPrivateUsage]
-            self.journalled(ev.JournalWritten(self.core.now, update.id))
+            self.ending.commit(update, self.ending.new_weights(update, next(iter(update.members.values())).digest))
 
     patch.setattr(Weights, "_enter", enter)
-
-
-DIGEST = "0" * 32
 
 
 def a_held_group_goes_on(patch: pytest.MonkeyPatch) -> None:
@@ -49,7 +46,7 @@ def a_held_group_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 def late_workers_finish_old_work(patch: pytest.MonkeyPatch) -> None:
     """Workers that were no members keep what they run on the old weights."""
-    patch.setattr(weights, "recall", lambda fleet, workers: 0)
+    patch.setattr(ending, "recall", lambda fleet, workers: 0)
 
 
 def who_failed_lives_on(patch: pytest.MonkeyPatch) -> None:
@@ -127,17 +124,17 @@ def the_group_stays_held(patch: pytest.MonkeyPatch) -> None:
     def release(core: Any, group: Group) -> None:
         """Nothing."""
 
-    patch.setattr(weights, "release", release)
+    patch.setattr(ending, "release", release)
 
 
 def versions_may_go_back(patch: pytest.MonkeyPatch) -> None:
-    real = Weights.publish
+    real = Publishers.publish
 
-    def publish(self: Weights, e: ev.PublishAsked) -> None:
+    def publish(self: Publishers, e: ev.PublishAsked) -> None:
         e.message.new_run = True
         real(self, e)
 
-    patch.setattr(Weights, "publish", publish)
+    patch.setattr(Publishers, "publish", publish)
 
 
 def a_process_group_is_kept_whoever_is_in_it(patch: pytest.MonkeyPatch) -> None:

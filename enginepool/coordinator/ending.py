@@ -1,0 +1,166 @@
+"""The end of a transaction: committed, aborted before any engine was touched, or failed after.
+
+`weights` says which. Here is what each of them means for the group, its workers, its history, and for the publisher.
+"""
+
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.effects import ToWorker
+from enginepool.coordinator.events import GroupWeights
+from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.holding import recall, release
+from enginepool.coordinator.notices import tell
+from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.restoring import Restoring
+from enginepool.coordinator.state import Worker
+from enginepool.coordinator.update import HOLD, Update, failures, zero_matrices
+from enginepool.protocol.layout import layered
+from enginepool.protocol.messages import Failure, Message
+from enginepool.protocol.updates import Committed, Published, Release, UpdateRecord
+
+
+class Ending:
+    """Ends transactions."""
+
+    def __init__(self, core: Core, requests: Requests, fleet: Fleet, restoring: Restoring) -> None:
+        self.core = core
+        self.requests = requests
+        self.fleet = fleet
+        self.restoring = restoring
+        #: transactions that have no end yet, by group: at most one each
+        self.open: dict[str, Update] = {}
+        #: folders of snapshots, by the group option
+        self.snapshots: dict[str, str] = {}
+
+    def new_weights(self, update: Update, digest: str) -> GroupWeights:
+        """What is committed if all goes well. `digest`: of what engines took."""
+        group, offer = update.group, update.offer
+        before = group.weights
+        run = before.run + offer.new_run
+        publisher = update.client.id.hex()
+        if offer.transfer == "relabel":
+            return GroupWeights(offer.version, before.digest, before.snapshot, before.path, run, publisher)
+        if offer.partial:
+            # Nobody's bytes are all of it: whoever holds less than both must not be asked to restore it.
+            return GroupWeights(offer.version, layered(before.digest, digest), run=run, publisher=publisher)
+        folder = self.snapshots.get(group.config.snapshot, "")
+        keeps = bool(folder) and offer.transfer in ("staged", "handles")
+        snapshot = f"{folder}/{group.name}-{digest}" if keeps else ""
+        return GroupWeights(offer.version, digest, snapshot, offer.path, run, publisher)
+
+    def commit(self, update: Update, weights: GroupWeights) -> None:
+        """The journal has it: these are the weights of the group from now on."""
+        group, before = update.group, update.group.version
+        self._count(update)
+        handed_over = update.since
+        update.times["hold"] = int((self.core.now - update.held_at) * 1e6)
+        group.weights = weights
+        group.version = weights.version
+        group.zeros = _zeros(update)
+        if update.ring is not None:
+            group.ring = update.ring
+        group.needs = ""
+        self._close(update)
+        loaded = [member for member in update.members.values() if member.loaded]
+        record = self._record(update, "committed", _note(update))
+        record.committed, record.digest = len(loaded), weights.digest
+        group.first = record, handed_over
+        for member in update.members.values():
+            worker = member.worker
+            if worker.lost:
+                continue
+            if not member.loaded:
+                self._replace(worker, f"it did not take weight version {weights.version}: {member.failure}")
+                continue
+            worker.version, worker.digest = weights.version, weights.digest
+            worker.lacks = None
+            message = Committed(update.id, weights.version, weights.digest, weights.snapshot)
+            self.core.effects.append(ToWorker(worker.link, message))
+        for worker in list(group.workers.values()):
+            if worker.incarnation not in update.members and worker.capabilities is not None:
+                # Its answers would be of the old version.
+                recall(self.fleet, [worker])
+                self.restoring.risen(worker)
+        self.requests.reweigh(group, before)
+        release(self.core, group)
+        self._finish(update, Published(update.offer.id, weights.version, record))
+
+    def abort(self, update: Update, code: str, reason: str, *, field: str = "") -> None:
+        """Give up before any engine was touched."""
+        assert not update.forward, update
+        self._count(update)
+        held = update.holds
+        self._close(update)
+        for member in update.members.values():
+            if not member.worker.lost:
+                self.core.effects.append(ToWorker(member.worker.link, Release(update.id, reason)))
+        if held:
+            release(self.core, update.group)
+        self._end(update, code, reason, field)
+
+    def fail(self, update: Update, reason: str) -> None:
+        """Engines were touched, and nothing is committed: whoever was touched comes back on the committed weights."""
+        self._count(update)
+        self._close(update)
+        for member in update.members.values():
+            if not member.worker.lost:
+                self._replace(member.worker, f"a weight update failed: {reason}")
+        release(self.core, update.group)
+        self._end(update, "update_aborted", f"no engine runs on it: {reason}", "")
+
+    def _replace(self, worker: Worker, reason: str) -> None:
+        """Kill a worker whose engine does not hold what it should. That is no reason to retire its place one day."""
+        if worker.place is not None:
+            worker.place.blameless = True
+        self.fleet.lose(worker, reason, kill=True)
+
+    def _count(self, update: Update) -> None:
+        """The last phase ends."""
+        update.times["drain" if update.phase == HOLD else update.phase] = int((self.core.now - update.since) * 1e6)
+
+    def _close(self, update: Update) -> None:
+        update.group.update = None
+        del self.open[update.group.name]
+
+    def _record(self, update: Update, outcome: str, message: str) -> UpdateRecord:
+        core, offer = self.core, update.offer
+        record = UpdateRecord(offer.version, outcome, offer.transfer, message)
+        record.at = round(core.epoch / 1e6 + update.began - core.started, 3)
+        record.members = len(update.members)
+        record.sent_bytes = update.sent_bytes
+        record.phases = update.times
+        record.aborted_batches = update.recalled
+        update.group.history.append(record)
+        return record
+
+    def _end(self, update: Update, code: str, reason: str, field: str) -> None:
+        seen = f"{update.offer.transfer} of version {update.offer.version} given up in phase {update.phase}: {reason}"
+        self._record(update, code, seen)
+        self._finish(update, Failure(code, seen, update.offer.id, field=field))
+
+    def _finish(self, update: Update, message: Message) -> None:
+        """The publisher's final answer."""
+        core, client = self.core, update.client
+        if core.clients.get(client.id) is client:
+            core.answers.add(client, update.offer.id, update.offer_digest, message, (), core.now)
+            tell(self.core, update, message)
+
+
+def _zeros(update: Update) -> frozenset[str] | None:
+    """What is zero in the weights that are committed now, as far as it is known."""
+    before, offer = update.group.zeros, update.offer
+    if offer.transfer == "relabel":
+        return before
+    if not update.broadcasts or update.direct:
+        return None
+    found = frozenset(zero_matrices(update))
+    if not offer.partial:
+        return found
+    return None if before is None else found | before - {tensor.name for tensor in update.manifest}
+
+
+def _note(update: Update) -> str:
+    """What the history says of a committed transaction beside its numbers."""
+    zeros = sorted({finding.name for member in update.members.values() for finding in member.findings})
+    said = [f"all zero: {', '.join(zeros[:3])}{' …' if len(zeros) > 3 else ''}"] if zeros else []
+    failed = failures(list(update.members.values()))
+    return "; ".join([*said, *([f"not on {failed}"] if failed else [])])

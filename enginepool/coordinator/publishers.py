@@ -1,0 +1,130 @@
+"""The publisher's side of a transaction: who may open one, and what its publisher says while it is open.
+
+The order of the checks in `publish` is a promise, as in `requests`: who are you (link), have I answered this already
+(duplicate), can anybody take it (group), may it be now (another publisher, versions).
+"""
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.effects import ToClient
+from enginepool.coordinator.notices import say_join, say_phase
+from enginepool.coordinator.state import Client, Group, Worker
+from enginepool.coordinator.update import Member, Update
+from enginepool.coordinator.weights import Weights
+from enginepool.protocol.updates import Abandon, Commit, Sent
+
+
+class Publishers:
+    """What publishers say."""
+
+    def __init__(self, core: Core, weights: Weights) -> None:
+        self.core = core
+        self.weights = weights
+
+    def publish(self, e: ev.PublishAsked) -> None:
+        """Somebody offers weights: a transaction opens, or a resend is attached to it or its answer."""
+        core, offer = self.core, e.message
+        client = core.links.get(e.link)
+        if client is None:
+            core.refuse(e.link, offer.id, "hello_required", "this link has not said hello to this coordinator")
+            return
+        client.heard = e.now
+        if self._known_already(client, e):
+            return
+        if core.draining:
+            core.refuse(e.link, offer.id, "shutting_down", "the coordinator is draining")
+            return
+        group = core.group_of(offer.group)
+        if group is None:
+            core.unknown_group(e.link, offer.id, offer.group)
+            return
+        if group.down:
+            core.refuse(e.link, offer.id, "pool_down", group.down)
+            return
+        if (other := group.update) is not None:
+            name = other.client.id.hex()[:8]
+            text = f"client {name} is publishing version {other.offer.version}, now in phase {other.phase}"
+            core.refuse(e.link, offer.id, "publishing", text, field="group", limit=name)
+            return
+        least = group.version if group.needs else group.version + 1
+        if offer.version < least and not offer.new_run:
+            text = f"version: {offer.version}, and {group.version} is committed; at least {least}, or a new run"
+            core.refuse(e.link, offer.id, "version_backwards", text, field="version", limit=str(group.version))
+            return
+        self._begin(client, group, e)
+
+    def _known_already(self, client: Client, e: ev.PublishAsked) -> bool:
+        core, id_ = self.core, e.message.id
+        update = self._of(client, id_)
+        kept = None if update is not None else core.answers.get(client, id_)
+        digest = update.offer_digest if update is not None else kept.digest if kept is not None else None
+        if digest is None and id_ not in client.live:
+            return False
+        if digest != e.digest:
+            core.refuse(e.link, id_, "id_reused", f"id: {id_} was used before for another content", field="id")
+        elif kept is not None:
+            core.effects.append(ToClient(e.link, kept.message, kept.frames))
+        elif update is not None:
+            _renew(update, self.core.now)
+            say_join(self.core, update)
+            say_phase(self.core, update)
+        return True
+
+    def _of(self, client: Client, id: int) -> Update | None:
+        found = (update for update in self.weights.open.values() if update.client is client and update.offer.id == id)
+        return next(found, None)
+
+    def _begin(self, client: Client, group: Group, e: ev.PublishAsked) -> None:
+        core, offer = self.core, e.message
+        # What is laid over the present weights needs them there.
+        over = offer.partial or offer.transfer == "relabel"
+        workers = [w for w in group.workers.values() if _may_take(w) and (w.holds or not over)]
+        if not workers:
+            what = "is ready with the committed weights" if over else "is ready"
+            core.refuse(e.link, offer.id, "update_aborted", f"no worker of group {group.name!r} {what}")
+            return
+        update = Update(core.task_id(), client, group, offer, e.manifest, e.frames, e.digest, e.now)
+        workers.sort(key=lambda w: (w.place.index if w.place is not None else len(group.places), w.order))
+        update.members = {w.incarnation: Member(w) for w in workers}
+        self.weights.begin(update)
+
+    def said(self, e: ev.PublisherSaid) -> None:
+        """The publisher of a transaction lives, and may have more to say."""
+        core, message = self.core, e.message
+        client = core.links.get(e.link)
+        if client is None:
+            core.refuse(e.link, message.id, "hello_required", "this link has not said hello to this coordinator")
+            return
+        client.heard = e.now
+        update = self._of(client, message.id)
+        if update is None:
+            kept = core.answers.get(client, message.id)
+            if kept is not None:
+                core.effects.append(ToClient(e.link, kept.message, kept.frames))
+            else:
+                core.refuse(e.link, message.id, "update_aborted", "no such transaction is open here")
+            return
+        _renew(update, self.core.now)
+        if isinstance(message, Abandon):
+            if not update.forward:
+                why = f"abandoned by its publisher: {message.reason or 'no reason given'}"
+                self.weights.ending.abort(update, "update_aborted", why)
+        elif isinstance(message, Commit):
+            update.commit = True
+        else:
+            if message.sent_bytes > update.sent_bytes:
+                update.sent_bytes = message.sent_bytes
+                self.weights.moves(update)
+            if isinstance(message, Sent) and update.sent_digest is None:
+                update.sent_digest = message.digest
+                self.weights.moves(update)
+
+
+def _renew(update: Update, now: float) -> None:
+    update.lease_until = now + update.offer.lease_ms / 1000
+
+
+def _may_take(worker: Worker) -> bool:
+    """Whether it can be a member: ready, and not busy with a restore that may still succeed."""
+    ready = worker.capabilities is not None and worker.idle and not worker.lost and worker.stage == "ready"
+    return ready and (worker.restore_until is None or bool(worker.group.needs))
