@@ -48,6 +48,9 @@ PURE_LIBRARIES = {"msgspec", "numpy"}
 #: The rooms that a pure file may import beside the pure files of its own.
 PURE_ROOMS = ("enginepool.protocol", "enginepool.errors", "enginepool.config")
 
+#: What workers may import beside their own room: the protocol, and the two files that publisher and stager have in common.
+SHARED = ("enginepool.protocol", "enginepool.collective", "enginepool.digest")
+
 #: Library -> the only files of the product that may import it.
 ONLY = {
     "zmq": {"enginepool/client/link.py", f"{COORDINATOR}sockets.py", "workers/link.py"},
@@ -110,8 +113,8 @@ def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
         return "the bare names protocol and workers are other people's packages"
     if room == "protocol" and library not in {"msgspec", *sys.stdlib_module_names} and not found.within("enginepool.protocol"):
         return "protocol imports msgspec and the standard library, nothing else"
-    if room == "workers" and library == "enginepool" and not found.within("enginepool.protocol", "enginepool.workers"):
-        return "workers import enginepool.protocol and their own room, nothing else of enginepool"
+    if room == "workers" and library == "enginepool" and not found.within("enginepool.workers", *SHARED):
+        return "workers import enginepool.protocol, what both ends of an update share and their own room, nothing else"
     if room not in ("workers", "tests") and not path.startswith("bench/peers") and found.within("enginepool.workers"):
         return "nobody imports workers: they are started as processes"
     if path.startswith(COORDINATOR) and found.within("enginepool.client", "enginepool.cli"):

@@ -1,0 +1,251 @@
+"""The process group in which new weights travel: a publisher is rank 0, stagers or engines are the others.
+
+It is the group that SGLang's own `init_weights_update_group` joins: a TCP store that rank 0 holds open, a prefix in it that is
+the group's name, and torch's helper over that. NCCL between GPUs, gloo between CPUs. The only file that imports
+torch.distributed.
+
+Nothing here waits for ever. What a dead or stopped peer could hold up (forming a group, a broadcast, an abort) runs beside the
+caller or is asked for its end, and the caller gets CollectiveError when the time is over. The group is then of no more use:
+`abort` it. Its name is never used again.
+"""
+
+import contextlib
+import importlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import Any
+
+torch: Any = importlib.import_module("torch")
+dist: Any = importlib.import_module("torch.distributed")
+c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
+
+#: No collective ever runs into the group's own limit, at which torch ends the process: limits are kept here.
+_NEVER = timedelta(days=1)
+#: an abort that takes longer goes on in the background
+_ABORT_S = 5.0
+#: Asked for its end so often, a broadcast on a GPU costs little more than it takes.
+_POLL_S = 0.0001
+#: By default torch ends the process, a trainer too, when NCCL reports a lost peer.
+_CALM = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+#: SGLang sets these for its engines, and all ranks of a group must agree.
+_LIKE_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+
+
+class CollectiveError(Exception):
+    """A peer is gone, late, or was never there. The group is of no more use. The message is one line."""
+
+
+class Rendezvous:
+    """Rank 0's end of all its groups: the TCP store in which their members find each other.
+
+    Args:
+        host: the address that the other ranks reach this process at, and the only one that is listened on.
+        port: 0 takes a free one.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # A socket of our own: torch's would listen on every interface.
+        listener = socket.create_server((host, port), family=family, backlog=1024)
+        port = int(listener.getsockname()[1])
+        self._store: Any = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=_seconds(60)
+        )
+        #: HOST:PORT, as the other ranks are told
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def join(self, name: str, world: int, *, backend: str, device: Any = "cpu", timeout_s: float = 60.0) -> "Group":
+        """Be rank 0 of group `name`, once all `world` ranks are there. Raises CollectiveError."""
+        return _join(lambda: self._store.clone(), name, world, 0, backend, device, timeout_s)
+
+    def close(self) -> None:
+        """Stop listening. Groups that have formed live on."""
+        self._store = None
+
+
+def join(
+    address: str, name: str, world: int, rank: int, *, backend: str, device: Any = "cpu", timeout_s: float = 60.0
+) -> "Group":
+    """Be rank `rank` of the group `name` of `world` ranks, whose rank 0 listens at `address`. Raises CollectiveError."""
+    host, _, port = address.rpartition(":")
+
+    def connect() -> Any:
+        host_name = host.strip("[]")
+        return dist.TCPStore(host_name, int(port), is_master=False, wait_for_workers=False, timeout=_seconds(timeout_s))
+
+    return _join(connect, name, world, rank, backend, device, timeout_s)
+
+
+class Group:
+    """A process group in which rank 0 broadcasts."""
+
+    def __init__(self, group: Any, name: str, world: int, rank: int, backend: str, device: Any) -> None:
+        self._group = group
+        self._aborted = False
+        self.name = name
+        self.world = world
+        self.rank = rank
+        self.backend = backend
+        self.device = device
+
+    def begin(self, bucket: Any) -> "Broadcast":
+        """Begin to broadcast `bucket`, a contiguous uint8 tensor on the group's device: from rank 0, into it elsewhere.
+
+        All ranks begin the same sizes in the same order. On a GPU what the current stream does before is waited for by the
+        broadcast, and what it does after `Broadcast.wait` comes after it. Raises CollectiveError.
+        """
+        if self._aborted:
+            raise CollectiveError(f"group {self.name} was given up")
+        try:
+            return Broadcast(dist.broadcast(bucket, src=0, group=self._group, async_op=True), self)
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(f"group {self.name}: {_one_line(error)}") from error
+
+    def broadcast(self, bucket: Any, timeout_s: float = 60.0) -> None:
+        """Broadcast `bucket` and wait until its bytes are here, or sent. Raises CollectiveError."""
+        self.begin(bucket).wait(timeout_s)
+
+    def abort(self) -> None:
+        """Leave the group, whatever its other ranks do. Broadcasts that wait end with an error. Idempotent, any thread."""
+        if self._aborted:
+            return
+        self._aborted = True
+        held = [self._group]
+        self._group = None
+        with contextlib.suppress(CollectiveError):
+            _beside(lambda: c10d._abort_process_group(held[0]), _ABORT_S)
+        # Connections close with the last reference, and the other ranks hear of it; beside a stopped one that takes for ever.
+        threading.Thread(target=held.clear, name="collective", daemon=True).start()
+
+
+class Broadcast:
+    """A broadcast on its way."""
+
+    def __init__(self, work: Any, group: Group) -> None:
+        self._work = work
+        self._group = group
+
+    def wait(self, timeout_s: float) -> None:
+        """Until its bytes are here, or sent. Raises CollectiveError: a peer is gone, the time is over, the group is aborted."""
+        name = self._group.name
+        try:
+            if self._group.backend == "nccl":
+                self._poll(timeout_s)
+            self._work.wait(_seconds(timeout_s))
+            if error := self._failure():
+                raise CollectiveError(f"group {name}: {error}")
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(f"group {name}: {_one_line(error)}") from error
+
+    def _poll(self, timeout_s: float) -> None:
+        # Torch's own wait with a limit would abort the group from its watchdog's thread.
+        end = time.monotonic() + timeout_s
+        while not self._work.is_completed():
+            if self._group._aborted:  # pyright: ignore[reportPrivateUsage]
+                raise CollectiveError(f"group {self._group.name} was given up")
+            if time.monotonic() >= end:
+                raise CollectiveError(f"group {self._group.name}: a broadcast took more than {timeout_s:g} s")
+            time.sleep(_POLL_S)
+
+    def _failure(self) -> str:
+        try:
+            error = self._work.exception()
+        except (RuntimeError, AttributeError):  # none, as some backends say it
+            return ""
+        return _one_line(error) if isinstance(error, BaseException) else ""
+
+
+def _join(connect: Callable[[], Any], name: str, world: int, rank: int, backend: str, device: Any, timeout_s: float) -> Group:
+    made: list[Any] = []
+
+    def form() -> Group:
+        store = connect()
+        store.set_timeout(_seconds(timeout_s))
+        with _environment(backend):
+            made.append(_form(dist.PrefixStore(name, store), name, world, rank, backend, timeout_s))
+        group = Group(made[0], name, world, rank, backend, device)
+        # The first collective is what connects NCCL's ranks, and takes 0.4 s.
+        group.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)
+        return group
+
+    try:
+        # A little more: a limit that torch keeps itself comes with a better reason.
+        return _beside(form, timeout_s + 2.0)
+    except (CollectiveError, RuntimeError, ValueError, OSError) as error:
+        for group in made:
+            _beside(lambda group=group: c10d._abort_process_group(group), _ABORT_S)
+        raise CollectiveError(f"group {name}, rank {rank} of {world}: {_one_line(error)}") from error
+
+
+def _form(store: Any, name: str, world: int, rank: int, backend: str, timeout_s: float) -> Any:
+    """What `sglang.srt.utils.init_custom_process_group` does: such a group needs no default group, and does not become it."""
+    # gloo keeps the group's limit in its connections too; NCCL would end the process.
+    limit = _NEVER if backend == "nccl" else _seconds(timeout_s)
+    group, _ = c10d._new_process_group_helper(
+        world, rank, [], c10d.Backend(backend), store, group_name=name, backend_options=None, timeout=limit
+    )
+    c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
+    if backend == "gloo":
+        group.set_timeout(_NEVER)
+    return group
+
+
+@contextlib.contextmanager
+def _environment(backend: str) -> Generator[None]:
+    """NCCL's settings for this group alone, as it reads them when it is made."""
+    if backend != "nccl":
+        yield
+        return
+    for key, value in _LIKE_ENGINES.items():
+        os.environ.setdefault(key, value)
+    before = {key: os.environ.get(key) for key in _CALM}
+    os.environ.update(_CALM)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = value
+
+
+def _beside(work: Callable[[], Any], timeout_s: float) -> Any:
+    """The result of `work`, which runs on a thread of its own, or CollectiveError; it may then go on there for ever."""
+    outcome: list[Any] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def on_device() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # a thread begins on device 0
+        run()
+
+    thread = threading.Thread(target=on_device, name="collective", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if failure:
+        raise failure[0]
+    if not outcome:
+        raise CollectiveError(f"no answer within {timeout_s:g} s")
+    return outcome[0]
+
+
+def _seconds(timeout_s: float) -> timedelta:
+    return timedelta(seconds=timeout_s)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,156 @@
+"""Groups of processes on loopback: they form, broadcast and fail within their time, whoever dies or stops."""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
+
+from enginepool.collective import CollectiveError, Group, Rendezvous, join
+
+torch: Any = importlib.import_module("torch")
+
+#: for what must happen; never reached
+LONG_S = 60.0
+#: for what must not; waited for in full
+SHORT_S = 2.0
+
+
+def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglang: bool) -> None:
+    """A member: receives buckets of the sizes it is sent until it is told to end, and answers what they hold."""
+    if sglang:
+        from enginepool.workers import cpu_bridge
+
+        cpu_bridge.install()
+        utils: Any = importlib.import_module("sglang.srt.utils")
+        theirs = utils.init_custom_process_group(
+            backend="gloo", init_method=f"tcp://{address}", world_size=world, rank=rank, group_name=name
+        )
+        dist: Any = importlib.import_module("torch.distributed")
+        dist.broadcast(torch.empty(1, dtype=torch.uint8), src=0, group=theirs)
+
+        def receive(bucket: Any) -> None:
+            dist.broadcast(bucket, src=0, group=theirs)
+    else:
+        group = join(address, name, world, rank, backend="gloo", timeout_s=LONG_S)
+
+        def receive(bucket: Any) -> None:
+            group.broadcast(bucket, LONG_S)
+
+    pipe.send("joined")
+    while nbytes := pipe.recv():
+        bucket = torch.zeros(nbytes, dtype=torch.uint8)
+        pipe.send("receiving")
+        try:
+            receive(bucket)
+            pipe.send(int(bucket.sum()))
+        except CollectiveError as error:
+            pipe.send(error)
+
+
+class Peer:
+    """A member in a process of its own."""
+
+    def __init__(self, address: str, name: str, world: int, rank: int, *, sglang: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(target=peer, args=(theirs, address, name, world, rank, sglang))
+        self.process.start()
+        theirs.close()
+
+    def hear(self) -> Any:
+        assert self.pipe.poll(LONG_S), "the peer says nothing"
+        return self.pipe.recv()
+
+    def receive(self, nbytes: int) -> None:
+        self.pipe.send(nbytes)
+        assert self.hear() == "receiving"
+
+
+@contextmanager
+def members(
+    rendezvous: Rendezvous, name: str, world: int, *, sglang: frozenset[int] = frozenset()
+) -> Generator[tuple[Group, list[Peer]]]:
+    """Rank 0 here, the others in processes that are killed at the end."""
+    peers = [Peer(rendezvous.address, name, world, rank, sglang=rank in sglang) for rank in range(1, world)]
+    try:
+        group = rendezvous.join(name, world, backend="gloo", timeout_s=LONG_S)
+        assert [one.hear() for one in peers] == ["joined"] * (world - 1)
+        yield group, peers
+        group.abort()
+    finally:
+        for one in peers:
+            one.process.kill()
+            one.process.join()
+
+
+@pytest.fixture
+def rendezvous() -> Iterator[Rendezvous]:
+    opened = Rendezvous()
+    yield opened
+    opened.close()
+
+
+def test_what_rank_0_broadcasts_arrives_at_every_rank(rendezvous: Rendezvous) -> None:
+    with members(rendezvous, "first", 3) as (group, peers):
+        for nbytes in (256, 1 << 20):
+            for one in peers:
+                one.receive(nbytes)
+            group.broadcast(torch.full((nbytes,), 3, dtype=torch.uint8), LONG_S)
+            assert [one.hear() for one in peers] == [3 * nbytes] * 2
+    with members(rendezvous, "second", 2) as (group, [one]):
+        one.receive(256)
+        group.broadcast(torch.full((256,), 1, dtype=torch.uint8), LONG_S)
+        assert one.hear() == 256
+
+
+@pytest.mark.engine
+def test_sglangs_own_update_group_and_ours_meet(rendezvous: Rendezvous) -> None:
+    with members(rendezvous, "mixed", 3, sglang=frozenset({2})) as (group, peers):
+        for one in peers:
+            one.receive(512)
+        group.broadcast(torch.full((512,), 2, dtype=torch.uint8), LONG_S)
+        assert [one.hear() for one in peers] == [1024, 1024]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_broadcast_to_a_dead_or_stopped_peer_ends_with_an_error(rendezvous: Rendezvous, how: signal.Signals) -> None:
+    with members(rendezvous, "lost", 2) as (group, [one]):
+        assert one.process.pid is not None
+        os.kill(one.process.pid, how)
+        with pytest.raises(CollectiveError, match="group lost"):
+            group.broadcast(torch.zeros(256 << 20, dtype=torch.uint8), SHORT_S)  # more than the socket's buffers hold
+        group.abort()
+        with pytest.raises(CollectiveError, match="given up"):
+            group.broadcast(torch.zeros(256, dtype=torch.uint8), SHORT_S)
+
+
+def test_a_receiver_whose_rank_0_gives_up_hears_of_it(rendezvous: Rendezvous) -> None:
+    with members(rendezvous, "left", 2) as (group, [one]):
+        one.receive(256)
+        group.abort()
+        assert isinstance(one.hear(), CollectiveError)
+
+
+def test_a_group_that_nobody_else_joins_is_given_up_in_time(rendezvous: Rendezvous) -> None:
+    with pytest.raises(CollectiveError, match="group alone, rank 0 of 2"):
+        rendezvous.join("alone", 2, backend="gloo", timeout_s=SHORT_S)
+    with members(rendezvous, "next", 2) as (group, [one]):
+        one.receive(256)
+        group.broadcast(torch.zeros(256, dtype=torch.uint8), LONG_S)
+        assert one.hear() == 0
+
+
+def test_a_rendezvous_that_is_not_there_is_given_up_in_time(rendezvous: Rendezvous) -> None:
+    rendezvous.close()
+    began = time.monotonic()
+    with pytest.raises(CollectiveError, match="group none, rank 1 of 2"):
+        join("127.0.0.1:1", "none", 2, 1, backend="gloo", timeout_s=SHORT_S)
+    assert time.monotonic() - began < LONG_S
