@@ -9,6 +9,7 @@ caller or is asked for its end, and the caller gets CollectiveError when the tim
 `abort` it. Its name is never used again.
 """
 
+import atexit
 import contextlib
 import importlib
 import os
@@ -33,6 +34,17 @@ _POLL_S = 0.0001
 _CALM = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 #: SGLang sets these for its engines, and all ranks of a group must agree.
 _LIKE_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+
+
+#: threads that let go of a group
+_closing: list[threading.Thread] = []
+
+
+@atexit.register
+def _let_close() -> None:  # pyright: ignore[reportUnusedFunction] (called at the program's end)
+    """A thread that comes back from closing connections into an interpreter that has ended would abort the process."""
+    for thread in _closing:
+        thread.join(1.0)
 
 
 class CollectiveError(Exception):
@@ -119,7 +131,9 @@ class Group:
         with contextlib.suppress(CollectiveError):
             _beside(lambda: c10d._abort_process_group(held[0]), _ABORT_S)
         # Connections close with the last reference, and the other ranks hear of it; beside a stopped one that takes for ever.
-        threading.Thread(target=held.clear, name="collective", daemon=True).start()
+        thread = threading.Thread(target=held.clear, name="collective", daemon=True)
+        thread.start()
+        _closing[:] = [*(other for other in _closing if other.is_alive()), thread]
 
 
 class Broadcast:
@@ -133,16 +147,15 @@ class Broadcast:
         """Until its bytes are here, or sent. Raises CollectiveError: a peer is gone, the time is over, the group is aborted."""
         name = self._group.name
         try:
-            if self._group.backend == "nccl":
-                self._poll(timeout_s)
+            self._poll(timeout_s)
             self._work.wait(_seconds(timeout_s))
-            if error := self._failure():
+            if self._group.backend == "nccl" and (error := self._failure()):
                 raise CollectiveError(f"group {name}: {error}")
         except (RuntimeError, ValueError) as error:
             raise CollectiveError(f"group {name}: {_one_line(error)}") from error
 
     def _poll(self, timeout_s: float) -> None:
-        # Torch's own wait with a limit would abort the group from its watchdog's thread.
+        # Torch's own wait with a limit would abort an NCCL group from its watchdog's thread; on gloo it is deaf to `abort`.
         end = time.monotonic() + timeout_s
         while not self._work.is_completed():
             if self._group._aborted:  # pyright: ignore[reportPrivateUsage]
