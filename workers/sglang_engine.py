@@ -20,17 +20,21 @@ import msgspec
 import numpy as np
 
 from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.updates import Finding
 from enginepool.workers import cpu_bridge
 from enginepool.workers.engine import (
     BatchScores,
     EngineDied,
     EngineError,
     EngineUnusable,
+    ModelTensors,
+    NewWeights,
     PartScores,
     Report,
     ScoreBatch,
     ScorePart,
     Scores,
+    TakeTimes,
 )
 from enginepool.workers.packed import MAX_ITEM, join
 from enginepool.workers.sglang_checks import checked_rows, refuse_oversize
@@ -49,6 +53,7 @@ from enginepool.workers.sglang_process import BRIDGE_VARIABLE, run_detokenizer, 
 from enginepool.workers.sglang_readout import forward_count, head_scores, hidden_rows, label_scores, refuse_aborted
 from enginepool.workers.sglang_requests import Parts, head_request, label_request
 from enginepool.workers.sglang_settings import Running, SettingsError, Wanted, budgets, engine_kwargs
+from enginepool.workers.sglang_updates import EngineWeights
 
 #: Architectures without a next token whose head scores; the others are embedding models.
 _SCORING_HEADS = ("Classification", "Reward")
@@ -107,6 +112,7 @@ class SglangEngine:
         #: +1 when the engine runs larger priorities first, as the pool does.
         self._priority_sign = 1
         self._end = EngineEnd()
+        self._weights: EngineWeights | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         #: One thread: the tokenizer's state may not be borrowed twice.
@@ -140,6 +146,11 @@ class SglangEngine:
             self._capabilities = capabilities
             report("compiling", "the first forward")
             self._capabilities = capabilities = await self._warm_up(capabilities)
+            ranks = self._wishes["options"].get("tp_size") or 1
+            self._weights = EngineWeights(self._tm, self._requests, ranks, self._end.unless_over)
+            await self._weights.describe()
+            if self._weights.plain:
+                report("compiling", f"weight updates of this model are loaded plainly: {self._weights.plain}")
             await self._tm.freeze_gc()  # no collection in the engine's processes walks through what start-up left
         except EngineDied:
             await self.close()
@@ -182,6 +193,7 @@ class SglangEngine:
                 ("observability.req_time_stats", "SchedulerReqTimeStats"),
                 ("layers.logprob_processor", "OutputLogprobProcessor"),
                 ("layers.logits_processor", "LogitsProcessor"),
+                ("model_loader.loader", "DefaultModelLoader"),
             )
         ]
         flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
@@ -302,8 +314,43 @@ class SglangEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights that are loaded now: that of the checkpoint."""
-        return 0
+        """The version of the weights that are loaded now; 0: those of the checkpoint that it started with."""
+        return 0 if self._weights is None else self._weights.version
+
+    @property
+    def digest(self) -> str:
+        """The digest of the weights that are loaded now; "" for those that it started with."""
+        return "" if self._weights is None else self._weights.digest
+
+    @property
+    def ranks(self) -> int:
+        """Schedulers that hold weights: one for each GPU of the engine."""
+        return 1 if self._weights is None else self._weights.ranks
+
+    def model_tensors(self) -> ModelTensors:
+        """What the engine's own load took. Raises EngineError when this engine takes no updates."""
+        return self._updates().model_tensors()
+
+    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+        """Join a process group while the engine serves. Raises EngineError."""
+        await self._updates().join(name, address, world, rank, backend)
+
+    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+        """Run on these weights from now on; the engine is empty. Raises EngineError: the old ones stay; EngineDied."""
+        return await self._updates().take(weights, version, digest)
+
+    async def inspect(self, what: str) -> tuple[str, list[Finding]]:
+        """(digest, findings) of what is in the schedulers. Raises EngineError."""
+        return await self._updates().inspect(what)
+
+    async def tensor(self, name: str) -> tuple[Scores, str]:
+        """One weight by its checkpoint name. Raises EngineError."""
+        return await self._updates().tensor(name)
+
+    def _updates(self) -> EngineWeights:
+        self._loaded()
+        assert self._weights is not None
+        return self._weights
 
     async def tokenise(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, with the special tokens that the model's tokenizer adds. Raises EngineError."""
@@ -411,6 +458,8 @@ class SglangEngine:
         self._end.close()
         if self._host is not None:
             await asyncio.to_thread(self._host.stop)
+        if self._weights is not None:
+            self._weights.close()
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.wait([self._receiver])

@@ -7,7 +7,7 @@ only then SGLang's function that it is to call; so what this file does on import
 import importlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +71,42 @@ def start_biases_at_zero() -> None:
     nn.Linear.reset_parameters = reset_parameters
 
 
+#: (name, dtype, shape) of the tensors that this process's model was loaded from, in their order
+_own_load: list[tuple[str, str, tuple[int, ...]]] = []
+
+
+def own_load() -> list[tuple[str, str, tuple[int, ...]]]:
+    """The tensors that the model of this process was loaded from; empty when it was not by a checkpoint's files."""
+    return list(_own_load)
+
+
+def note_own_load(loader: Any) -> None:
+    """Keep what the model's own load takes: that is what a weight update consists of. `loader` is SGLang's default one."""
+    weights_of = loader._get_all_weights
+
+    def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        _own_load.clear()
+        for name, tensor in weights_of(self, *args, **kwargs):
+            _own_load.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+            yield name, tensor
+
+    loader._get_all_weights = get_all_weights
+
+
 def run_scheduler(
     run: Callable[..., Any],
     scheduler: Any,
     stats: Any,
     processor: Any,
     packed_processor: Any,
+    loader: Any,
     attention: str,
     settings: Any,
     ports: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Entry of a scheduler process: `run` is SGLang's own, and the four after it are classes of SGLang.
+    """Entry of a scheduler process: `run` is SGLang's own, and the five after it are classes of SGLang.
 
     `attention` names SGLang's module of FlashInfer's attention, where that is used: only here is it imported before the start.
     """
@@ -92,6 +115,7 @@ def run_scheduler(
     report_every_forward(stats)
     gather_labels_without_waiting(processor, packed_processor)
     answer_before_the_next_launch(scheduler)
+    note_own_load(loader)
     if attention:
         changes: Any = importlib.import_module("enginepool.workers.sglang_attention")  # it needs torch
         module: Any = importlib.import_module(attention)

@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+#: What SGLang calls for new weights: `sglang_weights.load`, in its own processes.
+LOADER = "enginepool.workers.sglang_weights.load"
 #: Tokens in flight when the config names no `max_batch_tokens`.
 CPU_INFLIGHT_TOKENS = 8192
 GPU_INFLIGHT_TOKENS = 32768
@@ -34,6 +36,7 @@ _FIXED = {
     "model": "model",
     "device": "device",
     "dtype": "dtype",
+    "custom_weight_loader": "the pool, whose weight updates have a loader of their own",
     "nccl_port": "the coordinator, which gives each worker its own",
 }
 
@@ -158,6 +161,7 @@ def _defaults(wanted: Wanted) -> dict[str, Any]:
         # Models with a sliding window keep a second pool; as large as the first, the one rule above covers both.
         "swa_full_tokens_ratio": 1.0,
         "log_level": "error",
+        "custom_weight_loader": [LOADER],
     }
     if wanted.device == "cpu":
         page = options.get("page_size") or 1

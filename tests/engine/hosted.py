@@ -1,6 +1,7 @@
 """A real engine in a process of its own, as a worker hosts it, driven over a pipe: one process can have one engine only."""
 
 import asyncio
+import inspect
 import multiprocessing
 import os
 import signal
@@ -133,6 +134,14 @@ class _Host:
         engine._capabilities = msgspec.structs.replace(
             real, inflight_tokens=real.inflight_tokens * times, inflight_rows=real.inflight_rows * times
         )
+
+    async def do(self, name: str, *args: Any) -> Any:
+        """What the engine's method or property of this name gives."""
+        found = getattr(self._engine, name)
+        if not callable(found):
+            return found
+        outcome = found(*args)
+        return await outcome if inspect.isawaitable(outcome) else outcome
 
     async def tokenise(self, texts: list[str]) -> list[list[int]]:
         return await self._engine.tokenise(texts)

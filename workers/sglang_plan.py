@@ -1,0 +1,210 @@
+"""What a model's `load_weights` copies where: learnt once from tensors without memory, proven, and replayed for every update.
+
+`load_weights` looks up names, cuts and fuses, in Python, for each of hundreds of tensors; the copies that come of it are always
+the same. It is called with tensors on torch's `meta` device under a mode that notes each copy from one of them into the model's
+memory, and carries none out. Anything but views, copies and constant fills is not understood, and such a model is loaded
+plainly. Runs in the engine's processes; no SGLang here.
+"""
+
+import importlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from enginepool.protocol.manifest import Tensor
+
+torch: Any = importlib.import_module("torch")
+_Mode: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
+_aten: Any = torch.ops.aten
+
+#: bytes that the proof changes at a time, at least one tensor
+_PROOF_BYTES = 128 << 20
+_COLUMNS = 1024
+
+
+class Unplannable(Exception):
+    """Updates of this model cannot be replayed. The message is one line."""
+
+
+class Copy(NamedTuple):
+    """Elements of a checkpoint's tensor, and the memory of the model that they go to; `size` () and `fill`: a constant."""
+
+    target: Any
+    size: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    offset: int = 0
+    fill: Any = None
+
+    def source(self, tensor: Any) -> Any:
+        """The elements in `tensor`, which is contiguous."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class _Watch(_Mode):
+    """Notes copies from known meta tensors into real ones."""
+
+    def __init__(self) -> None:
+        _Mode.__init__(self)
+        self.copies: dict[str, list[Copy]] = {}
+        self._known: dict[int, tuple[str, Any]] = {}
+        self.latest = ""
+
+    def feed(self, tensors: Iterable[Tensor]) -> Iterator[tuple[str, Any]]:
+        for tensor in tensors:
+            made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
+            self._known[made.untyped_storage()._cdata] = (tensor.name, made)
+            self.latest = tensor.name
+            self.copies[tensor.name] = []
+            yield tensor.name, made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        real = [tensor for tensor in tensors if not tensor.is_meta]
+        if func is _aten.copy_.default and real and real[0] is args[0]:
+            self._note(args[0], args[1])
+            return args[0]
+        if func in (_aten.fill_.Scalar, _aten.zero_.default) and real:
+            self.copies[self.latest].append(Copy(args[0], fill=args[1] if len(args) > 1 else 0))
+            return args[0]
+        if real and (len(real) < len(tensors) or func._schema.is_mutable):
+            raise Unplannable(f"{self.latest}: its load does more than copy: {func}")
+        return func(*args, **kwargs)
+
+    def _note(self, target: Any, source: Any) -> None:
+        known = self._known.get(source.untyped_storage()._cdata) if source.is_meta else None
+        if known is None or source.dtype != known[1].dtype or source.shape != target.shape:
+            raise Unplannable(f"{self.latest}: its load computes what it copies")
+        self.copies[known[0]].append(Copy(target, tuple(source.shape), source.stride(), source.storage_offset()))
+
+
+class Plan:
+    """Where each tensor goes.
+
+    Args:
+        tensors: those of the model's checkpoint, and others that it may take.
+
+    Raises:
+        Unplannable: its load does more than copy.
+    """
+
+    def __init__(self, model: Any, tensors: Sequence[Tensor]) -> None:
+        watch = _Watch()
+        try:
+            with torch.no_grad(), watch:
+                model.load_weights(watch.feed(tensors))
+        except Unplannable:
+            raise
+        except Exception as error:
+            raise Unplannable(f"{watch.latest}: {type(error).__name__}: {error}") from error
+        self._model = model
+        self.copies = watch.copies
+        self._addresses = self._look()
+
+    def _look(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in _memory(self._model)]
+
+    def holds(self, names: Iterable[str]) -> bool:
+        """Whether it says of all these names where they go, and the model still lies where it lay."""
+        return all(name in self.copies for name in names) and self._addresses == self._look()
+
+    def replay(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copy contiguous tensors to where `load_weights` would have."""
+        with torch.no_grad():
+            for name, tensor in tensors:
+                for copy in self.copies[name]:
+                    if copy.fill is None:
+                        copy.target.copy_(copy.source(tensor), non_blocking=True)
+                    else:
+                        copy.target.fill_(copy.fill)
+
+    def read(self, name: str, shape: Sequence[int], dtype: Any = None) -> tuple[Any, Any]:
+        """(the tensor `name` as the model holds it, which of its elements it holds: all, or the part of this rank)."""
+        copies = [copy for copy in self.copies[name] if copy.fill is None]
+        first = copies[0].target
+        tensor = torch.zeros(tuple(shape), dtype=dtype or first.dtype, device=first.device)
+        here = torch.zeros(tuple(shape), dtype=torch.bool, device=first.device)
+        for copy in copies:
+            copy.source(tensor).copy_(copy.target)
+            copy.source(here).fill_(True)
+        return tensor, here
+
+    def prove(self, tensors: Sequence[Tensor]) -> None:
+        """Load every tensor with all its bits turned over, by the model's own `load_weights`; see that each bit is where the
+        plan says, and that after turning them back nothing in the model has changed. The engine must be idle.
+
+        Raises:
+            Unplannable: the plan is wrong, and the model is as before.
+            RuntimeError: the model is not as before.
+        """
+        before = _marks(self._model)
+        wrong = ""
+        for group in _groups([tensor for tensor in tensors if self.copies[tensor.name]]):
+            try:
+                originals = [(tensor.name, self.read(tensor.name, tensor.shape)[0]) for tensor in group]
+                turned = [(name, _turned(tensor)) for name, tensor in originals]
+            except RuntimeError as error:
+                wrong = str(error).splitlines()[0]
+                break
+            try:
+                self._model.load_weights(iter(turned))
+                wrong = self._misplaced(turned)
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {error}"
+            self.replay(originals)
+            if wrong:
+                break
+        if before != _marks(self._model):
+            raise RuntimeError(f"the model is not as before: {wrong or 'its load writes elsewhere'}")
+        if wrong:
+            raise Unplannable(wrong)
+
+    def _misplaced(self, tensors: Sequence[tuple[str, Any]]) -> str:
+        for name, tensor in tensors:
+            for copy in self.copies[name]:
+                if copy.fill is None and not torch.equal(_bits(copy.target), _bits(copy.source(tensor))):
+                    return f"{name}: a replay would give other weights than load_weights"
+        return ""
+
+
+def _groups(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    group: list[Tensor] = []
+    for tensor in tensors:
+        if group and sum(one.nbytes for one in group) + tensor.nbytes > _PROOF_BYTES:
+            yield group
+            group = []
+        group.append(tensor)
+    if group:
+        yield group
+
+
+def _bits(tensor: Any) -> Any:
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+
+
+def _turned(tensor: Any) -> Any:
+    return _bits(tensor).bitwise_not().view(tensor.dtype).view(tensor.shape)
+
+
+def _memory(model: Any) -> list[Any]:
+    return [tensor for _, tensor in (*model.named_parameters(), *model.named_buffers()) if not tensor.is_meta]
+
+
+def _marks(model: Any) -> list[list[int]]:
+    """For each piece of the model's memory, sums over rows and over columns of its words, which tell almost any change."""
+    marks: list[Any] = []
+    for tensor in _memory(model):
+        data = (
+            tensor.detach().contiguous().view(-1).view(torch.uint8)
+            if tensor.dim()
+            else tensor.detach().view(1).view(torch.uint8)
+        )
+        whole = data.numel() // 4 * 4
+        words = data[:whole].view(torch.int32)
+        square = words.numel() // _COLUMNS * _COLUMNS
+        rows = words[:square].view(-1, _COLUMNS)
+        parts = [rows.sum(0, dtype=torch.int32), rows.sum(1, dtype=torch.int32), words[square:], data[whole:].to(torch.int32)]
+        row = torch.cat(parts)
+        weights = torch.arange(1, row.numel() + 1, device=row.device)
+        marks.append(torch.stack([row.sum(), (row * weights).sum()]))
+    return torch.stack(marks).tolist() if marks else []

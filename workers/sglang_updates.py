@@ -1,0 +1,216 @@
+"""Weight updates of an SGLang engine, from the side of the worker's process: tickets to the loader in its schedulers.
+
+The recipe: nothing is in the engine; flush the caches; one `update_weights_from_tensor` without a flush of its own, whose
+assertion would end the engine; flush again. Every answer is looked at. No SGLang here.
+"""
+
+import asyncio
+import importlib
+import itertools
+import json
+import os
+import pickle
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Finding
+from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, Space, TakeTimes
+from enginepool.workers.sglang_settings import LOADER
+
+FLUSH_S = 30.0
+#: an engine that takes longer hangs
+TAKE_S = 300.0
+JOIN_S = 90.0
+_LOOK_S = 0.02
+
+#: `EngineEnd.unless_over`: EngineDied as soon as the engine is gone
+UnlessOver = Callable[[Awaitable[Any]], Awaitable[Any]]
+
+
+class EngineWeights:
+    """The weights of one engine.
+
+    Args:
+        tokenizer_manager: SGLang's, which talks to the schedulers.
+        requests: SGLang's module of request classes.
+        ranks: schedulers that hold weights.
+    """
+
+    def __init__(self, tokenizer_manager: Any, requests: Any, ranks: int, unless_over: UnlessOver) -> None:
+        self._tm = tokenizer_manager
+        self._requests = requests
+        self._unless_over = unless_over
+        self._numbers = itertools.count()
+        self._answers = Path(tempfile.mkdtemp(prefix="enginepool-"))
+        self._model: ModelTensors | None = None
+        self._refused = "not loaded yet"
+        self.ranks = ranks
+        self.version = 0
+        self.digest = ""
+        #: why updates are slower than they could be, or ""
+        self.plain = ""
+
+    def close(self) -> None:
+        """Remove what lies in files."""
+        shutil.rmtree(self._answers, ignore_errors=True)
+
+    async def describe(self) -> None:
+        """Learn what an update of this model consists of. Called once, before the engine serves."""
+        answers = await self._ask({"do": "describe"})
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            # The model may not be as it was loaded.
+            raise EngineDied(f"the engine cannot say what it has loaded: {errors[0]}")
+        answer = answers[0]
+        self._refused = answer.get("refused", "")
+        if not self._refused:
+            self.plain = next((one["plain"] for one in answers if one["plain"]), "")
+            tensors = tuple(Tensor(name, dtype, tuple(shape)) for name, dtype, shape in answer["tensors"])
+            self._model = ModelTensors(tensors, frozenset(answer["optional"]))
+
+    def model_tensors(self) -> ModelTensors:
+        """What an update of this model consists of. Raises EngineError."""
+        if self._model is None:
+            raise EngineError(f"this engine takes no weight updates: {self._refused}")
+        return self._model
+
+    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+        """Join a process group while the engine serves. Raises EngineError."""
+        joined = [self._answers / f"joined-{next(self._numbers)}" for _ in range(self.ranks)]
+        tickets = [
+            {"do": "join", "group": name, "address": address, "world": world, "rank": rank + i, "backend": backend}
+            | {"joined": str(path)}
+            for i, path in enumerate(joined)
+        ]
+        _raise_first(await self._ask(*tickets))
+        try:
+            async with asyncio.timeout(JOIN_S):
+                while not all(path.exists() for path in joined):
+                    await self._unless_over(asyncio.sleep(_LOOK_S))
+        except TimeoutError:
+            raise EngineError(f"group {name}: the engine did not join within {JOIN_S:g} s") from None
+        _raise_first([msgspec.msgpack.decode(path.read_bytes()) for path in joined])
+
+    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+        """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: nobody knows."""
+        began = time.monotonic()
+        ticket: dict[str, Any] = {"manifest": msgspec.to_builtins(weights.tensors)}
+        if weights.checkpoint:
+            tickets = [ticket | {"do": "checkpoint", "path": weights.checkpoint}] * self.ranks
+        elif weights.group:
+            tickets = [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}] * self.ranks
+        elif weights.spaces:
+            spaces = weights.spaces if len(weights.spaces) == self.ranks else weights.spaces[:1] * self.ranks
+            tickets = [ticket | {"do": "take", "space": _described(space)} for space in spaces]
+        else:
+            # The tokenizer's side keeps the version; 0.5.17 to 0.5.23 have this method for it.
+            self._tm._update_weight_version_if_provided(str(version))
+            self.version, self.digest = version, digest
+            return TakeTimes(0.0, 0.0)
+        if refused := await self._flush():
+            raise EngineError(f"the engine is not empty: {refused}")
+        flushed = time.monotonic()
+        answers = await self._ask(*tickets, version=version)
+        failed = [answer for answer in answers if "error" in answer]
+        if failed and (len(failed) < len(answers) or any(answer["touched"] for answer in failed)):
+            raise EngineDied(f"the engine failed while it took new weights: {failed[0]['error']}")
+        if failed:
+            raise EngineError(f"the engine refused the new weights: {failed[0]['error']}")
+        taken = time.monotonic()
+        if refused := await self._flush():
+            raise EngineDied(f"the engine has new weights and caches of the old ones: {refused}")
+        if weights.checkpoint:
+            digest = (await self.inspect("digest"))[0]
+        elif weights.group:
+            digest = answers[0]["digest"]
+        self.version, self.digest = version, digest
+        return TakeTimes(taken - flushed, flushed - began + time.monotonic() - taken)
+
+    async def inspect(self, what: str) -> tuple[str, list[Finding]]:
+        """(digest, findings). With several ranks the digest is the sum of theirs, the same for all engines of as many ranks.
+
+        Raises EngineError.
+        """
+        answers = await self._ask({"do": what})
+        _raise_first(answers)
+        if what == "digest":
+            digests = [int(answer["digest"], 16) for answer in answers]
+            return f"{sum(digests) % (1 << 128):032x}", []
+        found = {tuple(finding.items()): Finding(**finding) for answer in answers for finding in answer["findings"]}
+        return "", list(found.values())
+
+    async def tensor(self, name: str) -> tuple[Scores, str]:
+        """One weight by its checkpoint name, put together from all ranks. Raises EngineError."""
+        answers = await self._ask({"do": "tensor", "name": name})
+        _raise_first(answers)
+        shape = tuple(answers[0]["shape"])
+        tensor = np.zeros(shape, np.float32)
+        for answer in answers:
+            part = np.frombuffer(answer["data"], np.float32).reshape(shape)
+            here = np.frombuffer(answer["here"], np.bool_).reshape(shape)
+            tensor = np.where(here, part, tensor)
+        return tensor, answers[0]["dtype"]
+
+    async def _flush(self) -> str:
+        """Empty the caches; why not, or ""."""
+        flushed = await self._within(self._tm.flush_cache(timeout_s=FLUSH_S), 2 * FLUSH_S)
+        return "" if flushed.success else str(getattr(flushed, "message", "")) or "requests are running"
+
+    async def _ask(self, *tickets: dict[str, Any], version: int | None = None) -> list[dict[str, Any]]:
+        """The answers of all ranks to their tickets, or to the same one. `version`: the ticket changes weights."""
+        torch: Any = importlib.import_module("torch")
+        all_tickets = list(tickets) if len(tickets) == self.ranks else list(tickets) * self.ranks
+        paths = [self._answers / f"answer-{next(self._numbers)}" for _ in all_tickets]
+        payloads: list[bytes] = []
+        for ticket, path in zip(all_tickets, paths, strict=True):
+            text = json.dumps(ticket | {"answer": str(path)}).encode()
+            payloads.append(pickle.dumps([("ticket", torch.frombuffer(bytearray(text), dtype=torch.uint8))]))
+        request = self._requests.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads,
+            load_format=LOADER,
+            flush_cache=False,
+            weight_version=None if version is None else str(version),
+        )
+        if version is None:
+            # A question may be asked while the engine serves, so not under the lock that waits until it does not.
+            results = await self._within(self._tm.update_weights_from_tensor_communicator(request), TAKE_S)
+            success, message = results[0].success, results[0].message
+        else:
+            success, message = (await self._within(self._tm.update_weights_from_tensor(request, None), TAKE_S))[:2]
+        if not success:
+            raise EngineError(f"the engine refused: {message}")
+        answers: list[dict[str, Any]] = []
+        for path in paths:
+            answers.append(msgspec.msgpack.decode(path.read_bytes()))
+            os.unlink(path)
+        return answers
+
+    async def _within(self, work: Awaitable[Any], seconds: float) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._unless_over(work)
+        except TimeoutError:
+            raise EngineDied(f"the engine hangs: no answer about its weights within {seconds:g} s") from None
+
+
+def _described(space: Space) -> dict[str, Any]:
+    return {
+        "kind": space.kind,
+        "nbytes": space.nbytes,
+        "path": space.path,
+        "handle": space.handle.hex(),
+        "device": space.device,
+    }
+
+
+def _raise_first(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        if "error" in answer:
+            raise EngineError(answer["error"])

@@ -1,0 +1,296 @@
+"""Weights inside the engine's own processes: the loader that SGLang calls for an update, and what it can tell of the model.
+
+SGLang hands the loader one tiny tensor, a *ticket*: JSON that says what to do and where the bytes lie, one for each rank. The
+answer goes to a file that the ticket names: an exception here would end the engine. No SGLang here.
+"""
+
+import importlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from enginepool.digest import Digest, Findings, views
+from enginepool.protocol.layout import ALIGNMENT, buckets, layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.workers.checkpoint import checkpoint_files
+from enginepool.workers.sglang_plan import Plan, Unplannable
+from enginepool.workers.sglang_process import own_load
+
+torch: Any = importlib.import_module("torch")
+
+#: a bucket that takes longer never comes
+BUCKET_S = 60.0
+
+Pairs = Callable[[], Iterable[tuple[str, Any]]]
+
+
+def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
+    """The `custom_weight_loader`."""
+    ticket: dict[str, Any] = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
+    weights = _weights.setdefault(id(model), ModelWeights(model))
+    weights.touched = False
+    try:
+        answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        answer = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}", "touched": weights.touched}
+    _leave(ticket["answer"], answer)
+
+
+def _leave(path: str, answer: dict[str, Any]) -> None:
+    with open(f"{path}.part", "wb") as file:
+        file.write(msgspec.msgpack.encode(answer))
+    os.replace(f"{path}.part", path)
+
+
+class ModelWeights:
+    """One model in this process. Each `do_` is what a ticket can ask for; it returns the answer."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        #: whether the ticket at hand has changed weights
+        self.touched = False
+        self._plan: Plan | None = None
+        #: why updates are loaded plainly
+        self._plain = "not looked at yet"
+        #: what the model holds, as far as names and order go
+        self._manifest: list[Tensor] = []
+        self._group: Any = None
+
+    # --- what there is --------------------------------------------------------------------------------------------------
+
+    def do_describe(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """What the model's own load took. Called once, before the engine serves."""
+        own = [Tensor(*one) for one in own_load()]
+        if why := self._refused(own):
+            return {"refused": why}
+        self._manifest = own
+        optional: set[str] = set()
+        config = getattr(self._model, "config", None)
+        tied = Tensor("lm_head.weight", "", ())
+        embedding = next((tensor for tensor in own if tensor.name.endswith("embed_tokens.weight")), None)
+        if getattr(config, "tie_word_embeddings", False) and embedding is not None:
+            optional.add(tied.name)
+            tied = Tensor(tied.name, embedding.dtype, embedding.shape)
+        try:
+            known = {tensor.name for tensor in own}
+            plan = Plan(self._model, [*own, tied] if optional - known else own)
+            plan.prove(own)
+            optional |= {name for name, copies in plan.copies.items() if not copies}
+            self._plan, self._plain = plan, ""
+        except Unplannable as error:
+            self._plain = str(error)
+        return {
+            "tensors": [list(tensor) for tensor in msgspec.to_builtins(own)],
+            "optional": sorted(optional),
+            "plain": self._plain,
+        }
+
+    def _refused(self, own: list[Tensor]) -> str:
+        if not own:
+            return "its weights were not loaded from a checkpoint's tensors, so nobody knows what an update consists of"
+        for module in self._model.modules():
+            method = getattr(module, "quant_method", None)
+            if method is not None and not type(method).__name__.startswith("Unquantized"):
+                return f"its weights are quantised ({type(method).__name__}); they are made anew from a checkpoint alone"
+            if getattr(module, "use_intel_amx_backend", False):
+                return "its weights are packed for AMX"
+        return ""
+
+    # --- new weights ----------------------------------------------------------------------------------------------------
+
+    def do_take(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Take all tensors out of a space."""
+        manifest = _manifest(ticket)
+        began = time.perf_counter()
+        space = _open(ticket["space"])
+        if space.numel() < layout(manifest).nbytes:
+            raise ValueError(f"a space of {space.numel()} bytes for {layout(manifest).nbytes}")
+        tensors = views(space, manifest)
+        self._load(manifest, lambda: zip((tensor.name for tensor in manifest), tensors, strict=True))
+        return {"seconds": time.perf_counter() - began, "plain": self._plain}
+
+    def do_checkpoint(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Read all tensors of a checkpoint directory."""
+        safetensors: Any = importlib.import_module("safetensors")
+        files = checkpoint_files(ticket["path"])
+
+        def pairs() -> Iterator[tuple[str, Any]]:
+            for file in files:
+                with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
+                    for name in opened.keys():  # noqa: SIM118 (no dict)
+                        yield name, opened.get_tensor(name)
+
+        self._load(_manifest(ticket), pairs)
+        return {}
+
+    def do_receive(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Take all tensors as they are broadcast."""
+        manifest = _manifest(ticket)
+        if self._group is None or self._group.name != ticket["group"]:
+            raise ValueError(f"not in group {ticket['group']}")
+        digest = Digest()
+        self.touched = True
+        self._load(manifest, lambda: self._received(manifest, ticket["bucket_bytes"], digest))
+        return {"digest": digest.text()}
+
+    def _load(self, manifest: list[Tensor], pairs: Pairs) -> None:
+        _synchronise()
+        self.touched = True
+        names = [tensor.name for tensor in manifest]
+        if self._plan is not None and self._plan.holds(names):
+            self._plan.replay(pairs())
+        else:
+            self._model.load_weights(iter(pairs()))
+        _synchronise()
+        if {tensor.name for tensor in self._manifest} <= set(names):
+            self._manifest = manifest
+
+    def _received(self, manifest: list[Tensor], bucket_bytes: int, digest: Digest) -> Iterator[tuple[str, Any]]:
+        """Each tensor as soon as it is whole; the next bucket is on its way meanwhile."""
+        nbytes = layout(manifest).nbytes
+        device = self._group.device
+        size = min(bucket_bytes, nbytes)
+        ring = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+        cuts = list(buckets(manifest, bucket_bytes))
+        ways: list[Any] = []
+        torn: dict[int, Any] = {}
+
+        def begin(k: int) -> None:
+            if k < len(cuts):
+                ways.append(self._group.begin(ring[k % 2][: cuts[k].nbytes]))
+
+        begin(0)
+        for k, bucket in enumerate(cuts):
+            ways[k].wait(BUCKET_S)
+            begin(k + 1)
+            came = ring[k % 2][: bucket.nbytes]
+            digest.add(came, bucket.at)
+            for piece in bucket.pieces:
+                tensor = manifest[piece.tensor]
+                part = came[piece.bucket_at : piece.bucket_at + piece.nbytes]
+                if piece.nbytes < tensor.nbytes:
+                    whole = torn.setdefault(piece.tensor, torch.empty(tensor.nbytes, dtype=torch.uint8, device=device))
+                    whole[piece.tensor_at : piece.tensor_at + piece.nbytes].copy_(part)
+                    if piece.tensor_at + piece.nbytes < tensor.nbytes:
+                        continue
+                    part = torn.pop(piece.tensor)
+                yield tensor.name, part.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+            if part_of_gpu(device):
+                torch.cuda.current_stream().synchronize()  # the bucket's memory is about to be another's
+
+    # --- a process group ------------------------------------------------------------------------------------------------
+
+    def do_join(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Begin to join a group; the other answer says when it is done: the engine serves meanwhile."""
+        thread = threading.Thread(target=self._join, args=(ticket,), name="join", daemon=True)
+        thread.start()
+        return {}
+
+    def _join(self, ticket: dict[str, Any]) -> None:
+        from enginepool.collective import CollectiveError, join
+
+        answer: dict[str, Any] = {}
+        group, self._group = self._group, None
+        try:
+            if group is not None and group.name != ticket["group"]:
+                group.abort()
+                group = None
+            backend = ticket["backend"]
+            device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
+            self._group = group or join(
+                ticket["address"], ticket["group"], ticket["world"], ticket["rank"], backend=backend, device=device
+            )
+        except CollectiveError as error:
+            answer = {"error": str(error)}
+        _leave(ticket["joined"], answer)
+
+    # --- questions ------------------------------------------------------------------------------------------------------
+
+    def do_digest(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """The digest of the weights in the model, as if they lay in the space of the last update."""
+        digest = Digest()
+        at = 0
+        for tensor in self._digested():
+            data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            size = -(-data.numel() // ALIGNMENT) * ALIGNMENT
+            padded = torch.zeros(size, dtype=torch.uint8, device=data.device)
+            padded[: data.numel()].copy_(data)
+            digest.add(padded, at)
+            at += size
+        return {"digest": digest.text()}
+
+    def _digested(self) -> Iterator[Any]:
+        if self._plan is None:
+            for _, parameter in sorted(self._model.named_parameters()):
+                yield parameter
+            return
+        for tensor in self._manifest:
+            if any(copy.fill is None for copy in self._plan.copies[tensor.name]):
+                yield self._plan.read(tensor.name, tensor.shape, getattr(torch, tensor.dtype))[0]
+            else:
+                yield torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+
+    def do_validate(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """What is wrong with the weights in the model."""
+        findings = Findings()
+        if self._plan is None:
+            named = dict(self._model.named_parameters())
+            findings.add(list(named), [parameter.detach() for parameter in named.values()])
+        else:
+            for name, copies in self._plan.copies.items():
+                targets = [copy.target for copy in copies if copy.fill is None][:1]
+                findings.add([name] * len(targets), targets)
+        return {"findings": msgspec.to_builtins(findings.found())}
+
+    def do_tensor(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """One tensor by its checkpoint name; with several ranks each has a part."""
+        name = ticket["name"]
+        if self._plan is None:
+            parameter = dict(self._model.named_parameters()).get(name)
+            if parameter is None:
+                raise KeyError(f"no parameter {name!r}; checkpoint names are not known here: {self._plain}")
+            tensor, here = parameter.detach(), torch.ones(parameter.shape, dtype=torch.bool)
+        else:
+            shapes = {tensor.name: tensor.shape for tensor in self._manifest}
+            if name not in shapes or not self._plan.copies[name]:
+                raise KeyError(f"no weight {name!r}")
+            tensor, here = self._plan.read(name, shapes[name])
+        return {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "data": tensor.float().cpu().contiguous().numpy().tobytes(),
+            "here": here.cpu().contiguous().numpy().tobytes(),
+        }
+
+
+_weights: dict[int, ModelWeights] = {}
+
+
+def _manifest(ticket: dict[str, Any]) -> list[Tensor]:
+    return [Tensor(name, dtype, tuple(shape)) for name, dtype, shape in ticket["manifest"]]
+
+
+def _open(space: dict[str, Any]) -> Any:
+    """The bytes of a `Space`, in this process."""
+    if space["kind"] == "file":
+        return torch.from_file(space["path"], shared=False, size=space["nbytes"], dtype=torch.uint8)
+    shared = msgspec.msgpack.decode(bytes.fromhex(space["handle"]))
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(*shared)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space["nbytes"]]
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def part_of_gpu(device: str) -> bool:
+    """Whether copies from there go on after they were called."""
+    return device.startswith("cuda")
