@@ -120,11 +120,15 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:
-    """Weights for an engine: all of them in each of `spaces` (one for each GPU of the engine), or a checkpoint directory."""
+    """Weights for an engine: all of them in each of `spaces` (one for each GPU; one of kind `file` does for all), or a
+    checkpoint directory, or `tensors` broadcast in buckets of `bucket_bytes` in the process group `group` that the engine has
+    joined. None of these: the weights stay, and are called by another version."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...] = ()
     spaces: tuple[Space, ...] = ()
     checkpoint: str = ""
+    group: str = ""
+    bucket_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,15 @@ class Engine(Protocol):
 
     def model_tensors(self) -> ModelTensors:
         """What an update of this model consists of. Raises EngineError when this engine cannot take updates; it says why."""
+        ...
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the engine that hold weights, each on a GPU of its own."""
+        ...
+
+    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+        """Be ranks `rank` to `rank + ranks - 1` of process group `name`; rank 0 listens at `address`. Raises EngineError."""
         ...
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:

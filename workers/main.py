@@ -33,6 +33,7 @@ from enginepool.workers.events import (
     Note,
     RunBatch,
     RunTokenise,
+    RunWeights,
     Send,
     TextDone,
     Tick,
@@ -43,6 +44,7 @@ from enginepool.workers.machine import TICK_S, WorkerMachine
 from enginepool.workers.payload import decode_batch, decode_texts, encode_rows, encode_scores
 from enginepool.workers.process import end_process, say
 from enginepool.workers.spec import VARIABLE, SpecError, WorkerSpec, read_spec
+from enginepool.workers.weights import Weights, checkpoint_bytes
 
 #: an engine may hold the main thread while it loads; a coordinator that is there has this long to be heard before
 ACCEPT_FIRST_S = 3.0
@@ -105,6 +107,7 @@ class Worker:
         self.end: asyncio.Future[End] = self.loop.create_future()
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
+        self.weights = Weights(spec.stager, spec.incarnation, engine, self.feed, self._spawn)
 
     async def run(self) -> Exit:
         """Serve until the machine says that it is over; return the exit code."""
@@ -152,6 +155,8 @@ class Worker:
             self._run_batch(effect)
         elif isinstance(effect, RunTokenise):
             self._run_tokenise(effect)
+        elif isinstance(effect, RunWeights):
+            self.weights.run(effect)
         elif isinstance(effect, Note):
             say(effect.line)
         elif isinstance(effect, End) and not self.end.done():
@@ -195,6 +200,9 @@ class Worker:
                 await self.accepted.wait()
         except TimeoutError:
             say(f"no coordinator at {self.spec.endpoint} yet; loading {self.spec.model}")
+        room = checkpoint_bytes(self.spec.model) if self.spec.stager and self.spec.engine == "sglang" else 0
+        if room and (line := await self.weights.make_room(room)):
+            say(line)
         try:
             capabilities = await self.engine.start(self._report)
         except EngineDied as error:

@@ -17,10 +17,25 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import BatchScores, EngineDied, EngineError, PartScores, Report, ScoreBatch, ScorePart
+from enginepool.protocol.updates import Finding
+from enginepool.workers.engine import (
+    BatchScores,
+    EngineDied,
+    EngineError,
+    ModelTensors,
+    NewWeights,
+    PartScores,
+    Report,
+    ScoreBatch,
+    ScorePart,
+    Scores,
+    TakeTimes,
+)
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sim_scores import score_part
+from enginepool.workers.sim_weights import SimWeights
 
 #: token id of the byte 0 in the sim's tokenizer; ids below are special
 BYTE_OFFSET = 3
@@ -37,22 +52,28 @@ FaultKind = Literal[
     "exit_on_load",
     "crash_on_load",
     "block_on_load",
+    "fail_on_take",
+    "crash_on_take",
+    "abort_on_take",
+    "hang_on_take",
 ]
 
 
 class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something that goes wrong, at the n-th batch that this engine is given (from 1), or in any batch with a token id in it.
-    Without either: at every batch.
+    Without either: at every batch. `*_on_take`: at the n-th new weights.
 
     crash: the engine dies with a reason. abort: the process is killed without a word. hang: the engine never answers again.
     block: the process's main thread stands still for `seconds`. slow: the batch takes `seconds` more. error: the engine refuses
     the parts that have the token, or the whole batch. wrong_rows: the first part lacks a row. lie_forwards: one too many is
     reported. exit_on_load, crash_on_load, block_on_load: the process exits, the engine dies, the main thread stands still,
-    while it loads.
+    while it loads. fail_on_take: new weights are refused and the old ones stay; crash_on_take, abort_on_take, hang_on_take: as
+    crash, abort and hang, in place of taking them.
     """
 
     kind: FaultKind
     at_batch: int | None = None
+    at_take: int | None = None
     on_token: int | None = None
     seconds: float = 1.0
 
@@ -61,7 +82,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the sim engine; unknown keys are refused. Times in seconds; sizes in tokens and rows.
 
     A batch costs `forward_s` + rows * `row_s` + tokens * `token_s`, times 1 ± `jitter` drawn from `seed`. `labels`: columns of
-    a classifier. `inflight_*` default to the batch budget times the forwards in flight.
+    a classifier. `inflight_*` default to the batch budget times the forwards in flight. `tensors`: what a weight update brings,
+    as a manifest ([name, dtype, shape] each); empty: it takes no updates. One costs `take_s`.
     """
 
     kind: Literal["causal", "classifier"] = "causal"
@@ -80,6 +102,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     row_s: float = 0.0
     token_s: float = 0.0
     jitter: float = 0.0
+    take_s: float = 0.0
+    tensors: list[Any] = []
     faults: list[Fault] = []
 
 
@@ -110,10 +134,15 @@ class SimEngine:
         for key in ("vocab", "context", "labels", "batch_tokens", "batch_rows"):
             if getattr(o, key) < 1:
                 raise ValueError(f"options of engine sim: {key} = {getattr(o, key)}: must be more than 0")
-        for key in ("hidden", "version", "seed", "load_s", "forward_s", "row_s", "token_s", "jitter"):
+        for key in ("hidden", "version", "seed", "load_s", "forward_s", "row_s", "token_s", "jitter", "take_s"):
             if not 0 <= getattr(o, key) < 1 << 62:
                 raise ValueError(f"options of engine sim: {key} = {getattr(o, key)}: must not be negative")
         self.options = o
+        try:
+            self._weights = SimWeights(o.tensors, o.version)
+        except WireError as error:
+            raise ValueError(f"options of engine sim: tensors: {error.message}") from None
+        self._taken = 0
         tokens = min(o.batch_tokens, max_batch_tokens or o.batch_tokens)
         rows = min(o.batch_rows, max_batch_rows or o.batch_rows)
         inflight_tokens = o.inflight_tokens or tokens * forwards_in_flight
@@ -145,8 +174,49 @@ class SimEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights, from the options."""
-        return self.options.version
+        """The version of the weights; at first that of the options."""
+        return self._weights.version
+
+    @property
+    def digest(self) -> str:
+        """The digest of the weights that were taken; "" at first."""
+        return self._weights.digest
+
+    @property
+    def ranks(self) -> int:
+        """One."""
+        return 1
+
+    def model_tensors(self) -> ModelTensors:
+        """Those of the options. Raises EngineError: there are none."""
+        return self._weights.model_tensors()
+
+    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+        """Join a process group. Raises EngineError."""
+        await self._weights.join(name, address, world, rank, backend)
+
+    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+        """Take `take_s`, and read all bytes: what scores depend on is what really arrived."""
+        self._must_live()
+        self._taken += 1
+        for fault in self.options.faults:
+            if fault.kind.endswith("_on_take") and fault.at_take in (None, self._taken):
+                await self._suffer_take(fault)
+        began = time.monotonic()
+        if self.options.take_s:
+            await asyncio.sleep(self.options.take_s)
+        await self._weights.take(weights, version, digest)
+        return TakeTimes(time.monotonic() - began, 0.0)
+
+    async def inspect(self, what: str) -> tuple[str, list[Finding]]:
+        """The digest of the bytes that it holds, and no findings."""
+        self._must_live()
+        return self._weights.inspect()
+
+    async def tensor(self, name: str) -> tuple[Scores, str]:
+        """A float32 tensor that was taken. Raises EngineError: no such."""
+        self._must_live()
+        return self._weights.tensor(name)
 
     async def start(self, report: Report) -> Capabilities:
         """Take `load_s` and say what the options say."""
@@ -253,9 +323,10 @@ class SimEngine:
         if batch.hidden and not hidden:
             raise EngineError("hidden states are not available: options.hidden is 0")
         parts = tuple(
-            score_part(part, classes=self._classes, hidden=hidden, seed=o.seed, version=o.version) for part in batch.parts
+            score_part(part, classes=self._classes, hidden=hidden, seed=o.seed, version=self.version, digest=self.digest)
+            for part in batch.parts
         )
-        return BatchScores(parts, self._forwards(batch), o.version)
+        return BatchScores(parts, self._forwards(batch), self.version)
 
     def _forwards(self, batch: ScoreBatch) -> int:
         """Greedy admission of rows: how many forwards the batch takes under the budget."""
@@ -280,9 +351,23 @@ class SimEngine:
         return [
             fault
             for fault in self.options.faults
-            if (fault.at_batch is None or fault.at_batch == self._given)
+            if not fault.kind.endswith("_on_take")
+            and (fault.at_batch is None or fault.at_batch == self._given)
             and (fault.on_token is None or any(_has(part, fault.on_token) for part in batch.parts))
         ]
+
+    async def _suffer_take(self, fault: Fault) -> None:
+        match fault.kind:
+            case "fail_on_take":
+                raise EngineError("sim engine: fail_on_take asked for by options.faults")
+            case "abort_on_take":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang_on_take":
+                await asyncio.Event().wait()
+            case _:
+                self._reason = "sim engine: crash_on_take asked for by options.faults"
+                self._dead.set()
+                raise EngineDied(self._reason)
 
     async def _suffer(self, fault: Fault) -> None:
         match fault.kind:

@@ -4,7 +4,8 @@ For a prompt (query and item joined) of ids p and a column c, all modulo 2**64:
 
     mix(z): z = (z ^ (z >> 30)) * M1, z = (z ^ (z >> 27)) * M2, z ^ (z >> 31)       the finaliser of splitmix64
     crc = CRC-32 (zlib) of p as little-endian int32
-    k   = mix(A * seed + B * version + C * (c + 1)) | 1
+    w   = the high 64 bits + the low 64 bits of the weights' digest as a number; 0 where it is ""
+    k   = mix(A * seed + B * version + D * w + C * (c + 1)) | 1
     u   = ((((crc + 1) * k) >> 41) + 0.5) / 2**23       in (0, 1), exact in float32
 
 c is the label's token id (causal), the column (classifier), or 2**32 + the column (hidden states). A causal score is u, and
@@ -24,13 +25,16 @@ from enginepool.workers.engine import Ids, Lengths, PartScores, ScorePart, Score
 _A = 0x9E3779B97F4A7C15
 _B = 0xD1B54A32D192ED03
 _C = 0x8CB92BA72F3D8DD7
+_D = 0xA0761D6478BD642F
 _M1 = 0xBF58476D1CE4E5B9
 _M2 = 0x94D049BB133111EB
 _64 = (1 << 64) - 1
 _HIDDEN = 1 << 32
 
 
-def score_part(part: ScorePart, *, classes: int = 0, hidden: int = 0, seed: int = 0, version: int = 0) -> PartScores:
+def score_part(
+    part: ScorePart, *, classes: int = 0, hidden: int = 0, seed: int = 0, version: int = 0, digest: str = ""
+) -> PartScores:
     """Scores of every row of `part`, and hidden states of size `hidden` when that is not 0.
 
     Args:
@@ -38,7 +42,7 @@ def score_part(part: ScorePart, *, classes: int = 0, hidden: int = 0, seed: int 
     """
     crcs = np.array(prompt_crcs(part), np.uint64)
     crcs += 1
-    salt = _A * seed + _B * version
+    salt = _A * seed + _B * version + _D * weight_of(digest)
     scores = _uniform(crcs, range(classes) if classes else part.labels, salt)
     if part.softmax:
         wide = scores.astype(np.float64)
@@ -60,6 +64,7 @@ def expected_scores(
     hidden: int = 0,
     seed: int = 0,
     version: int = 0,
+    digest: str = "",
 ) -> PartScores:
     """What a sim engine answers to a request, for callers that hold lists of ids. `query` is one for all items, or one each."""
     lengths = np.array([len(item) for item in items], np.uint32)
@@ -71,7 +76,13 @@ def expected_scores(
     else:
         head, paired = np.array(query, np.int32), None
     part = ScorePart(head, flat, lengths, paired, tuple(labels), softmax, item_first)
-    return score_part(part, classes=classes, hidden=hidden, seed=seed, version=version)
+    return score_part(part, classes=classes, hidden=hidden, seed=seed, version=version, digest=digest)
+
+
+def weight_of(digest: str) -> int:
+    """What a digest adds to the salt of every score."""
+    number = int(digest or "0", 16)
+    return ((number >> 64) + number) & _64
 
 
 def prompt_crcs(part: ScorePart) -> list[int]:

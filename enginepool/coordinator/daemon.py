@@ -202,6 +202,7 @@ class Daemon:
             written = self.loop.run_in_executor(self._writer, self._commit, effect)
             written.add_done_callback(lambda done: self._written(effect, done))
         elif type(effect) is ef.Drained:
+            self.supervisor.kill_all()  # the workers are gone; their stagers are not
             if not self.ended.done():
                 self.ended.set_result(0)
         else:

@@ -11,15 +11,16 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import msgspec
 import psutil
 
 from enginepool.config import PoolConfig
 from enginepool.coordinator.events import LiveProcess
+from enginepool.coordinator.stagers import Stagers
 
 #: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
 PERMANENT = 78
@@ -46,7 +47,7 @@ class Supervisor(Protocol):
         ...
 
     def kill_all(self) -> None:
-        """End all of them, without waiting."""
+        """End all of them and everything that stands beside them, without waiting."""
         ...
 
 
@@ -85,6 +86,7 @@ class LocalSupervisor:
         self._ports: dict[str, int] = {}
         self._records.mkdir(exist_ok=True)
         self._logs.mkdir(exist_ok=True)
+        self._stagers = Stagers(loop, directory, lifeline, config.timing.orphan_s)
 
     # --- starting ------------------------------------------------------------------------------------------------------
 
@@ -95,6 +97,8 @@ class LocalSupervisor:
             if _alive(record):
                 self._processes[record.incarnation] = record
                 self._watch_leader(record)
+                if record.group in self._config.groups:
+                    self._stager(record.group, record.index, self._environment(record.group, record.index))
                 found.append(LiveProcess(record.group, record.index, record.incarnation))
             else:
                 _kill_group(record.pid)
@@ -118,7 +122,7 @@ class LocalSupervisor:
 
     def _spawn(self, group: str, index: int, incarnation: str, log: IO[bytes]) -> "subprocess.Popen[bytes]":
         config, timing = self._config.groups[group], self._config.timing
-        spec = {
+        spec: dict[str, Any] = {
             "endpoint": self._endpoint,
             "group": group,
             "incarnation": incarnation,
@@ -136,15 +140,9 @@ class LocalSupervisor:
             "orphan_s": timing.orphan_s,
             "drain_s": timing.drain_s,
         }
-        environment = {**os.environ, "ENGINEPOOL_WORKER": msgspec.json.encode(spec).decode()}
-        gpu = self._gpu(group, index)
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
-        elif config.engine == "sglang":
-            # Engines on one CPU would each start a thread for every core, and spin on each other's.
-            workers = sum(other.workers for other in self._config.groups.values())
-            threads = max(1, len(os.sched_getaffinity(0)) // workers)
-            environment.setdefault("OMP_NUM_THREADS", str(threads))
+        environment = self._environment(group, index)
+        spec["stager"] = self._stager(group, index, environment)
+        environment["ENGINEPOOL_WORKER"] = msgspec.json.encode(spec).decode()
         return subprocess.Popen(
             [sys.executable, "-m", "enginepool.workers.main"],
             env=environment,
@@ -154,6 +152,29 @@ class LocalSupervisor:
             start_new_session=True,
             pass_fds=() if self._lifeline is None else (self._lifeline,),
         )
+
+    def _environment(self, group: str, index: int) -> dict[str, str]:
+        """What a worker's process, and whatever stands beside it, finds around it."""
+        config = self._config.groups[group]
+        environment = dict(os.environ)
+        gpu = self._gpu(group, index)
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        elif config.engine == "sglang":
+            # Engines on one CPU would each start a thread for every core, and spin on each other's.
+            workers = sum(other.workers for other in self._config.groups.values())
+            threads = max(1, len(os.sched_getaffinity(0)) // workers)
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+        return environment
+
+    def _stager(self, group: str, index: int, environment: Mapping[str, str]) -> str:
+        """The socket of the stager beside a worker with this environment; "" where updates are impossible."""
+        config = self._config.groups[group]
+        if config.engine == "sim" and not config.options.get("tensors"):
+            return ""
+        device = "cpu" if config.engine == "sim" else config.device
+        gpus = config.options.get("tp_size") or 1
+        return self._stagers.beside(f"{group}.{index}", environment, device=device, gpus=gpus)
 
     def _free_port(self, incarnation: str) -> int:
         """A TCP port for the engine's process group. Engines that look for one at the same time may find the same."""
@@ -192,6 +213,7 @@ class LocalSupervisor:
     def kill_all(self) -> None:
         for incarnation in list(self._processes):
             self.kill(incarnation)
+        self._stagers.end()
 
     def _watch_leader(self, record: _Record) -> None:
         self._when_ended(record.pid, lambda: self._leader_ended(record))

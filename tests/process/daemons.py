@@ -105,8 +105,8 @@ class Daemon:
 
 
 def end_workers(state_dir: str) -> None:
-    """End workers that outlived their coordinator, by the ids in the pool's own records."""
-    for path in (Path(state_dir) / "workers").glob("*.json"):
+    """End workers and stagers that outlived their coordinator, by the ids in the pool's own records."""
+    for path in [*Path(state_dir).glob("workers/*.json"), *Path(state_dir).glob("stagers/*.json")]:
         pid = msgspec.json.decode(path.read_bytes())["pid"]
         try:
             os.killpg(pid, signal.SIGKILL)

@@ -1,0 +1,188 @@
+"""Stager processes: one beside each worker of this host, started with the first one there, and kept for those that come after.
+
+A stager outlives its worker, and a coordinator that dies, whose successor adopts it. It ends by itself when neither of them is
+connected for `orphan_s`; this side therefore keeps a connection open, over which nothing is said.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+
+#: a stager that ended by itself is started again after this, and after twice as long each further time, up to the second
+AGAIN_S = (0.5, 30.0)
+#: how often a stager that starts is tried
+CONNECT_S = 0.1
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """A stager as written to disk; `created` tells it from a later process with the same pid."""
+
+    place: str
+    pid: int
+    created: float
+
+
+class _Stager:
+    """What is needed to start one again, and what runs now."""
+
+    def __init__(self, spec: bytes, environment: Mapping[str, str]) -> None:
+        self.spec = spec
+        self.environment = environment
+        self.pid = 0
+        self.child: subprocess.Popen[bytes] | None = None
+        self.connection: socket.socket | None = None
+        self.again_s = AGAIN_S[0]
+
+
+class Stagers:
+    """The stagers of one coordinator, by place (`group.index`)."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, directory: Path, lifeline: int | None, orphan_s: float) -> None:
+        self._loop = loop
+        self._directory = directory / "stagers"
+        self._logs = directory / "logs"
+        self._lifeline = lifeline
+        self._orphan_s = orphan_s
+        self._stagers: dict[str, _Stager] = {}
+        self._ended = False
+        self._directory.mkdir(exist_ok=True)
+
+    def beside(self, place: str, environment: Mapping[str, str], *, device: str, gpus: int) -> str:
+        """The socket of the stager of `place`, which runs from now on; one of an earlier coordinator is adopted."""
+        path = str(self._directory / f"{place}.sock")
+        if place not in self._stagers:
+            spec = {
+                "socket": path,
+                "name": place,
+                "device": device,
+                "gpus": gpus,
+                "lifeline_fd": self._lifeline,
+                "orphan_s": self._orphan_s,
+            }
+            self._stagers[place] = _Stager(msgspec.json.encode(spec), environment)
+            if not self._adopt(place):
+                self._start(place)
+        elif not self._stagers[place].pid:
+            self._start(place)
+        return path
+
+    def end(self) -> None:
+        """End all of them, without waiting, whoever started them."""
+        self._ended = True
+        for path in self._directory.glob("*.json"):
+            record = _read(path)
+            if record is not None and _alive(record):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(record.pid, signal.SIGKILL)
+            path.unlink()
+
+    # --- one of them ----------------------------------------------------------------------------------------------------
+
+    def _adopt(self, place: str) -> bool:
+        record = _read(self._directory / f"{place}.json")
+        if record is None or not _alive(record):
+            return False
+        stager = self._stagers[place]
+        stager.pid = record.pid
+        self._watch(place, record.pid)
+        self._connect(place)
+        return True
+
+    def _start(self, place: str) -> None:
+        stager = self._stagers[place]
+        if self._ended or stager.pid:
+            return
+        try:
+            with open(self._logs / f"stager-{place}.log", "ab") as log:
+                child = subprocess.Popen(
+                    [sys.executable, "-m", "enginepool.workers.stager"],
+                    env={**stager.environment, "ENGINEPOOL_STAGER": stager.spec.decode()},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=() if self._lifeline is None else (self._lifeline,),
+                )
+        except OSError:
+            self._later(place)  # the worker says so in its answers
+            return
+        stager.child, stager.pid = child, child.pid
+        record = _Record(place, child.pid, psutil.Process(child.pid).create_time())
+        (self._directory / f"{place}.json").write_bytes(msgspec.json.encode(record))
+        self._watch(place, child.pid)
+        self._connect(place)
+
+    def _watch(self, place: str, pid: int) -> None:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._loop.call_soon(self._gone, place)
+            return
+
+        def readable() -> None:
+            self._loop.remove_reader(fd)
+            os.close(fd)
+            self._gone(place)
+
+        self._loop.add_reader(fd, readable)
+
+    def _gone(self, place: str) -> None:
+        stager = self._stagers[place]
+        if stager.child is not None:
+            stager.child.wait()
+        stager.child, stager.pid = None, 0
+        if stager.connection is not None:
+            stager.connection.close()
+            stager.connection = None
+        if not self._ended:
+            (self._directory / f"{place}.json").unlink(missing_ok=True)
+            self._later(place)
+
+    def _later(self, place: str) -> None:
+        stager = self._stagers[place]
+        self._loop.call_later(stager.again_s, self._start, place)
+        stager.again_s = min(2 * stager.again_s, AGAIN_S[1])
+
+    def _connect(self, place: str) -> None:
+        stager = self._stagers[place]
+        if self._ended or not stager.pid or stager.connection is not None:
+            return
+        stager.connection = self._connection(place)
+        if stager.connection is None:
+            self._loop.call_later(CONNECT_S, self._connect, place)
+        else:
+            stager.again_s = AGAIN_S[0]
+
+    def _connection(self, place: str) -> socket.socket | None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.setblocking(False)
+        try:
+            connection.connect(str(self._directory / f"{place}.sock"))
+        except OSError:
+            connection.close()
+            return None
+        return connection
+
+
+def _read(path: Path) -> _Record | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Record)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def _alive(record: _Record) -> bool:
+    try:
+        process = psutil.Process(record.pid)
+        return abs(process.create_time() - record.created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

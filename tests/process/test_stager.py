@@ -1,0 +1,393 @@
+"""A real stager process beside a sim engine: what arrives, what is kept, what a dead peer or a killed stager leads to."""
+
+import asyncio
+import importlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import psutil
+import pytest
+
+from enginepool.collective import Rendezvous
+from enginepool.digest import digest_of, views
+from enginepool.protocol.layout import buckets, layout
+from enginepool.protocol.manifest import Tensor, encode_manifest
+from enginepool.protocol.updates import (
+    Committed,
+    HandedOver,
+    HandOver,
+    Inspect,
+    Inspected,
+    Join,
+    Joined,
+    Prepare,
+    Prepared,
+    Release,
+    Restore,
+    Restored,
+    Staged,
+)
+from enginepool.workers.events import Event, RunWeights, WeightsAnswered, WeightsTaken
+from enginepool.workers.sim_engine import SimEngine
+from enginepool.workers.snapshot import read_footer
+from enginepool.workers.weights import Weights
+from tests.process.processes import Processes
+
+torch: Any = importlib.import_module("torch")
+
+PATIENCE_S = 60.0
+BUCKET = 1024
+MODEL = [Tensor("a", "float32", (30, 17)), Tensor("b", "bfloat16", (5,)), Tensor("c", "float32", (3,))]
+
+A = TypeVar("A")
+
+
+class Trainer:
+    """Rank 0, with the means of the publisher, and without its manners."""
+
+    def __init__(self, manifest: list[Tensor] = MODEL) -> None:
+        self.rendezvous = Rendezvous()
+        self.manifest = manifest
+        self.group: Any = None
+
+    def fill(self, value: float) -> Any:
+        """A space whose tensors are all `value`, or draws if that is 0."""
+        space = torch.zeros(layout(self.manifest).nbytes, dtype=torch.uint8)
+        for tensor in views(space, self.manifest):
+            tensor.fill_(value)
+        return space
+
+    def join(self) -> Join:
+        """Begin to form a group of two; what the worker is to be told."""
+        name = secrets.token_hex(8)  # no name is used twice in a process
+        self.joining = threading.Thread(target=self._join, args=(name,))
+        self.joining.start()
+        return Join(name, 2, 1, self.rendezvous.address, "gloo")
+
+    def _join(self, name: str) -> None:
+        self.group = self.rendezvous.join(name, 2, backend="gloo", timeout_s=PATIENCE_S)
+
+    def send(self, space: Any, *, only: int | None = None) -> str:
+        """Broadcast the space, or its first buckets; its digest."""
+        self.joining.join(PATIENCE_S)
+        for number, bucket in enumerate(buckets(self.manifest, BUCKET)):
+            if only is None or number < only:
+                self.group.broadcast(space[bucket.at : bucket.at + bucket.nbytes], PATIENCE_S)
+        return digest_of(space)
+
+
+class Worker:
+    """The worker's side: a sim engine and its `Weights`, on the loop of the test."""
+
+    def __init__(self, socket: str, **options: Any) -> None:
+        options = {"tensors": msgspec.to_builtins(MODEL), **options}
+        self.engine = SimEngine("sim", options=options)
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.weights = Weights(socket, "w", self.engine, self.events.put_nowait, self._spawn)
+        self.update = (1, 0)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def tell(self, message: Any, *frames: bytes) -> None:
+        self.weights.run(RunWeights(message, frames))
+
+    async def event(self) -> Event:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.events.get()
+
+    async def answer(self, kind: type[A]) -> A:
+        event = await self.event()
+        assert isinstance(event, WeightsAnswered), event
+        assert isinstance(event.answer, kind), event.answer
+        return event.answer
+
+    async def prepare(self, manifest: list[Tensor] = MODEL, **fields: Any) -> Prepared:
+        self.update = (1, self.update[1] + 1)
+        message = Prepare(self.update, 1, fields.pop("transfer", "staged"), bucket_bytes=BUCKET, **fields)
+        self.tell(message, encode_manifest(manifest))
+        return await self.answer(Prepared)
+
+    async def join(self, join: Join) -> Joined:
+        self.tell(msgspec.structs.replace(join, update=self.update))
+        return await self.answer(Joined)
+
+    async def staged(self, trainer: Trainer, space: Any, join: Join | None = None) -> Staged:
+        """Prepare, join and receive `space`."""
+        assert (await self.prepare()).code == ""
+        assert (await self.join(join or trainer.join())).code == ""
+        digest = await asyncio.to_thread(trainer.send, space)
+        staged = await self.answer(Staged)
+        assert staged.digest in (digest, "")
+        return staged
+
+    async def hand_over(self, version: int) -> HandedOver:
+        self.tell(HandOver(self.update, version))
+        return await self.answer(HandedOver)
+
+    async def restore(self, version: int, digest: str, **places: str) -> Event:
+        self.tell(Restore(version, digest, **places))
+        return await self.event()
+
+
+class Place:
+    """A stager process and what it takes to have it again."""
+
+    def __init__(self, processes: Processes, directory: Path, orphan_s: float = PATIENCE_S) -> None:
+        self.processes = processes
+        self.directory = directory
+        self.socket = str(directory / "stager.sock")
+        self.spec = {"socket": self.socket, "name": "g.0", "device": "cpu", "orphan_s": orphan_s}
+        self.start()
+
+    def start(self) -> None:
+        environment = {**os.environ, "ENGINEPOOL_STAGER": msgspec.json.encode(self.spec).decode()}
+        self.process = self.processes.start(
+            [sys.executable, "-m", "enginepool.workers.stager"], env=environment, stderr=subprocess.PIPE, text=True
+        )
+
+    @asynccontextmanager
+    async def worker(self, **options: Any) -> AsyncGenerator[Worker]:
+        worker = Worker(self.socket, **options)
+        yield worker
+        for task in worker.tasks:
+            task.cancel()
+        await asyncio.gather(*worker.tasks, return_exceptions=True)
+        await worker.weights.close()
+
+
+@pytest.fixture
+def place(processes: Processes, tmp_path: Path) -> Place:
+    return Place(processes, tmp_path)
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    trainer = Trainer()
+    yield trainer
+    if trainer.group is not None:
+        trainer.group.abort()
+    trainer.rendezvous.close()
+
+
+def test_what_the_trainer_sends_is_what_the_engine_takes_several_times_over_one_group(place: Place, trainer: Trainer) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            join = trainer.join()
+            peers: set[str] = set()
+            for version in (1, 2, 3):
+                prepared = await worker.prepare()
+                assert (prepared.code, prepared.staging, prepared.ranks) == ("", "host", 1)
+                peers.add(prepared.peer)
+                assert (await worker.join(join)).code == ""
+                digest = await asyncio.to_thread(trainer.send, trainer.fill(version))
+                staged = await worker.answer(Staged)
+                assert (staged.code, staged.digest, staged.findings) == ("", digest, [])
+                assert worker.engine.version == version - 1
+                handed = await worker.hand_over(version)
+                assert (handed.code, handed.version, handed.digest) == ("", version, digest)
+                assert (worker.engine.version, worker.engine.digest) == (version, digest)
+                tensor, _ = await worker.engine.tensor("a")
+                assert tensor.shape == (30, 17) and (tensor == version).all()
+                worker.tell(Committed(worker.update, version, digest))
+            assert len(peers) == 1
+
+    asyncio.run(story())
+
+
+def test_a_worker_that_comes_back_gets_the_committed_weights_while_the_next_are_received(
+    place: Place, trainer: Trainer
+) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            join = trainer.join()
+            digest = (await worker.staged(trainer, trainer.fill(1), join)).digest
+            worker.tell(Committed(worker.update, 1, digest))
+            assert (await worker.staged(trainer, trainer.fill(2), join)).code == ""
+        async with place.worker() as successor:
+            taken = await successor.restore(1, digest)
+            assert isinstance(taken, WeightsTaken)
+            assert (taken.version, taken.digest) == (1, digest) == (successor.engine.version, successor.engine.digest)
+            other = await successor.restore(2, "0" * 32)
+            assert isinstance(other, WeightsAnswered) and isinstance(other.answer, Restored)
+            assert other.answer.code == "needs_weights" and "holds version 1" in other.answer.message
+            assert successor.engine.digest == digest
+
+    asyncio.run(story())
+
+
+def test_the_snapshot_serves_where_the_stager_was_killed(place: Place, trainer: Trainer) -> None:
+    snapshot = place.directory / "snapshots" / f"g-{1:032x}"
+    older = snapshot.with_name(f"g-{0:032x}")
+
+    async def story() -> None:
+        async with place.worker() as worker:
+            join = trainer.join()
+            digest = (await worker.staged(trainer, trainer.fill(0), join)).digest
+            worker.tell(Committed(worker.update, 0, digest, str(older)))
+            while not older.exists():
+                await asyncio.sleep(0.02)
+            digest = (await worker.staged(trainer, trainer.fill(1), join)).digest
+            worker.tell(Committed(worker.update, 1, digest, str(snapshot)))
+            while not snapshot.exists() or older.exists():
+                await asyncio.sleep(0.02)
+        footer = read_footer(str(snapshot))
+        assert (footer.version, footer.digest, footer.manifest) == (1, digest, MODEL)
+        place.process.kill()
+        place.process.wait()
+        place.start()
+        async with place.worker() as successor:
+            assert isinstance(await successor.restore(1, digest, snapshot=str(snapshot)), WeightsTaken)
+            assert successor.engine.digest == digest
+        async with place.worker() as successor:
+            data = bytearray(snapshot.read_bytes())
+            data[5] ^= 1
+            broken = place.directory / "broken"
+            broken.write_bytes(data)
+            refused = await successor.restore(1, digest, snapshot=str(broken))
+            assert isinstance(refused, WeightsAnswered) and isinstance(refused.answer, Restored)
+            assert "its digest is" in refused.answer.message
+
+    asyncio.run(story())
+
+
+def test_a_stager_that_is_killed_in_a_transfer_is_an_aborted_update_and_the_next_one_works(
+    place: Place, trainer: Trainer
+) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            assert (await worker.prepare()).code == ""
+            assert (await worker.join(trainer.join())).code == ""
+            await asyncio.to_thread(trainer.send, trainer.fill(1), only=1)
+            place.process.kill()
+            staged = await worker.answer(Staged)
+            assert staged.code == "update_aborted" and "ended" in staged.message
+            trainer.group.abort()
+            place.start()
+            assert (await worker.staged(trainer, trainer.fill(2))).code == ""
+            assert (await worker.hand_over(2)).code == ""
+
+    asyncio.run(story())
+
+
+def test_a_release_leaves_the_group_and_the_next_update_names_another_peer(place: Place, trainer: Trainer) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            first = await worker.prepare()
+            assert (await worker.join(trainer.join())).code == ""
+            await asyncio.to_thread(trainer.send, trainer.fill(1), only=1)
+            worker.tell(Release(worker.update, "the trainer is gone"))
+            trainer.group.abort()
+            second = await worker.prepare()
+            assert second.code == "" and second.peer != first.peer
+            assert (await worker.join(trainer.join())).code == ""
+            await asyncio.to_thread(trainer.send, trainer.fill(2))
+            assert (await worker.answer(Staged)).code == ""
+            assert (await worker.hand_over(2)).version == 2
+
+    asyncio.run(story())
+
+
+def test_findings_are_told_and_the_coordinator_judges_them(place: Place, trainer: Trainer) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            space = trainer.fill(1)
+            a, b, c = views(space, MODEL)
+            a[0, :2], b[1] = float("nan"), float("inf")
+            c.zero_()
+            staged = await worker.staged(trainer, space)
+            assert staged.code == ""
+            found = [(one.name, one.kind, one.count) for one in staged.findings]
+            assert found == [("a", "nan", 2), ("b", "infinity", 1), ("c", "zero", 3)]
+
+    asyncio.run(story())
+
+
+def test_names_and_shapes_that_do_not_fit_are_refused_before_anything_moves(place: Place) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            for manifest, story_ in (
+                ([*MODEL, Tensor("d", "float32", (1,))], "unknown names: d"),
+                (MODEL[:2], "missing names: c"),
+                ([Tensor("a", "float32", (17, 30)), *MODEL[1:]], r"a: shape [17, 30]"),
+                ([*MODEL, MODEL[0]], "named twice"),
+            ):
+                prepared = await worker.prepare(manifest)
+                assert prepared.code == "weights_refused" and story_ in prepared.message
+            assert (await worker.prepare(MODEL[:2], partial=True)).code == ""
+            assert "no takes" not in (await worker.prepare(transfer="handles")).message
+        async with place.worker(tensors=[]) as worker:
+            assert "takes no updates" in (await worker.prepare()).message
+        place.process.kill()
+        place.process.wait()
+        os.unlink(place.socket)
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_refuses_keeps_its_weights_and_says_so(place: Place, trainer: Trainer) -> None:
+    async def story() -> None:
+        async with place.worker(faults=[{"kind": "fail_on_take", "at_take": 1}]) as worker:
+            assert (await worker.staged(trainer, trainer.fill(1))).code == ""
+            handed = await worker.hand_over(1)
+            assert handed.code == "engine_error" and "fail_on_take" in handed.message
+            assert (worker.engine.version, worker.engine.digest) == (0, "")
+
+    asyncio.run(story())
+
+
+def test_a_relabel_changes_the_version_alone_and_questions_are_answered(place: Place) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            assert (await worker.prepare(transfer="relabel")).code == ""
+            assert (await worker.hand_over(7)).version == 7
+            assert (worker.engine.version, worker.engine.digest) == (7, "")
+            worker.tell(Inspect((1, 9), "digest"))
+            assert (await worker.answer(Inspected)).code == ""
+            worker.tell(Inspect((1, 10), "tensor", "a"))
+            assert (await worker.answer(Inspected)).code == "engine_error"
+
+    asyncio.run(story())
+
+
+def test_a_stager_ends_when_nobody_needs_it_and_at_once_with_its_owner(processes: Processes, tmp_path: Path) -> None:
+    place = Place(processes, tmp_path, orphan_s=0.5)
+    assert place.process.wait(PATIENCE_S) == 0
+    assert place.process.stderr is not None and "neither an owner nor a worker" in place.process.stderr.read()
+    read, write = os.pipe()
+    place.spec |= {"lifeline_fd": read, "orphan_s": PATIENCE_S}
+    environment = {**os.environ, "ENGINEPOOL_STAGER": msgspec.json.encode(place.spec).decode()}
+    process = processes.start(
+        [sys.executable, "-m", "enginepool.workers.stager"],
+        env=environment,
+        pass_fds=(read,),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(read)
+    os.close(write)
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_sigterm_ends_a_stager_and_its_socket(place: Place) -> None:
+    async def connected() -> None:
+        async with place.worker() as worker:
+            assert (await worker.prepare()).code == ""
+
+    asyncio.run(connected())
+    place.process.send_signal(signal.SIGTERM)
+    assert place.process.wait(PATIENCE_S) == 0
+    assert not os.path.exists(place.socket)
+    assert not psutil.pid_exists(place.process.pid)

@@ -1,0 +1,87 @@
+"""What a checkpoint directory holds, read from its safetensors files without any library of tensors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from enginepool.protocol.layout import ALIGNMENT
+from enginepool.protocol.manifest import Tensor
+
+_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_LONGEST_HEADER = 100 << 20
+
+
+class CheckpointError(Exception):
+    """There is no such directory, or nothing in it that can be read. The message is one line."""
+
+
+def checkpoint_files(path: str) -> list[Path]:
+    """The files with weights, in order. Raises CheckpointError."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise CheckpointError(f"{path}: there is no such directory here")
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path}: no safetensors files in it")
+    return files
+
+
+def checkpoint_tensors(path: str) -> list[Tensor]:
+    """The tensors of all files, in the order in which they lie there. Raises CheckpointError."""
+    tensors: dict[str, Tensor] = {}
+    for file in checkpoint_files(path):
+        for tensor in _header(file)[0]:
+            if tensor.name in tensors:
+                raise CheckpointError(f"{file}: {tensor.name} is in another file too")
+            tensors[tensor.name] = tensor
+    return list(tensors.values())
+
+
+def checkpoint_space(path: str) -> bytes:
+    """The bytes of all tensors as `protocol.layout` lays `checkpoint_tensors` out. Raises CheckpointError."""
+    space = bytearray()
+    for file in checkpoint_files(path):
+        tensors, begin = _header(file)
+        try:
+            with file.open("rb") as opened:
+                opened.seek(begin)
+                for tensor in tensors:
+                    space += opened.read(tensor.nbytes)
+                    space += bytes(-len(space) % ALIGNMENT)
+        except OSError as error:
+            raise CheckpointError(f"{file}: {error.strerror}") from None
+    return bytes(space)
+
+
+def _header(file: Path) -> tuple[list[Tensor], int]:
+    """The tensors in the order of their bytes, and where those begin."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            text = opened.read(length) if length <= _LONGEST_HEADER else b""
+        header: dict[str, Any] = json.loads(text)
+        size = file.stat().st_size - 8 - length
+        entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+        entries.sort(key=lambda item: item[1]["data_offsets"])
+        found = [Tensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries]
+        whole = not entries or entries[-1][1]["data_offsets"][1] == size
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: not a safetensors file ({error})") from None
+    if not whole:
+        raise CheckpointError(f"{file}: truncated")
+    return found, 8 + length

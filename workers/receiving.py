@@ -1,0 +1,190 @@
+"""The stager's hands: memory for an update, the process group it comes by, and the look at every byte as it passes."""
+
+import importlib
+import os
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from enginepool.collective import Group
+from enginepool.digest import Digest, Findings, views
+from enginepool.protocol.layout import buckets, layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Finding
+from enginepool.workers.engine import Space
+from enginepool.workers.snapshot import Footer, copy_snapshot, link, unnamed_file, write_footer
+
+torch: Any = importlib.import_module("torch")
+
+#: broadcasts on their way at a time: one is looked at while the next comes in
+AHEAD = 2
+#: The coordinator ends an update that takes too long; this is for a stager that everybody forgot.
+FOREVER_S = 24 * 3600.0
+#: of a GPU's memory, left to whoever needs a little more
+MARGIN = 256 << 20
+SHARED = Path("/dev/shm")
+
+
+class HostMemory:
+    """A space in memory of this host that other processes map: an unnamed file, gone with its last user."""
+
+    kind: Literal["host"] = "host"
+
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        """Raises OSError: no room."""
+        try:
+            self.fd = unnamed_file(SHARED)
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError:
+            # The file system may be kept small where memory is not.
+            self.fd = os.memfd_create("enginepool-weights", os.MFD_CLOEXEC)
+            os.posix_fallocate(self.fd, 0, nbytes)
+        self.nbytes = nbytes
+        self._complete = False
+        space = torch.from_file(f"/proc/self/fd/{self.fd}", shared=True, size=nbytes, dtype=torch.uint8)
+        if pinned:
+            torch.cuda.cudart().cudaHostRegister(space.data_ptr(), nbytes, 0)
+        #: one for each device of the engine: here all of them map the same
+        self.tensors = [space]
+
+    def spaces(self) -> list[Space]:
+        """As the engine's processes open it."""
+        return [Space("file", self.nbytes, path=f"/proc/{os.getpid()}/fd/{self.fd}")]
+
+    def save(self, path: str, footer: Footer) -> None:
+        """Keep it as a snapshot. Raises OSError."""
+        if not self._complete:
+            write_footer(self.fd, self.nbytes, footer)
+            self._complete = True
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if not link(self.fd, path):
+            copy_snapshot(self.fd, path)
+
+    def __del__(self) -> None:
+        # Its mapping may live on in a view; the memory goes with the last of them.
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+class DeviceMemory:
+    """A space on each GPU of the engine."""
+
+    kind: Literal["device"] = "device"
+
+    def __init__(self, nbytes: int, gpus: int) -> None:
+        """Raises OSError: no room."""
+        self.nbytes = nbytes
+        self.tensors: list[Any] = []
+        for gpu in range(gpus):
+            free, _ = torch.cuda.mem_get_info(gpu)
+            if free < nbytes + MARGIN:
+                raise OSError(f"GPU {gpu} has {free >> 20} MiB left for {nbytes >> 20} MiB of weights")
+            try:
+                self.tensors.append(torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{gpu}"))
+            except RuntimeError as error:
+                raise OSError(str(error).splitlines()[0]) from None
+
+    def spaces(self) -> list[Space]:
+        """As the engine's processes open them."""
+        return [Space("cuda", self.nbytes, handle=_handle(tensor), device=gpu) for gpu, tensor in enumerate(self.tensors)]
+
+    def save(self, path: str, footer: Footer) -> None:
+        """Keep it as a snapshot. Raises OSError."""
+        nbytes = layout(footer.manifest).nbytes
+        copy = HostMemory(nbytes)
+        copy.tensors[0].copy_(self.tensors[0][:nbytes])
+        copy.save(path, footer)
+
+
+Memory = HostMemory | DeviceMemory
+
+
+def make_memory(nbytes: int, *, gpus: int) -> Memory:
+    """Room on the GPUs if there are some and they have it, else on the host. Raises OSError: neither."""
+    if gpus:
+        try:
+            return DeviceMemory(nbytes, gpus)
+        except OSError:
+            torch.cuda.empty_cache()
+    return HostMemory(nbytes, pinned=bool(gpus))
+
+
+def _handle(tensor: Any) -> bytes:
+    """What `sglang_weights` opens again, by torch's own way of sharing CUDA memory."""
+    return msgspec.msgpack.encode(list(tensor.untyped_storage()._share_cuda_()))
+
+
+def gpus_of(device: str, wanted: int) -> int:
+    """GPUs that hold spaces: `wanted` of them, or none on a CPU."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return 0
+    return wanted
+
+
+def be_small() -> None:
+    """An engine beside this process needs the cores."""
+    torch.set_num_threads(1)
+
+
+class Reception:
+    """One update, from its first byte to its last."""
+
+    def __init__(self, memory: Memory, manifest: Sequence[Tensor], bucket_bytes: int) -> None:
+        self.memory = memory
+        self.manifest = list(manifest)
+        self._bucket_bytes = bucket_bytes
+        self._layout = layout(manifest)
+
+    def receive(self, group: Group) -> tuple[str, list[Finding]]:
+        """Broadcasts into the memory; (digest, findings). Raises CollectiveError."""
+        digest, findings = Digest(), Findings()
+        space = self.memory.tensors[0][: self._layout.nbytes]
+        tensors = views(space, self.manifest)
+        names = [tensor.name for tensor in self.manifest]
+        ends = [*self._layout.offsets[1:], self._layout.nbytes]
+        bounce = self._bounce(group)
+        way: deque[tuple[Any, Any, Any]] = deque()
+        looked = 0
+
+        def land() -> None:
+            nonlocal looked
+            broadcast, bucket, into = way.popleft()
+            broadcast.wait(FOREVER_S)
+            whole = space[bucket.at : bucket.at + bucket.nbytes]
+            if into is not whole:
+                whole.copy_(into, non_blocking=True)
+            digest.add(into, bucket.at)
+            for other in self.memory.tensors[1:]:
+                other[bucket.at : bucket.at + bucket.nbytes].copy_(whole, non_blocking=True)
+            first = looked
+            while looked < len(ends) and ends[looked] <= bucket.at + bucket.nbytes:
+                looked += 1
+            findings.add(names[first:looked], tensors[first:looked])
+
+        for k, bucket in enumerate(buckets(self.manifest, self._bucket_bytes)):
+            if len(way) == AHEAD:
+                land()
+            into = bounce[k % AHEAD][: bucket.nbytes] if bounce else space[bucket.at : bucket.at + bucket.nbytes]
+            way.append((group.begin(into), bucket, into))
+        while way:
+            land()
+        if space.is_cuda or bounce:
+            for gpu in range(len(self.memory.tensors) if torch.cuda.is_available() else 0):
+                torch.cuda.synchronize(gpu)
+        return digest.text(), findings.found()
+
+    def _bounce(self, group: Group) -> list[Any]:
+        """Buckets on the group's device, where the memory itself is elsewhere."""
+        if self.memory.tensors[0].device.type == group.device.split(":")[0]:
+            return []
+        size = min(self._bucket_bytes, self._layout.nbytes)
+        return [torch.empty(size, dtype=torch.uint8, device=group.device) for _ in range(AHEAD)]
+
+
+def new_peer() -> str:
+    """A name for this side of a process group."""
+    return secrets.token_hex(8)

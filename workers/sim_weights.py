@@ -1,0 +1,90 @@
+"""The weights of the sim engine: bytes without meaning, of which the digest enters every score."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor, decode_manifest
+from enginepool.protocol.updates import Finding
+from enginepool.workers.checkpoint import CheckpointError, checkpoint_space
+from enginepool.workers.engine import EngineError, ModelTensors, NewWeights, Scores
+from enginepool.workers.snapshot import digest_of_bytes
+
+
+class SimWeights:
+    """What a sim engine holds.
+
+    Args:
+        tensors: what an update consists of, as a manifest; empty: this engine takes no updates.
+        version: of what it starts with, whose digest is "".
+    """
+
+    def __init__(self, tensors: list[Any], version: int) -> None:
+        """Raises ValueError: `tensors` is no manifest."""
+        self._model = tuple(decode_manifest(msgspec.json.encode(tensors))) if tensors else ()
+        self.version = version
+        self.digest = ""
+        self._tensors: tuple[Tensor, ...] = ()
+        self._space: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._group: Any = None
+
+    def model_tensors(self) -> ModelTensors:
+        """What an update consists of. Raises EngineError."""
+        if not self._model:
+            raise EngineError("sim engine: options.tensors is empty, so it takes no updates")
+        return ModelTensors(self._model)
+
+    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+        """Join a process group, with torch. Raises EngineError."""
+        from enginepool.collective import CollectiveError, join
+
+        if self._group is not None and self._group.name == name:
+            return
+        try:
+            self._group = await asyncio.to_thread(join, address, name, world, rank, backend=backend)
+        except CollectiveError as error:
+            raise EngineError(str(error)) from None
+
+    async def take(self, weights: NewWeights, version: int, digest: str) -> None:
+        """Hold these weights. Raises EngineError: the old ones stay."""
+        try:
+            if weights.spaces:
+                self._load(weights.tensors, np.fromfile(weights.spaces[0].path, np.uint8, weights.spaces[0].nbytes))
+            elif weights.checkpoint:
+                self._load(weights.tensors, np.frombuffer(checkpoint_space(weights.checkpoint), np.uint8))
+            elif weights.group:
+                self._load(weights.tensors, await asyncio.to_thread(self._receive, weights))
+            elif digest != self.digest:
+                self.digest = digest
+        except (OSError, CheckpointError) as error:
+            raise EngineError(f"sim engine: {error}") from None
+        self.version = version
+
+    def _load(self, tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8]) -> None:
+        nbytes = layout(tensors).nbytes
+        if len(space) < nbytes:
+            raise EngineError(f"sim engine: {len(space)} bytes for {nbytes}")
+        self._tensors, self._space = tensors, space[:nbytes]
+        self.digest = digest_of_bytes(self._space)
+
+    def _receive(self, weights: NewWeights) -> npt.NDArray[np.uint8]:
+        from enginepool.workers.receiving import HostMemory, Reception
+
+        memory = HostMemory(layout(weights.tensors).nbytes)
+        Reception(memory, weights.tensors, weights.bucket_bytes).receive(self._group)
+        return memory.tensors[0].numpy().copy()
+
+    def inspect(self) -> tuple[str, list[Finding]]:
+        """(digest, nothing): bytes without meaning are never wrong."""
+        return self.digest, []
+
+    def tensor(self, name: str) -> tuple[Scores, str]:
+        """A float32 tensor by its name. Raises EngineError."""
+        for tensor, at in zip(self._tensors, layout(self._tensors).offsets, strict=True):
+            if tensor.name == name and tensor.dtype == "float32":
+                return self._space[at : at + tensor.nbytes].view(np.float32).reshape(tensor.shape), tensor.dtype
+        raise EngineError(f"sim engine: no float32 tensor {name!r} is loaded")

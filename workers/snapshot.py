@@ -1,0 +1,146 @@
+"""Committed weights in a file: the bytes of the space, then a JSON footer that says what they are, then its length.
+
+A snapshot appears under its name whole or not at all, and is never changed. No torch here: every engine can read one.
+"""
+
+import contextlib
+import glob
+import os
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.protocol.layout import digest_text, layout
+from enginepool.protocol.manifest import Tensor
+
+_MAGIC = b"enginepool-weights-1\n"
+_TAIL = 8 + len(_MAGIC)
+_CHUNK = 16 << 20
+
+
+class SnapshotError(Exception):
+    """There is no such snapshot, or the file is none. The message is one line."""
+
+
+class Footer(msgspec.Struct, frozen=True):
+    """What a snapshot holds."""
+
+    version: int
+    digest: str
+    manifest: list[Tensor]
+
+
+def write_footer(fd: int, nbytes: int, footer: Footer) -> None:
+    """Complete the file `fd`, whose first `nbytes` bytes are the space."""
+    text = msgspec.json.encode(footer)
+    data = text + len(text).to_bytes(8, "little") + _MAGIC
+    os.ftruncate(fd, nbytes)
+    os.pwrite(fd, data, nbytes)
+
+
+def read_footer(path: str) -> Footer:
+    """What the snapshot at `path` holds. Raises SnapshotError."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            size = file.tell()
+            file.seek(max(0, size - _TAIL))
+            tail = file.read()
+            length = int.from_bytes(tail[:8], "little")
+            if len(tail) != _TAIL or tail[8:] != _MAGIC or length > size - _TAIL:
+                raise SnapshotError(f"{path}: not a snapshot of weights")
+            file.seek(size - _TAIL - length)
+            footer = msgspec.json.decode(file.read(length), type=Footer)
+    except OSError as error:
+        raise SnapshotError(f"{path}: {error.strerror}") from None
+    except msgspec.MsgspecError as error:
+        raise SnapshotError(f"{path}: {error}") from None
+    if layout(footer.manifest).nbytes != size - _TAIL - length:
+        raise SnapshotError(f"{path}: not as long as its tensors")
+    return footer
+
+
+def link(fd: int, path: str) -> bool:
+    """Give the unnamed, complete file `fd` its name; False if it lies on another file system."""
+    try:
+        os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
+    except FileExistsError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def remove_older(path: str) -> None:
+    """Remove what was kept of earlier versions of the same group, beside the snapshot `path` (GROUP-DIGEST)."""
+    newest = read_footer(path).version
+    group = Path(path).name.rpartition("-")[0]
+    for other in Path(path).parent.glob(f"{glob.escape(group)}-" + "[0-9a-f]" * 32):
+        with contextlib.suppress(SnapshotError, FileNotFoundError):
+            if read_footer(str(other)).version < newest:
+                other.unlink()
+
+
+def unnamed_file(directory: Path) -> int:
+    """A new file without a name in `directory`: it is gone with the last process that has it open. Raises OSError."""
+    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+
+
+def copy_snapshot(fd: int, path: str) -> None:
+    """Copy the complete file `fd` to `path`, on whatever file system that lies, and make it last. Raises OSError."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        copy = unnamed_file(target.parent)
+    except OSError:
+        _copy_by_name(fd, target)
+        return
+    try:
+        _copy(fd, copy)
+        if not link(copy, path):
+            _copy_by_name(fd, target)
+    finally:
+        os.close(copy)
+
+
+def _copy_by_name(fd: int, target: Path) -> None:
+    """On file systems without unnamed files. Another stager of this node may do the same; either file is whole."""
+    part = target.with_name(f"{target.name}.{os.getpid()}")
+    copy = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        _copy(fd, copy)
+        os.replace(part, target)
+    finally:
+        os.close(copy)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(part)
+
+
+def _copy(source: int, target: int) -> None:
+    size = os.fstat(source).st_size
+    at = 0
+    while at < size:
+        at += os.pwrite(target, os.pread(source, min(_CHUNK, size - at), at), at)
+    os.fsync(target)
+
+
+def digest_of_file(path: str, nbytes: int) -> str:
+    """The digest of the first `nbytes` bytes, which are a space. Raises SnapshotError."""
+    try:
+        return digest_of_bytes(np.memmap(path, np.uint8, "r", shape=(nbytes,)))
+    except (OSError, ValueError) as error:
+        raise SnapshotError(f"{path}: {error}") from None
+
+
+def digest_of_bytes(space: npt.NDArray[np.uint8]) -> str:
+    """The digest of a whole space, without torch."""
+    words = space.view("<i4")
+    plain = weighted = 0
+    for start in range(0, len(words), _CHUNK // 4):
+        chunk = words[start : start + _CHUNK // 4].astype(np.int64)
+        total = int(chunk.sum())
+        plain += total
+        weighted += int(np.dot(chunk, np.arange(1, len(chunk) + 1, dtype=np.int64))) + start * total
+    return digest_text(plain, weighted)

@@ -1,0 +1,335 @@
+"""A stager: the process beside a worker that receives new weights while the engine serves, and keeps the committed ones.
+
+`python -m enginepool.workers.stager`, with its configuration in the environment (`staging.py`). It never touches the engine:
+the worker gives the engine what lies in its spaces, so it can be killed at any time. It outlives its worker, and ends with its
+owner. torch is imported when the first update comes.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, NoReturn
+
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.workers.snapshot import Footer, remove_older
+from enginepool.workers.staging import (
+    VARIABLE,
+    AskHeld,
+    Forget,
+    FromStager,
+    FromWorker,
+    Held,
+    InGroup,
+    JoinGroup,
+    Keep,
+    Received,
+    Reserve,
+    Reserved,
+    Room,
+    StagerSpec,
+    Worker,
+    from_worker,
+    packet,
+    read_spec,
+)
+
+if TYPE_CHECKING:
+    from enginepool.collective import Group
+    from enginepool.workers.receiving import Memory
+
+#: the other ranks have this long to come
+JOIN_S = 60.0
+TICK_S = 1.0
+
+
+class Update:
+    """What a stager knows of the update that it prepares for or receives."""
+
+    def __init__(self, message: Reserve, memory: "Memory") -> None:
+        self.id = message.update
+        self.manifest = message.manifest
+        self.bucket_bytes = message.bucket_bytes
+        self.memory = memory
+        self.received: Received | None = None
+        self.forgotten = False
+
+
+class Kept:
+    """Committed weights."""
+
+    def __init__(self, version: int, digest: str, manifest: list[Tensor], memory: "Memory") -> None:
+        self.version = version
+        self.digest = digest
+        self.manifest = manifest
+        self.memory = memory
+
+
+class Stager:
+    """Answers its worker. Everything runs on the loop, except what waits for torch, which runs on threads."""
+
+    def __init__(self, spec: StagerSpec) -> None:
+        self.spec = spec
+        self.loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = self.loop.create_future()
+        self.update: Update | None = None
+        self.kept: Kept | None = None
+        self.group: Group | None = None
+        self.peer = ""
+        #: memory taken before the engine started, and after an update on a GPU: there is room for one
+        self.device_memory: Memory | None = None
+        self._worker: asyncio.StreamWriter | None = None
+        self._friends = 0
+        self._alone_since = time.monotonic()
+        self._saving: threading.Thread | None = None
+
+    # --- connections ----------------------------------------------------------------------------------------------------
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, to its end."""
+        self._friends += 1
+        try:
+            while (message := await from_worker(reader)) is not None:
+                if isinstance(message, Worker):
+                    if self._worker is not None:
+                        self._worker.close()
+                    self._worker = writer
+                elif self._worker is writer:
+                    await self._handle(message)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            self._friends -= 1
+            self._alone_since = time.monotonic()
+            if self._worker is writer:
+                self._worker = None
+            writer.close()
+
+    def _say(self, message: FromStager) -> None:
+        if self._worker is not None and not self._worker.is_closing():
+            self._worker.write(packet(message))
+
+    def tick(self) -> None:
+        """Called every TICK_S: whether somebody still needs this process."""
+        self.loop.call_later(TICK_S, self.tick)
+        if not self._friends and time.monotonic() - self._alone_since > self.spec.orphan_s and not self.ended.done():
+            self.ended.set_result(f"neither an owner nor a worker for {self.spec.orphan_s:g} s")
+
+    # --- messages -------------------------------------------------------------------------------------------------------
+
+    async def _handle(self, message: FromWorker) -> None:
+        if isinstance(message, Room):
+            self._say(await asyncio.to_thread(self._room, message))
+        elif isinstance(message, Reserve):
+            self._forget()
+            self._say(await asyncio.to_thread(self._reserve, message))
+        elif isinstance(message, JoinGroup):
+            if self.update is None or self.update.id != message.update:
+                self._say(InGroup(message.update, "this update is not known here; the stager was started anew"))
+                return
+            thread = threading.Thread(target=self._run, args=(self.update, message), name="receive", daemon=True)
+            thread.start()
+        elif isinstance(message, Forget):
+            if self.update is not None and self.update.id == message.update:
+                self._forget()
+        elif isinstance(message, Keep):
+            self._keep(message)
+        elif isinstance(message, AskHeld):
+            self._say(self._held())
+
+    def _forget(self) -> None:
+        """Leave whatever was begun and is not committed."""
+        update, self.update = self.update, None
+        if update is None:
+            return
+        update.forgotten = True
+        if update.received is None or update.received.message:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.peer = ""
+        group, self.group = self.group, None
+        if group is not None:
+            # It may wait for a peer that is stopped.
+            threading.Thread(target=group.abort, name="leave", daemon=True).start()
+
+    def _held(self) -> Held:
+        kept = self.kept
+        if kept is None:
+            return Held()
+        return Held(kept.version, kept.digest, kept.manifest, kept.memory.spaces())
+
+    # --- memory ---------------------------------------------------------------------------------------------------------
+
+    def _room(self, message: Room) -> Reserved:
+        from enginepool.workers import receiving
+
+        gpus = receiving.gpus_of(self.spec.device, self.spec.gpus)
+        if not gpus:
+            return Reserved(staging="host")
+        try:
+            if self.device_memory is None or self.device_memory.nbytes < message.nbytes:
+                self.device_memory = None
+                self.device_memory = receiving.DeviceMemory(message.nbytes, gpus)
+        except OSError as error:
+            return Reserved(message=str(error))
+        return Reserved(staging="device")
+
+    def _reserve(self, message: Reserve) -> Reserved:
+        from enginepool.workers import receiving
+
+        gpus = receiving.gpus_of(self.spec.device, self.spec.gpus)
+        if not gpus:
+            receiving.be_small()
+        if self.group is None:
+            self.peer = receiving.new_peer()
+        nbytes = layout(message.manifest).nbytes
+        memory = self.device_memory
+        try:
+            if memory is None or memory.nbytes < nbytes:
+                # What is held there goes: on a GPU there is room for one.
+                memory = self.device_memory = None
+                if self.kept is not None and self.kept.memory.kind == "device":
+                    self._saved()
+                    self.kept = None
+                memory = receiving.make_memory(nbytes, gpus=gpus)
+                if memory.kind == "device":
+                    self.device_memory = memory
+        except (OSError, RuntimeError) as error:
+            return Reserved(message.update, message=f"no room for {nbytes} bytes of weights: {error}")
+        self.update = Update(message, memory)
+        return Reserved(message.update, memory.kind, self.peer)
+
+    # --- receiving ------------------------------------------------------------------------------------------------------
+
+    def _run(self, update: Update, message: JoinGroup) -> None:
+        """On a thread of its own: join, receive, say what came."""
+        from enginepool.collective import CollectiveError, join
+        from enginepool.workers.receiving import Reception
+
+        group = self.group
+        try:
+            if group is None or group.name != message.rendezvous:
+                if group is not None:
+                    group.abort()
+                    self.group = None
+                device = "cuda:0" if message.backend == "nccl" else "cpu"
+                group = join(
+                    message.address, message.rendezvous, message.world, message.rank,
+                    backend=message.backend, device=device, timeout_s=JOIN_S,
+                )  # fmt: skip
+                if update.forgotten:
+                    group.abort()
+                    return
+                self.group = group
+        except CollectiveError as error:
+            self._soon(update, InGroup(update.id, str(error)))
+            return
+        if self.kept is not None and self.kept.memory is update.memory:
+            self._saved()
+            self.kept = None
+        self._soon(update, InGroup(update.id))
+        try:
+            digest, findings = Reception(update.memory, update.manifest, update.bucket_bytes).receive(group)
+            received = Received(update.id, digest, findings, update.memory.spaces())
+        except CollectiveError as error:
+            received = Received(update.id, message=str(error))
+        update.received = received
+        self._soon(update, received)
+
+    def _soon(self, update: Update, message: FromStager) -> None:
+        def say() -> None:
+            if not update.forgotten:
+                self._say(message)
+
+        self.loop.call_soon_threadsafe(say)
+
+    # --- keeping --------------------------------------------------------------------------------------------------------
+
+    def _keep(self, message: Keep) -> None:
+        update, kept = self.update, self.kept
+        if update is not None and update.id == message.update:
+            self.update = None
+            received = update.received
+            whole = received is not None and not received.message and received.digest == message.digest
+            kept = Kept(message.version, message.digest, update.manifest, update.memory) if whole else None
+        elif kept is not None and kept.digest == message.digest:
+            kept.version = message.version
+        else:
+            kept = None  # the group moved on without this stager
+        self.kept = kept
+        if kept is not None and message.snapshot:
+            self._saved()
+            thread = threading.Thread(target=self._save, args=(kept, message.snapshot), name="save", daemon=True)
+            self._saving = thread
+            thread.start()
+
+    def _save(self, kept: Kept, path: str) -> None:
+        if os.path.exists(path):
+            return
+        try:
+            kept.memory.save(path, Footer(kept.version, kept.digest, kept.manifest))
+            remove_older(path)
+        except (OSError, RuntimeError) as error:
+            say(f"no snapshot of version {kept.version} in {path}: {error}")
+
+    def _saved(self) -> None:
+        """Wait until a snapshot on its way is written: its memory is about to change."""
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+
+
+def say(line: str) -> None:
+    """One line on stderr, where the supervisor keeps it."""
+    sys.stderr.write(f"enginepool stager {os.getpid()}: {line}\n")
+    sys.stderr.flush()
+
+
+async def _serve(spec: StagerSpec) -> NoReturn:
+    stager = Stager(spec)
+    loop = asyncio.get_running_loop()
+
+    def end(reason: str) -> None:
+        if not stager.ended.done():
+            stager.ended.set_result(reason)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, signal.Signals(number).name)
+    if spec.lifeline_fd is not None:
+        loop.add_reader(spec.lifeline_fd, end, "the process that owns this stager is gone")
+    # A predecessor that was killed left its socket; two of one place never run at once.
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(spec.socket)
+    os.umask(0o077)
+    server = await asyncio.start_unix_server(stager.serve, spec.socket)
+    stager.tick()
+    say(f"{spec.name} ends: {await stager.ended}")
+    server.close()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(spec.socket)
+    sys.stderr.flush()
+    # Threads may wait for peers that are gone.
+    os._exit(0)
+
+
+def main() -> NoReturn:
+    """The process entry."""
+    try:
+        spec = read_spec(os.environ)
+        del os.environ[VARIABLE]
+        if spec.lifeline_fd is not None:
+            os.set_inheritable(spec.lifeline_fd, False)
+        asyncio.run(_serve(spec))
+    except (ValueError, OSError) as error:
+        say(str(error))
+    sys.exit(78)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Weight updates in the worker's process: drives the stager and the engine as the machine's `RunWeights` effects say.
+
+Nothing is decided here that the coordinator should decide: every message is carried out and answered, in the order in which
+they came, except that a release is carried out at once.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from enginepool.protocol.basis import FrameSpec, TaskId
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor, decode_manifest, difference
+from enginepool.protocol.updates import (
+    Committed,
+    HandedOver,
+    HandOver,
+    Inspect,
+    Inspected,
+    Join,
+    Joined,
+    Prepare,
+    Prepared,
+    Release,
+    Restore,
+    Restored,
+    Staged,
+)
+from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, Space
+from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered, WeightsTaken
+from enginepool.workers.snapshot import SnapshotError, digest_of_file, read_footer
+from enginepool.workers.stager_link import StagerGone, StagerLink
+from enginepool.workers.staging import AskHeld, Forget, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
+
+#: the other ranks have a minute to come
+JOIN_S = 90.0
+
+
+class Pending:
+    """The update that this worker prepares for."""
+
+    def __init__(self, prepare: Prepare, tensors: tuple[Tensor, ...]) -> None:
+        self.prepare = prepare
+        self.tensors = tensors
+        #: in staged transfer: `joined` is said, and nothing has failed since
+        self.joined = False
+        #: the stager's last word
+        self.received: Received | None = None
+        #: the engine has it, or tries to take it
+        self.taken = False
+        #: in direct transfer: the process group that the engine is in
+        self.group = ""
+
+
+class Weights:
+    """Performs `RunWeights`.
+
+    Args:
+        feed: takes the events that come of it.
+        spawn: runs a coroutine beside the loop's other work.
+    """
+
+    def __init__(
+        self,
+        stager: str,
+        incarnation: str,
+        engine: Engine,
+        feed: Callable[[Event], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], None],
+    ) -> None:
+        self._engine = engine
+        self._feed = feed
+        self._spawn = spawn
+        self._stager = StagerLink(stager, incarnation, self._received, self._stager_lost)
+        self._pending: Pending | None = None
+        self._turn = asyncio.Lock()
+        #: names the engine's side of a process group in direct transfer
+        self._peer = ""
+
+    async def make_room(self, nbytes: int) -> str:
+        """Have the stager take device memory for so many bytes before the engine takes what there is; a line to say, or ""."""
+        try:
+            reserved = await self._stager.ask(Room(nbytes), Reserved)
+        except StagerGone as error:
+            return f"no memory is reserved for weight updates: {error}"
+        if reserved.staging == "device":
+            return (
+                f"{nbytes / (1 << 30):.2f} GiB of each GPU are kept for weight updates; that much less is left for the KV cache"
+            )
+        return f"weight updates will be received in memory of the host: {reserved.message}" if reserved.message else ""
+
+    async def close(self) -> None:
+        """Leave the stager to the next worker."""
+        self._pending = None
+        await self._stager.close()
+
+    def run(self, effect: RunWeights) -> None:
+        """Do it; its answer comes through `feed`."""
+        message = effect.message
+        if isinstance(message, Release):
+            self._release(message)
+        elif isinstance(message, Committed):
+            self._committed(message)
+        elif isinstance(message, Inspect):
+            self._spawn(self._inspect(message))
+        else:
+            self._spawn(self._in_turn(message, effect.frames))
+
+    async def _in_turn(self, message: Prepare | Join | HandOver | Committed | Restore, frames: tuple[Frame, ...]) -> None:
+        async with self._turn:
+            try:
+                if isinstance(message, Prepare):
+                    self._answer(await self._prepare(message, frames))
+                elif isinstance(message, Join):
+                    await self._join(message)
+                elif isinstance(message, HandOver):
+                    self._answer(await self._hand_over(message))
+                elif isinstance(message, Committed):
+                    # The same weights, by the name that all know them by.
+                    await self._engine.take(NewWeights(), message.version, message.digest)
+                else:
+                    self._feed(await self._restore(message))
+            except EngineDied as error:
+                self._feed(EngineLost(time.monotonic(), str(error)))
+            except Exception as error:
+                # What state the engine is in nobody knows then.
+                traceback.print_exc()
+                self._feed(EngineLost(time.monotonic(), f"{type(message).__name__} failed: {error}"))
+
+    def _answer(
+        self, answer: Prepared | Joined | Staged | HandedOver | Restored | Inspected, frames: tuple[Frame, ...] = ()
+    ) -> None:
+        self._feed(WeightsAnswered(time.monotonic(), answer, frames))
+
+    def _committed(self, message: Committed) -> None:
+        if self._pending is not None and self._pending.prepare.update == message.update:
+            self._pending = None
+        self._stager.tell(Keep(message.update, message.version, message.digest, message.snapshot))
+        if self._engine.version == message.version and self._engine.digest != message.digest:
+            self._spawn(self._in_turn(message, ()))
+
+    def _release(self, message: Release) -> None:
+        if self._pending is not None and self._pending.prepare.update == message.update:
+            self._pending = None
+        self._stager.tell(Forget(message.update))
+
+    # --- prepare --------------------------------------------------------------------------------------------------------
+
+    async def _prepare(self, message: Prepare, frames: tuple[Frame, ...]) -> Prepared:
+        def refused(why: str) -> Prepared:
+            return Prepared(message.update, code="weights_refused", message=why)
+
+        if message.transfer == "handles":
+            return refused("this worker takes no handles of device memory")
+        tensors: tuple[Tensor, ...] = ()
+        try:
+            if message.transfer == "checkpoint":
+                tensors = tuple(await asyncio.to_thread(checkpoint_tensors, message.path))
+            elif message.transfer != "relabel":
+                tensors = tuple(decode_manifest(frames[0] if frames else b""))
+            if message.transfer != "relabel":
+                model = self._engine.model_tensors()
+                if why := difference(tensors, model.tensors, model.optional, partial=message.partial):
+                    return refused(why)
+        except (WireError, CheckpointError, EngineError) as error:
+            return refused(str(error))
+        prepared = Prepared(message.update)
+        if message.transfer == "direct":
+            self._peer = self._peer or secrets.token_hex(8)
+            prepared = Prepared(message.update, peer=self._peer, ranks=self._engine.ranks)
+        elif message.transfer == "staged":
+            try:
+                reserved = await self._stager.ask(Reserve(message.update, list(tensors), message.bucket_bytes), Reserved)
+            except StagerGone as error:
+                return refused(f"no staged transfer: {error}")
+            if not reserved.staging:
+                return refused(f"no staged transfer: {reserved.message}")
+            prepared = Prepared(message.update, peer=reserved.peer, staging=reserved.staging)
+        self._pending = Pending(message, tensors)
+        return prepared
+
+    # --- transfer -------------------------------------------------------------------------------------------------------
+
+    async def _join(self, message: Join) -> None:
+        pending = self._known(message.update)
+        failed = ""
+        if pending is None:
+            failed = "this update is not known here"
+        elif pending.prepare.transfer == "direct":
+            try:
+                await self._engine.join(message.rendezvous, message.address, message.world, message.rank, message.backend)
+                pending.group = message.rendezvous
+            except EngineError as error:
+                failed, self._peer = str(error), ""
+        else:
+            ask = JoinGroup(message.update, message.rendezvous, message.address, message.world, message.rank, message.backend)
+            try:
+                failed = (await self._stager.ask(ask, InGroup, JOIN_S)).message
+            except StagerGone as error:
+                failed = str(error)
+        self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
+        if pending is not None and not failed and pending.prepare.transfer == "staged":
+            pending.joined = True
+            if pending.received is not None:
+                self._say_staged(pending)
+
+    def _received(self, message: Received) -> None:
+        pending = self._known(message.update)
+        if pending is not None:
+            pending.received = message
+            if pending.joined:
+                self._say_staged(pending)
+
+    def _say_staged(self, pending: Pending) -> None:
+        received = pending.received
+        assert received is not None
+        pending.joined = not received.message
+        code = "update_aborted" if received.message else ""
+        self._answer(Staged(received.update, received.digest, received.findings, code, received.message))
+
+    def _stager_lost(self, reason: str) -> None:
+        pending = self._pending
+        if pending is not None and pending.joined and not pending.taken:
+            # Also when all was received: it is lost again.
+            pending.joined, pending.received = False, None
+            self._answer(Staged(pending.prepare.update, code="update_aborted", message=reason))
+
+    def _known(self, update: TaskId) -> Pending | None:
+        pending = self._pending
+        return pending if pending is not None and pending.prepare.update == update else None
+
+    # --- into the engine ------------------------------------------------------------------------------------------------
+
+    async def _hand_over(self, message: HandOver) -> HandedOver:
+        pending = self._known(message.update)
+        if pending is None:
+            return HandedOver(message.update, code="update_aborted", message="this update is not known here")
+        pending.taken = True
+        prepare, digest = pending.prepare, self._engine.digest
+        weights = NewWeights()
+        if prepare.transfer == "staged":
+            received = pending.received
+            if received is None or received.message:
+                return HandedOver(message.update, code="update_aborted", message="nothing is staged here")
+            weights, digest = NewWeights(pending.tensors, tuple(received.spaces)), received.digest
+        elif prepare.transfer == "direct":
+            weights, digest = NewWeights(pending.tensors, group=pending.group, bucket_bytes=prepare.bucket_bytes), ""
+        elif prepare.transfer == "checkpoint":
+            weights, digest = NewWeights(pending.tensors, checkpoint=prepare.path), ""
+        try:
+            times = await self._engine.take(weights, message.version, digest)
+        except EngineError as error:
+            return HandedOver(message.update, code="engine_error", message=str(error))
+        return HandedOver(
+            message.update, message.version, self._engine.digest, int(times.load_s * 1e6), int(times.flush_s * 1e6)
+        )
+
+    async def _restore(self, message: Restore) -> Event:
+        reasons: list[str] = []
+        if self._engine.digest == message.digest:
+            await self._engine.take(NewWeights(), message.version, message.digest)
+            return WeightsTaken(time.monotonic(), message.version, message.digest)
+        if not message.digest:
+            raise EngineDied("the committed weights are those of the checkpoint; the engine starts with them again")
+        if (held := await self._held(message, reasons)) is not None:
+            weights = NewWeights(tuple(held.manifest), tuple(held.spaces))
+        elif (saved := await asyncio.to_thread(_saved, message, reasons)) is not None:
+            weights = saved
+        elif message.path:
+            try:
+                weights = NewWeights(tuple(await asyncio.to_thread(checkpoint_tensors, message.path)), checkpoint=message.path)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                weights = None
+        else:
+            weights = None
+        try:
+            if weights is not None:
+                await self._engine.take(weights, message.version, "" if weights.checkpoint else message.digest)
+                if self._engine.digest == message.digest:
+                    return WeightsTaken(time.monotonic(), message.version, message.digest)
+                reasons.append(f"{message.path} holds other weights now: digest {self._engine.digest}, not {message.digest}")
+                # What is loaded is a checkpoint of no version.
+                await self._engine.take(NewWeights(), 0, self._engine.digest)
+        except EngineError as error:
+            reasons.append(str(error))
+        why = "; ".join(reasons) or "neither stager, snapshot nor checkpoint"
+        return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", why))
+
+    async def _held(self, message: Restore, reasons: list[str]) -> Held | None:
+        try:
+            held = await self._stager.ask(AskHeld(), Held)
+        except StagerGone as error:
+            reasons.append(str(error))
+            return None
+        if held.version and held.digest == message.digest:
+            return held
+        reasons.append(f"the stager holds version {held.version}" if held.version else "the stager holds nothing")
+        return None
+
+    # --- questions ------------------------------------------------------------------------------------------------------
+
+    async def _inspect(self, message: Inspect) -> None:
+        try:
+            if message.what == "tensor":
+                tensor, dtype = await self._engine.tensor(message.name)
+                spec = FrameSpec("tensor", "float32", tuple(tensor.shape))
+                self._answer(Inspected(message.task, dtype=dtype, frames=[spec]), (tensor.tobytes(),))
+                return
+            digest, findings = await self._engine.inspect(message.what)
+            self._answer(Inspected(message.task, digest=digest, findings=findings))
+        except EngineError as error:
+            self._answer(Inspected(message.task, code="engine_error", message=str(error)))
+        except EngineDied as error:
+            self._feed(EngineLost(time.monotonic(), str(error)))
+
+
+def _saved(message: Restore, reasons: list[str]) -> NewWeights | None:
+    """The snapshot that `message` names, if it is what was committed."""
+    if not message.snapshot:
+        return None
+    try:
+        footer = read_footer(message.snapshot)
+        nbytes = layout(footer.manifest).nbytes
+        found = digest_of_file(message.snapshot, nbytes)
+    except SnapshotError as error:
+        reasons.append(str(error))
+        return None
+    if found != message.digest:
+        reasons.append(f"{message.snapshot}: its digest is {found}, that of the committed weights is {message.digest}")
+        return None
+    return NewWeights(tuple(footer.manifest), (Space("file", nbytes, path=message.snapshot),))
+
+
+def checkpoint_bytes(model: str) -> int:
+    """Bytes of the weights in a checkpoint directory, about; 0 where there is none."""
+    total = 0
+    with contextlib.suppress(OSError):
+        total = sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors"))
+    return total
