@@ -140,8 +140,8 @@ class Plan:
         wrong = ""
         for group in _groups([tensor for tensor in tensors if self.copies[tensor.name]]):
             try:
-                originals = [(tensor.name, self.read(tensor.name, tensor.shape)[0]) for tensor in group]
-                turned = [(name, _turned(tensor)) for name, tensor in originals]
+                saved = [(copy.target, copy.target.clone()) for tensor in group for copy in self.copies[tensor.name]]
+                turned = [(tensor.name, _turned(self.read(tensor.name, tensor.shape)[0])) for tensor in group]
             except RuntimeError as error:
                 wrong = str(error).splitlines()[0]
                 break
@@ -150,7 +150,8 @@ class Plan:
                 wrong = self._misplaced(turned)
             except Exception as error:
                 wrong = f"{type(error).__name__}: {error}"
-            self.replay(originals)
+            for target, original in saved:
+                target.copy_(original)
             if wrong:
                 break
         if before != _marks(self._model):

@@ -1,6 +1,8 @@
 """The direct computation that the engine's answers must equal."""
 
 import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,15 @@ class Reference:
             # Rows are not padded: the last token is pooled, also where it happens to be the one that others pad with.
             self._reward.config.pad_token_id = None
             self.tokenizer = library.AutoTokenizer.from_pretrained(models.causal)
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, Any]) -> Generator[None]:
+        """Meanwhile the model that these tensors are for computes with them. Raises RuntimeError: they are for neither."""
+        model = self._causal if "lm_head.weight" in weights else self._reward
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        model.load_state_dict(dict(weights))
+        yield
+        model.load_state_dict(before)
 
     def label_scores(self, row: list[int], labels: tuple[int, ...], softmax: bool) -> npt.NDArray[np.float64]:
         with self._torch.no_grad():

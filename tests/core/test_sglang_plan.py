@@ -1,0 +1,169 @@
+"""A plan of copies: what it understands gives the same bits as `load_weights`, what it does not is refused, a proof leaves no
+trace."""
+
+import importlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from enginepool.protocol.manifest import Tensor
+from enginepool.workers.sglang_plan import Plan, Unplannable
+
+torch: Any = importlib.import_module("torch")
+
+TENSORS = [
+    Tensor("embed", "float32", (8, 6)),
+    Tensor("q", "float32", (4, 6)),
+    Tensor("k", "float32", (2, 6)),
+    Tensor("row", "bfloat16", (6, 10)),
+    Tensor("norm", "float32", (6,)),
+    Tensor("skipped", "float32", (3,)),
+]
+
+Load = Callable[[Any, str, Any], Any]
+
+
+class Model(torch.nn.Module):
+    """Loads as SGLang's models do: fused, sharded, tied, skipped; `extra` sees each tensor too."""
+
+    def __init__(self, extra: Load = lambda model, name, tensor: None) -> None:
+        torch.nn.Module.__init__(self)
+        self.extra = extra
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in {"embed": (8, 6), "head": (8, 6), "qk": (6, 6), "row": (6, 5), "norm": (6,)}.items():
+            parameter = torch.nn.Parameter(torch.randn(shape, generator=generator), requires_grad=False)
+            self.register_parameter(name, parameter)
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        for name, tensor in weights:
+            changed = self.extra(self, name, tensor)
+            tensor = tensor if changed is None else changed
+            if name == "embed":
+                self.embed.data.copy_(tensor)
+                self.head.data.copy_(tensor)
+            elif name == "q":
+                self.qk.data.narrow(0, 0, 4).copy_(tensor)
+            elif name == "k":
+                self.qk.data[4:].copy_(tensor)
+            elif name == "row":
+                self.row.data.copy_(tensor.narrow(1, 5, 5))
+            elif name == "norm":
+                self.norm.data.copy_(tensor.view(6))
+
+
+def drawn(seed: int) -> list[tuple[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(one.name, torch.randn(one.shape, generator=generator).to(getattr(torch, one.dtype))) for one in TENSORS]
+
+
+def state(model: Any) -> list[Any]:
+    return [parameter.clone() for parameter in model.parameters()]
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_replay_gives_the_same_bits_as_load_weights() -> None:
+    replayed, plain = Model(), Model()
+    before = state(replayed)
+    plan = Plan(replayed, TENSORS)
+    assert same(before, state(replayed))
+    for seed in (1, 2):
+        plan.replay(drawn(seed))
+        plain.load_weights(drawn(seed))
+        assert same(state(replayed), state(plain))
+    plan.replay(drawn(3)[1:2])
+    plain.load_weights(drawn(3)[1:2])
+    assert same(state(replayed), state(plain))
+
+
+def test_a_proof_changes_every_bit_and_puts_it_back() -> None:
+    loads: list[str] = []
+    model = Model(lambda _model, name, tensor: loads.append(name) if not tensor.is_meta else None)
+    before = state(model)
+    plan = Plan(model, TENSORS)
+    plan.prove(TENSORS)
+    assert same(before, state(model))
+    assert loads == [tensor.name for tensor in TENSORS if tensor.name != "skipped"]
+    assert plan.copies["skipped"] == []
+
+
+def test_a_tensor_is_read_back_as_far_as_the_model_holds_it() -> None:
+    model = Model()
+    plan = Plan(model, TENSORS)
+    tensors = dict(drawn(4))
+    plan.replay(tensors.items())
+    for name in ("embed", "q", "k", "norm"):
+        tensor, here = plan.read(name, tensors[name].shape)
+        assert torch.equal(tensor, tensors[name]) and bool(here.all())
+    tensor, here = plan.read("row", (6, 10), torch.bfloat16)
+    assert torch.equal(here, torch.arange(10).expand(6, 10) >= 5)
+    assert torch.equal(tensor[:, 5:], tensors["row"][:, 5:]) and not tensor[:, :5].any()
+
+
+def adds(model: Any, name: str, tensor: Any) -> None:
+    if name == "norm":
+        model.norm.data.add_(1)
+
+
+def converts(model: Any, name: str, tensor: Any) -> None:
+    if name == "norm":
+        model.norm.data.copy_(tensor + 1)
+
+
+def asks(model: Any, name: str, tensor: Any) -> None:
+    if name == "norm" and float(tensor[0]) > 0:
+        model.norm.data.zero_()
+
+
+@pytest.mark.parametrize(("extra", "why"), [(adds, "more than copy"), (converts, "computes"), (asks, "norm")])
+def test_a_load_that_computes_is_not_understood(extra: Load, why: str) -> None:
+    model = Model(extra)
+    before = state(model)
+    with pytest.raises(Unplannable, match=why):
+        Plan(model, TENSORS)
+    assert same(before, state(model))
+
+
+def test_constants_are_filled_in_again() -> None:
+    def fills(model: Any, name: str, tensor: Any) -> None:
+        if name == "k":
+            model.norm.data.fill_(2.0)
+
+    model = Model(fills)
+    plan = Plan(model, TENSORS)
+    plan.replay(drawn(1)[1:3])
+    assert bool((model.norm == 2).all())
+
+
+def test_a_plan_that_would_give_other_weights_is_found_out_and_the_model_is_as_before() -> None:
+    def swaps(model: Any, name: str, tensor: Any) -> Any:
+        return tensor.flip(0) if name == "q" and not tensor.is_meta else None
+
+    model = Model(swaps)
+    before = state(model)
+    plan = Plan(model, TENSORS)
+    with pytest.raises(Unplannable, match="q: a replay would give other weights"):
+        plan.prove(TENSORS)
+    assert same(before, state(model))
+
+
+def test_a_load_that_writes_elsewhere_too_is_told_apart() -> None:
+    def elsewhere(model: Any, name: str, tensor: Any) -> None:
+        if name == "q" and not tensor.is_meta:
+            model.norm.data[0] = 5.0
+
+    model = Model(elsewhere)
+    plan = Plan(model, TENSORS[:2])
+    with pytest.raises(RuntimeError, match="not as before"):
+        plan.prove(TENSORS[:2])
+
+
+def test_a_plan_holds_while_the_models_memory_stays() -> None:
+    model = Model()
+    plan = Plan(model, TENSORS)
+    assert plan.holds(["q", "k"]) and not plan.holds(["unknown"])
+    model.norm.data = model.norm.data.clone()
+    assert not plan.holds(["q", "k"])

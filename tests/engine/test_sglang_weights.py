@@ -1,0 +1,242 @@
+"""New weights in the real engine: every number equals a direct computation on exactly these weights, and none on others."""
+
+import importlib
+import random
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool.collective import Rendezvous
+from enginepool.digest import digest_of, views
+from enginepool.protocol.layout import buckets, layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Finding
+from enginepool.tiny_model import make_tiny_model
+from enginepool.workers.checkpoint import checkpoint_tensors
+from enginepool.workers.engine import EngineError, ModelTensors, NewWeights, PartScores, ScoreBatch, Space, TakeTimes
+from tests.engine.hosted import HostedEngine
+from tests.engine.reference import Models, Reference
+from tests.engine.test_sglang_scores import assert_close, declared, random_batch, whole
+
+torch: Any = importlib.import_module("torch")
+safetensors: Any = importlib.import_module("safetensors.torch")
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+BUCKET = 1 << 14
+
+
+class Given:
+    """Weights in a file, as a stager would leave them."""
+
+    def __init__(self, directory: Path, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
+        self.manifest = tuple(
+            Tensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in tensors.items()
+        )
+        self.space = torch.zeros(layout(self.manifest).nbytes, dtype=torch.uint8)
+        for view, tensor in zip(views(self.space, self.manifest), tensors.values(), strict=True):
+            view.copy_(tensor)
+        self.digest = digest_of(self.space)
+        path = directory / f"space-{secrets.token_hex(4)}"
+        path.write_bytes(self.space.numpy().tobytes())
+        self.weights = NewWeights(self.manifest, (Space("file", self.space.numel(), path=str(path)),))
+
+
+class Subject:
+    """An engine and the checkpoint that it started with."""
+
+    def __init__(self, engine: HostedEngine, model: Path, directory: Path) -> None:
+        self.engine = engine
+        self.model = model
+        self.directory = directory
+        self.own: dict[str, Any] = safetensors.load_file(str(model / "model.safetensors"))
+
+    def drawn(self, seed: int, dtype: Any = None) -> Given:
+        """Other weights of the same shapes, in an order of their own."""
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            name: (torch.randn(tensor.shape, generator=generator) * tensor.shape[-1] ** -0.5).to(dtype or tensor.dtype)
+            for name, tensor in reversed(self.own.items())
+        }
+        return Given(self.directory, tensors)
+
+    def take(self, weights: NewWeights, version: int, digest: str = "") -> TakeTimes:
+        return self.engine.call("do", "take", weights, version, digest)
+
+    def holds(self) -> tuple[int, str]:
+        return self.engine.call("do", "version"), self.engine.call("do", "digest")
+
+    def scores(self, *batches: ScoreBatch) -> list[Any]:
+        found: list[Any] = []
+        for outcome in whole(self.engine.score(*batches)):
+            for part in outcome.parts:
+                assert isinstance(part, PartScores)
+                found.append(part.scores)
+        return found
+
+
+@pytest.fixture(params=["causal", "reward"])
+def subject(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> Iterator[Subject]:
+    engine: HostedEngine = request.getfixturevalue(request.param)
+    subject = Subject(engine, getattr(models, request.param), tmp_path)
+    yield subject
+    if not engine.ended:
+        subject.take(NewWeights(checkpoint=str(subject.model)), 0)
+        subject.take(NewWeights(), 0, "")
+
+
+def expected(reference: Reference, batch: ScoreBatch, causal: bool) -> list[Any]:
+    return [
+        [
+            reference.label_scores(row, part.labels, part.softmax) if causal else reference.rewards(row, part.softmax)
+            for row in part.prompts()
+        ]
+        for part in batch.parts
+    ]
+
+
+def assert_computed_with(subject: Subject, reference: Reference, weights: dict[str, Any], seed: int) -> None:
+    chance = random.Random(seed)
+    capabilities = declared(subject.engine)
+    batch = random_batch(chance, capabilities)
+    with reference.holding(weights):
+        parts = expected(reference, batch, capabilities.kind == "causal")
+    for found, rows in zip(subject.scores(batch), parts, strict=True):
+        assert_close(found, rows)
+
+
+def test_an_update_consists_of_what_the_engines_own_load_took(subject: Subject) -> None:
+    model: ModelTensors = subject.engine.call("do", "model_tensors")
+    assert set(model.tensors) == set(checkpoint_tensors(str(subject.model)))
+    assert subject.engine.call("do", "ranks") == 1
+    assert subject.holds() == (0, "")
+
+
+def test_after_each_of_several_updates_scores_are_those_of_exactly_these_weights(
+    subject: Subject, reference: Reference
+) -> None:
+    for version in (1, 2, 3):
+        given = subject.drawn(version)
+        subject.take(given.weights, version, given.digest)
+        assert subject.holds() == (version, given.digest)
+        assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
+        assert_computed_with(subject, reference, given.tensors, version)
+        [outcome] = subject.engine.score(random_batch(random.Random(1), declared(subject.engine)))
+        assert not isinstance(outcome, Exception) and outcome.version == version
+
+
+def test_the_first_weights_come_back_bit_by_bit(subject: Subject) -> None:
+    batch = random_batch(random.Random(7), declared(subject.engine))
+    before = subject.scores(batch)
+    given = subject.drawn(4)
+    subject.take(given.weights, 1, given.digest)
+    assert all(not np.array_equal(other, first) for other, first in zip(subject.scores(batch), before, strict=True))
+    own = Given(subject.directory, subject.own)
+    subject.take(own.weights, 2, own.digest)
+    for after, first in zip(subject.scores(batch), before, strict=True):
+        np.testing.assert_array_equal(after, first)
+
+
+def test_other_dtypes_are_converted_and_a_part_changes_that_part_alone(subject: Subject, reference: Reference) -> None:
+    half = subject.drawn(5, torch.bfloat16)
+    subject.take(half.weights, 1, half.digest)
+    mixed = {name: tensor.float() for name, tensor in half.tensors.items()}
+    assert_computed_with(subject, reference, mixed, 5)
+    part = Given(subject.directory, {name: tensor * 0.5 for name, tensor in subject.own.items() if "k_proj" in name})
+    subject.take(part.weights, 2, part.digest)
+    assert_computed_with(subject, reference, mixed | part.tensors, 6)
+
+
+def test_a_checkpoint_directory_is_taken_and_has_the_digest_of_its_files(
+    subject: Subject, reference: Reference, tmp_path: Path
+) -> None:
+    head = "causal" if declared(subject.engine).kind == "causal" else "reward"
+    other = make_tiny_model(tmp_path / "other", head=head, labels=3, seed=11)  # pyright: ignore[reportArgumentType]
+    tensors = safetensors.load_file(str(other / "model.safetensors"))
+    in_order = {tensor.name: tensors[tensor.name] for tensor in checkpoint_tensors(str(other))}
+    subject.take(NewWeights(tuple(checkpoint_tensors(str(other))), checkpoint=str(other)), 3)
+    assert subject.holds() == (3, Given(tmp_path, in_order).digest)
+    assert_computed_with(subject, reference, in_order, 8)
+
+
+def test_weights_are_received_straight_into_the_engine(subject: Subject, reference: Reference) -> None:
+    given = subject.drawn(9)
+    rendezvous = Rendezvous()
+    name = secrets.token_hex(8)
+    joined: list[Any] = []
+
+    def send() -> None:
+        joined.append(rendezvous.join(name, 2, backend="gloo"))
+        for bucket in buckets(given.manifest, BUCKET):
+            joined[0].broadcast(given.space[bucket.at : bucket.at + bucket.nbytes])
+
+    trainer = threading.Thread(target=send)
+    trainer.start()
+    subject.engine.call("do", "join", name, rendezvous.address, 2, 1, "gloo")
+    subject.take(NewWeights(given.manifest, group=name, bucket_bytes=BUCKET), 5)
+    trainer.join()
+    assert subject.holds() == (5, given.digest)
+    assert_computed_with(subject, reference, given.tensors, 9)
+    with pytest.raises(EngineError, match="not in group other"):
+        subject.take(NewWeights(given.manifest, group="other", bucket_bytes=BUCKET), 6)
+    joined[0].abort()
+    rendezvous.close()
+
+
+def test_a_weight_is_read_by_its_checkpoint_name(subject: Subject) -> None:
+    given = subject.drawn(10)
+    subject.take(given.weights, 1, given.digest)
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.v_proj.weight", "model.layers.0.mlp.up_proj.weight"):
+        tensor, dtype = subject.engine.call("do", "tensor", name)
+        assert dtype == "float32"
+        np.testing.assert_array_equal(tensor, given.tensors[name].numpy())
+    with pytest.raises(EngineError, match="no weight 'nowhere'"):
+        subject.engine.call("do", "tensor", "nowhere")
+
+
+def test_nan_and_zeros_in_the_engine_are_found_by_name(subject: Subject) -> None:
+    given = subject.drawn(12)
+    tensors = {name: tensor.clone() for name, tensor in given.tensors.items()}
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = float("nan")
+    tensors["model.norm.weight"].zero_()
+    wrong = Given(subject.directory, tensors)
+    assert subject.engine.call("do", "inspect", "validate") == ("", [])
+    subject.take(wrong.weights, 1, wrong.digest)
+    _, findings = subject.engine.call("do", "inspect", "validate")
+    assert sorted(findings, key=lambda finding: finding.kind) == [
+        Finding("model.layers.1.self_attn.k_proj.weight", "nan", 1),
+        Finding("model.norm.weight", "zero", 64),
+    ]
+
+
+def test_weights_that_cannot_be_read_leave_the_old_ones_whole(subject: Subject) -> None:
+    batch = random_batch(random.Random(13), declared(subject.engine))
+    before = subject.scores(batch)
+    given = subject.drawn(13)
+    for space in (
+        Space("file", given.space.numel(), path=str(subject.directory / "gone")),
+        Space("file", 256, path=given.weights.spaces[0].path),
+    ):
+        with pytest.raises(EngineError, match="refused the new weights"):
+            subject.take(NewWeights(given.manifest, (space,)), 1, given.digest)
+    with pytest.raises(EngineError, match="no such directory"):
+        subject.take(NewWeights(given.manifest, checkpoint=str(subject.directory / "gone")), 1)
+    assert subject.holds() == (0, "")
+    for after, first in zip(subject.scores(batch), before, strict=True):
+        assert_close(after, first)
+
+
+def test_a_relabel_changes_the_version_alone(subject: Subject) -> None:
+    batch = random_batch(random.Random(14), declared(subject.engine))
+    before = subject.scores(batch)
+    subject.take(NewWeights(), 9, "")
+    assert subject.holds() == (9, "")
+    [outcome] = subject.engine.score(batch)
+    assert not isinstance(outcome, Exception) and outcome.version == 9
+    for after, first in zip(subject.scores(batch), before, strict=True):
+        assert_close(after, first)
