@@ -1,0 +1,93 @@
+"""Stagers in a real pool: one beside each worker; it outlives its worker and its coordinator, and not its pool."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from enginepool.config import PoolConfig
+from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.processes import Processes
+
+MODEL = [["a", "float32", [4, 4]]]
+PLACES = ["g.0", "g.1"]
+
+
+def pids(directory: Path, what: str) -> dict[str, int]:
+    """Of the living, by the names of their records."""
+    found: dict[str, int] = {}
+    for path in (directory / "state" / what).glob("*.json"):
+        try:
+            pid = msgspec.json.decode(path.read_bytes())["pid"]
+        except FileNotFoundError:
+            continue
+        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            found[path.stem] = pid
+    return found
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Nobody tells a test when a process of another process is there."""
+    end = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def gone(*processes: int) -> bool:
+    return all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in processes)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PoolConfig:
+    return sim_pool(tmp_path, options={"tensors": MODEL})
+
+
+def started(processes: Processes, config: PoolConfig, directory: Path) -> tuple[Daemon, dict[str, int]]:
+    daemon = Daemon(processes, config).listening()
+    until(lambda: sorted(pids(directory, "stagers")) == PLACES)
+    until(lambda: all((directory / "state" / "stagers" / f"{place}.sock").exists() for place in PLACES))
+    return daemon, pids(directory, "stagers")
+
+
+def test_a_stager_outlives_its_worker_and_a_dead_coordinator_and_ends_with_the_pool(
+    processes: Processes, config: PoolConfig, tmp_path: Path
+) -> None:
+    daemon, stagers = started(processes, config, tmp_path)
+    for name, pid in pids(tmp_path, "workers").items():
+        os.kill(pid, signal.SIGKILL)
+        daemon.wait_for(f"worker {name} ended")
+    until(lambda: len(pids(tmp_path, "workers")) == 2)
+    assert pids(tmp_path, "stagers") == stagers
+    daemon.kill()
+    successor = Daemon(processes, config).listening()
+    assert pids(tmp_path, "stagers") == stagers
+    assert successor.end() == 0
+    until(lambda: gone(*stagers.values()))
+
+
+def test_a_stager_that_was_killed_is_started_again(processes: Processes, config: PoolConfig, tmp_path: Path) -> None:
+    _, stagers = started(processes, config, tmp_path)
+    os.kill(stagers["g.0"], signal.SIGKILL)
+    until(lambda: pids(tmp_path, "stagers").get("g.0", stagers["g.0"]) != stagers["g.0"])
+    assert pids(tmp_path, "stagers")["g.1"] == stagers["g.1"]
+
+
+def test_stagers_whose_coordinator_stays_dead_end_by_themselves(processes: Processes, tmp_path: Path) -> None:
+    daemon, stagers = started(processes, sim_pool(tmp_path, options={"tensors": MODEL}, orphan_s=1.0), tmp_path)
+    time.sleep(1.5)  # longer than an orphan lives: the connection of its owner keeps each alive
+    assert pids(tmp_path, "stagers") == stagers
+    daemon.kill()
+    until(lambda: gone(*stagers.values()))
+
+
+def test_workers_that_take_no_updates_have_no_stager(processes: Processes, tmp_path: Path) -> None:
+    daemon = Daemon(processes, sim_pool(tmp_path)).listening()
+    until(lambda: len(pids(tmp_path, "workers")) == 2)
+    assert pids(tmp_path, "stagers") == {}
+    assert daemon.end() == 0
