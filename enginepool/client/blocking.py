@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import uvloop
 
-from enginepool.client.payload import Ids, ScoreOptions, ScoreResult
+from enginepool.client.payload import Floats, Ids, ScoreOptions, ScoreResult
 from enginepool.client.pool import Opening, Pool
 from enginepool.errors import PoolClosed
 from enginepool.protocol.messages import StatusReport
+from enginepool.protocol.updates import WeightsReport
 
 if TYPE_CHECKING:
     from enginepool.config import PoolConfig
@@ -88,6 +89,22 @@ class BlockingPool:
     def status(self, timeout: float | None = 10.0) -> StatusReport:
         """As `Pool.status`."""
         return self._call(self._pool.status(timeout))
+
+    def weights(self, group: str = "", *, timeout: float | None = 10.0) -> WeightsReport:
+        """As `Pool.weights`."""
+        return self._call(self._pool.weights(group, timeout=timeout))
+
+    def weights_digest(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:
+        """As `Pool.weights_digest`."""
+        return self._call(self._pool.weights_digest(group, timeout=timeout))
+
+    def validate_weights(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:
+        """As `Pool.validate_weights`."""
+        return self._call(self._pool.validate_weights(group, timeout=timeout))
+
+    def weight(self, name: str, group: str = "", *, timeout: float | None = 60.0) -> Floats:
+        """As `Pool.weight`."""
+        return self._call(self._pool.weight(name, group, timeout=timeout))
 
     def close(self) -> None:
         """As `Pool.close`. Calls that are under way in other threads end with PoolClosed."""

@@ -19,12 +19,18 @@ from enginepool.client.events import (
     Ended,
     Event,
     Fail,
+    JoinGroup,
     OpenLink,
+    OpenUpdate,
+    PhaseReached,
     Received,
     Report,
     Send,
     Start,
     Tick,
+    UpdateDone,
+    Wanted,
+    WeightsAnswer,
     Welcomed,
 )
 from enginepool.client.link import Link
@@ -35,7 +41,9 @@ from enginepool.protocol.messages import Failure, ToClient
 
 log = logging.getLogger("enginepool")
 
-T = TypeVar("T", Answer, Report)
+T = TypeVar("T", Answer, Report, WeightsAnswer)
+#: What an update hears: where it stands, and at last one of the second line.
+UpdateEffect = JoinGroup | PhaseReached | UpdateDone | Fail
 
 #: How long a Goodbye may take to leave, in seconds.
 _LINGER_S = 0.1
@@ -54,7 +62,10 @@ class Connection:
         agent = f"enginepool-python/{__version__}"
         self._session = ClientSession(os.urandom(16), os.urandom(16), jitter, agent=agent)
         self._link = Link(address, self._received, self._complain)
-        self._futures: dict[int, asyncio.Future[Answer | Report | Fail]] = {}
+        self._futures: dict[int, asyncio.Future[Answer | Report | WeightsAnswer | Fail]] = {}
+        self._updates: dict[int, Callable[[UpdateEffect], None]] = {}
+        #: called when the committed weights of a group that this client published last exist nowhere any more
+        self.wanted: list[Callable[[Wanted], None]] = []
         self._last_id = 0
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = math.inf
@@ -95,7 +106,7 @@ class Connection:
         """
         self._last_id += 1
         id_ = self._last_id
-        future: asyncio.Future[Answer | Report | Fail] = self._loop.create_future()
+        future: asyncio.Future[Answer | Report | WeightsAnswer | Fail] = self._loop.create_future()
         self._futures[id_] = future
         self._handle(question(id_))
         try:
@@ -109,6 +120,23 @@ class Connection:
         if not isinstance(said, answer):
             raise AssertionError(f"{type(said).__name__} is no answer to this question")
         return said
+
+    def open_update(self, update: Callable[[int], OpenUpdate], hear: Callable[[UpdateEffect], None]) -> int:
+        """Begin the update that `update` makes of a fresh id. `hear` is called with all that becomes of it; last comes
+        UpdateDone or Fail. Returns the id, for the events that follow."""
+        self._last_id += 1
+        id_ = self._last_id
+        self._updates[id_] = hear
+        self._handle(update(id_))
+        return id_
+
+    def tell(self, event: Event) -> None:
+        """An event about an update, or another one that nobody answers."""
+        self._handle(event)
+
+    def failed(self, failure: Failure, names: Mapping[str, str] | None = None) -> EnginepoolError:
+        """The exception for a failure that an update heard."""
+        return self._error(failure, names)
 
     def abort(self, failure: Failure) -> None:
         """End everything that waits, and what will be asked, with `failure`."""
@@ -135,10 +163,17 @@ class Connection:
     def _perform(self, effect: Effect) -> None:
         if isinstance(effect, Send):
             self._link.send(effect.message, effect.frames)
-        elif isinstance(effect, Answer | Report | Fail):
+        elif isinstance(effect, Answer | Report | WeightsAnswer | Fail) and effect.id not in self._updates:
             future = self._futures.pop(effect.id, None)
             if future is not None and not future.done():
                 future.set_result(effect)
+        elif isinstance(effect, JoinGroup | PhaseReached):
+            self._updates[effect.id](effect)
+        elif isinstance(effect, UpdateDone | Fail):
+            self._updates.pop(effect.id)(effect)
+        elif isinstance(effect, Wanted):
+            for call in self.wanted:
+                call(effect)
         elif isinstance(effect, OpenLink):
             self._open_link()
         elif isinstance(effect, Welcomed):

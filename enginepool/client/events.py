@@ -9,6 +9,7 @@ import msgspec
 
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Failure, Message, Result, Score, StatusReport, ToClient
+from enginepool.protocol.updates import Join, Phase, Publish, Published, WeightsQuestion, WeightsReport
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
@@ -37,7 +38,7 @@ class Submit(Event, frozen=True):
 
 
 class Abandon(Event, frozen=True):
-    """The caller no longer wants request, or status report, `id`."""
+    """The caller no longer wants request, or report, `id`."""
 
     id: int
 
@@ -47,6 +48,53 @@ class AskStatus(Event, frozen=True):
 
     id: int
     deadline: float | None = None
+
+
+class AskWeights(Event, frozen=True):
+    """A question about weights; its id is of the same series."""
+
+    question: WeightsQuestion
+    deadline: float | None = None
+
+
+class OpenUpdate(Event, frozen=True):
+    """New weights for a group: `publish` has a fresh id of the same series, `frames` its manifest, if it has one.
+
+    Past `deadline` the transaction is given up, and ends without the coordinator's word.
+    """
+
+    publish: Publish
+    frames: Sequence[Buffer] = ()
+    deadline: float | None = None
+
+
+class UpdateProgress(Event, frozen=True):
+    """So much of update `id` is broadcast; said to the coordinator with the next renewal of the lease."""
+
+    id: int
+    sent_bytes: int
+
+
+class UpdateSent(Event, frozen=True):
+    """Everything of update `id` is broadcast."""
+
+    id: int
+    digest: str
+    sent_bytes: int
+
+
+class UpdateCommit(Event, frozen=True):
+    """Update `id` may be committed; past `deadline` its end is no longer waited for."""
+
+    id: int
+    deadline: float | None = None
+
+
+class UpdateAbandon(Event, frozen=True):
+    """Give update `id` up, unless it is too late. Its final answer says which."""
+
+    id: int
+    reason: str = ""
 
 
 class Received(Event, frozen=True):
@@ -94,7 +142,7 @@ class Answer(Effect, frozen=True):
 
 
 class Fail(Effect, frozen=True):
-    """The final answer of request, or status report, `id`: why there is no result. The code may be a local one."""
+    """The final answer of request, update or question `id`: why there is no result. The code may be a local one."""
 
     id: int
     failure: Failure
@@ -105,6 +153,42 @@ class Report(Effect, frozen=True):
 
     id: int
     report: StatusReport
+
+
+class WeightsAnswer(Effect, frozen=True):
+    """A report about weights that was asked for."""
+
+    id: int
+    report: WeightsReport
+    frames: Sequence[Buffer] = ()
+
+
+class JoinGroup(Effect, frozen=True):
+    """Be rank 0 of the process group that `join` describes, for update `id`. Said again after a lost link."""
+
+    id: int
+    join: Join
+
+
+class PhaseReached(Effect, frozen=True):
+    """Where update `id` stands; in phase `transfer` its bytes are to be sent. Said again after a lost link."""
+
+    id: int
+    phase: Phase
+
+
+class UpdateDone(Effect, frozen=True):
+    """The final answer of update `id`: it is committed. (Fail: it is not, or nobody knows; the message says which.)"""
+
+    id: int
+    published: Published
+
+
+class Wanted(Effect, frozen=True):
+    """The committed `version` of `group` is held nowhere any more, and this client published it last."""
+
+    group: str
+    version: int
 
 
 class Welcomed(Effect, frozen=True):

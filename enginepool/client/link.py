@@ -15,6 +15,7 @@ import zmq
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
 from enginepool.protocol.messages import Failure, FrameSpec, Message, Result, ToClient
+from enginepool.protocol.updates import WeightsReport
 
 #: Frames over this many bytes are handed to libzmq, and taken from it, without a copy; below it a copy is cheaper.
 _LARGE = 1 << 16
@@ -129,14 +130,14 @@ class Link:
             message = decode_header(self._decoder, head)
         except WireError as error:
             self._complain(f"dropped a message that cannot be read: {error.message}")
-        specs: Sequence[FrameSpec] = message.frames if isinstance(message, Result) else ()
+        specs: Sequence[FrameSpec] = message.frames if isinstance(message, Result | WeightsReport) else ()
         frames: list[Buffer] = []
         while socket.getsockopt(zmq.RCVMORE):
             if len(frames) < len(specs) and _is_large(specs[len(frames)]):
                 frames.append(socket.recv(copy=False).buffer)
             else:
                 frames.append(socket.recv())
-        if isinstance(message, Result):
+        if isinstance(message, Result | WeightsReport):
             try:
                 check_frames(specs, frames)
             except WireError as error:

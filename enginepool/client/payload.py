@@ -14,9 +14,11 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.errors import BadRequest, Malformed
+from enginepool.errors import BadRequest, EngineFailed, Malformed
+from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import MAX_LABELS, MAX_PRIORITY, FrameSpec, Result
+from enginepool.protocol.updates import WeightsReport
 
 if sys.byteorder != "little":
     raise ImportError("enginepool's Python client needs a little-endian machine: frames are sent as they lie in memory")
@@ -43,6 +45,7 @@ class ScoreOptions(TypedDict, total=False):
     priority: int
     timeout: float | None
     retry_busy: bool
+    min_version: int
 
 
 class Usage(NamedTuple):
@@ -105,6 +108,22 @@ def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
         ScoreTimings(result.timings.queued_us / 1e6, result.timings.run_us / 1e6),
         Usage(result.usage.items, result.usage.tokens),
     )
+
+
+def read_weight(report: WeightsReport, frames: Sequence[Buffer]) -> Floats:
+    """The weight in a report that was asked for one.
+
+    Raises:
+        EngineFailed: the worker that was asked has none of that name, or could not say.
+        Malformed: there is none, and no reason.
+    """
+    for spec, frame in zip(report.frames, frames, strict=True):
+        if spec.name == "tensor" and spec.dtype == "float32":
+            return np.frombuffer(frame, np.float32).reshape(spec.shape).copy()
+    for worker in report.workers:
+        if worker.message:
+            raise EngineFailed(f"{worker.name}: {worker.message}")
+    raise Malformed("the answer holds no tensor", field="tensor")
 
 
 # --- query and items ---------------------------------------------------------------------------------------------------
@@ -323,6 +342,25 @@ def check_timeout(value: Any, name: str = "timeout") -> float | None:
     if not (math.isfinite(seconds) and seconds > 0):
         raise _bad(name, f"{name}: {seconds}; a finite number of seconds, more than 0", "0")
     return seconds
+
+
+def check_version(value: Any, name: str = "version") -> int:
+    """A weight version: an int from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise _bad(name, f"{name}: {value if isinstance(value, float) else _kind(value)}; an int from 0 on")
+    version = int(cast("int", value))
+    if not 0 <= version <= MAX_ID:
+        raise _bad(name, f"{name}: {version}; an int from 0 to 2^63 - 1", "0" if version < 0 else str(MAX_ID))
+    return version
+
+
+def check_name(value: Any) -> str:
+    """The name of a weight."""
+    if not isinstance(value, str) or not value:
+        shown = "empty" if isinstance(value, str) else _kind(value)
+        raise _bad("name", f"name: {shown}; the name of a weight in the checkpoint")
+    _text("name", value)
+    return value
 
 
 def check_group(value: Any) -> str:

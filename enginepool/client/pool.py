@@ -5,8 +5,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from typing import TYPE_CHECKING, Any, Unpack
 
 from enginepool.client.connection import Connection
-from enginepool.client.events import Answer, AskStatus, Report, Submit
+from enginepool.client.events import Answer, AskStatus, AskWeights, Report, Submit, WeightsAnswer
 from enginepool.client.payload import (
+    Floats,
     Ids,
     Payload,
     ScoreOptions,
@@ -14,14 +15,18 @@ from enginepool.client.payload import (
     check_flag,
     check_group,
     check_labels,
+    check_name,
     check_priority,
     check_timeout,
+    check_version,
     encode_pairs,
     encode_shared,
     read_result,
+    read_weight,
 )
 from enginepool.client.readiness import wait_until_ready
 from enginepool.protocol.messages import Score, StatusReport
+from enginepool.protocol.updates import WeightsQuestion, WeightsReport
 
 if TYPE_CHECKING:
     from enginepool.client.embedded import EmbeddedCoordinator
@@ -189,6 +194,7 @@ class Pool:
             timeout: seconds to the answer, after which the call ends with DeadlineExceeded and what waits is not run. Default:
                 None, which is no limit.
             retry_busy: True, the default: wait and try again when the pool is full; else Busy is raised.
+            min_version: the oldest weights that may answer; the request waits in the pool until they are there. Default: 0.
 
         Returns:
             scores float32 [items, labels], and what it took; see `ScoreResult`.
@@ -239,6 +245,47 @@ class Pool:
         deadline = None if timeout is None else now + timeout
         return (await self._connection.ask(lambda id_: AskStatus(now, id_, deadline), Report)).report
 
+    async def weights(self, group: str = "", *, timeout: float | None = 10.0) -> WeightsReport:  # noqa: ASYNC109
+        """The committed version of a group, the version that each worker holds, and the history of updates, newest last.
+
+        Raises:
+            UnknownGroup: there is no such group.
+            DeadlineExceeded: no answer within `timeout` seconds.
+        """
+        return (await self._ask_weights(WeightsQuestion(0, check_group(group)), timeout)).report
+
+    async def weights_digest(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:  # noqa: ASYNC109
+        """The digest of every worker's weights as they are in its engine now; equal ones are the same weights.
+
+        Raises what `weights` does. A worker that cannot say has `code` and `message`.
+        """
+        return (await self._ask_weights(WeightsQuestion(0, check_group(group), "digest"), timeout)).report
+
+    async def validate_weights(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:  # noqa: ASYNC109
+        """Look for NaN, infinity and tensors of nothing but zeros in every engine: the `findings` of each worker.
+
+        Raises what `weights` does. A worker that cannot say has `code` and `message`.
+        """
+        return (await self._ask_weights(WeightsQuestion(0, check_group(group), "validate"), timeout)).report
+
+    async def weight(self, name: str, group: str = "", *, timeout: float | None = 60.0) -> Floats:  # noqa: ASYNC109
+        """One weight as an engine holds it, by its name in the checkpoint: float32, in the shape that the engine has.
+
+        Raises what `weights` does; EngineFailed: the engine has no weight of that name.
+        """
+        answer = await self._ask_weights(WeightsQuestion(0, check_group(group), "tensor", check_name(name)), timeout)
+        return read_weight(answer.report, answer.frames)
+
+    async def _ask_weights(self, question: WeightsQuestion, seconds: float | None) -> WeightsAnswer:
+        seconds = check_timeout(seconds)
+        now = self._connection.now()
+
+        def ask(id_: int) -> AskWeights:
+            question.id = id_
+            return AskWeights(now, question, None if seconds is None else now + seconds)
+
+        return await self._connection.ask(ask, WeightsAnswer)
+
     async def _score(
         self,
         payload: Payload,
@@ -252,6 +299,7 @@ class Pool:
         priority: int = 0,
         timeout: float | None = None,  # noqa: ASYNC109 (the coordinator keeps this time too)
         retry_busy: bool = True,
+        min_version: int = 0,
     ) -> ScoreResult:
         seconds = check_timeout(timeout)
         now = self._connection.now()
@@ -265,6 +313,7 @@ class Pool:
             item_first=check_flag("item_first", item_first),
             hidden=check_flag("return_pooled_hidden_states", return_pooled_hidden_states),
             priority=check_priority(priority),
+            min_version=check_version(min_version, "min_version"),
         )
         deadline = None if seconds is None else now + seconds
 

@@ -13,7 +13,8 @@ When the link is lost they are sent again after the next Welcome, under the same
 anew, and later copies of an answer are dropped here. Deadlines are the coordinator's to keep; a sent request fails here
 `grace_s` after its own, so that no call hangs when nobody answers.
 
-*Status questions* (`statuses.py`) are asked again until they are answered.
+*Questions* (`statuses.py`) are asked again until they are answered. *Updates* (`updates.py`) are said again after a lost link,
+and looked up in the journal of a new coordinator.
 
 *Acknowledgements* go out in batches, except for `busy`: that leaves the id free, and an acknowledgement that arrives after the
 second attempt would make the coordinator forget it.
@@ -29,6 +30,7 @@ from enginepool.client.events import (
     Abort,
     Answer,
     AskStatus,
+    AskWeights,
     Close,
     Complaint,
     Effect,
@@ -36,15 +38,22 @@ from enginepool.client.events import (
     Event,
     Fail,
     OpenLink,
+    OpenUpdate,
     Received,
     Send,
     Start,
     Submit,
     Tick,
+    UpdateAbandon,
+    UpdateCommit,
+    UpdateProgress,
+    UpdateSent,
+    Wanted,
     Welcomed,
 )
 from enginepool.client.settings import DEFAULTS, Settings
 from enginepool.client.statuses import Statuses
+from enginepool.client.updates import Updates
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import (
     PROTOCOL_VERSION,
@@ -55,8 +64,10 @@ from enginepool.protocol.messages import (
     Ping,
     Pong,
     Result,
+    Status,
     Welcome,
 )
+from enginepool.protocol.updates import Join, Phase, Published, WeightsReport, WeightsWanted
 
 State = Literal["new", "greeting", "welcomed", "ended"]
 
@@ -83,6 +94,7 @@ class ClientSession:
         self.state: State = "new"
         self.calls = Calls(settings, jitter)
         self.statuses = Statuses(settings)
+        self.updates = Updates(settings)
         #: of the coordinator; 0 before the first Welcome; only grows
         self.epoch: int = 0
         #: of the last Hello
@@ -112,6 +124,12 @@ class ClientSession:
             Submit: self._on_submit,
             Abandon: self._on_abandon,
             AskStatus: self._on_ask_status,
+            AskWeights: self._on_ask_weights,
+            OpenUpdate: self._on_open_update,
+            UpdateProgress: lambda event: self.updates.progress(event.id, event.sent_bytes),
+            UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, self._out),
+            UpdateCommit: lambda event: self.updates.allow(event.id, event.deadline, self._out),
+            UpdateAbandon: lambda event: self.updates.abandon(event.id, event.reason, self._now, self._out),
             Received: self._on_received,
             Tick: self._on_tick,
             Abort: self._on_abort,
@@ -129,8 +147,8 @@ class ClientSession:
     def wake_at(self) -> float:
         """When the next Tick is due; inf: nothing waits for time."""
         return min(
-            self.calls.wake_at, self.statuses.wake_at, self._connect_by, self._greet_by, self._hello_at, self._ping_at,
-            self._silent_at, self._ack_at, self._sweep_at,
+            self.calls.wake_at, self.statuses.wake_at, self.updates.wake_at, self._connect_by, self._greet_by, self._hello_at,
+            self._ping_at, self._silent_at, self._ack_at, self._sweep_at,
         )  # fmt: skip
 
     # --- the caller's side ---------------------------------------------------------------------------------------------
@@ -151,7 +169,15 @@ class ClientSession:
 
     def _on_ask_status(self, event: AskStatus) -> None:
         if self._take_id(event.id):
-            self.statuses.ask(event.id, event.deadline, self._now, self._out)
+            self.statuses.ask(event.id, Status(event.id), event.deadline, self._now, self._out)
+
+    def _on_ask_weights(self, event: AskWeights) -> None:
+        if self._take_id(event.question.id):
+            self.statuses.ask(event.question.id, event.question, event.deadline, self._now, self._out)
+
+    def _on_open_update(self, event: OpenUpdate) -> None:
+        if self._take_id(event.publish.id):
+            self.updates.open(event, self._now, self._out)
 
     def _on_abort(self, event: Abort) -> None:
         self._finish(event.failure)
@@ -159,6 +185,7 @@ class ClientSession:
     def _on_close(self, event: Close) -> None:
         if self.state == "welcomed":
             self._flush_acks()
+            self.updates.end(_CLOSED, self._out)
             self._out.append(Send(Goodbye()))
         self._finish(_CLOSED)
 
@@ -192,8 +219,17 @@ class ClientSession:
         elif isinstance(message, Pong):
             if message.epoch > self.epoch:
                 self._greet_again()
-        else:
-            self.statuses.answered(message, self._out)
+        elif isinstance(message, Join):
+            self.updates.joined(message, self._now, self._out)
+        elif isinstance(message, Phase):
+            self.updates.phase(message, self._now, self._out)
+        elif isinstance(message, Published):
+            self.updates.published(message, self._out)
+            self._acknowledge(message.id)
+        elif isinstance(message, WeightsWanted):
+            self._out.append(Wanted(message.group, message.version))
+        elif not (isinstance(message, WeightsReport) and self.updates.reported(message, self._out)):
+            self.statuses.answered(message, event.frames, self._out)
 
     def _on_welcome(self, message: Welcome) -> None:
         if message.protocol != PROTOCOL_VERSION:
@@ -217,6 +253,7 @@ class ClientSession:
                 self._acks.clear()
             self._flush_acks()
             self.statuses.welcome(self._out)
+            self.updates.welcome(new_epoch, self._now, self._out)
         self.calls.welcome(message, new_epoch, self._now, self._out)
 
     def _on_failure(self, failure: Failure) -> None:
@@ -232,6 +269,10 @@ class ClientSession:
                 self._finish(failure)  # it is the Hello that was refused
             else:
                 self._out.append(Complaint(failure))
+        elif self.updates.refused(failure.id, failure, self._now, self._out):
+            self._acknowledge(failure.id)
+        elif self.statuses.refused(failure.id, failure, self._out):
+            return  # the coordinator keeps no question, so nothing is acknowledged
         elif code == "busy":
             self.calls.busy(failure, failure.id, self._now, self._out)
         elif failure.final:
@@ -252,13 +293,16 @@ class ClientSession:
 
     def _answered(self, id_: int, effect: Answer | Fail) -> None:
         # A duplicate is acknowledged too: the first acknowledgement may be what was lost.
+        self._acknowledge(id_)
+        self.calls.answered(id_, effect, self._now, self._out)
+
+    def _acknowledge(self, id_: int) -> None:
         self._acks.append(id_)
         if self.state == "welcomed":
             if len(self._acks) >= self.settings.ack_batch:
                 self._flush_acks()
             elif self._ack_at == inf:
                 self._ack_at = self._now + self.settings.ack_delay_s
-        self.calls.answered(id_, effect, self._now, self._out)
 
     # --- time ----------------------------------------------------------------------------------------------------------
 
@@ -283,6 +327,7 @@ class ClientSession:
             self._sweep_at = now + settings.resend_s
             self.calls.sweep(now, self._out)
         self.statuses.tick(now, self._out)
+        self.updates.tick(now, self._out)
 
     def _forgive(self) -> None:
         """This side was stopped: what the coordinator said meanwhile may still be on the way, so everybody gets their time."""
@@ -307,6 +352,7 @@ class ClientSession:
         self.state = "greeting"
         self.calls.shelve()
         self.statuses.shelve()
+        self.updates.shelve()
         self.incarnation += 1
         self._hello_at = now + settings.hello_s
         self._hello_after = now + settings.hello_gap_s
@@ -329,6 +375,7 @@ class ClientSession:
         self.end = failure
         self.calls.end(failure, self._out)
         self.statuses.end(failure, self._out)
+        self.updates.end(failure, self._out)
         self._acks.clear()
         self._connect_by = self._greet_by = self._hello_at = self._ping_at = inf
         self._silent_at = self._ack_at = self._sweep_at = inf
@@ -348,6 +395,7 @@ class ClientSession:
         state = self.state
         self.calls.check()
         self.statuses.check(state == "welcomed")
+        self.updates.check(state == "welcomed")
         assert self.calls.open == (state == "welcomed"), "requests are sent on a standing link, and then always"
         assert (state == "greeting") == (self._hello_at < inf), "an unanswered Hello is said again"
         assert (state == "greeting") == (self._greet_by < inf), "greeting ends"
@@ -356,4 +404,6 @@ class ClientSession:
         assert state != "welcomed" or len(self._acks) < self.settings.ack_batch, "acknowledgements pile up"
         assert state != "welcomed" or bool(self._acks) == (self._ack_at < inf), "acknowledgements have a time"
         assert all(id_ <= self._last_id for id_ in self.calls.by_id), "ids only grow"
-        assert state != "ended" or not (self.calls.by_id or self.statuses or self.wake_at < inf), "an ended session waits"
+        assert state != "ended" or not (self.calls.by_id or self.statuses or self.updates or self.wake_at < inf), (
+            "an ended session waits"
+        )

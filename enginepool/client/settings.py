@@ -21,6 +21,10 @@ class Settings(msgspec.Struct, frozen=True):
     resend_s: float = 30.0
     #: an unanswered question for the status is asked again after this
     status_s: float = 1.0
+    #: an unanswered question about weights, which workers may have to work on, is asked again after this
+    question_s: float = 30.0
+    #: an update that was given up is waited for so long: the coordinator may have committed it
+    abandon_wait_s: float = 10.0
     ack_batch: int = 64
     ack_delay_s: float = 0.1
     #: backoff after `busy` without `retry_after_ms`, doubling up to the cap

@@ -65,7 +65,7 @@ class Driver:
 
     def __init__(self, settings: Settings | None = None, jitter: float = 0.5) -> None:
         self.session = ClientSession(b"c" * 16, b"t" * 16, lambda: jitter, settings or Settings())
-        self.now = 100.0
+        self.now: float = 100.0
         self.effects: list[Effect] = []
 
     def __call__(self, event: Event) -> list[Effect]:

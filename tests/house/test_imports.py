@@ -20,7 +20,7 @@ COORDINATOR = "enginepool/coordinator/"
 #: Files of the coordinator that own sockets, clocks, files or processes. All others there are pure.
 SHELL = {f"{COORDINATOR}{name}.py" for name in ("daemon", "sockets", "journal", "supervisor", "stagers")}
 #: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.
-PURE = {f"enginepool/client/{name}.py" for name in ("session", "calls", "statuses", "events", "settings")} | {
+PURE = {f"enginepool/client/{name}.py" for name in ("session", "calls", "statuses", "updates", "events", "settings")} | {
     f"workers/{name}.py" for name in ("machine", "engine", "events", "updates")
 }
 

@@ -1,0 +1,483 @@
+"""What a publisher's transaction promises, event by event, and against a coordinator that loses, repeats and restarts."""
+
+import random
+from math import inf
+
+import pytest
+
+from enginepool.client.events import (
+    Abandon,
+    AskWeights,
+    Close,
+    Effect,
+    Event,
+    Fail,
+    JoinGroup,
+    OpenLink,
+    OpenUpdate,
+    PhaseReached,
+    Received,
+    Send,
+    Start,
+    Tick,
+    UpdateAbandon,
+    UpdateCommit,
+    UpdateDone,
+    UpdateProgress,
+    UpdateSent,
+    Wanted,
+    WeightsAnswer,
+)
+from enginepool.client.session import ClientSession
+from enginepool.client.settings import Settings
+from enginepool.protocol import updates
+from enginepool.protocol.messages import Ack, Failure, Goodbye, Hello, Message, Ping, Pong, ToClient, Welcome
+from enginepool.protocol.updates import (
+    Commit,
+    Join,
+    Phase,
+    Publish,
+    Published,
+    Renew,
+    Sent,
+    Transfer,
+    UpdateRecord,
+    WeightsQuestion,
+    WeightsReport,
+    WeightsWanted,
+)
+from tests.core.test_client_session import Driver
+
+DIGEST = "d" * 32
+MANIFEST = (b"[]",)
+
+
+def publish(id_: int, version: int = 8, transfer: Transfer = "staged") -> Publish:
+    return Publish(id_, version, group="g", transfer=transfer, lease_ms=9000)
+
+
+def published(id_: int, version: int = 8) -> Published:
+    return Published(id_, version, UpdateRecord(version, "committed", digest=DIGEST))
+
+
+class Publisher(Driver):
+    """A session with an update under way."""
+
+    def open(self, id_: int = 1, *, timeout: float | None = None, transfer: Transfer = "staged") -> list[Effect]:
+        deadline = None if timeout is None else self.now + timeout
+        return self(OpenUpdate(self.now, publish(id_, transfer=transfer), MANIFEST, deadline))
+
+    def send_all(self, id_: int = 1) -> list[Effect]:
+        return self(UpdateSent(self.now, id_, DIGEST, 1000))
+
+    def commit(self, id_: int = 1, *, timeout: float | None = None) -> list[Effect]:
+        return self(UpdateCommit(self.now, id_, None if timeout is None else self.now + timeout))
+
+    def restart(self) -> list[Effect]:
+        """The coordinator is another one; returns what the session does about it."""
+        self.now += 1.0
+        self.hear(Pong(epoch=self.session.epoch + 1))
+        return self.welcome(epoch=self.session.epoch + 1)
+
+    def ended(self) -> list[str]:
+        """How updates ended in the last step."""
+        return [
+            effect.failure.code if isinstance(effect, Fail) else effect.published.record.outcome
+            for effect in self.effects
+            if isinstance(effect, Fail | UpdateDone)
+        ]
+
+    def words(self) -> list[str]:
+        """The kinds of messages that the last step sent, pings aside."""
+        return [type(message).__name__ for message in self.sent() if not isinstance(message, Ping)]
+
+
+@pytest.fixture
+def publisher() -> Publisher:
+    publisher = Publisher()
+    publisher.connect()
+    return publisher
+
+
+# --- the straight way --------------------------------------------------------------------------------------------------
+
+
+def test_an_update_is_opened_joined_sent_committed_and_acknowledged(publisher: Publisher):
+    (opened,) = publisher.open()
+    assert opened == Send(publish(1), MANIFEST)
+    join, phase = Join("group", 3, id=1), Phase(1, "transfer", 2, 2)
+    assert publisher.hear(join) == [JoinGroup(1, join)]
+    assert publisher.hear(phase) == [PhaseReached(1, phase)]
+    assert publisher.send_all() == [Send(Sent(1, DIGEST, 1000))]
+    assert publisher.commit() == [Send(Commit(1))]
+    assert publisher.hear(published(1)) == [UpdateDone(1, published(1))]
+    publisher.pass_time(0.2)
+    assert publisher.sent() == [Ack([1])]
+    assert publisher.hear(published(1)) == []
+
+
+def test_an_update_that_is_opened_before_the_welcome_waits_for_it():
+    publisher = Publisher()
+    publisher.start()
+    assert publisher.open() == []
+    publisher.welcome()
+    assert publisher.words() == ["Publish"]
+
+
+def test_an_error_is_the_end_and_nothing_more_is_said(publisher: Publisher):
+    publisher.open()
+    publisher.refuse("publishing", 1)
+    assert publisher.ended() == ["publishing"]
+    assert publisher.send_all() == publisher.commit() == []
+    publisher.pass_time(20)
+    assert publisher.words() == ["Ack"]
+
+
+def test_the_lease_is_renewed_three_times_in_its_length_with_the_bytes_that_are_sent(publisher: Publisher):
+    publisher.open()
+    publisher(UpdateProgress(publisher.now, 1, 500))
+    publisher(UpdateProgress(publisher.now, 1, 400))
+    publisher.pass_time(9.5)
+    assert [message for message in publisher.sent() if isinstance(message, Renew)] == [Renew(1, 500)] * 3
+
+
+def test_what_may_have_been_lost_on_a_good_link_is_said_again_in_the_end(publisher: Publisher):
+    publisher.open()
+    publisher.send_all()
+    publisher.pass_time(35)
+    assert [word for word in publisher.words() if word != "Renew"] == ["Publish", "Sent"]
+
+
+# --- a lost link, and another coordinator ------------------------------------------------------------------------------
+
+
+def test_after_a_lost_link_everything_is_said_again_in_its_order(publisher: Publisher):
+    publisher.open()
+    publisher.send_all()
+    publisher.commit()
+    publisher.now += 1.0
+    publisher.refuse("hello_required")
+    assert publisher.words() == ["Hello"]
+    publisher.welcome()
+    assert publisher.words() == ["Publish", "Sent", "Commit"]
+
+
+def test_a_new_coordinator_knows_nothing_of_an_update_that_was_not_committed(publisher: Publisher):
+    publisher.open()
+    publisher.send_all()
+    publisher.restart()
+    assert publisher.ended() == ["update_aborted"]
+    assert publisher.words() == []
+
+
+@pytest.mark.parametrize(
+    ("report", "outcome"),
+    [
+        (WeightsReport(1, "g", version=8, digest=DIGEST), "committed"),
+        (WeightsReport(1, "g", version=8, digest="e" * 32), "update_aborted"),
+        (WeightsReport(1, "g", version=7, digest=DIGEST), "update_aborted"),
+        (WeightsReport(1, "g", version=9, history=[UpdateRecord(8, "committed", digest=DIGEST)]), "committed"),
+        (WeightsReport(1, "g", version=9, history=[UpdateRecord(8, "update_aborted", digest=DIGEST)]), "update_aborted"),
+    ],
+)
+def test_the_journal_of_a_new_coordinator_decides(publisher: Publisher, report: WeightsReport, outcome: str):
+    publisher.open()
+    publisher.send_all()
+    publisher.commit()
+    publisher.restart()
+    assert publisher.sent() == [WeightsQuestion(1, group="g")]
+    publisher.hear(Join("group", 3, id=1))
+    assert publisher.effects == []
+    publisher.pass_time(1.5)
+    assert publisher.words() == ["WeightsQuestion"]
+    publisher.hear(report)
+    assert publisher.ended() == [outcome]
+
+
+def test_a_refusal_of_what_was_said_again_may_mean_that_it_is_committed_so_the_journal_is_asked(publisher: Publisher):
+    publisher.open()
+    publisher.send_all()
+    publisher.commit()
+    publisher.now += 1.0
+    publisher.refuse("hello_required")
+    publisher.welcome()
+    publisher.refuse("version_backwards", 1)
+    assert publisher.ended() == []
+    assert publisher.sent() == [WeightsQuestion(1, group="g")]
+    publisher.hear(WeightsReport(1, "g", version=8, digest=DIGEST))
+    assert publisher.ended() == ["committed"]
+
+
+@pytest.mark.parametrize("transfer", ["checkpoint", "relabel"])
+def test_weights_that_are_not_broadcast_are_known_by_their_version(publisher: Publisher, transfer: Transfer):
+    publisher.open(transfer=transfer)
+    publisher.commit()
+    publisher.restart()
+    publisher.hear(WeightsReport(1, "g", version=8, digest="of a file"))
+    assert publisher.ended() == ["committed"]
+
+
+def test_a_message_that_comes_after_the_end_changes_nothing(publisher: Publisher):
+    publisher.open()
+    publisher.hear(published(1))
+    assert publisher.hear(Join("group", 3, id=1)) == []
+    assert publisher.hear(Phase(1, "transfer")) == []
+    assert publisher.hear(WeightsReport(1, "g")) == []
+
+
+# --- ends that the publisher makes -------------------------------------------------------------------------------------
+
+
+def test_giving_up_is_told_and_the_coordinator_has_the_last_word(publisher: Publisher):
+    publisher.open()
+    assert publisher(UpdateAbandon(publisher.now, 1, "a NaN")) == [Send(updates.Abandon(1, "a NaN"))]
+    assert publisher(UpdateAbandon(publisher.now, 1, "again")) == []
+    publisher.hear(published(1))
+    assert publisher.ended() == ["committed"]
+
+
+def test_giving_up_before_any_coordinator_heard_of_it_is_done_at_once():
+    publisher = Publisher()
+    publisher.start()
+    publisher.open()
+    publisher(UpdateAbandon(publisher.now, 1))
+    assert publisher.ended() == ["update_aborted"]
+
+
+def test_giving_up_without_an_answer_ends_all_the_same(publisher: Publisher):
+    publisher.open()
+    publisher(UpdateAbandon(publisher.now, 1, "enough"))
+    publisher.pass_time(9.0)
+    assert publisher.ended() == []
+    publisher.pass_time(2.0)
+    assert publisher.ended() == ["update_aborted"]
+
+
+def test_an_update_gives_itself_up_at_its_deadline(publisher: Publisher):
+    publisher.open(timeout=5.0)
+    publisher.pass_time(5.1)
+    assert publisher.ended() == ["deadline_exceeded"]
+    assert publisher.words()[-1] == "Abandon"
+
+
+def test_past_the_deadline_of_a_commit_nobody_knows_and_the_error_says_so(publisher: Publisher):
+    publisher.open(timeout=5.0)
+    publisher.send_all()
+    publisher.commit(timeout=60.0)
+    publisher.pass_time(59.0)
+    assert publisher.ended() == []
+    publisher.pass_time(2.0)
+    (failure,) = [effect.failure for effect in publisher.effects if isinstance(effect, Fail)]
+    assert failure.code == "deadline_exceeded"
+    assert "unknown" in failure.message
+
+
+def test_a_deadline_holds_without_any_coordinator(publisher: Publisher):
+    publisher.open(timeout=20.0)
+    publisher.pass_time(21.0, answer_pings=False)
+    assert publisher.ended() == ["deadline_exceeded"]
+
+
+def test_closing_gives_up_what_is_open(publisher: Publisher):
+    publisher.open()
+    publisher(Close(publisher.now))
+    assert [type(message) for message in publisher.sent()] == [updates.Abandon, Goodbye]
+    assert publisher.ended() == ["closed"]
+    assert publisher.session.wake_at == inf
+    publisher.open(2)
+    assert publisher.ended() == ["closed"]
+
+
+def test_closing_leaves_to_the_coordinator_what_may_be_committed(publisher: Publisher):
+    publisher.open()
+    publisher.send_all()
+    publisher.commit()
+    publisher(Close(publisher.now))
+    assert [type(message) for message in publisher.sent()] == [Goodbye]
+
+
+# --- questions ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_question_about_weights_is_asked_again_after_a_lost_link_and_answered_once(publisher: Publisher):
+    question = WeightsQuestion(1, what="tensor", name="w")
+    assert publisher(AskWeights(publisher.now, question)) == [Send(question)]
+    publisher.pass_time(5.0)
+    assert publisher.words() == []
+    publisher.refuse("hello_required")
+    publisher.welcome()
+    assert publisher.sent() == [question]
+    report = WeightsReport(1, "g", dtype="float32")
+    assert publisher.hear(report) == [WeightsAnswer(1, report)]
+    assert publisher.hear(report) == []
+
+
+def test_a_refused_question_fails_and_is_not_acknowledged(publisher: Publisher):
+    publisher(AskWeights(publisher.now, WeightsQuestion(1, group="nope")))
+    publisher.refuse("unknown_group", 1)
+    assert publisher.failed() == [(1, "unknown_group")]
+    publisher.pass_time(0.5)
+    assert publisher.words() == []
+
+
+def test_a_question_ends_at_its_deadline_and_when_it_is_taken_back(publisher: Publisher):
+    publisher(AskWeights(publisher.now, WeightsQuestion(1), publisher.now + 2.0))
+    publisher(AskWeights(publisher.now, WeightsQuestion(2)))
+    publisher(Abandon(publisher.now, 2))
+    publisher.pass_time(100.0)
+    assert publisher.failed() == [(1, "deadline_exceeded")]
+    assert publisher.words() == []
+
+
+def test_weights_that_are_wanted_are_asked_of_the_caller(publisher: Publisher):
+    assert publisher.hear(WeightsWanted("g", 7)) == [Wanted("g", 7)]
+
+
+# --- a coordinator that does everything wrong that a network can -------------------------------------------------------
+
+
+class RoughCoordinator:
+    """One transaction at a time, a journal that outlives it, and a mind of its own."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.epoch = 1
+        self.greeted: set[int] = set()
+        self.open: Publish | None = None
+        self.sent: Sent | None = None
+        self.allowed: set[int] = set()
+        self.kept: dict[int, ToClient] = {}
+        self.journal = [UpdateRecord(0, "committed")]
+
+    def restart(self) -> None:
+        self.epoch += 1
+        self.greeted.clear()
+        self.kept.clear()
+        self.allowed.clear()
+        self.open = self.sent = None
+
+    def hear(self, link: int, message: Message) -> list[ToClient]:
+        if isinstance(message, Hello):
+            self.greeted.add(link)
+            return [Welcome(self.epoch)]
+        if link not in self.greeted:
+            return [Failure("hello_required", "who are you?", id=getattr(message, "id", None))]
+        if isinstance(message, Ping):
+            return [Pong(at=message.at, epoch=self.epoch)]
+        if isinstance(message, WeightsQuestion):
+            last = self.journal[-1]
+            return [WeightsReport(message.id, "g", version=last.version, digest=last.digest, history=self.journal[-3:])]
+        if isinstance(message, Publish):
+            return self._publish(message)
+        if isinstance(message, Commit):
+            self.allowed.add(message.id)
+        if isinstance(message, Sent | Commit | Renew | updates.Abandon) and self.open and message.id == self.open.id:
+            if isinstance(message, Sent):
+                self.sent = message
+            if isinstance(message, updates.Abandon):
+                return self._end("given up")
+            if self.rng.random() < 0.1:
+                return self._end("a worker was lost")
+            if self.sent is not None and message.id in self.allowed:
+                record = UpdateRecord(self.open.version, "committed", digest=self.sent.digest)
+                self.journal.append(record)
+                return self._say(Published(message.id, record.version, record))
+        return []
+
+    def _publish(self, message: Publish) -> list[ToClient]:
+        if message.id in self.kept:
+            return [self.kept[message.id]]
+        if message.version <= self.journal[-1].version:
+            return [Failure("version_backwards", "no", id=message.id)]
+        if self.open is not None and self.open.id != message.id:
+            return [Failure("publishing", "no", id=message.id)]
+        self.open = message
+        return [Join("group", 2, id=message.id), Phase(message.id, "transfer")]
+
+    def _say(self, answer: Published | Failure) -> list[ToClient]:
+        assert answer.id is not None
+        self.kept[answer.id] = answer
+        self.open = self.sent = None
+        return [answer]
+
+    def _end(self, why: str) -> list[ToClient]:
+        assert self.open is not None
+        return self._say(Failure("update_aborted", why, id=self.open.id))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_every_update_ends_once_and_as_the_journal_says_whatever_the_network_does(seed: int):
+    rng = random.Random(seed)
+    session = ClientSession(b"c" * 16, b"t" * 16, rng.random, Settings(resend_s=4.0))
+    coordinator = RoughCoordinator(rng)
+    loss = rng.choice([0.0, 0.05, 0.3])
+    now, link, number = 0.0, 0, 0
+    wire: list[tuple[float, int, bool, int, Message]] = []
+    outcomes: dict[int, list[str]] = {}
+    digests: dict[int, str] = {}
+    until = 60.0
+
+    def put(to_session: bool, on: int, message: Message) -> None:
+        nonlocal number
+        for _ in range(rng.choice([1, 1, 1, 2])):
+            if now > until or rng.random() >= loss:
+                number += 1
+                wire.append((now + rng.random() * rng.choice([0.01, 0.01, 2.0]), number, to_session, on, message))
+
+    def do(event: Event) -> None:
+        nonlocal link
+        todo: list[Event] = []
+        for effect in session.handle(event):
+            if isinstance(effect, OpenLink):
+                link += 1
+            elif isinstance(effect, Send):
+                put(False, link, effect.message)
+            elif isinstance(effect, UpdateDone):
+                outcomes[effect.id].append("committed")
+            elif isinstance(effect, Fail):
+                outcomes[effect.id].append(f"{effect.failure.code} {effect.failure.message}")
+            elif isinstance(effect, PhaseReached):
+                todo.append(UpdateSent(now, effect.id, digests[effect.id], 10))
+                todo.append(UpdateCommit(now, effect.id, now + 30.0))
+        session.check()
+        for after in todo:
+            if rng.random() < 0.8:
+                do(after)
+
+    do(Start(now))
+    next_id = 1
+    while now < 400.0 and (now < until or session.updates.by_id):
+        now = max(now, min([session.wake_at, now + rng.random() * 0.3, *(entry[0] for entry in wire)]))
+        if now < until:
+            chance = rng.random()
+            if chance < 0.1 and not session.updates.by_id:
+                outcomes[next_id] = []
+                digests[next_id] = f"{next_id:032x}"
+                do(OpenUpdate(now, publish(next_id, version=next_id), MANIFEST, now + 20.0))
+                next_id += 1
+            elif chance < 0.11 and next_id > 1:
+                do(UpdateAbandon(now, next_id - 1, "enough"))
+            elif chance < 0.12:
+                coordinator.restart()
+            elif chance < 0.125:
+                now += rng.random() * 10.0
+        for entry in sorted(entry for entry in wire if entry[0] <= now):
+            wire.remove(entry)
+            _, _, to_session, on, message = entry
+            if not to_session:
+                for answer in coordinator.hear(on, message):
+                    put(True, on, answer)
+            elif on == link:
+                assert isinstance(message, ToClient)
+                do(Received(now, message))
+        if session.wake_at <= now:
+            do(Tick(now))
+    assert session.end is None
+    assert outcomes
+    assert {id_: got for id_, got in outcomes.items() if len(got) != 1} == {}
+    committed = {record.version for record in coordinator.journal}
+    for id_, (outcome,) in outcomes.items():
+        if outcome == "committed":
+            assert id_ in committed
+        elif "unknown" not in outcome:
+            assert id_ not in committed, outcome
