@@ -8,12 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginepool import errors
-    from enginepool.client import BlockingPool, Pool, ScoreResult
+    from enginepool.client import BlockingPool, BlockingWeightPublisher, Pool, ScoreResult, WeightPublisher
     from enginepool.errors import EnginepoolError
 
 __version__ = "0.1.0"
 
-__all__ = ["BlockingPool", "EnginepoolError", "Pool", "ScoreResult", "__version__", "errors"]
+__all__ = [
+    "BlockingPool",
+    "BlockingWeightPublisher",
+    "EnginepoolError",
+    "Pool",
+    "ScoreResult",
+    "WeightPublisher",
+    "__version__",
+    "errors",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,12 +4,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginepool.client.blocking import BlockingPool
+    from enginepool.client.blocking_publisher import BlockingWeightPublisher
     from enginepool.client.payload import ScoreResult
     from enginepool.client.pool import Pool
+    from enginepool.client.publisher import WeightPublisher
 
-__all__ = ["BlockingPool", "Pool", "ScoreResult"]
+__all__ = ["BlockingPool", "BlockingWeightPublisher", "Pool", "ScoreResult", "WeightPublisher"]
 
-_WHERE = {"BlockingPool": "blocking", "Pool": "pool", "ScoreResult": "payload"}
+_WHERE = {
+    "BlockingPool": "blocking",
+    "BlockingWeightPublisher": "blocking_publisher",
+    "Pool": "pool",
+    "ScoreResult": "payload",
+    "WeightPublisher": "publisher",
+}
 
 
 def __getattr__(name: str) -> Any:

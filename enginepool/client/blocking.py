@@ -69,7 +69,7 @@ class BlockingPool:
 
     def score(self, query: str | Ids, items: Sequence[str] | Sequence[Ids], **options: Unpack[ScoreOptions]) -> ScoreResult:
         """As `Pool.score`."""
-        return self._call(self._pool.score(query, items, **options))
+        return self.call(self._pool.score(query, items, **options))
 
     def score_pairs(
         self,
@@ -78,33 +78,33 @@ class BlockingPool:
         **options: Unpack[ScoreOptions],
     ) -> ScoreResult:
         """As `Pool.score_pairs`."""
-        return self._call(self._pool.score_pairs(prompts, responses, **options))
+        return self.call(self._pool.score_pairs(prompts, responses, **options))
 
     def ready(
         self, timeout: float | None = None, *, group: str = "", report: Callable[[str], None] | None = None
     ) -> StatusReport:
         """As `Pool.ready`; `report` is called in the pool's thread."""
-        return self._call(self._pool.ready(timeout, group=group, report=report))
+        return self.call(self._pool.ready(timeout, group=group, report=report))
 
     def status(self, timeout: float | None = 10.0) -> StatusReport:
         """As `Pool.status`."""
-        return self._call(self._pool.status(timeout))
+        return self.call(self._pool.status(timeout))
 
     def weights(self, group: str = "", *, timeout: float | None = 10.0) -> WeightsReport:
         """As `Pool.weights`."""
-        return self._call(self._pool.weights(group, timeout=timeout))
+        return self.call(self._pool.weights(group, timeout=timeout))
 
     def weights_digest(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:
         """As `Pool.weights_digest`."""
-        return self._call(self._pool.weights_digest(group, timeout=timeout))
+        return self.call(self._pool.weights_digest(group, timeout=timeout))
 
     def validate_weights(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:
         """As `Pool.validate_weights`."""
-        return self._call(self._pool.validate_weights(group, timeout=timeout))
+        return self.call(self._pool.validate_weights(group, timeout=timeout))
 
     def weight(self, name: str, group: str = "", *, timeout: float | None = 60.0) -> Floats:
         """As `Pool.weight`."""
-        return self._call(self._pool.weight(name, group, timeout=timeout))
+        return self.call(self._pool.weight(name, group, timeout=timeout))
 
     def close(self) -> None:
         """As `Pool.close`. Calls that are under way in other threads end with PoolClosed."""
@@ -124,7 +124,13 @@ class BlockingPool:
     def __repr__(self) -> str:
         return repr(self._pool).replace("<Pool", "<BlockingPool", 1)
 
-    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+    @property
+    def pool(self) -> Pool:
+        """The pool behind it, for what runs on its loop by `call`."""
+        return self._pool
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the pool's loop and wait for it. Raises PoolClosed."""
         if not self._end.alive:
             work.close()
             raise PoolClosed("the pool is closed")

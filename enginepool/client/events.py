@@ -60,7 +60,7 @@ class AskWeights(Event, frozen=True):
 class OpenUpdate(Event, frozen=True):
     """New weights for a group: `publish` has a fresh id of the same series, `frames` its manifest, if it has one.
 
-    Past `deadline` the transaction is given up, and ends without the coordinator's word.
+    Past `deadline` the transaction is given up, and ends without the coordinator's word; the time is over once all is sent.
     """
 
     publish: Publish

@@ -77,6 +77,11 @@ class Pool:
         self._connection = Connection(address)
         self._coordinator: EmbeddedCoordinator | None = None
 
+    @property
+    def connection(self) -> Connection:
+        """What a `WeightPublisher` speaks through; not for other callers."""
+        return self._connection
+
     def __repr__(self) -> str:
         return f"<Pool {self.address} {self._connection.describe()}>"
 

@@ -104,6 +104,10 @@ class Updates:
             update.sent_bytes = sent_bytes
             update.sent = Sent(id_, digest, sent_bytes)
             self._say(update, update.sent, out)
+            if not update.commit and update.abandon is None:
+                # It may wait for its caller's `commit` now, which brings a deadline of its own.
+                update.deadline = inf
+                self._time()
 
     def allow(self, id_: int, deadline: float | None, out: list[Effect]) -> None:
         update = self.by_id.get(id_)

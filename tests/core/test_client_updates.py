@@ -260,6 +260,13 @@ def test_an_update_gives_itself_up_at_its_deadline(publisher: Publisher):
     assert publisher.words()[-1] == "Abandon"
 
 
+def test_an_update_that_is_sent_waits_for_its_caller_without_a_deadline(publisher: Publisher):
+    publisher.open(timeout=5.0)
+    publisher.send_all()
+    publisher.pass_time(500.0)
+    assert publisher.ended() == []
+
+
 def test_past_the_deadline_of_a_commit_nobody_knows_and_the_error_says_so(publisher: Publisher):
     publisher.open(timeout=5.0)
     publisher.send_all()

@@ -24,6 +24,11 @@ PURE = {f"enginepool/client/{name}.py" for name in ("session", "calls", "statuse
     f"workers/{name}.py" for name in ("machine", "engine", "events", "updates")
 }
 
+#: Files of the client that a trainer imports, with torch; nothing else of the client imports them before it is asked to.
+TRAINER = {
+    f"enginepool/client/{name}.py" for name in ("publisher", "update", "courier", "streaming", "lockstep", "tensors")
+} | {"enginepool/client/blocking_publisher.py"}
+
 #: What would let time, chance, other threads or the outside world into a decision.
 CLOCKS = {"datetime", "random", "sched", "secrets", "time", "uuid"}
 THREADS = {"asyncio", "concurrent", "multiprocessing", "signal", "subprocess", "threading", "uvloop"}
@@ -119,7 +124,8 @@ def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
         return "nobody imports workers: they are started as processes"
     if path.startswith(COORDINATOR) and found.within("enginepool.client", "enginepool.cli"):
         return "the coordinator knows no client"
-    if path.startswith((COORDINATOR, "enginepool/client/")) and library in ("torch", "sglang", "transformers"):
+    needless = {"sglang", "transformers"} if path in TRAINER else {"torch", "sglang", "transformers"}
+    if path.startswith((COORDINATOR, "enginepool/client/")) and library in needless:
         return "a coordinator host and a client need no torch"
     if product and library in ONLY and path not in ONLY[library]:
         return f"{library} is imported only in {', '.join(sorted(ONLY[library]))}"
@@ -171,7 +177,7 @@ def test_every_file_keeps_the_import_rules() -> None:
 
 def test_the_lists_of_files_name_files_that_exist() -> None:
     """A renamed file would slip out of its rule."""
-    named = SHELL | PURE | {path for paths in ONLY.values() for path in paths}
+    named = SHELL | PURE | TRAINER | {path for paths in ONLY.values() for path in paths}
     assert sorted(path for path in named if not (ROOT / path).is_file()) == []
 
 

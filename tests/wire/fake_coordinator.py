@@ -68,7 +68,10 @@ class FakeCoordinator:
         self.heard: queue.Queue[FromClient] = queue.Queue()
         self.scores: list[Score] = []
         self.payloads: list[list[bytes]] = []
+        #: hears what has no answer here
+        self.others: Callable[[bytes, FromClient, list[bytes]], None] | None = None
         self._errands: queue.SimpleQueue[list[bytes]] = queue.SimpleQueue()
+        self._letters: queue.SimpleQueue[tuple[bytes, Message]] = queue.SimpleQueue()
         self._greeted: set[bytes] = set()
         self._decoder: msgspec.msgpack.Decoder[FromClient] = msgspec.msgpack.Decoder(FromClient)
         self._stopping = threading.Event()
@@ -101,11 +104,21 @@ class FakeCoordinator:
         """Send these frames to every client, whatever they are."""
         self._errands.put(list(frames))
 
+    def forget(self) -> None:
+        """Know no client any more, as after a restart."""
+        self._greeted.clear()
+
+    def write(self, link: bytes, message: Message) -> None:
+        """Send a message on one link, from any thread."""
+        self._letters.put((link, message))
+
     def _run(self) -> None:
         while not self._stopping.is_set():
             if self._socket.poll(20):
                 link, header, *payload = self._socket.recv_multipart()
                 self._hear(link, self._decoder.decode(header), payload)
+            while not self._letters.empty():
+                self._send(*self._letters.get())
             while not self._errands.empty():
                 frames = self._errands.get()
                 for link in self._greeted:
@@ -136,6 +149,8 @@ class FakeCoordinator:
             self._send(link, StatusReport(self.epoch, id=message.id, groups=self.groups))
         else:
             assert not isinstance(message, Ack) or message.ids
+            if self.others is not None:
+                self.others(link, message, payload)
         self.heard.put(message)
 
     def _send(self, link: bytes, message: Message, frames: Sequence[bytes] = ()) -> None:

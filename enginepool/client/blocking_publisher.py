@@ -1,0 +1,131 @@
+"""`BlockingWeightPublisher`: a `WeightPublisher` for trainers that do not await, on the loop of their `BlockingPool`."""
+
+from collections.abc import Callable, Coroutine
+from os import PathLike
+from typing import Any, Unpack
+
+from enginepool.client.blocking import BlockingPool, LoopThread
+from enginepool.client.publisher import UpdateOptions, WeightPublisher
+from enginepool.client.tensors import Source
+from enginepool.client.update import UpdateHandle
+from enginepool.protocol.updates import InFlight, UpdateRecord
+
+_Run = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+class BlockingUpdateHandle:
+    """An `UpdateHandle` whose calls return when they are done."""
+
+    def __init__(self, handle: UpdateHandle, call: _Run) -> None:
+        """Not for callers: `BlockingWeightPublisher.start` makes it."""
+        self._handle = handle
+        self._call = call
+
+    def __repr__(self) -> str:
+        return repr(self._handle)
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it brings."""
+        return self._handle.version
+
+    @property
+    def phase(self) -> str:
+        """As `UpdateHandle.phase`."""
+        return self._handle.phase
+
+    @property
+    def sent_bytes(self) -> int:
+        """Broadcast so far."""
+        return self._handle.sent_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """To be broadcast."""
+        return self._handle.total_bytes
+
+    def sent(self) -> None:
+        """As `UpdateHandle.sent`."""
+        self._call(self._handle.sent())
+
+    def finish(self, timeout: float | None = None) -> UpdateRecord:
+        """As `UpdateHandle.finish`."""
+        return self._call(self._handle.finish(timeout))
+
+    def abandon(self, reason: str = "") -> None:
+        """As `UpdateHandle.abandon`."""
+        self._call(self._handle.abandon(reason))
+
+
+class BlockingWeightPublisher:
+    """A `WeightPublisher` whose calls return when they are done. Ctrl-C in a call gives the update up.
+
+    Args:
+        pool: the pool; None on trainer ranks above 0.
+        options: all of `WeightPublisher`'s.
+    """
+
+    def __init__(self, pool: BlockingPool | None, **options: Any) -> None:
+        #: a loop of its own, on ranks without a pool
+        self._thread: LoopThread | None = None
+        self._run: _Run
+        if pool is None:
+            self._thread = LoopThread()
+            self._run = self._thread.call
+        else:
+            self._run = pool.call
+
+        async def make() -> WeightPublisher:
+            return WeightPublisher(None if pool is None else pool.pool, **options)
+
+        self._publisher: WeightPublisher = self._run(make())
+
+    def __enter__(self) -> "BlockingWeightPublisher":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return repr(self._publisher).replace("<Weight", "<BlockingWeight", 1)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the pool has lost its weights and waits for them."""
+        return self._publisher.wanted.is_set()
+
+    @property
+    def wanted_version(self) -> int:
+        """As `WeightPublisher.wanted_version`."""
+        return self._publisher.wanted_version
+
+    def publish(self, source: Source, version: int, **options: Unpack[UpdateOptions]) -> UpdateRecord:
+        """As `WeightPublisher.publish`."""
+        return self._run(self._publisher.publish(source, version, **options))
+
+    def start(self, source: Source, version: int, **options: Unpack[UpdateOptions]) -> BlockingUpdateHandle:
+        """As `WeightPublisher.start`."""
+        return BlockingUpdateHandle(self._run(self._publisher.start(source, version, **options)), self._run)
+
+    def relabel(self, version: int, *, new_run: bool = False) -> UpdateRecord:
+        """As `WeightPublisher.relabel`."""
+        return self._run(self._publisher.relabel(version, new_run=new_run))
+
+    def publish_checkpoint(
+        self,
+        path: str | PathLike[str],
+        version: int,
+        *,
+        in_flight: InFlight = "drain",
+        drain: float = 10.0,
+        new_run: bool = False,
+    ) -> UpdateRecord:
+        """As `WeightPublisher.publish_checkpoint`."""
+        work = self._publisher.publish_checkpoint(path, version, in_flight=in_flight, drain=drain, new_run=new_run)
+        return self._run(work)
+
+    def close(self) -> None:
+        """As `WeightPublisher.close`."""
+        self._run(self._publisher.close())
+        if self._thread is not None:
+            self._thread.stop()

@@ -1,0 +1,250 @@
+"""`WeightPublisher`: a trainer's side of weight updates. It opens the transaction, broadcasts the tensors as rank 0, commits.
+
+Decisions are in `updates.py` (pure); one update is `update.py`; `courier.py` moves its bytes in a thread, so that the event
+loop lives; `tensors.py` says what a source is.
+"""
+
+import asyncio
+import importlib
+from collections.abc import Callable
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+
+from enginepool.client.events import Wanted
+from enginepool.client.payload import check_flag, check_group, check_timeout, check_version
+from enginepool.client.streaming import Buffers
+from enginepool.client.tensors import Described, Gather, Plan, Rename, Source, make_plan
+from enginepool.client.update import Desk, UpdateHandle
+from enginepool.errors import BadRequest
+from enginepool.protocol.layout import ALIGNMENT
+from enginepool.protocol.updates import InFlight, Publish, Transfer, UpdateRecord
+
+if TYPE_CHECKING:
+    from enginepool.client.pool import Pool
+
+torch: Any = importlib.import_module("torch")
+
+
+class UpdateOptions(TypedDict, total=False):
+    """The options of `WeightPublisher.start` and `publish`, which say what each one does."""
+
+    transfer: Literal["staged", "direct"]
+    in_flight: InFlight
+    drain: float
+    partial: bool
+    new_run: bool
+    manifest: Described | None
+
+
+class WeightPublisher:
+    """Brings new weights to all workers of a group, in one transaction: all of them, or none.
+
+    One publisher serves a trainer's whole life; the process group between it and the workers is formed with the first update
+    and kept. Used on the event loop of its pool. With a trainer of several ranks there is one on each: rank 0's has the pool,
+    and all ranks make the same calls in the same order.
+
+    Args:
+        pool: the pool; None on trainer ranks above 0.
+        group: the pool's group; may be left out where there is one.
+        device: where the broadcast starts from: `cuda` (the current GPU, NCCL), `cpu` (gloo), a torch device, or `auto`: cuda
+            if there is a GPU. Tensors may lie elsewhere.
+        bucket_bytes: bytes that are broadcast at once; two buckets are kept on `device`.
+        host: the address at which workers' hosts reach this one.
+        rename: (name, tensor) → the checkpoint's name, None to leave the tensor out, or (name, tensor) pairs if one becomes
+            several (fused experts). It is called first with tensors that have no memory. What FSDP, DDP, activation
+            checkpointing and torch.compile put before names is taken off without it.
+        gather: (name, tensor) → the whole tensor. By default DTensors (FSDP2) are gathered and others are whole.
+        dtype: floating tensors are converted to it, before they are gathered: torch.bfloat16 halves the bytes of a float32
+            master.
+        trainer_group: a torch process group of all trainer ranks that nothing else uses
+            (`torch.distributed.new_group(backend="gloo")`).
+        timeout: seconds for `start` until all is sent, and for `finish`.
+        lease: seconds of silence after which the pool gives an update of this publisher up and serves on.
+        collective_timeout: seconds for the process group to form, and for each bucket.
+        on_wanted: called with the version when the pool has lost its weights and needs them again; `wanted` is set then too.
+    """
+
+    def __init__(
+        self,
+        pool: "Pool | None",
+        *,
+        group: str = "",
+        device: Any = "auto",
+        bucket_bytes: int = 512 << 20,
+        host: str = "127.0.0.1",
+        rename: Rename | None = None,
+        gather: Gather | None = None,
+        dtype: Any = None,
+        trainer_group: Any = None,
+        timeout: float = 600.0,
+        lease: float = 10.0,
+        collective_timeout: float = 60.0,
+        on_wanted: Callable[[int], None] | None = None,
+    ) -> None:
+        if bucket_bytes <= 0 or bucket_bytes % ALIGNMENT:
+            raise BadRequest(f"bucket_bytes: {bucket_bytes}; a positive multiple of {ALIGNMENT}", field="bucket_bytes")
+        self.rank: int = 0 if trainer_group is None else trainer_group.rank()
+        if (pool is None) != (self.rank > 0):
+            raise BadRequest("pool: rank 0 of the trainer has the pool, the other ranks have None", field="pool")
+        self.group = check_group(group)
+        #: set while the pool has lost its weights and waits for them; a published update clears it
+        self.wanted = asyncio.Event()
+        #: the version that it has lost: publish that one or a later one
+        self.wanted_version = 0
+        self._hooks: dict[str, Any] = {"rename": rename, "gather": gather, "dtype": dtype}
+        self._lease_ms = int((check_timeout(lease, "lease") or 10.0) * 1000)
+        self._on_wanted = on_wanted
+        self._desk = Desk(
+            None if pool is None else pool.connection,
+            trainer_group,
+            Buffers(_device(device)),
+            host=host,
+            bucket_bytes=bucket_bytes,
+            timeout=check_timeout(timeout) or 600.0,
+            collective_timeout=check_timeout(collective_timeout, "collective_timeout") or 60.0,
+        )
+        if self._desk.connection is not None:
+            self._desk.connection.wanted.append(self._hear_wanted)
+
+    def __repr__(self) -> str:
+        return f"<WeightPublisher group={self.group!r} rank={self.rank} {self._desk.open or 'idle'}>"
+
+    async def __aenter__(self) -> "WeightPublisher":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def publish(self, source: Source, version: int, **options: Unpack[UpdateOptions]) -> UpdateRecord:
+        """Bring the tensors of `source` to the group as `version`: `start` and `finish`, with their arguments and errors.
+
+        Returns:
+            what the history keeps of it: outcome, digest, members, and how long each phase took.
+        """
+        handle = await self.start(source, version, **options)
+        return await self._finish(handle)
+
+    async def start(
+        self,
+        source: Source,
+        version: int,
+        *,
+        transfer: Literal["staged", "direct"] = "staged",
+        in_flight: InFlight = "drain",
+        drain: float = 10.0,
+        partial: bool = False,
+        new_run: bool = False,
+        manifest: Described | None = None,
+    ) -> UpdateHandle:
+        """Begin an update. Returns when the workers have agreed to names and shapes; tensors flow while the pool serves.
+
+        The source must not change until `await handle.sent()`, or `finish`. The event loop has to run meanwhile: it renews the
+        lease. A trainer that computes in its main thread takes `BlockingPool` and `BlockingWeightPublisher`.
+
+        Args:
+            source: a torch.nn.Module, a mapping of names to tensors (a state dict), (name, tensor) pairs, or a callable that
+                gives such pairs. Names are the checkpoint's. An iterator without `manifest` is read to its end at once; a
+                callable without one is called twice.
+            version: above the committed one.
+            transfer: `staged`: into memory beside each engine, which serves meanwhile; `direct`: straight into the engines,
+                which stand still from `finish` on, for when there is no room.
+            in_flight: at the hand-over, requests that an engine has begun finish (`drain`), or run again on the new weights
+                (`abort`).
+            drain: seconds that `drain` waits for at most; then as `abort`.
+            partial: names of the model may be missing.
+            new_run: versions begin again, for an operator who starts another training in the same pool.
+            manifest: (name, dtype, shape) of each tensor that the source gives, in their order.
+
+        Raises:
+            Publishing: another update of the group is under way.
+            VersionBackwards: `version` is not above the committed one.
+            WeightsRefused: names, shapes or dtypes do not fit the model; the message names one.
+            BadRequest: the source cannot be sent; `field` names the tensor.
+        """
+        _one_of("transfer", transfer, ("staged", "direct"))
+        publish = self._message(version, transfer, in_flight, drain, new_run)
+        publish.partial = check_flag("partial", partial)
+        return await self._begin(publish, lambda: make_plan(source, manifest=manifest, **self._hooks))
+
+    async def relabel(self, version: int, *, new_run: bool = False) -> UpdateRecord:
+        """Call the weights that the group has `version`. Same errors as `publish`."""
+        return await self._finish(await self._begin(self._message(version, "relabel", "drain", 10.0, new_run), None))
+
+    async def publish_checkpoint(
+        self,
+        path: str | PathLike[str],
+        version: int,
+        *,
+        in_flight: InFlight = "drain",
+        drain: float = 10.0,
+        new_run: bool = False,
+    ) -> UpdateRecord:
+        """Let every worker of the group load the checkpoint directory `path`, which it must be able to see, as `version`.
+
+        Same errors as `publish`.
+        """
+        publish = self._message(version, "checkpoint", in_flight, drain, new_run)
+        publish.path = str(path)
+        return await self._finish(await self._begin(publish, None))
+
+    async def close(self) -> None:
+        """Give up what is under way and leave the process group. Twice is once."""
+        if self._desk.open is not None:
+            await self._desk.open.abandon("the publisher closed")
+        if self._desk.connection is not None and self._hear_wanted in self._desk.connection.wanted:
+            self._desk.connection.wanted.remove(self._hear_wanted)
+        await self._desk.leave()
+
+    def _message(self, version: int, transfer: Transfer, in_flight: InFlight, drain: float, new_run: bool) -> Publish:
+        _one_of("in_flight", in_flight, ("drain", "abort"))
+        seconds = check_timeout(drain, "drain") if drain != 0 else 0.0
+        return Publish(
+            0,
+            check_version(version),
+            group=self.group,
+            transfer=transfer,
+            in_flight=in_flight,
+            drain_ms=int((seconds or 0.0) * 1000),
+            lease_ms=self._lease_ms,
+            new_run=check_flag("new_run", new_run),
+            bucket_bytes=self._desk.bucket_bytes,
+        )
+
+    async def _begin(self, publish: Publish, plan: Callable[[], Plan] | None) -> UpdateHandle:
+        handle = UpdateHandle(self._desk, publish.version)
+        if self.rank == 0:
+            await handle.begin(publish, plan)
+        else:
+            handle.follow(plan)
+        return handle
+
+    async def _finish(self, handle: UpdateHandle) -> UpdateRecord:
+        record = await handle.finish()
+        self.wanted.clear()
+        return record
+
+    def _hear_wanted(self, wanted: Wanted) -> None:
+        if wanted.group == self.group or not self.group:
+            self.wanted_version = wanted.version
+            self.wanted.set()
+            if self._on_wanted is not None:
+                self._on_wanted(wanted.version)
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise BadRequest(f"{name}: {value!r}; one of {', '.join(known)}", field=name, limit=", ".join(known))
+
+
+def _device(device: Any) -> Any:
+    if isinstance(device, str) and device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BadRequest(f"device: {device!r}: {error}", field="device") from None
+    if found.type not in ("cpu", "cuda"):
+        raise BadRequest(f"device: {found}; cpu or cuda", field="device", limit="cpu, cuda")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found

@@ -1,0 +1,205 @@
+"""What a trainer gives to a publisher, as named tensors in a fixed order: modules, state dicts, iterators, sharded or not.
+
+The names that travel are those of the checkpoint, so wrappers' prefixes are taken off, tied tensors are sent once, and `rename`
+may do the rest. What comes is described first (`Plan.manifest`), without a byte being gathered, and then given tensor by
+tensor (`Plan.tensors`), each gathered when its turn comes.
+"""
+
+import importlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+from enginepool.errors import BadRequest
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.manifest import SIZES, Tensor, decode_manifest, encode_manifest
+
+torch: Any = importlib.import_module("torch")
+
+#: torch.nn.Module, mapping of names to tensors, iterable of (name, tensor), or a callable that returns one.
+Source: TypeAlias = Any
+#: (name, tensor) -> the name that travels, None for a tensor that does not, or pairs where one tensor becomes several.
+Rename: TypeAlias = Callable[[str, Any], "str | Iterable[tuple[str, Any]] | None"]
+#: (name, tensor) -> the whole tensor, on any device, the same on every rank or on rank 0 alone.
+Gather: TypeAlias = Callable[[str, Any], Any]
+#: Descriptions as a caller may write them: (name, dtype, shape) or `Tensor`.
+Described: TypeAlias = Sequence["Tensor | tuple[str, Any, Sequence[int]]"]
+
+#: What FSDP, activation checkpointing and torch.compile put into names.
+_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What an update sends: its description, and its tensors in the same order. `tensors` may be called once."""
+
+    manifest: list[Tensor]
+    tensors: Callable[[], Iterator[tuple[str, Any]]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.manifest)
+
+
+def whole(name: str, tensor: Any) -> Any:
+    """The usual `Gather`: DTensors (FSDP2, tensor parallel) become whole, a collective of their mesh; others are whole."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def make_plan(
+    source: Source,
+    *,
+    manifest: Described | None = None,
+    rename: Rename | None = None,
+    gather: Gather | None = None,
+    dtype: Any = None,
+) -> Plan:
+    """What `source` sends.
+
+    Args:
+        source: see `Source`. An iterable without a `manifest` is read to its end at once, and its tensors kept; a callable
+            without one is called twice.
+        manifest: of the tensors that come out, in their order; needed for no source, and spares those costs.
+        rename, gather: see `Rename`, `Gather`.
+        dtype: floating tensors are converted to it, before they are gathered.
+
+    Raises:
+        BadRequest: something in `source` is no tensor, a name comes twice, a dtype cannot travel.
+    """
+    gather = gather or whole
+    if callable(source) and not isinstance(source, torch.nn.Module):
+        read = cast("Callable[[], Iterable[tuple[str, Any]]]", source)
+        if manifest is None:
+            meta = [(name, _empty_like(tensor, dtype)) for name, tensor in _checked(read())]
+            return Plan(_described(meta, rename), lambda: _given(read(), rename, gather, dtype))
+        return Plan(_written(manifest), lambda: _given(read(), rename, gather, dtype))
+    if isinstance(source, Iterator) and manifest is not None:
+        stream = cast("Iterator[tuple[str, Any]]", source)
+        return Plan(_written(manifest), lambda: _given(stream, rename, gather, dtype))
+    pairs = list(_pairs(source))
+    if manifest is not None:
+        return Plan(_written(manifest), lambda: _given(pairs, rename, gather, dtype))
+    meta = [(name, _empty_like(tensor, dtype)) for name, tensor in _checked(pairs)]
+    return Plan(_described(meta, rename), lambda: _given(pairs, rename, gather, dtype))
+
+
+# --- what is there -----------------------------------------------------------------------------------------------------
+
+
+def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
+    if isinstance(source, torch.nn.Module):
+        state = [(name, value) for name, value in source.state_dict().items() if not name.endswith("_extra_state")]
+        tied: Any = getattr(source, "_tied_weights_keys", None) or ()
+        return _plain_names(_untied(state, set(tied)))
+    if isinstance(source, Mapping):
+        mapping = cast("Mapping[str, Any]", source)
+        return _plain_names(_untied(list(mapping.items()), set()))
+    if isinstance(source, Iterable):
+        return cast("Iterable[tuple[str, Any]]", source)
+    raise BadRequest(
+        f"source: a {type(source).__name__}; a torch.nn.Module, a mapping, (name, tensor) pairs, or a callable that gives them",
+        field="source",
+    )
+
+
+def _untied(pairs: list[tuple[str, Any]], tied: set[str]) -> list[tuple[str, Any]]:
+    """Without the second name of the same memory: the checkpoint has one. `tied` are names that the model calls the second."""
+    first: dict[tuple[Any, ...], str] = {}
+    for name, value in sorted(pairs, key=lambda pair: pair[0] in tied):
+        place = _place(value)
+        if place is not None:
+            first.setdefault(place, name)
+    return [(name, value) for name, value in pairs if first.get(_place(value) or (), name) == name]
+
+
+def _place(value: Any) -> tuple[Any, ...] | None:
+    """Where a tensor's bytes are, and how it sees them. None: nowhere, or nobody knows.
+
+    The storage and not the address: a rank's shard may be empty, and all ranks have to come to the same end.
+    """
+    local = getattr(value, "_local_tensor", value)
+    if not isinstance(local, torch.Tensor) or (local is value and not local.numel()):
+        return None
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), local.dtype, tuple(local.shape), local.stride()
+
+
+def _plain_names(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    named = [(_WRAPPERS.sub("", name), value) for name, value in pairs]
+    if named and all(name.startswith("module.") for name, _ in named):  # DistributedDataParallel
+        return [(name.removeprefix("module."), value) for name, value in named]
+    return named
+
+
+def _checked(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for name, value in pairs:
+        if not isinstance(value, torch.Tensor):
+            raise BadRequest(f"source[{name}]: a {type(value).__name__}; a tensor", field=f"source[{name}]")
+        yield name, value
+
+
+# --- what it becomes ---------------------------------------------------------------------------------------------------
+
+
+def _empty_like(tensor: Any, dtype: Any) -> Any:
+    """A tensor of the same size without memory: enough for a hook to rename it or to cut it."""
+    return torch.empty(tuple(tensor.shape), dtype=_wire_dtype(tensor.dtype, dtype), device="meta")
+
+
+def _wire_dtype(own: Any, wanted: Any) -> Any:
+    return wanted if wanted is not None and _dtype_name(own) in _FLOATS else own
+
+
+def _renamed(name: str, tensor: Any, rename: Rename | None) -> Iterable[tuple[str, Any]]:
+    if rename is None:
+        return ((name, tensor),)
+    told = rename(name, tensor)
+    if told is None:
+        return ()
+    return ((told, tensor),) if isinstance(told, str) else told
+
+
+def _given(pairs: Iterable[tuple[str, Any]], rename: Rename | None, gather: Gather, dtype: Any) -> Iterator[tuple[str, Any]]:
+    for name, tensor in _checked(pairs):
+        tensor = tensor.detach()
+        tensor = gather(name, tensor.to(_wire_dtype(tensor.dtype, dtype)))
+        yield from _renamed(name, tensor, rename)
+
+
+def _described(meta: Iterable[tuple[str, Any]], rename: Rename | None) -> list[Tensor]:
+    return _written([(n, t.dtype, tuple(t.shape)) for name, tensor in meta for n, t in _renamed(name, tensor, rename)])
+
+
+def _written(manifest: Described) -> list[Tensor]:
+    """The manifest as it travels, held to what the coordinator would say about it."""
+    tensors = [
+        entry if isinstance(entry, Tensor) else Tensor(entry[0], _dtype_name(entry[1]), tuple(map(int, entry[2])))
+        for entry in manifest
+    ]
+    for tensor in tensors:
+        if tensor.dtype not in SIZES:
+            where = f"source[{tensor.name}]"
+            raise BadRequest(f"{where}: dtype {tensor.dtype} cannot be sent", field=where, limit=", ".join(SIZES))
+    try:
+        return decode_manifest(encode_manifest(tensors))
+    except WireError as error:
+        field = error.field.replace("manifest", "source", 1)
+        raise BadRequest(error.message.replace("manifest", "source", 1), field=field, limit=error.limit) from None
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def fits(name: str, tensor: Any, described: Tensor) -> str:
+    """Why a tensor is not the one that was described, or ""."""
+    if name != described.name:
+        return f"{name} came where {described.name} was to come"
+    if tuple(tensor.shape) != described.shape:
+        return f"{name}: shape {list(tensor.shape)} came, {list(described.shape)} was announced"
+    if _dtype_name(tensor.dtype) != described.dtype:
+        return f"{name}: dtype {_dtype_name(tensor.dtype)} came, {described.dtype} was announced"
+    return ""

@@ -1,0 +1,349 @@
+"""`UpdateHandle`: one update on one trainer rank, between the caller, the coordinator and the thread that moves the bytes."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from enginepool.client.courier import Courier, Follower, Notes, Outcome, Side
+from enginepool.client.events import (
+    JoinGroup,
+    OpenUpdate,
+    PhaseReached,
+    UpdateAbandon,
+    UpdateCommit,
+    UpdateDone,
+    UpdateProgress,
+    UpdateSent,
+)
+from enginepool.client.lockstep import Lockstep, RankFailed
+from enginepool.client.payload import check_timeout
+from enginepool.client.streaming import Buffers
+from enginepool.client.tensors import Plan
+from enginepool.collective import CollectiveError
+from enginepool.errors import EnginepoolError, Publishing, error_from
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.manifest import encode_manifest
+from enginepool.protocol.messages import Failure, FrameSpec
+from enginepool.protocol.updates import PhaseName, Publish, Published, UpdateRecord
+
+if TYPE_CHECKING:
+    from enginepool.client.connection import Connection, UpdateEffect
+
+log = logging.getLogger("enginepool")
+
+#: After the end of an update its thread is waited for so long; it may still be in the caller's own `gather`.
+_LEAVE_S = 10.0
+#: What the wire calls the arguments of `publish`.
+_NAMES = {"manifest": "source", "drain_ms": "drain"}
+_MAX_REASON = 200
+
+
+class Desk:
+    """What a publisher and its updates share.
+
+    Attributes:
+        connection: to the coordinator; None on trainer ranks above 0.
+        trainer_group: the trainer's ranks, or None.
+        timeout: seconds for all waits without one of their own.
+        collective_timeout: seconds for the process group to form, and for each bucket.
+        side: this rank's side of the process group, if there is one.
+        open: the update that is under way.
+    """
+
+    def __init__(
+        self,
+        connection: "Connection | None",
+        trainer_group: Any,
+        buffers: Buffers,
+        *,
+        host: str,
+        bucket_bytes: int,
+        timeout: float,
+        collective_timeout: float,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.connection = connection
+        self.trainer_group = trainer_group
+        self.buffers = buffers
+        self.host = host
+        self.bucket_bytes = bucket_bytes
+        self.timeout = timeout
+        self.collective_timeout = collective_timeout
+        self.side: Side | None = None
+        self.open: UpdateHandle | None = None
+
+    async def have_side(self) -> Side:
+        """A side that can be used."""
+        if self.side is None or self.side.lost:
+            self.side = await asyncio.to_thread(Side, self.host, self.buffers.device)
+        return self.side
+
+    async def leave(self) -> None:
+        """Leave the process group."""
+        side, self.side = self.side, None
+        if side is not None:
+            await asyncio.to_thread(side.abandon)
+
+    def post(self, call: Callable[..., None], *arguments: Any) -> None:
+        """From another thread to the loop. On one that is closed nobody waits."""
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(call, *arguments)
+
+
+class UpdateHandle:
+    """An update under way.
+
+    Attributes:
+        version: of the weights that it brings.
+        phase: `open`, `join`, `transfer`, `staged`, `hold`, `hand_over`; at last `committed` or `failed`. On a trainer rank
+            above 0 `open` until the end.
+        members: workers that take part.
+        done: those of them that have finished the phase.
+        sent_bytes: broadcast so far.
+        total_bytes: to be broadcast.
+    """
+
+    def __init__(self, desk: Desk, version: int) -> None:
+        """Not for callers: `WeightPublisher.start` makes it."""
+        if asyncio.get_running_loop() is not desk.loop:
+            raise RuntimeError("this WeightPublisher belongs to another event loop")
+        if desk.open is not None:
+            raise Publishing(f"this publisher's update to version {desk.open.version} is not over; finish or abandon it first")
+        self.version = version
+        self.phase: PhaseName | Literal["committed", "failed"] = "open"
+        self.members = self.done = self.sent_bytes = self.total_bytes = 0
+        self._desk = desk
+        self._courier: Courier | None = None
+        self._id: int | None = None
+        #: the process group forms, or stands
+        self._joining = False
+        #: what this side met, which is a better reason than the coordinator can give
+        self._cause: Exception | None = None
+        self._opened: asyncio.Future[None] = desk.loop.create_future()
+        self._sent: asyncio.Future[None] = desk.loop.create_future()
+        self._final: asyncio.Future[UpdateRecord] = desk.loop.create_future()
+        #: the thread has ended
+        self._left: asyncio.Future[None] = desk.loop.create_future()
+        for future in (self._opened, self._sent, self._final):
+            future.add_done_callback(_looked_at)
+        desk.open = self
+
+    def __repr__(self) -> str:
+        return f"<UpdateHandle version={self.version} {self.phase} {self.sent_bytes}/{self.total_bytes} bytes>"
+
+    # --- the caller's side ---------------------------------------------------------------------------------------------
+
+    async def sent(self) -> None:
+        """Wait until the source is no longer read, so that training may go on. Raises what `finish` raises."""
+        await asyncio.shield(self._sent)
+
+    async def finish(self, timeout: float | None = None) -> UpdateRecord:  # noqa: ASYNC109 (the coordinator's answer counts)
+        """Commit: wait for the transfer, hold the group, hand over. Every answer from then on is of this version.
+
+        Args:
+            timeout: seconds; None: the publisher's own `timeout`.
+
+        Raises:
+            UpdateAborted, WeightsRefused: the old weights serve on; the message says why.
+            DeadlineExceeded: it took longer than `timeout`; the message says whether it may have been committed.
+        """
+        seconds = check_timeout(timeout) or self._desk.timeout
+        if self._desk.connection is not None and self._id is not None:
+            now = self._desk.loop.time()
+            self._desk.connection.tell(UpdateCommit(now, self._id, now + seconds))
+        try:
+            return await asyncio.shield(self._final)
+        except asyncio.CancelledError:
+            await self.abandon("the caller gave up")
+            raise
+        finally:
+            await self._wait_left()
+
+    async def abandon(self, reason: str = "") -> None:
+        """Give the update up, unless it is too late. Returns when it has ended, however it did.
+
+        On a trainer rank above 0 it waits for rank 0 to say how it ended.
+        """
+        if not self._final.done() and self._courier is not None:
+            self._give_up(reason or "the publisher gave it up")
+        if not self._final.done():
+            await asyncio.wait([self._final])
+        await self._wait_left()
+
+    # --- beginning: by the publisher -----------------------------------------------------------------------------------
+
+    async def begin(self, publish: Publish, plan: Callable[[], Plan] | None) -> None:
+        """On rank 0: make the plan, if there are tensors, open the transaction, and wait until it is agreed to."""
+        desk = self._desk
+        side: Side | None = None
+        if plan is not None:
+            side = await desk.have_side()
+            publish.backend, publish.address, publish.peer = side.backend, side.address, side.peer
+        notes = Notes(
+            planned=lambda plan: desk.post(self._planned, publish, plan),
+            progress=lambda sent: desk.post(self._progress, sent),
+            sent=lambda digest, sent: desk.post(self._all_sent, digest, sent),
+            failed=lambda error: desk.post(self._failed, error),
+            ended=lambda: desk.post(self._leave),
+        )
+        self._courier = Courier(
+            plan or nothing,
+            side,
+            desk.buffers,
+            Lockstep(desk.trainer_group),
+            notes,
+            bucket_bytes=desk.bucket_bytes,
+            timeout_s=desk.collective_timeout,
+        )
+        self._courier.start()
+        try:
+            await asyncio.shield(self._opened)
+        except BaseException:
+            await self.abandon("the caller gave up")
+            raise
+
+    def follow(self, plan: Callable[[], Plan] | None) -> None:
+        """On the other ranks: take part in the gathering."""
+
+        def ended(outcome: Outcome, own: Exception | None) -> None:
+            self._desk.post(self._follower_ended, outcome, own)
+
+        Follower(plan or nothing, self._desk.trainer_group, ended).start()
+        self._opened.set_result(None)
+
+    # --- what the coordinator says -------------------------------------------------------------------------------------
+
+    def _hear(self, effect: "UpdateEffect") -> None:
+        assert self._courier is not None
+        if isinstance(effect, JoinGroup):
+            self._joining = True
+            self._courier.join_group(effect.join)
+            self._open()
+        elif isinstance(effect, PhaseReached):
+            phase = effect.phase
+            self.phase, self.members, self.done = phase.phase, phase.members, phase.done
+            if phase.phase == "transfer":
+                self._courier.transfer()
+        elif isinstance(effect, UpdateDone):
+            self._end(effect.published)
+        else:
+            self._end(effect.failure)
+
+    def _open(self) -> None:
+        if not self._opened.done():
+            self._opened.set_result(None)
+
+    def _end(self, outcome: Outcome) -> None:
+        """The last word is spoken. After a failure the process group is of no more use, and who waits in it has to leave."""
+        if isinstance(outcome, Failure) and self._joining and self._courier is not None and self._courier.side is not None:
+            side = self._courier.side
+            side.lost = True
+            self._desk.loop.run_in_executor(None, side.abandon)
+        if self._courier is not None:
+            self._courier.end(outcome)
+        self._settle(outcome)
+
+    def _settle(self, outcome: Outcome) -> None:
+        if self._final.done():
+            return
+        waiting = [future for future in (self._opened, self._sent) if not future.done()]
+        if isinstance(outcome, Published):
+            self.phase = "committed"
+            self._final.set_result(outcome.record)
+            for future in waiting:
+                future.set_result(None)
+        else:
+            self.phase = "failed"
+            error = self._error(outcome)
+            if isinstance(self._cause, CollectiveError | RankFailed):
+                error.__cause__ = self._cause
+            elif self._cause is not None:
+                error = self._cause
+            self._final.set_exception(error)
+            for future in waiting:
+                future.set_exception(error)
+
+    def _error(self, failure: Failure) -> EnginepoolError:
+        connection = self._desk.connection
+        return error_from(failure, _NAMES) if connection is None else connection.failed(failure, _NAMES)
+
+    # --- what the threads say ------------------------------------------------------------------------------------------
+
+    def _planned(self, publish: Publish, plan: Plan) -> None:
+        """Tell the coordinator, unless the caller has given up meanwhile."""
+        connection, now = self._desk.connection, self._desk.loop.time()
+        if self._final.done() or connection is None:
+            return
+        frames: Sequence[Buffer] = ()
+        if plan.manifest:
+            frames = (encode_manifest(plan.manifest),)
+            publish.frames = [FrameSpec("manifest", "utf8", (len(frames[0]),))]
+            self.total_bytes = plan.nbytes
+
+        def opening(id_: int) -> OpenUpdate:
+            publish.id = self._id = id_
+            return OpenUpdate(now, publish, frames, now + self._desk.timeout)
+
+        connection.open_update(opening, self._hear)
+        if not plan.manifest:
+            self._open()
+
+    def _progress(self, sent: int) -> None:
+        self.sent_bytes = sent
+        if self._desk.connection is not None and self._id is not None:
+            self._desk.connection.tell(UpdateProgress(self._desk.loop.time(), self._id, sent))
+
+    def _all_sent(self, digest: str, sent: int) -> None:
+        self.sent_bytes = sent
+        if self._desk.connection is not None and self._id is not None:
+            self._desk.connection.tell(UpdateSent(self._desk.loop.time(), self._id, digest, sent))
+        if not self._sent.done():
+            self._sent.set_result(None)
+
+    def _failed(self, error: Exception) -> None:
+        """This side cannot go on. The caller hears why when the coordinator has let go."""
+        if self._final.done():
+            return
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if self._cause is None:
+            self._cause = error
+        self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        if self._id is None or self._desk.connection is None:
+            self._end(Failure("update_aborted", f"the update to version {self.version} was aborted: {reason}"))
+        else:
+            self._desk.connection.tell(UpdateAbandon(self._desk.loop.time(), self._id, reason[:_MAX_REASON]))
+
+    def _follower_ended(self, outcome: Outcome, own: Exception | None) -> None:
+        self._cause = own
+        self._settle(outcome)
+        self._leave()
+
+    # --- the end -------------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        if not self._left.done():
+            self._left.set_result(None)
+        if self._desk.open is self:
+            self._desk.open = None
+
+    async def _wait_left(self) -> None:
+        """Until the thread has ended, or is stuck in the caller's own code; the next update has another one."""
+        if not self._left.done():
+            await asyncio.wait([self._left], timeout=_LEAVE_S)
+        if not self._left.done():
+            log.warning("the thread of the update to version %d is still busy", self.version)
+            self._leave()
+
+
+def nothing() -> Plan:
+    """The plan of an update that broadcasts nothing."""
+    return Plan([], lambda: iter(()))
+
+
+def _looked_at(future: "asyncio.Future[Any]") -> None:
+    """An error that nobody waits for is none that Python should complain about."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,212 @@
+"""What a trainer may give to a publisher, and the bytes that become of it."""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from enginepool.client.lockstep import Lockstep
+from enginepool.client.streaming import Buffers, Stopped, stream
+from enginepool.client.tensors import Plan, Source, make_plan
+from enginepool.digest import digest_of, views
+from enginepool.errors import BadRequest
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor
+
+
+def names(plan: Plan) -> list[str]:
+    """The names that are announced; what comes has to have the same."""
+    announced = [tensor.name for tensor in plan.manifest]
+    assert [name for name, _ in plan.tensors()] == announced
+    return announced
+
+
+class Tied(torch.nn.Module):
+    """A head whose weight is that of the embedding, and a twin of another shape of the same bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = torch.nn.Linear(4, 10, bias=False)
+        self.embed = torch.nn.Embedding(10, 4)
+        self.lm_head.weight = self.embed.weight
+        self.register_buffer("flat", self.embed.weight.detach().view(-1))
+
+
+def test_a_module_is_its_state_with_names_dtypes_and_shapes() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).to(torch.bfloat16)
+    plan = make_plan(net)
+    assert plan.manifest[0] == Tensor("0.weight", "bfloat16", (3, 2))
+    assert plan.manifest[-1] == Tensor("1.num_batches_tracked", "int64", ())
+    assert names(plan) == list(net.state_dict())
+
+
+def test_tied_tensors_are_sent_once_under_the_first_name_or_the_one_that_the_model_keeps() -> None:
+    net = Tied()
+    assert names(make_plan(net)) == ["flat", "lm_head.weight"]
+    net._tied_weights_keys = ["lm_head.weight"]  # type: ignore[assignment]
+    assert names(make_plan(net)) == ["flat", "embed.weight"]
+    assert names(make_plan(net.state_dict())) == ["flat", "lm_head.weight"]
+
+
+def test_prefixes_of_wrappers_are_taken_off() -> None:
+    one = torch.zeros(1)
+    wrapped = {"module._fsdp_wrapped_module.a._checkpoint_wrapped_module.w": one, "module._orig_mod.b": one.clone()}
+    assert names(make_plan(wrapped)) == ["a.w", "b"]
+    assert names(make_plan({"module.a": one, "b": one.clone()})) == ["module.a", "b"]
+
+
+def test_a_hook_renames_leaves_out_and_cuts() -> None:
+    def rename(name: str, tensor: Any) -> Any:
+        if name == "experts":
+            return [(f"experts.{i}.w", tensor[i]) for i in range(tensor.shape[0])]
+        return None if name == "rope" else f"model.{name}"
+
+    source = {"a": torch.ones(2), "rope": torch.ones(3), "experts": torch.arange(6.0).view(2, 3)}
+    plan = make_plan(source, rename=rename)
+    assert plan.manifest == [
+        Tensor("model.a", "float32", (2,)),
+        Tensor("experts.0.w", "float32", (3,)),
+        Tensor("experts.1.w", "float32", (3,)),
+    ]
+    assert [tensor.tolist() for _, tensor in plan.tensors()] == [[1, 1], [0, 1, 2], [3, 4, 5]]
+
+
+def test_floats_are_converted_before_they_are_gathered_and_other_numbers_stay() -> None:
+    gathered: list[tuple[str, torch.dtype]] = []
+
+    def gather(name: str, tensor: Any) -> Any:
+        gathered.append((name, tensor.dtype))
+        return tensor
+
+    plan = make_plan({"a": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}, dtype=torch.bfloat16, gather=gather)
+    assert [tensor.dtype for tensor in plan.manifest] == ["bfloat16", "int64"]
+    assert gathered == []
+    assert [tensor.dtype for _, tensor in plan.tensors()] == [torch.bfloat16, torch.int64]
+    assert gathered == [("a", torch.bfloat16), ("n", torch.int64)]
+
+
+def pairs() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "a", torch.ones(2)
+    yield "b", torch.zeros(3, 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "manifest"),
+    [
+        (pairs, None),
+        (pairs(), None),
+        (list(pairs()), None),
+        (pairs, [("a", torch.float32, [2]), ("b", "float32", (3, 1))]),
+        (pairs(), [Tensor("a", "float32", (2,)), Tensor("b", "float32", (3, 1))]),
+        (list(pairs()), [("a", "torch.float32", [2]), ("b", "float32", [3, 1])]),
+    ],
+)
+def test_pairs_come_from_anything_that_gives_them(source: Source, manifest: Any) -> None:
+    plan = make_plan(source, manifest=manifest)
+    assert plan.manifest == [Tensor("a", "float32", (2,)), Tensor("b", "float32", (3, 1))]
+    assert names(plan) == ["a", "b"]
+
+
+def test_an_iterator_with_a_manifest_is_not_read_before_its_turn() -> None:
+    source = pairs()
+    make_plan(source, manifest=[("a", torch.float32, [2])])
+    assert next(source)[0] == "a"
+
+
+@pytest.mark.parametrize(
+    ("source", "field", "words"),
+    [
+        (7, "source", "a int; a torch.nn.Module"),
+        ({"a": [1, 2]}, "source[a]", "a list; a tensor"),
+        ({"a": torch.zeros(1, dtype=torch.complex64)}, "source[a]", "dtype complex64 cannot be sent"),
+        ([("a", torch.zeros(1)), ("a", torch.ones(1))], "source[a]", "named twice"),
+        ({}, "source", "at least one tensor"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_by_name(source: Source, field: str, words: str) -> None:
+    with pytest.raises(BadRequest, match=words.replace("[", r"\[")) as caught:
+        make_plan(source)
+    assert caught.value.field == field
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------------
+
+
+class Tape:
+    """A group that keeps what is broadcast; a buffer that is written before its broadcast is over spoils the tape."""
+
+    def __init__(self) -> None:
+        self.buckets: list[Any] = []
+
+    def begin(self, bucket: Any) -> "Late":
+        self.buckets.append(None)
+        return Late(self, len(self.buckets) - 1, bucket)
+
+
+class Late:
+    """Reads the buffer only when it is waited for, as a slow network would."""
+
+    def __init__(self, tape: Tape, place: int, bucket: Any) -> None:
+        self.tape, self.place, self.bucket = tape, place, bucket
+
+    def wait(self, timeout_s: float) -> None:
+        assert timeout_s == 5.0
+        self.tape.buckets[self.place] = self.bucket.clone()
+
+
+def in_bytes(tensor: Any) -> Any:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def send(plan: Plan, bucket_bytes: int, tape: Tape, progress: list[int] | None = None, stop: int = 10**9) -> tuple[str, int]:
+    told: list[int] = []
+    return stream(
+        plan, tape, Buffers(torch.device("cpu")), bucket_bytes=bucket_bytes, timeout_s=5.0, lockstep=Lockstep(),  # type: ignore[arg-type]
+        stopped=lambda: len(tape.buckets) >= stop, progress=told.append if progress is None else progress.append,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_space_holds_every_tensor_and_its_digest_is_that_of_what_was_sent(seed: int) -> None:
+    rng = random.Random(seed)
+    dtypes = [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float64, torch.float8_e4m3fn]
+    source: dict[str, Any] = {}
+    for i in range(rng.randint(1, 12)):
+        shape = [rng.choice([0, 1, 3, 64, 300]) for _ in range(rng.choice([0, 1, 1, 2]))]
+        tensor = torch.randint(0, 2, shape).to(rng.choice(dtypes)) if shape else torch.tensor(float(i))
+        source[f"t{i}"] = tensor.t() if tensor.dim() == 2 and rng.random() < 0.5 else tensor
+    plan, tape, progress = make_plan(list(source.items())), Tape(), list[int]()
+    digest, sent = send(plan, rng.choice([256, 512, 4096, 1 << 20]), tape, progress)
+    total = layout(plan.manifest).nbytes
+    assert sent == total
+    assert progress == sorted(progress)
+    if total:
+        space = torch.cat(tape.buckets)
+        assert digest == digest_of(space)
+        for (name, tensor), view in zip(source.items(), views(space, plan.manifest), strict=True):
+            assert (view.dtype, view.shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(in_bytes(view), in_bytes(tensor)), name
+
+
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        ([("a", "float32", [2]), ("c", "float32", [3, 1])], "b came where c was to come"),
+        ([("a", "float32", [2]), ("b", "float32", [1, 3])], r"b: shape \[3, 1\] came, \[1, 3\] was announced"),
+        ([("a", "bfloat16", [2]), ("b", "float32", [3, 1])], "a: dtype float32 came, bfloat16 was announced"),
+        ([("a", "float32", [2])], "b came after the last tensor"),
+        ([("a", "float32", [2]), ("b", "float32", [3, 1]), ("c", "float32", [1])], "ended after 2 of 3 tensors; c is missing"),
+    ],
+)
+def test_a_source_that_gives_other_tensors_than_were_announced_is_stopped(manifest: Any, words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        send(make_plan(pairs, manifest=manifest), 4096, Tape())
+
+
+def test_an_update_that_was_given_up_sends_no_further_bucket() -> None:
+    tape = Tape()
+    with pytest.raises(Stopped):
+        send(make_plan({"a": torch.zeros(1000)}), 256, tape, stop=3)
+    assert len(tape.buckets) == 3

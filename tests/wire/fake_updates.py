@@ -1,0 +1,219 @@
+"""The coordinator's side of an update in a few lines, with receivers that are real processes; faults by ending those."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.manifest import Tensor, decode_manifest
+from enginepool.protocol.messages import Failure, FromClient, Message
+from enginepool.protocol.updates import (
+    Abandon,
+    Commit,
+    Join,
+    Phase,
+    Publish,
+    Published,
+    Renew,
+    Sent,
+    UpdateRecord,
+    WeightsQuestion,
+    WeightsReport,
+    WeightsWanted,
+)
+from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
+
+ROOT = Path(__file__).parents[2]
+
+
+class Receiver:
+    """One process; its words are told to `heard` as they come."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.wire.receiver"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        self.read()
+
+    def tell(self, **order: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+
+    def read(self) -> dict[str, Any]:
+        """Its next word; {"failed"} when it has ended."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else {"failed": "the receiver ended"}
+
+    def sums(self) -> dict[str, float]:
+        self.tell(sums=True)
+        return self.read()["sums"]
+
+    def end(self) -> None:
+        """End it, whatever it does, stopped or not."""
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+class FakeUpdates:
+    """Answers what a publisher says on `coordinator`, and commands `receivers`.
+
+    Attributes:
+        journal: what was committed; it may be given to a successor.
+        refuse: the next `publish` is answered by this code.
+        deaf: nothing is answered any more: `sent`, `commit` and `abandon` fall on deaf ears.
+        renew_receivers: after an abort the receivers are started again before the next update, as a stager would be.
+    """
+
+    def __init__(self, coordinator: FakeCoordinator, receivers: list[Receiver], journal: list[UpdateRecord]) -> None:
+        self.coordinator = coordinator
+        self.receivers = receivers
+        self.journal = journal
+        self.refuse = ""
+        self.deaf = False
+        self.renew_receivers = False
+        self.published: list[Publish] = []
+        self.manifests: list[list[Tensor]] = []
+        self.renewed: list[Renew] = []
+        self.abandoned: list[Abandon] = []
+        #: set when all members have joined; an update waits for `may_transfer` then
+        self.joined = threading.Event()
+        self.may_transfer = threading.Event()
+        self.may_transfer.set()
+        self._link = b""
+        self._open: Publish | None = None
+        #: of what the receivers hold
+        self.digest = ""
+        self._group = ""
+        self._sent: Sent | None = None
+        self._allowed: set[int] = set()
+        self._lock = threading.RLock()
+        coordinator.others = self.hear
+
+    def hear(self, link: bytes, message: FromClient, payload: list[bytes]) -> None:
+        with self._lock:
+            self._link = link
+            if isinstance(message, WeightsQuestion):
+                last = self.journal[-1]
+                self._write(WeightsReport(message.id, "g", last.version, last.digest, history=self.journal))
+            elif isinstance(message, Publish):
+                self._publish(message, payload)
+            elif self.deaf:
+                return
+            elif isinstance(message, Commit):
+                self._allowed.add(message.id)
+                self._consider()
+            elif isinstance(message, Renew):
+                self.renewed.append(message)
+            elif isinstance(message, Sent):
+                self._sent = message
+                self._consider()
+            elif isinstance(message, Abandon):
+                self.abandoned.append(message)
+                self.fail(f"given up: {message.reason}")
+
+    def want(self, group: str, version: int) -> None:
+        """Ask the publisher for weights that are lost."""
+        self._write(WeightsWanted(group, version))
+
+    def fail(self, why: str) -> None:
+        """Abort what is open."""
+        with self._lock:
+            if self._open is not None:
+                self._write(Failure("update_aborted", why, id=self._open.id))
+                self._open = None
+                if self.renew_receivers:
+                    for i, receiver in enumerate(self.receivers):
+                        receiver.process.kill()
+                        self.receivers[i] = Receiver()
+                    self._group = ""
+
+    def restart(self, last: UpdateRecord) -> None:
+        """Be a coordinator of a new epoch, whose journal ends with `last`."""
+        with self._lock:
+            self._open = None
+            self.deaf = False
+            self.journal.append(last)
+            self.coordinator.epoch += 1
+            self.coordinator.forget()
+
+    def _write(self, message: Message) -> None:
+        self.coordinator.write(self._link, message)
+
+    def _publish(self, message: Publish, payload: list[bytes]) -> None:
+        if self._open is not None and self._open.id == message.id:
+            return
+        code = self.refuse or ("version_backwards" if message.version <= self.journal[-1].version else "")
+        self.refuse = ""
+        try:
+            manifest = decode_manifest(payload[0]) if payload else []
+        except WireError as error:
+            code = error.code
+            manifest = []
+        if code:
+            self._write(Failure(code, f"refused: {code}", id=message.id, limit=str(self.journal[-1].version)))
+            return
+        self.published.append(message)
+        self.manifests.append(manifest)
+        self._open, self.digest, self._sent = message, "", None
+        self.joined.clear()
+        if message.transfer in ("staged", "direct"):
+            threading.Thread(target=self._lead, args=(message, payload[0].decode()), daemon=True).start()
+        else:
+            self.digest = "as it was"
+            self._consider()
+
+    def _lead(self, publish: Publish, manifest: str) -> None:
+        """Bring all receivers through one update."""
+        group = f"{publish.peer}-{len(self.receivers)}"
+        self._write(Join(group, len(self.receivers) + 1, id=publish.id))
+        if group != self._group:
+            for rank, receiver in enumerate(self.receivers, 1):
+                receiver.tell(address=publish.address, name=group, world=len(self.receivers) + 1, rank=rank)
+            if self._failed(publish, [receiver.read() for receiver in self.receivers]):
+                return
+            self._group = group
+        self.joined.set()
+        assert self.may_transfer.wait(PATIENCE_S)
+        for receiver in self.receivers:
+            receiver.tell(manifest=manifest, bucket_bytes=publish.bucket_bytes)
+        self._write(Phase(publish.id, "transfer", len(self.receivers), 0))
+        said = [receiver.read() for receiver in self.receivers]
+        if not self._failed(publish, said):
+            assert len({word["staged"] for word in said}) == 1
+            with self._lock:
+                self.digest = said[0]["staged"]
+                self._write(Phase(publish.id, "staged", len(self.receivers), len(self.receivers)))
+                self._consider()
+
+    def _failed(self, publish: Publish, said: list[dict[str, Any]]) -> bool:
+        words = [word["failed"] for word in said if "failed" in word]
+        if words:
+            self._group = ""
+            if self._open is publish:
+                self.fail(words[0])
+        return bool(words)
+
+    def _consider(self) -> None:
+        """Commit, if everything is there."""
+        update = self._open
+        if update is None or update.id not in self._allowed or not self.digest or self.deaf:
+            return
+        if update.transfer in ("staged", "direct"):
+            if self._sent is None:
+                return
+            if self._sent.digest != self.digest:
+                self.fail("digests differ")
+                return
+        record = UpdateRecord(update.version, "committed", transfer=update.transfer, digest=self.digest, members=1)
+        self.journal.append(record)
+        self._open = None
+        self._write(Published(update.id, update.version, record))

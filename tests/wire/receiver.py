@@ -1,0 +1,54 @@
+"""A receiver of broadcasts as a process of its own: what a stager is to a publisher, and no more.
+
+Reads orders as lines of JSON on stdin: {"address", "name", "world", "rank"} joins a group and says `joined`; {"manifest",
+"bucket_bytes"} receives an update, keeps its bytes, and says `staged` with their digest; {"sums"} says the sum of each tensor.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+
+from enginepool.collective import CollectiveError, Group, join
+from enginepool.digest import digest_of, views
+from enginepool.protocol.layout import buckets, layout
+from enginepool.protocol.manifest import decode_manifest
+
+TIMEOUT_S = 30.0
+
+
+def say(**what: Any) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    group: Group | None = None
+    space: Any = None
+    manifest: Any = []
+    say(ready=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            if "address" in order:
+                group = join(
+                    order["address"], order["name"], order["world"], order["rank"], backend="gloo", timeout_s=TIMEOUT_S
+                )
+                say(joined=order["name"])
+            elif "manifest" in order:
+                assert group is not None
+                manifest = decode_manifest(order["manifest"].encode())
+                space = torch.empty(layout(manifest).nbytes, dtype=torch.uint8)
+                for bucket in buckets(manifest, order["bucket_bytes"]):
+                    group.broadcast(space[bucket.at : bucket.at + bucket.nbytes], TIMEOUT_S)
+                say(staged=digest_of(space))
+            else:
+                tensors = zip(manifest, views(space, manifest), strict=True)
+                say(sums={described.name: float(tensor.double().sum()) for described, tensor in tensors})
+        except CollectiveError as error:
+            say(failed=str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,410 @@
+"""`WeightPublisher` on real sockets and gloo, against a coordinator of a few lines and receivers that are processes.
+
+Each fault: the right error, in time, and a further update that succeeds.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublisher, errors
+from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import UpdateRecord
+from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
+from tests.wire.fake_updates import FakeUpdates, Receiver
+
+BUCKET = 4096
+#: seconds of an update that meets a fault; generous against what it would take to wait for ever
+LIMIT_S = 40.0
+
+Scene = Callable[[Pool, WeightPublisher, FakeUpdates], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Receiver]]:
+    """Two receivers for all tests; those that a test has ended are replaced for the next."""
+    both = [Receiver(), Receiver()]
+    yield both
+    for receiver in both:
+        receiver.end()
+
+
+@pytest.fixture
+def updates(tmp_path: Path, processes: list[Receiver]) -> Iterator[FakeUpdates]:
+    heal(processes)
+    with FakeCoordinator(f"ipc://{tmp_path}/c.sock") as fake:
+        yield FakeUpdates(fake, processes, [UpdateRecord(0, "committed")])
+
+
+def heal(processes: list[Receiver]) -> None:
+    """Start those again that have ended."""
+    for i, receiver in enumerate(processes):
+        if receiver.process.poll() is not None:
+            receiver.end()
+            processes[i] = Receiver()
+
+
+def play(updates: FakeUpdates, scene: Scene, **options: Any) -> None:
+    """Run a scene with a publisher in it; then publish once more, which has to succeed."""
+
+    async def main() -> None:
+        settings: dict[str, Any] = {"device": "cpu", "bucket_bytes": BUCKET, "collective_timeout": 15.0, **options}
+        async with Pool.connect(updates.coordinator.address) as pool, WeightPublisher(pool, **settings) as publisher:
+            await scene(pool, publisher, updates)
+            heal(updates.receivers)
+            last = updates.journal[-1].version + 1
+            assert (await publisher.publish(model(last), last)).version == last
+            for receiver in updates.receivers:
+                assert receiver.sums() == sums(model(last))
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def model(seed: int) -> torch.nn.Module:
+    torch.random.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    return torch.nn.Sequential(torch.nn.Linear(50, 70), torch.nn.Linear(70, 3).to(torch.bfloat16))
+
+
+def sums(net: torch.nn.Module) -> dict[str, float]:
+    return {name: float(tensor.double().sum()) for name, tensor in net.state_dict().items()}
+
+
+class Gate:
+    """A source that stops in the middle until it is opened."""
+
+    manifest = (Tensor("a", "float32", (3000,)), Tensor("b", "float32", (3000,)))
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3000)
+        self.reached.set()
+        assert self.opened.wait(PATIENCE_S)
+        yield "b", torch.ones(3000)
+
+
+async def reached(event: threading.Event) -> None:
+    assert await asyncio.to_thread(event.wait, PATIENCE_S)
+
+
+# --- the straight way --------------------------------------------------------------------------------------------------
+
+
+def test_every_receiver_has_the_bytes_of_the_module_and_the_group_is_kept(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        for version in (1, 2):
+            record = await publisher.publish(model(version), version)
+            assert (record.version, record.outcome) == (version, "committed")
+            for receiver in updates.receivers:
+                assert receiver.sums() == sums(model(version))
+
+    play(updates, scene)
+    assert len({(publish.peer, publish.address) for publish in updates.published}) == 1
+
+
+def test_options_arrive_under_their_wire_names(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        await publisher.publish(model(1), 5, transfer="direct", in_flight="abort", drain=2.5, partial=True, new_run=True)
+
+    play(updates, scene, group="g", lease=4.0)
+    sent = updates.published[0]
+    assert (sent.version, sent.group, sent.transfer, sent.in_flight, sent.drain_ms) == (5, "g", "direct", "abort", 2500)
+    assert (sent.partial, sent.new_run, sent.lease_ms, sent.backend, sent.bucket_bytes) == (True, True, 4000, "gloo", BUCKET)
+    assert sent.frames[0].dtype == "utf8"
+
+
+def test_a_handle_shows_progress_and_waits_for_its_finish(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        handle = await publisher.start(model(1), 1)
+        await handle.sent()
+        assert (handle.sent_bytes >= handle.total_bytes > 0, handle.version) == (True, 1)
+        while handle.phase != "staged":
+            await asyncio.sleep(0.01)
+        assert updates.journal[-1].version == 0
+        with pytest.raises(errors.Publishing, match="version 1 is not over"):
+            await publisher.start(model(2), 2)
+        assert (await handle.finish()).version == 1
+        assert (handle.phase, handle.members) == ("committed", 2)
+
+    play(updates, scene)
+
+
+def test_the_lease_is_renewed_while_a_handle_waits(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        handle = await publisher.start(model(1), 1)
+        await handle.sent()
+        while len(updates.renewed) < 3:
+            await asyncio.sleep(0.01)
+        assert updates.renewed[-1].sent_bytes == handle.sent_bytes
+        await handle.finish()
+
+    play(updates, scene, lease=0.3)
+
+
+def test_weights_without_a_broadcast_are_a_version_or_a_directory(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        assert (await publisher.relabel(3)).transfer == "relabel"
+        assert (await publisher.publish_checkpoint("some/model", 4)).version == 4
+        with pytest.raises(errors.VersionBackwards) as caught:
+            await publisher.relabel(4)
+        assert caught.value.limit == "4"
+
+    play(updates, scene)
+    assert [publish.path for publish in updates.published] == ["", "some/model", ""]
+
+
+def test_weights_that_the_pool_lost_are_asked_for_until_an_update_is_committed(updates: FakeUpdates) -> None:
+    called: list[int] = []
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        await publisher.publish(model(1), 1)
+        updates.want("another", 9)
+        updates.want("g", 1)
+        await publisher.wanted.wait()
+        assert (publisher.wanted_version, called) == (1, [1])
+        await publisher.publish(model(2), 2)
+        assert not publisher.wanted.is_set()
+
+    play(updates, scene, group="g", on_wanted=called.append)
+
+
+def test_a_trainer_that_does_not_await_has_the_same(updates: FakeUpdates) -> None:
+    with BlockingPool.connect(updates.coordinator.address) as pool:
+        with BlockingWeightPublisher(pool, device="cpu", bucket_bytes=BUCKET) as publisher:
+            assert publisher.publish(model(1), 1).version == 1
+            handle = publisher.start(model(2), 2)
+            handle.sent()
+            assert handle.sent_bytes >= handle.total_bytes
+            assert handle.finish().version == 2
+            publisher.start(model(3), 3).abandon("as a test")
+            assert publisher.relabel(4).version == 4
+            assert not publisher.wanted
+        assert pool.weights().version == 4
+    assert [given.reason for given in updates.abandoned] == ["as a test"]
+
+
+# --- refusals, which leave the process group alone ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("publishing", errors.Publishing),
+        ("weights_refused", errors.WeightsRefused),
+        ("unknown_group", errors.UnknownGroup),
+        ("version_backwards", errors.VersionBackwards),
+    ],
+)
+def test_a_refusal_is_raised_by_start_and_the_group_stands(updates: FakeUpdates, code: str, error: type[Exception]) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        await publisher.publish(model(1), 1)
+        updates.refuse = code
+        with pytest.raises(error, match=code):
+            await publisher.start(model(2), 2)
+
+    play(updates, scene)
+    assert len({publish.peer for publish in updates.published}) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"source": {"a": 1}}, "source[a]"),
+        ({"version": -1}, "version"),
+        ({"version": 1.5}, "version"),
+        ({"transfer": "relabel"}, "transfer"),
+        ({"in_flight": "wait"}, "in_flight"),
+        ({"drain": -1}, "drain"),
+        ({"partial": 1}, "partial"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_is_sent(updates: FakeUpdates, arguments: Any, field: str) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        given: dict[str, Any] = {"source": model(1), "version": 1, **arguments}
+        with pytest.raises(errors.BadRequest) as caught:
+            await publisher.start(**given)
+        assert caught.value.field == field
+        assert updates.published == []
+
+    play(updates, scene)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"bucket_bytes": 1000}, "bucket_bytes"),
+        ({"device": "mps"}, "device"),
+        ({"device": "gpu"}, "device"),
+        ({"timeout": 0}, "timeout"),
+    ],
+)
+def test_a_publisher_that_cannot_work_is_refused(updates: FakeUpdates, options: Any, field: str) -> None:
+    async def main() -> None:
+        async with Pool.connect(updates.coordinator.address) as pool:
+            with pytest.raises(errors.BadRequest) as caught:
+                WeightPublisher(pool, **options)
+            assert caught.value.field == field
+            with pytest.raises(errors.BadRequest, match="rank 0"):
+                WeightPublisher(None)
+
+    asyncio.run(main())
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_receiver_that_is_lost_in_the_middle_aborts_the_update(updates: FakeUpdates, sign: signal.Signals) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        await publisher.publish(model(1), 1)
+        gate = Gate()
+        handle = await publisher.start(gate, 2, manifest=gate.manifest)
+        await reached(gate.reached)
+        victim = updates.receivers[1].process
+        os.kill(victim.pid, sign)
+        gate.opened.set()
+        if sign == signal.SIGSTOP:
+            # What the coordinator's own deadline would say.
+            await asyncio.sleep(0.2)
+            updates.fail("worker 1 is silent")
+        began = time.monotonic()
+        with pytest.raises(errors.UpdateAborted):
+            await handle.finish()
+        assert time.monotonic() - began < PATIENCE_S
+        victim.kill()
+        victim.wait()
+        for receiver in updates.receivers:
+            receiver.end()
+
+    play(updates, scene)
+    assert updates.published[0].peer == updates.published[1].peer != updates.published[2].peer
+
+
+def test_a_receiver_that_is_stopped_is_noticed_without_the_coordinator_too(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        gate = Gate()
+        handle = await publisher.start(gate, 1, manifest=gate.manifest)
+        await reached(gate.reached)
+        os.kill(updates.receivers[0].process.pid, signal.SIGSTOP)
+        gate.opened.set()
+        with pytest.raises(errors.UpdateAborted):
+            await handle.finish()
+        assert updates.abandoned
+        for receiver in updates.receivers:
+            receiver.end()
+
+    play(updates, scene, collective_timeout=3.0)
+
+
+def test_a_receiver_that_never_joins_ends_the_update_in_time(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        os.kill(updates.receivers[0].process.pid, signal.SIGSTOP)
+        with pytest.raises(errors.UpdateAborted):
+            await publisher.publish(model(1), 1)
+        for receiver in updates.receivers:
+            receiver.end()
+
+    play(updates, scene, collective_timeout=2.0)
+
+
+def test_an_abort_by_the_coordinator_ends_a_transfer_whose_source_still_works(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        gate = Gate()
+        handle = await publisher.start(gate, 1, manifest=gate.manifest)
+        await reached(gate.reached)
+        updates.fail("the lease lapsed")
+        with pytest.raises(errors.UpdateAborted, match="the lease lapsed"):
+            await handle.sent()
+        gate.opened.set()
+        with pytest.raises(errors.UpdateAborted, match="the lease lapsed"):
+            await handle.finish()
+        for receiver in updates.receivers:
+            receiver.end()
+
+    play(updates, scene)
+
+
+def test_an_error_of_the_source_reaches_the_caller_as_it_is(updates: FakeUpdates) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3000)
+        raise ZeroDivisionError("in the middle")
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        with pytest.raises(ZeroDivisionError, match="in the middle"):
+            await publisher.publish(broken, 1, manifest=Gate.manifest)
+        assert [given.reason for given in updates.abandoned] == ["in the middle"]
+        for receiver in updates.receivers:
+            receiver.end()
+
+    play(updates, scene)
+
+
+def test_a_cancelled_publish_gives_the_update_up(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        gate = Gate()
+        task = asyncio.create_task(publisher.publish(gate, 1, manifest=gate.manifest))
+        await reached(gate.reached)
+        task.cancel()
+        gate.opened.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert updates.abandoned
+        for receiver in updates.receivers:
+            receiver.end()
+
+    play(updates, scene)
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_after_a_restart_of_the_coordinator_its_journal_decides(updates: FakeUpdates, committed: bool) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        await publisher.publish(model(1), 1)
+        updates.deaf = True
+        task = asyncio.create_task(publisher.publish(model(2), 2))
+        while updates.published[-1].version != 2 or not updates.joined.is_set():
+            await asyncio.sleep(0.01)
+        handle = publisher._desk.open  # pyright: ignore[reportPrivateUsage]
+        assert handle is not None
+        await handle.sent()
+        while not updates.digest:
+            await asyncio.sleep(0.01)
+        updates.restart(
+            UpdateRecord(2, "committed", digest=updates.digest) if committed else UpdateRecord(1, "committed", digest="x")
+        )
+        if committed:
+            assert (await task).version == 2
+        else:
+            with pytest.raises(errors.UpdateAborted, match="restarted"):
+                await task
+            for receiver in updates.receivers:
+                receiver.end()
+
+    play(updates, scene)
+
+
+def test_closing_the_pool_ends_an_update(updates: FakeUpdates) -> None:
+    async def main() -> None:
+        async with Pool.connect(updates.coordinator.address) as pool:
+            publisher = WeightPublisher(pool, device="cpu", bucket_bytes=BUCKET)
+            gate = Gate()
+            handle = await publisher.start(gate, 1, manifest=gate.manifest)
+            await reached(gate.reached)
+            await pool.close()
+            gate.opened.set()
+            with pytest.raises(errors.PoolClosed):
+                await handle.finish()
+            await publisher.close()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    for receiver in updates.receivers:
+        receiver.end()

@@ -1,0 +1,81 @@
+"""Trainers of several ranks: the gathers run in step, and an update that ends early ends on every rank, before the next one."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginepool.protocol.updates import UpdateRecord
+from tests.wire.fake_coordinator import FakeCoordinator
+from tests.wire.fake_updates import ROOT, FakeUpdates, Receiver
+
+LIMIT_S = 60.0
+NAMES = ["0.weight", "1.weight", "2.weight", "3.weight"]
+
+
+@pytest.fixture
+def updates(tmp_path: Path) -> Iterator[FakeUpdates]:
+    receiver = Receiver()
+    with FakeCoordinator(f"ipc://{tmp_path}/c.sock") as fake:
+        yield FakeUpdates(fake, [receiver], [UpdateRecord(0, "committed")])
+    receiver.end()
+
+
+def train(updates: FakeUpdates, fault: str = "") -> list[dict[str, Any]]:
+    """What each of two ranks says at its end; neither may hang."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "tests.wire.trainer"]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), "2", str(port), updates.coordinator.address, fault],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said: list[dict[str, Any]] = []
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=LIMIT_S)
+            assert rank.returncode == 0, err
+            said.append(json.loads(out.splitlines()[-1]))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return said
+
+
+def test_all_ranks_gather_every_tensor_in_step_and_hear_the_outcome(updates: FakeUpdates) -> None:
+    said = train(updates)
+    assert said == [{"done": {"1": "committed", "2": "committed"}, "gathered": NAMES * 2}] * 2
+    sums = updates.receivers[0].sums()
+    assert sums == {name: float(2 * (2 + i) * 1600) for i, name in enumerate(NAMES)}
+
+
+def test_a_refused_update_is_heard_by_all_before_anything_is_gathered(updates: FakeUpdates) -> None:
+    updates.refuse = "weights_refused"
+    said = train(updates)
+    for rank in said:
+        assert rank["done"] == {"1": "WeightsRefused: refused: weights_refused (limit: 0)", "2": "committed"}
+        assert rank["gathered"] == NAMES
+
+
+def test_a_source_that_fails_on_rank_0_ends_the_update_on_all(updates: FakeUpdates) -> None:
+    first, second = train(updates, "source")
+    assert first["done"] == {"1": "RuntimeError: nothing here", "2": "committed"}
+    assert second["done"]["1"].startswith("UpdateAborted: ")
+    assert second["done"]["2"] == "committed"
+
+
+def test_a_rank_that_fails_makes_all_give_up(updates: FakeUpdates) -> None:
+    updates.renew_receivers = True
+    first, second = train(updates, "rank 1")
+    assert "another trainer rank" in first["done"]["1"]
+    assert second["done"]["1"] == "RuntimeError: rank 1 has lost its shard"
+    assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2

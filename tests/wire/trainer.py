@@ -1,0 +1,75 @@
+"""A trainer of several ranks: `python -m tests.wire.trainer RANK WORLD PORT ADDRESS FAULT`. Rank 0 has the pool.
+
+Every rank publishes version 1 and 2 and says on stdout how each ended, with the tensors that it gathered.
+"""
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import torch
+
+from enginepool import Pool, WeightPublisher
+from enginepool.errors import EnginepoolError
+
+
+def main() -> None:
+    """One rank."""
+    rank, world, port = (int(word) for word in sys.argv[1:4])
+    address, fault = sys.argv[4:6]
+    dist: Any = torch.distributed
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    ranks = dist.new_group(backend="gloo")
+    gathered: list[str] = []
+
+    def gather(name: str, tensor: Any) -> Any:
+        """A collective of all ranks, as a sharded model has it: the sum of the ranks' parts."""
+        if fault == f"rank {rank}" and name == "2.weight" and "1" not in done:
+            raise RuntimeError(f"rank {rank} has lost its shard")
+        whole = tensor.clone()
+        if fault != "rank 1":
+            dist.all_reduce(whole)
+        gathered.append(name)
+        return whole
+
+    done: dict[str, str] = {}
+
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            pool = await stack.enter_async_context(Pool.connect(address)) if rank == 0 else None
+            options: dict[str, Any] = {"device": "cpu", "bucket_bytes": 4096, "trainer_group": ranks, "gather": gather}
+            publisher = await stack.enter_async_context(WeightPublisher(pool, **options))
+            for version in (1, 2):
+                net = torch.nn.Sequential(*(torch.nn.Linear(40, 40, bias=False) for _ in range(4)))
+                for i, parameter in enumerate(net.parameters()):
+                    torch.nn.init.constant_(parameter, version + i)
+                source: Any = net
+                if fault == "source" and version == 1:
+                    source = broken(net, rank)
+                try:
+                    record = await publisher.publish(source, version)
+                    done[str(version)] = record.outcome
+                except (EnginepoolError, RuntimeError) as error:
+                    done[str(version)] = f"{type(error).__name__}: {error}"
+
+    asyncio.run(run())
+    dist.destroy_process_group()
+    sys.stdout.write(json.dumps({"done": done, "gathered": gathered}) + "\n")
+
+
+def broken(net: torch.nn.Module, rank: int) -> Any:
+    """A source that rank 0 cannot read: it never opens a transaction."""
+    if rank > 0:
+        return net
+
+    def fails() -> Iterator[tuple[str, torch.Tensor]]:
+        raise RuntimeError("nothing here")
+
+    return fails
+
+
+if __name__ == "__main__":
+    main()
