@@ -15,6 +15,7 @@ from enginepool.cli.score import score
 from enginepool.cli.serve import serve
 from enginepool.cli.status import status
 from enginepool.cli.tiny_model import tiny_model
+from enginepool.cli.weights import weights
 
 app = typer.Typer(
     name="enginepool",
@@ -29,6 +30,7 @@ app.command()(serve)
 app.command()(score)
 app.command()(status)
 app.command("tiny-model")(tiny_model)
+app.add_typer(weights)
 
 
 def _show_version(wanted: bool) -> None:

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import uvloop
@@ -13,7 +14,7 @@ from enginepool.client.payload import Floats, Ids, ScoreOptions, ScoreResult
 from enginepool.client.pool import Opening, Pool
 from enginepool.errors import PoolClosed
 from enginepool.protocol.messages import StatusReport
-from enginepool.protocol.updates import WeightsReport
+from enginepool.protocol.updates import InFlight, UpdateRecord, WeightsReport
 
 if TYPE_CHECKING:
     from enginepool.config import PoolConfig
@@ -105,6 +106,27 @@ class BlockingPool:
     def weight(self, name: str, group: str = "", *, timeout: float | None = 60.0) -> Floats:
         """As `Pool.weight`."""
         return self.call(self._pool.weight(name, group, timeout=timeout))
+
+    def relabel(self, version: int, group: str = "", *, new_run: bool = False, timeout: float | None = 60.0) -> UpdateRecord:
+        """As `Pool.relabel`."""
+        return self.call(self._pool.relabel(version, group, new_run=new_run, timeout=timeout))
+
+    def publish_checkpoint(
+        self,
+        path: str | PathLike[str],
+        version: int,
+        group: str = "",
+        *,
+        in_flight: InFlight = "drain",
+        drain: float = 10.0,
+        new_run: bool = False,
+        timeout: float | None = 600.0,
+    ) -> UpdateRecord:
+        """As `Pool.publish_checkpoint`."""
+        work = self._pool.publish_checkpoint(
+            path, version, group, in_flight=in_flight, drain=drain, new_run=new_run, timeout=timeout
+        )
+        return self.call(work)
 
     def close(self) -> None:
         """As `Pool.close`. Calls that are under way in other threads end with PoolClosed."""

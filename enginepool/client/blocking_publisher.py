@@ -1,14 +1,13 @@
 """`BlockingWeightPublisher`: a `WeightPublisher` for trainers that do not await, on the loop of their `BlockingPool`."""
 
 from collections.abc import Callable, Coroutine
-from os import PathLike
 from typing import Any, Unpack
 
 from enginepool.client.blocking import BlockingPool, LoopThread
 from enginepool.client.publisher import UpdateOptions, WeightPublisher
 from enginepool.client.tensors import Source
 from enginepool.client.update import UpdateHandle
-from enginepool.protocol.updates import InFlight, UpdateRecord
+from enginepool.protocol.updates import UpdateRecord
 
 _Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -106,23 +105,6 @@ class BlockingWeightPublisher:
     def start(self, source: Source, version: int, **options: Unpack[UpdateOptions]) -> BlockingUpdateHandle:
         """As `WeightPublisher.start`."""
         return BlockingUpdateHandle(self._run(self._publisher.start(source, version, **options)), self._run)
-
-    def relabel(self, version: int, *, new_run: bool = False) -> UpdateRecord:
-        """As `WeightPublisher.relabel`."""
-        return self._run(self._publisher.relabel(version, new_run=new_run))
-
-    def publish_checkpoint(
-        self,
-        path: str | PathLike[str],
-        version: int,
-        *,
-        in_flight: InFlight = "drain",
-        drain: float = 10.0,
-        new_run: bool = False,
-    ) -> UpdateRecord:
-        """As `WeightPublisher.publish_checkpoint`."""
-        work = self._publisher.publish_checkpoint(path, version, in_flight=in_flight, drain=drain, new_run=new_run)
-        return self._run(work)
 
     def close(self) -> None:
         """As `WeightPublisher.close`."""

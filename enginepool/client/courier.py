@@ -79,7 +79,7 @@ class Courier:
 
     Args:
         plan: makes the plan; may gather.
-        side: this rank's side of the process group, None for an update that sends nothing.
+        side: this rank's side of the process group.
         lockstep: the other trainer ranks.
         notes: `planned` comes first, `sent` after the transfer, `failed` at most once, `ended` last, whatever happened.
     """
@@ -87,7 +87,7 @@ class Courier:
     def __init__(
         self,
         plan: Callable[[], Plan],
-        side: Side | None,
+        side: Side,
         buffers: Buffers,
         lockstep: Lockstep,
         notes: Notes,
@@ -143,7 +143,7 @@ class Courier:
             if isinstance(order, Published | Failure):
                 return order
             if isinstance(order, Join):
-                if not forming and self.side is not None:
+                if not forming:
                     forming = True
                     threading.Thread(target=self._form, args=(self.side, order), name="weights-join", daemon=True).start()
             elif isinstance(order, Exception):

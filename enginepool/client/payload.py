@@ -9,7 +9,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -352,6 +352,16 @@ def check_version(value: Any, name: str = "version") -> int:
     if not 0 <= version <= MAX_ID:
         raise _bad(name, f"{name}: {version}; an int from 0 to 2^63 - 1", "0" if version < 0 else str(MAX_ID))
     return version
+
+
+T = TypeVar("T", bound=str)
+
+
+def check_choice(name: str, value: T, known: Sequence[str]) -> T:
+    """One of a few words."""
+    if value not in known:
+        raise _bad(name, f"{name}: {value!r}; one of {', '.join(known)}", ", ".join(known))
+    return value
 
 
 def check_name(value: Any) -> str:

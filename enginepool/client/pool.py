@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Unpack
 
 from enginepool.client.connection import Connection
@@ -25,8 +26,9 @@ from enginepool.client.payload import (
     read_weight,
 )
 from enginepool.client.readiness import wait_until_ready
+from enginepool.client.unsent import publish_message, publish_unsent
 from enginepool.protocol.messages import Score, StatusReport
-from enginepool.protocol.updates import WeightsQuestion, WeightsReport
+from enginepool.protocol.updates import InFlight, UpdateRecord, WeightsQuestion, WeightsReport
 
 if TYPE_CHECKING:
     from enginepool.client.embedded import EmbeddedCoordinator
@@ -280,6 +282,54 @@ class Pool:
         """
         answer = await self._ask_weights(WeightsQuestion(0, check_group(group), "tensor", check_name(name)), timeout)
         return read_weight(answer.report, answer.frames)
+
+    async def relabel(
+        self,
+        version: int,
+        group: str = "",
+        *,
+        new_run: bool = False,
+        timeout: float | None = 60.0,  # noqa: ASYNC109 (the error says what is known)
+    ) -> UpdateRecord:
+        """Call the weights that a group has `version`, which is above the committed one. Returns what the history keeps of it.
+
+        Args:
+            new_run: versions begin again, so that any will do: for an operator who starts another training in the same pool.
+            timeout: seconds, after which it is given up.
+
+        Raises:
+            VersionBackwards: `version` is not above the committed one, which `limit` names.
+            Publishing: an update of the group is under way; `limit` names its publisher.
+            UpdateAborted: the message says why.
+        """
+        publish = publish_message(version, group=group, transfer="relabel", in_flight="drain", drain=10.0, new_run=new_run)
+        return await publish_unsent(self._connection, publish, check_timeout(timeout))
+
+    async def publish_checkpoint(
+        self,
+        path: str | PathLike[str],
+        version: int,
+        group: str = "",
+        *,
+        in_flight: InFlight = "drain",
+        drain: float = 10.0,
+        new_run: bool = False,
+        timeout: float | None = 600.0,  # noqa: ASYNC109 (as in `relabel`)
+    ) -> UpdateRecord:
+        """Let every worker of a group load the checkpoint directory `path`, which each must be able to see, as `version`.
+
+        Args:
+            in_flight: requests that an engine has begun finish before (`drain`), or run again on the new weights (`abort`).
+            drain: seconds that `drain` waits for at most; then as `abort`.
+            new_run, timeout: as in `relabel`.
+
+        Raises what `relabel` does, and WeightsRefused: the checkpoint does not fit the model.
+        """
+        publish = publish_message(
+            version, group=group, transfer="checkpoint", in_flight=in_flight, drain=drain, new_run=new_run
+        )
+        publish.path = fspath(path)
+        return await publish_unsent(self._connection, publish, check_timeout(timeout))
 
     async def _ask_weights(self, question: WeightsQuestion, seconds: float | None) -> WeightsAnswer:
         seconds = check_timeout(seconds)

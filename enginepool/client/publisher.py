@@ -7,17 +7,17 @@ loop lives; `tensors.py` says what a source is.
 import asyncio
 import importlib
 from collections.abc import Callable
-from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from enginepool.client.events import Wanted
-from enginepool.client.payload import check_flag, check_group, check_timeout, check_version
+from enginepool.client.payload import check_choice, check_flag, check_group, check_timeout
 from enginepool.client.streaming import Buffers
 from enginepool.client.tensors import Described, Gather, Plan, Rename, Source, make_plan
+from enginepool.client.unsent import publish_message
 from enginepool.client.update import Desk, UpdateHandle
 from enginepool.errors import BadRequest
 from enginepool.protocol.layout import ALIGNMENT
-from enginepool.protocol.updates import InFlight, Publish, Transfer, UpdateRecord
+from enginepool.protocol.updates import InFlight, UpdateRecord
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
@@ -102,6 +102,7 @@ class WeightPublisher:
             bucket_bytes=bucket_bytes,
             timeout=check_timeout(timeout) or 600.0,
             collective_timeout=check_timeout(collective_timeout, "collective_timeout") or 60.0,
+            committed=self.wanted.clear,
         )
         if self._desk.connection is not None:
             self._desk.connection.wanted.append(self._hear_wanted)
@@ -122,7 +123,7 @@ class WeightPublisher:
             what the history keeps of it: outcome, digest, members, and how long each phase took.
         """
         handle = await self.start(source, version, **options)
-        return await self._finish(handle)
+        return await handle.finish()
 
     async def start(
         self,
@@ -161,31 +162,22 @@ class WeightPublisher:
             WeightsRefused: names, shapes or dtypes do not fit the model; the message names one.
             BadRequest: the source cannot be sent; `field` names the tensor.
         """
-        _one_of("transfer", transfer, ("staged", "direct"))
-        publish = self._message(version, transfer, in_flight, drain, new_run)
+        check_choice("transfer", transfer, ("staged", "direct"))
+        publish = publish_message(
+            version, group=self.group, transfer=transfer, in_flight=in_flight, drain=drain, new_run=new_run
+        )
         publish.partial = check_flag("partial", partial)
-        return await self._begin(publish, lambda: make_plan(source, manifest=manifest, **self._hooks))
+        publish.lease_ms, publish.bucket_bytes = self._lease_ms, self._desk.bucket_bytes
 
-    async def relabel(self, version: int, *, new_run: bool = False) -> UpdateRecord:
-        """Call the weights that the group has `version`. Same errors as `publish`."""
-        return await self._finish(await self._begin(self._message(version, "relabel", "drain", 10.0, new_run), None))
+        def plan() -> Plan:
+            return make_plan(source, manifest=manifest, **self._hooks)
 
-    async def publish_checkpoint(
-        self,
-        path: str | PathLike[str],
-        version: int,
-        *,
-        in_flight: InFlight = "drain",
-        drain: float = 10.0,
-        new_run: bool = False,
-    ) -> UpdateRecord:
-        """Let every worker of the group load the checkpoint directory `path`, which it must be able to see, as `version`.
-
-        Same errors as `publish`.
-        """
-        publish = self._message(version, "checkpoint", in_flight, drain, new_run)
-        publish.path = str(path)
-        return await self._finish(await self._begin(publish, None))
+        handle = UpdateHandle(self._desk, publish.version)
+        if self.rank == 0:
+            await handle.begin(publish, plan)
+        else:
+            handle.follow(plan)
+        return handle
 
     async def close(self) -> None:
         """Give up what is under way and leave the process group. Twice is once."""
@@ -195,45 +187,12 @@ class WeightPublisher:
             self._desk.connection.wanted.remove(self._hear_wanted)
         await self._desk.leave()
 
-    def _message(self, version: int, transfer: Transfer, in_flight: InFlight, drain: float, new_run: bool) -> Publish:
-        _one_of("in_flight", in_flight, ("drain", "abort"))
-        seconds = check_timeout(drain, "drain") if drain != 0 else 0.0
-        return Publish(
-            0,
-            check_version(version),
-            group=self.group,
-            transfer=transfer,
-            in_flight=in_flight,
-            drain_ms=int((seconds or 0.0) * 1000),
-            lease_ms=self._lease_ms,
-            new_run=check_flag("new_run", new_run),
-            bucket_bytes=self._desk.bucket_bytes,
-        )
-
-    async def _begin(self, publish: Publish, plan: Callable[[], Plan] | None) -> UpdateHandle:
-        handle = UpdateHandle(self._desk, publish.version)
-        if self.rank == 0:
-            await handle.begin(publish, plan)
-        else:
-            handle.follow(plan)
-        return handle
-
-    async def _finish(self, handle: UpdateHandle) -> UpdateRecord:
-        record = await handle.finish()
-        self.wanted.clear()
-        return record
-
     def _hear_wanted(self, wanted: Wanted) -> None:
         if wanted.group == self.group or not self.group:
             self.wanted_version = wanted.version
             self.wanted.set()
             if self._on_wanted is not None:
                 self._on_wanted(wanted.version)
-
-
-def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise BadRequest(f"{name}: {value!r}; one of {', '.join(known)}", field=name, limit=", ".join(known))
 
 
 def _device(device: Any) -> Any:

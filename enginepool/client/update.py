@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from enginepool.client.courier import Courier, Follower, Notes, Outcome, Side
@@ -20,9 +20,9 @@ from enginepool.client.lockstep import Lockstep, RankFailed
 from enginepool.client.payload import check_timeout
 from enginepool.client.streaming import Buffers
 from enginepool.client.tensors import Plan
+from enginepool.client.unsent import NAMES
 from enginepool.collective import CollectiveError
 from enginepool.errors import EnginepoolError, Publishing, error_from
-from enginepool.protocol.frames import Buffer
 from enginepool.protocol.manifest import encode_manifest
 from enginepool.protocol.messages import Failure, FrameSpec
 from enginepool.protocol.updates import PhaseName, Publish, Published, UpdateRecord
@@ -34,8 +34,6 @@ log = logging.getLogger("enginepool")
 
 #: After the end of an update its thread is waited for so long; it may still be in the caller's own `gather`.
 _LEAVE_S = 10.0
-#: What the wire calls the arguments of `publish`.
-_NAMES = {"manifest": "source", "drain_ms": "drain"}
 _MAX_REASON = 200
 
 
@@ -47,6 +45,7 @@ class Desk:
         trainer_group: the trainer's ranks, or None.
         timeout: seconds for all waits without one of their own.
         collective_timeout: seconds for the process group to form, and for each bucket.
+        committed: called when an update is committed.
         side: this rank's side of the process group, if there is one.
         open: the update that is under way.
     """
@@ -61,6 +60,7 @@ class Desk:
         bucket_bytes: int,
         timeout: float,
         collective_timeout: float,
+        committed: Callable[[], None],
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.connection = connection
@@ -70,6 +70,7 @@ class Desk:
         self.bucket_bytes = bucket_bytes
         self.timeout = timeout
         self.collective_timeout = collective_timeout
+        self.committed = committed
         self.side: Side | None = None
         self.open: UpdateHandle | None = None
 
@@ -173,13 +174,15 @@ class UpdateHandle:
 
     # --- beginning: by the publisher -----------------------------------------------------------------------------------
 
-    async def begin(self, publish: Publish, plan: Callable[[], Plan] | None) -> None:
-        """On rank 0: make the plan, if there are tensors, open the transaction, and wait until it is agreed to."""
+    async def begin(self, publish: Publish, plan: Callable[[], Plan]) -> None:
+        """On rank 0: make the plan, open the transaction, and wait until it is agreed to."""
         desk = self._desk
-        side: Side | None = None
-        if plan is not None:
+        try:
             side = await desk.have_side()
-            publish.backend, publish.address, publish.peer = side.backend, side.address, side.peer
+        except BaseException:
+            self._leave()
+            raise
+        publish.backend, publish.address, publish.peer = side.backend, side.address, side.peer
         notes = Notes(
             planned=lambda plan: desk.post(self._planned, publish, plan),
             progress=lambda sent: desk.post(self._progress, sent),
@@ -188,7 +191,7 @@ class UpdateHandle:
             ended=lambda: desk.post(self._leave),
         )
         self._courier = Courier(
-            plan or nothing,
+            plan,
             side,
             desk.buffers,
             Lockstep(desk.trainer_group),
@@ -203,13 +206,13 @@ class UpdateHandle:
             await self.abandon("the caller gave up")
             raise
 
-    def follow(self, plan: Callable[[], Plan] | None) -> None:
+    def follow(self, plan: Callable[[], Plan]) -> None:
         """On the other ranks: take part in the gathering."""
 
         def ended(outcome: Outcome, own: Exception | None) -> None:
             self._desk.post(self._follower_ended, outcome, own)
 
-        Follower(plan or nothing, self._desk.trainer_group, ended).start()
+        Follower(plan, self._desk.trainer_group, ended).start()
         self._opened.set_result(None)
 
     # --- what the coordinator says -------------------------------------------------------------------------------------
@@ -219,7 +222,8 @@ class UpdateHandle:
         if isinstance(effect, JoinGroup):
             self._joining = True
             self._courier.join_group(effect.join)
-            self._open()
+            if not self._opened.done():
+                self._opened.set_result(None)
         elif isinstance(effect, PhaseReached):
             phase = effect.phase
             self.phase, self.members, self.done = phase.phase, phase.members, phase.done
@@ -230,13 +234,9 @@ class UpdateHandle:
         else:
             self._end(effect.failure)
 
-    def _open(self) -> None:
-        if not self._opened.done():
-            self._opened.set_result(None)
-
     def _end(self, outcome: Outcome) -> None:
         """The last word is spoken. After a failure the process group is of no more use, and who waits in it has to leave."""
-        if isinstance(outcome, Failure) and self._joining and self._courier is not None and self._courier.side is not None:
+        if isinstance(outcome, Failure) and self._joining and self._courier is not None:
             side = self._courier.side
             side.lost = True
             self._desk.loop.run_in_executor(None, side.abandon)
@@ -250,6 +250,7 @@ class UpdateHandle:
         waiting = [future for future in (self._opened, self._sent) if not future.done()]
         if isinstance(outcome, Published):
             self.phase = "committed"
+            self._desk.committed()
             self._final.set_result(outcome.record)
             for future in waiting:
                 future.set_result(None)
@@ -266,7 +267,7 @@ class UpdateHandle:
 
     def _error(self, failure: Failure) -> EnginepoolError:
         connection = self._desk.connection
-        return error_from(failure, _NAMES) if connection is None else connection.failed(failure, _NAMES)
+        return error_from(failure, NAMES) if connection is None else connection.failed(failure, NAMES)
 
     # --- what the threads say ------------------------------------------------------------------------------------------
 
@@ -275,19 +276,15 @@ class UpdateHandle:
         connection, now = self._desk.connection, self._desk.loop.time()
         if self._final.done() or connection is None:
             return
-        frames: Sequence[Buffer] = ()
-        if plan.manifest:
-            frames = (encode_manifest(plan.manifest),)
-            publish.frames = [FrameSpec("manifest", "utf8", (len(frames[0]),))]
-            self.total_bytes = plan.nbytes
+        text = encode_manifest(plan.manifest)
+        publish.frames = [FrameSpec("manifest", "utf8", (len(text),))]
+        self.total_bytes = plan.nbytes
 
         def opening(id_: int) -> OpenUpdate:
             publish.id = self._id = id_
-            return OpenUpdate(now, publish, frames, now + self._desk.timeout)
+            return OpenUpdate(now, publish, (text,), now + self._desk.timeout)
 
         connection.open_update(opening, self._hear)
-        if not plan.manifest:
-            self._open()
 
     def _progress(self, sent: int) -> None:
         self.sent_bytes = sent
@@ -336,11 +333,6 @@ class UpdateHandle:
         if not self._left.done():
             log.warning("the thread of the update to version %d is still busy", self.version)
             self._leave()
-
-
-def nothing() -> Plan:
-    """The plan of an update that broadcasts nothing."""
-    return Plan([], lambda: iter(()))
 
 
 def _looked_at(future: "asyncio.Future[Any]") -> None:

@@ -296,7 +296,9 @@ def _aborted(update: Update, why: str) -> Failure:
 
 def _committed_in(report: WeightsReport, update: Update) -> UpdateRecord | None:
     """The record of this update, if the coordinator committed it before it ended."""
-    version, digest = update.publish.version, update.sent.digest if update.sent is not None else None
+    version = update.publish.version
+    # Of a part, the journal has the digest together with what it lies over.
+    digest = None if update.sent is None or update.publish.partial else update.sent.digest
     for record in report.history:
         if record.version == version and record.outcome == "committed" and digest in (None, record.digest):
             return record

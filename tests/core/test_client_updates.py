@@ -217,6 +217,17 @@ def test_weights_that_are_not_broadcast_are_known_by_their_version(publisher: Pu
     assert publisher.ended() == ["committed"]
 
 
+def test_the_digest_of_a_part_is_not_that_of_the_whole(publisher: Publisher):
+    offer = publish(1)
+    offer.partial = True
+    publisher(OpenUpdate(publisher.now, offer, MANIFEST))
+    publisher.send_all()
+    publisher.commit()
+    publisher.restart()
+    publisher.hear(WeightsReport(1, "g", version=8, digest="layered"))
+    assert publisher.ended() == ["committed"]
+
+
 def test_a_message_that_comes_after_the_end_changes_nothing(publisher: Publisher):
     publisher.open()
     publisher.hear(published(1))

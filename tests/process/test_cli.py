@@ -38,14 +38,21 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_every_command_has_help_with_examples() -> None:
-    code, out, _ = call("--help")
-    assert code == 0
-    names = re.findall(r"^  ([a-z][a-z-]+)  ", out.partition("Commands:")[2], re.MULTILINE)
-    assert names == ["demo", "doctor", "serve", "score", "status", "tiny-model"]
-    for name in names:
-        code, out, _ = call(name, "--help")
+    assert commands() == ["demo", "doctor", "serve", "score", "status", "tiny-model", "weights"]
+    about_weights = commands("weights")
+    assert about_weights == ["versions", "history", "digest", "validate", "get", "publish", "relabel"]
+    for name in [[name] for name in commands() if name != "weights"] + [["weights", name] for name in about_weights]:
+        code, out, _ = call(*name, "--help")
         assert code == 0
-        assert f"Examples:\n    enginepool {name}" in out
+        assert f"Examples:\n    enginepool {' '.join(name)}" in out
+
+
+def commands(*group: str) -> list[str]:
+    """The names that the help of a group of commands lists."""
+    code, out, _ = call(*group, "--help")
+    assert code == 0
+    assert "..." not in out
+    return re.findall(r"^  ([a-z][a-z-]+)  ", out.partition("Commands:")[2], re.MULTILINE)
 
 
 def test_without_arguments_it_shows_the_help() -> None:

@@ -132,7 +132,7 @@ class FakeUpdates:
                 self._open = None
                 if self.renew_receivers:
                     for i, receiver in enumerate(self.receivers):
-                        receiver.process.kill()
+                        receiver.end()
                         self.receivers[i] = Receiver()
                     self._group = ""
 

@@ -153,10 +153,10 @@ def test_the_lease_is_renewed_while_a_handle_waits(updates: FakeUpdates) -> None
 
 def test_weights_without_a_broadcast_are_a_version_or_a_directory(updates: FakeUpdates) -> None:
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
-        assert (await publisher.relabel(3)).transfer == "relabel"
-        assert (await publisher.publish_checkpoint("some/model", 4)).version == 4
+        assert (await pool.relabel(3)).transfer == "relabel"
+        assert (await pool.publish_checkpoint(Path("some/model"), 4, in_flight="abort")).version == 4
         with pytest.raises(errors.VersionBackwards) as caught:
-            await publisher.relabel(4)
+            await pool.relabel(4)
         assert caught.value.limit == "4"
 
     play(updates, scene)
@@ -187,7 +187,7 @@ def test_a_trainer_that_does_not_await_has_the_same(updates: FakeUpdates) -> Non
             assert handle.sent_bytes >= handle.total_bytes
             assert handle.finish().version == 2
             publisher.start(model(3), 3).abandon("as a test")
-            assert publisher.relabel(4).version == 4
+            assert pool.relabel(4).version == 4
             assert not publisher.wanted
         assert pool.weights().version == 4
     assert [given.reason for given in updates.abandoned] == ["as a test"]

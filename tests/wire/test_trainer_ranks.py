@@ -20,10 +20,11 @@ NAMES = ["0.weight", "1.weight", "2.weight", "3.weight"]
 
 @pytest.fixture
 def updates(tmp_path: Path) -> Iterator[FakeUpdates]:
-    receiver = Receiver()
+    receivers = [Receiver()]
     with FakeCoordinator(f"ipc://{tmp_path}/c.sock") as fake:
-        yield FakeUpdates(fake, [receiver], [UpdateRecord(0, "committed")])
-    receiver.end()
+        yield FakeUpdates(fake, receivers, [UpdateRecord(0, "committed")])
+    for receiver in receivers:
+        receiver.end()
 
 
 def train(updates: FakeUpdates, fault: str = "") -> list[dict[str, Any]]:

@@ -1,0 +1,214 @@
+"""`enginepool weights`: what weights a running pool holds, where they came from, and changing them without a trainer."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
+from enginepool.cli.failure import BAD_USAGE, RUN_FAILED, CommandFailed
+
+if TYPE_CHECKING:
+    from enginepool.client import Pool
+    from enginepool.protocol.updates import UpdateRecord, WeightsReport
+
+T = TypeVar("T")
+
+weights = typer.Typer(
+    name="weights",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="""Look at the weights of a running pool, or change them.
+
+    All workers of a group run on one version of the weights; every answer names it. A trainer brings new ones with
+    enginepool.WeightPublisher; here is what needs no trainer.
+    """,
+)
+
+Group = Annotated[str, typer.Option(help="The group; a pool of one group needs no name.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
+Version = Annotated[int, typer.Option(min=0, help="The new version, above the one that is committed.")]
+NewRun = Annotated[
+    bool, typer.Option("--new-run", help="Let versions begin again, also below the committed one: another training begins.")
+]
+
+
+@weights.command()
+def versions(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJson = False) -> None:
+    """Show the version of each worker.
+
+    \b
+    Examples:
+      enginepool weights versions
+      enginepool weights versions --group policy --json
+    """
+    from enginepool.cli.weights_tables import version_table
+
+    _report(connect, lambda pool: pool.weights(group), version_table, as_json)
+
+
+@weights.command()
+def history(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJson = False) -> None:
+    """Show the updates of a group.
+
+    Newest last: what became of each, and how long the pool served and stood still meanwhile.
+
+    \b
+    Examples:
+      enginepool weights history
+    """
+    from enginepool.cli.weights_tables import history_table
+
+    _report(connect, lambda pool: pool.weights(group), history_table, as_json)
+
+
+@weights.command()
+def digest(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJson = False) -> None:
+    """Compare what the engines hold.
+
+    Every worker computes a digest of the weights in its engine now. Exit code 1 if they are not all the same.
+
+    \b
+    Examples:
+      enginepool weights digest --group policy
+    """
+    from enginepool.cli.weights_tables import digest_table
+
+    report = _report(connect, lambda pool: pool.weights_digest(group), digest_table, as_json)
+    _all_answered(report)
+    if len({worker.digest for worker in report.workers}) > 1:
+        raise CommandFailed(f"the workers of {report.group} hold different weights", RUN_FAILED)
+
+
+@weights.command()
+def validate(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJson = False) -> None:
+    """Look for NaN, infinity and zeros.
+
+    In every engine; zeros are tensors of nothing else. Exit code 1 if there is NaN or infinity.
+
+    \b
+    Examples:
+      enginepool weights validate
+    """
+    from enginepool.cli.weights_tables import findings_table
+
+    report = _report(connect, lambda pool: pool.validate_weights(group), findings_table, as_json)
+    _all_answered(report)
+    bad = [worker.name for worker in report.workers if any(finding.kind != "zero" for finding in worker.findings)]
+    if bad:
+        raise CommandFailed(f"NaN or infinity in {', '.join(bad)}", RUN_FAILED)
+
+
+@weights.command()
+def get(
+    name: Annotated[str, typer.Argument(help="The weight's name in the checkpoint, as model.norm.weight.")],
+    connect: Address = DEFAULT_ADDRESS,
+    group: Group = "",
+    output: Annotated[Path | None, typer.Option(metavar="FILE.npy", help="Write it there, float32, for numpy.load.")] = None,
+) -> None:
+    """Show one weight as an engine holds it.
+
+    \b
+    Examples:
+      enginepool weights get model.norm.weight
+      enginepool weights get lm_head.weight --output head.npy
+    """
+    import numpy as np
+
+    if output is not None and not output.parent.is_dir():
+        raise CommandFailed(f"{output.parent}: no such directory", BAD_USAGE)
+    found = _ask(connect, lambda pool: pool.weight(name, group))
+    if output is not None:
+        with open(output, "wb") as file:
+            np.save(file, found)
+    typer.echo(f"{name}: {' × '.join(map(str, found.shape)) or 'one number'}")
+    if found.size:
+        typer.echo(f"least {found.min():.6g}   largest {found.max():.6g}   mean {found.mean():.6g}   std {found.std():.6g}")
+        shown = " ".join(f"{value:.6g}" for value in found.ravel()[:8])
+        typer.echo(f"{shown}{' ...' if found.size > 8 else ''}")
+
+
+@weights.command()
+def publish(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT_DIR", help="A directory that every worker can see.")],
+    version: Version,
+    connect: Address = DEFAULT_ADDRESS,
+    group: Group = "",
+    drain: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, max=3600, help="How long begun requests may take; then they run again.")
+    ] = 10.0,
+    abort: Annotated[bool, typer.Option("--abort", help="Run begun requests again on the new weights, at once.")] = False,
+    new_run: NewRun = False,
+) -> None:
+    """Let all workers load a checkpoint.
+
+    It is one transaction: all of them do, or none. The pool answers on the old weights until every worker has agreed, and then
+    on the new ones; requests wait meanwhile.
+
+    \b
+    Examples:
+      enginepool weights publish checkpoints/step-400 --version 400
+      enginepool weights publish /models/other --version 0 --new-run
+    """
+    in_flight = "abort" if abort else "drain"
+    # Workers run in other folders.
+    path = str(Path(checkpoint).resolve()) if Path(checkpoint).is_dir() else checkpoint
+    record = _ask(
+        connect,
+        lambda pool: pool.publish_checkpoint(path, version, group, in_flight=in_flight, drain=drain, new_run=new_run),
+    )
+    typer.echo(_committed(record))
+
+
+@weights.command()
+def relabel(version: Version, connect: Address = DEFAULT_ADDRESS, group: Group = "", new_run: NewRun = False) -> None:
+    """Give a group's weights another version.
+
+    No weight changes.
+
+    \b
+    Examples:
+      enginepool weights relabel --version 12
+      enginepool weights relabel --version 0 --new-run
+    """
+    typer.echo(_committed(_ask(connect, lambda pool: pool.relabel(version, group, new_run=new_run))))
+
+
+def _committed(record: "UpdateRecord") -> str:
+    times = sum(record.phases.values()) / 1e6
+    note = f"; {record.message}" if record.message else ""
+    return f"version {record.version} is committed on {record.committed} of {record.members} workers, in {times:.2f} s{note}"
+
+
+def _report(
+    address: str,
+    question: "Callable[[Pool], Coroutine[Any, Any, WeightsReport]]",
+    show: "Callable[[WeightsReport], Any]",
+    as_json: bool,
+) -> "WeightsReport":
+    report = _ask(address, question)
+    if as_json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(report).decode())
+    else:
+        from rich.console import Console
+
+        Console().print(show(report))
+    return report
+
+
+def _all_answered(report: "WeightsReport") -> None:
+    silent = [f"{worker.name}: {worker.message}" for worker in report.workers if worker.message]
+    if silent:
+        raise CommandFailed("; ".join(silent), RUN_FAILED)
+
+
+def _ask(address: str, question: "Callable[[Pool], Coroutine[Any, Any, T]]") -> T:
+    async def ask() -> T:
+        async with open_pool(address) as pool:
+            return await question(pool)
+
+    return asyncio.run(ask())
