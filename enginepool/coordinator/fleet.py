@@ -136,6 +136,9 @@ class Fleet:
         # It may have been the last one of which it was not known that it is no plain worker.
         self.places.maybe_down(group)
         self._changed(worker)
+        if not worker.holds:
+            # It was taking weights of a coordinator that is gone, and got work meanwhile, which it drops when it restores.
+            self.recall(worker)
         self.core.risen.append(worker)
 
     def _stranger(self, worker: Worker, can: Capabilities) -> str:

@@ -32,6 +32,18 @@ def test_a_worker_on_another_weight_version_gets_no_work() -> None:
     assert [s.link for s in pool.batches] == [b"current"]
 
 
+def test_work_of_a_worker_that_turns_out_to_hold_other_weights_runs_elsewhere() -> None:
+    """It was taking weights for a coordinator that is gone, and will drop what it has when it restores."""
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work())
+    pool.worker("b")
+    pool.do(ev.WorkerReady(0, b"a", CAN, 5))
+    assert [s.link for s in pool.batches] == [b"a", b"b"]
+    assert list(results(pool.finish(pool.batches[1]))) == [1]
+
+
 def test_an_unknown_link_is_asked_to_register() -> None:
     pool = Pool()
     assert codes(pool.do(ev.WorkerHeard(0, b"who"))) == ["hello_required"]
