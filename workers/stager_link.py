@@ -2,16 +2,22 @@
 
 import asyncio
 import contextlib
+import os
+import signal
+import socket
+import struct
 from collections.abc import Callable
 from typing import TypeVar
 
 from enginepool.protocol.basis import Message
-from enginepool.workers.staging import FromStager, Received, Worker, from_stager, packet
+from enginepool.workers.staging import AskHeld, FromStager, Held, Received, Worker, from_stager, packet
 
 #: a stager that is being started has this long to listen
 CONNECT_S = 10.0
 #: Making room takes long where memory must be cleared.
 ANSWER_S = 60.0
+#: A stager answers beside whatever it does.
+ALIVE_S = 10.0
 
 Answer = TypeVar("Answer")
 
@@ -49,9 +55,10 @@ class StagerLink:
                 async with asyncio.timeout(timeout_s):
                     found = await answer
             except TimeoutError:
-                # A late answer must not be taken for that of the next question.
-                writer.close()
-                raise StagerGone(f"the stager says nothing for {timeout_s:g} s") from None
+                # It hangs, or is stopped. Its supervisor starts another one when it ends.
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(_peer(writer), signal.SIGKILL)
+                raise StagerGone(f"the stager says nothing for {timeout_s:g} s, and was killed") from None
             finally:
                 self._answer = None
         if not isinstance(found, kind):
@@ -90,6 +97,11 @@ class StagerLink:
         self._reading = asyncio.create_task(self._read(reader, writer))
         return writer
 
+    async def alive(self) -> None:
+        """Make sure that it answers: one that does not is killed at once, not after the time of a long question. Raises
+        StagerGone."""
+        await self.ask(AskHeld(), Held, ALIVE_S)
+
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         reason = "the stager ended"
         try:
@@ -107,3 +119,10 @@ class StagerLink:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(StagerGone(reason))
         self._lost(reason)
+
+
+def _peer(writer: asyncio.StreamWriter) -> int:
+    """The process that listens on the other side of a Unix socket."""
+    end: socket.socket = writer.get_extra_info("socket")
+    pid, _, _ = struct.unpack("3i", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid

@@ -177,9 +177,11 @@ class Weights:
             prepared = Prepared(message.update, peer=self._peer, ranks=self._engine.ranks)
         elif message.transfer == "staged":
             try:
+                await self._stager.alive()
                 reserved = await self._stager.ask(Reserve(message.update, list(tensors), message.bucket_bytes), Reserved)
             except StagerGone as error:
-                return refused(f"no staged transfer: {error}")
+                # Nothing is wrong with the weights: the next stager may take them.
+                return Prepared(message.update, code="update_aborted", message=f"no staged transfer: {error}")
             if not reserved.staging:
                 return refused(f"no staged transfer: {reserved.message}")
             prepared = Prepared(message.update, peer=reserved.peer, staging=reserved.staging)
