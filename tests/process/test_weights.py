@@ -1,0 +1,372 @@
+"""New weights for a whole pool of real processes under load: committed or aborted, never mixed, whatever dies on the way.
+
+After each fault: the outcome within its deadlines, the pool serving, a reason that can be read, and a further update that
+succeeds.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from enginepool import Pool, WeightPublisher, errors
+from enginepool.client import streaming
+from enginepool.client.update import UpdateHandle
+from enginepool.protocol.layout import Bucket
+from enginepool.protocol.manifest import Manifest
+from enginepool.protocol.updates import UpdateRecord
+from tests.process.commands import ROOT
+from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.processes import Processes
+from tests.process.weights import MANIFEST, TENSORS, Gate, Load, some_weights
+
+COSTS: dict[str, Any] = {
+    "forward_s": 0.005, "batch_tokens": 400, "batch_rows": 8, "inflight_tokens": 800, "inflight_rows": 16, "tensors": TENSORS,
+}  # fmt: skip
+TIMES: dict[str, Any] = {"update_prepare_s": 20.0, "update_join_s": 20.0, "update_stall_s": 5.0, "update_hand_over_s": 10.0}
+#: how a publisher is made here
+OPTIONS: dict[str, Any] = {"device": "cpu", "bucket_bytes": 4096, "lease": 3.0, "collective_timeout": 15.0, "timeout": 50.0}
+#: seconds of a scene with its fault, its healing and what follows; nothing may take for ever
+LIMIT_S = 150.0
+
+
+class Stage:
+    """A pool under load with a publisher, for a scene."""
+
+    def __init__(self, processes: Processes, daemon: Daemon, pool: Pool, publisher: WeightPublisher, load: Load) -> None:
+        self.processes, self.daemon, self.pool, self.publisher, self.load = processes, daemon, pool, publisher, load
+
+    async def publish(self, version: int, **options: Any) -> UpdateRecord:
+        """A whole update, whose answers are then allowed."""
+        return self.committed(await self.publisher.publish(some_weights(version), version, **options))
+
+    def committed(self, record: UpdateRecord) -> UpdateRecord:
+        assert record.outcome == "committed"
+        self.load.committed.setdefault(record.version, []).append(record.digest)
+        return record
+
+    async def end(self, finish: Awaitable[UpdateRecord]) -> str:
+        """Why an update was aborted, or "": it is committed."""
+        try:
+            self.committed(await finish)
+        except errors.UpdateAborted as error:
+            return str(error)
+        return ""
+
+    async def start(self, version: int, gate: Gate | None = None) -> UpdateHandle:
+        """Begin an update; with a gate, in the middle of its bytes."""
+        if gate is None:
+            return await self.publisher.start(some_weights(version), version)
+        handle = await self.publisher.start(gate, version, manifest=MANIFEST)
+        assert await asyncio.to_thread(gate.reached.wait, PATIENCE_S)
+        return handle
+
+    async def phase(self, handle: UpdateHandle, phase: str) -> None:
+        """Wait until it is there."""
+        async with asyncio.timeout(PATIENCE_S):
+            while handle.phase != phase:
+                assert handle.phase != "failed"
+                await asyncio.sleep(0.002)
+
+    async def pid(self, place: int) -> int:
+        """Of the worker at a place."""
+        workers = {worker.name: worker for worker in (await self.pool.status()).groups[0].workers}
+        return workers[f"g-{place}"].pid
+
+    def stager(self, place: int) -> int:
+        """The process of the stager beside a place."""
+        path = Path(self.daemon.config.state_dir) / "stagers" / f"g.{place}.json"
+        return msgspec.json.decode(path.read_bytes())["pid"]
+
+    async def all_on(self, version: int) -> None:
+        """Wait until every worker is ready on this version."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                report = await self.pool.weights()
+                held = [worker.version for worker in report.workers if not worker.message]
+                if held == [version] * self.daemon.config.groups["g"].workers:
+                    return
+                await asyncio.sleep(0.02)
+
+
+Scene = Callable[[Stage], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def play(processes: Processes, tmp_path: Path) -> Callable[..., None]:
+    """Runs a scene after a first update; then the pool must serve, a further update succeed, and every worker be on it."""
+
+    def play(scene: Scene, **options: Any) -> None:
+        config = sim_pool(tmp_path, workers=3, options={**COSTS, **options}, **TIMES)
+
+        async def main() -> Daemon:
+            daemon = Daemon(processes, config).listening()
+            async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
+                await pool.ready(PATIENCE_S)
+                async with Load(daemon.address).running() as load:
+                    stage = Stage(processes, daemon, pool, publisher, load)
+                    await stage.all_on(0)
+                    await stage.publish(1)
+                    await scene(stage)
+                    await load.more(10)
+                    last = (await pool.weights()).version + 10
+                    async with asyncio.timeout(PATIENCE_S):
+                        while (await again(stage, last)) is None:
+                            last += 1
+                    await stage.all_on(last)
+                assert last in load.versions()
+                return stage.daemon
+
+        assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)).end() == 0
+
+    return play
+
+
+async def again(stage: Stage, version: int) -> UpdateRecord | None:
+    """A further update; one that meets the consequences of the fault (a worker that is only just lost) may be aborted."""
+    try:
+        return await stage.publish(version)
+    except errors.UpdateAborted:
+        return None
+
+
+# --- without faults ----------------------------------------------------------------------------------------------------
+
+
+def test_after_each_of_twenty_updates_under_load_every_answer_is_of_a_committed_version(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        for version in range(2, 22):
+            await stage.publish(version, in_flight="abort" if version % 4 == 0 else "drain")
+            await stage.load.more(3)
+        report = await stage.pool.weights()
+        assert [record.version for record in report.history[-20:]] == list(range(2, 22))
+        assert {record.outcome for record in report.history} == {"committed"}
+        assert len({worker.digest for worker in (await stage.pool.weights_digest()).workers}) == 1
+        np.testing.assert_array_equal(await stage.pool.weight("norm"), some_weights(21)["norm"].numpy())
+        assert len(stage.load.versions()) > 10
+
+    play(scene)
+
+
+def test_a_request_waits_for_the_version_that_it_names(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        early = asyncio.create_task(stage.pool.score([1], [[2]], label_token_ids=[3], min_version=5))
+        await stage.publish(4)
+        await stage.load.more(5)
+        assert not early.done()
+        await stage.publish(5)
+        assert (await early).version == 5
+
+    play(scene)
+
+
+def test_a_version_alone_changes_nothing_but_the_version(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        before = (await stage.pool.weights()).digest
+        record = stage.committed(await stage.pool.relabel(7))
+        assert record.digest == before
+        with pytest.raises(errors.VersionBackwards):
+            await stage.pool.relabel(7)
+
+    play(scene)
+
+
+# --- offers that are refused -------------------------------------------------------------------------------------------
+
+
+def altered(**changes: Any) -> dict[str, torch.Tensor]:
+    weights: dict[str, Any] = {**some_weights(2), **changes}
+    return {name: tensor for name, tensor in weights.items() if tensor is not None}
+
+
+#: what is wrong -> the weights, and what the refusal says
+WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
+    "nan": (altered(norm=torch.tensor([1.0, float("nan"), 1.0])), "norm: 1 elements are nan"),
+    "infinity": (altered(norm=torch.tensor([1.0, float("inf"), 1.0])), "norm: 1 elements are infinity"),
+    "zeros": (altered(embed=torch.zeros(300, 20)), "embed: all zero"),
+    "shape": (altered(norm=torch.ones(4)), r"norm: shape \[4\]; the model has \[3\]"),
+    "dtype": (altered(norm=torch.ones(3, dtype=torch.int64)), "norm: dtype int64"),
+    "unknown name": (altered(other=torch.ones(3)), "unknown names: other"),
+    "missing name": (altered(norm=None), "missing names: norm"),
+}
+
+
+def test_weights_that_are_wrong_are_refused_by_name_and_right_ones_taken_after_each(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        for version, (source, words) in enumerate(WRONG.values(), 2):
+            with pytest.raises(errors.WeightsRefused, match=words):
+                await stage.publisher.publish(source, version)
+            assert (await stage.pool.weights()).version == version - 1
+            await stage.publish(version)
+
+    play(scene)
+
+
+def test_a_version_that_goes_backwards_is_refused_and_a_new_run_may(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        for version in (0, 1):
+            with pytest.raises(errors.VersionBackwards) as caught:
+                await stage.publisher.publish(some_weights(2), version)
+            assert caught.value.limit == "1"
+        await stage.publish(0, new_run=True)
+
+    play(scene)
+
+
+def test_of_two_publishers_at_once_the_second_is_refused_by_name(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        gate = Gate(2)
+        handle = await stage.start(2, gate)
+        async with Pool.connect(stage.daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as second:
+            with pytest.raises(errors.Publishing):
+                await second.publish(some_weights(3), 3)
+            gate.opened.set()
+            stage.committed(await handle.finish())
+            stage.committed(await second.publish(some_weights(3), 3))
+
+    play(scene)
+
+
+# --- faults ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("who", ["worker", "stager"])
+@pytest.mark.parametrize("phase", ["transfer", "staged"])
+def test_before_the_hand_over_a_loss_aborts_and_touches_no_engine(
+    play: Callable[..., None], phase: str, who: str, sign: signal.Signals
+) -> None:
+    async def scene(stage: Stage) -> None:
+        gate = Gate(2)
+        handle = await stage.start(2, gate)
+        if phase == "staged":
+            gate.opened.set()
+            await stage.phase(handle, "staged")
+        victim = await stage.pid(1) if who == "worker" else stage.stager(1)
+        os.kill(victim, sign)
+        gate.opened.set()
+        if phase == "staged" and who == "worker":
+            # A stager that is lost now is noticed when its bytes are wanted.
+            with pytest.raises(errors.UpdateAborted, match=r"g-1|1 of 3"):
+                await handle.finish()
+            assert (await stage.pool.weights()).version == 1
+            return
+        why = await stage.end(handle.finish())
+        assert (await stage.pool.weights()).version == (1 if why else 2)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_a_worker_that_is_lost_in_the_hand_over_comes_back_on_what_the_others_took(
+    play: Callable[..., None], sign: signal.Signals
+) -> None:
+    async def scene(stage: Stage) -> None:
+        handle = await stage.start(2)
+        victim = await stage.pid(1)
+        finish = asyncio.create_task(handle.finish())
+        await stage.phase(handle, "hand_over")
+        os.kill(victim, sign)
+        record = stage.committed(await finish)
+        assert (record.committed, record.members) == (2, 3)
+        await stage.all_on(2)
+
+    play(scene, take_s=1.0)
+
+
+@pytest.mark.parametrize("fault", ["fail_on_take", "abort_on_take", "crash_on_take"])
+def test_when_no_engine_takes_the_weights_all_come_back_on_the_old_ones(play: Callable[..., None], fault: str) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.publish(2)
+        with pytest.raises(errors.UpdateAborted, match="no engine runs on it"):
+            await stage.publisher.publish(some_weights(3), 3)
+        assert (await stage.pool.weights()).version == 2
+        await stage.all_on(2)
+
+    # The third that a worker takes; one that has come back has taken one, the old ones.
+    play(scene, faults=[{"kind": fault, "at_take": 3}])
+
+
+@pytest.mark.parametrize("where", ["transfer", "staged"])
+def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Callable[..., None], where: str) -> None:
+    async def scene(stage: Stage) -> None:
+        trainer = stage.processes.start(
+            [sys.executable, "-m", "tests.process.trainer", stage.daemon.address, "2", where], stdout=-1, text=True, cwd=ROOT
+        )
+        assert trainer.stdout is not None
+        assert await asyncio.to_thread(trainer.stdout.readline) == "there\n"
+        with pytest.raises(errors.Publishing):
+            await stage.publisher.publish(some_weights(3), 3)
+        trainer.kill()
+        async with asyncio.timeout(PATIENCE_S):
+            while (await stage.pool.weights()).history[-1].version != 2:
+                await asyncio.sleep(0.02)
+        record = (await stage.pool.weights()).history[-1]
+        assert record.outcome == "update_aborted"
+        # Its connections close before its lease is over, unless nobody reads from them.
+        assert any(word in record.message for word in ("silent", "closed", "reset"))
+
+    play(scene)
+
+
+@pytest.mark.parametrize("phase", ["transfer", "staged", "hand_over"])
+def test_a_coordinator_that_is_killed_has_committed_or_not(processes: Processes, play: Callable[..., None], phase: str) -> None:
+    async def scene(stage: Stage) -> None:
+        gate = Gate(2)
+        handle = await stage.start(2, gate)
+        if phase != "transfer":
+            gate.opened.set()
+            await stage.phase(handle, "staged")
+        finish = asyncio.create_task(handle.finish()) if phase == "hand_over" else None
+        if finish is not None:
+            await stage.phase(handle, "hand_over")
+        await asyncio.to_thread(stage.daemon.kill)
+        stage.daemon = await asyncio.to_thread(lambda: Daemon(processes, stage.daemon.config).listening())
+        gate.opened.set()
+        why = await stage.end(finish or handle.finish())
+        assert (await stage.pool.weights()).version == (1 if why else 2)
+        assert not why or "coordinator" in why
+
+    play(scene, **({"take_s": 1.0} if phase == "hand_over" else {}))
+
+
+def test_bytes_that_do_not_come_are_missed_in_time(play: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(stage: Stage) -> None:
+        whole = streaming.buckets
+
+        def fewer(manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
+            return list(whole(manifest, bucket_bytes))[:-1]
+
+        monkeypatch.setattr(streaming, "buckets", fewer)
+        with pytest.raises(errors.UpdateAborted):
+            await stage.publisher.publish(some_weights(2), 2)
+        monkeypatch.setattr(streaming, "buckets", whole)
+
+    play(scene)
+
+
+def test_a_source_that_ends_too_early_is_named(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        short = [*some_weights(2).items()][:2]
+        with pytest.raises(errors.BadRequest, match="norm is missing"):
+            await stage.publisher.publish(iter(short), 2, manifest=MANIFEST)
+
+    play(scene)
+
+
+def test_a_handle_that_is_abandoned_ends_at_once(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        handle = await stage.start(2)
+        await handle.abandon("thought better of it")
+        with pytest.raises(errors.UpdateAborted, match="thought better of it"):
+            await handle.finish()
+
+    play(scene)

@@ -1,0 +1,45 @@
+"""A trainer as a process of its own, to be killed: publishes a version and stops where it is told to.
+
+`python -m tests.process.trainer ADDRESS VERSION WHERE`; WHERE: `transfer`, in the middle of its bytes; `staged`, when all are
+sent and nothing is committed. Says `there` on stdout when it has come so far, and waits for its end.
+"""
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+
+import torch
+
+from enginepool import Pool, WeightPublisher
+from tests.process.weights import MANIFEST, some_weights
+
+
+def main() -> None:
+    """Never ends by itself."""
+    address, version, where = sys.argv[1:4]
+
+    def there() -> None:
+        sys.stdout.write("there\n")
+        sys.stdout.flush()
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in some_weights(int(version)).items():
+            yield name, tensor
+            if where == "transfer":
+                there()
+                threading.Event().wait()
+
+    async def run() -> None:
+        async with Pool.connect(address) as pool:
+            publisher = WeightPublisher(pool, device="cpu", bucket_bytes=4096, lease=2.0)
+            handle = await publisher.start(source, int(version), manifest=MANIFEST)
+            await handle.sent()
+            there()
+            await asyncio.Event().wait()
+
+    asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main()
