@@ -1,0 +1,52 @@
+"""New weights for real engines, again and again, on a CPU: python examples/new_weights.py
+
+Makes a tiny random model, starts a pool of two SGLang engines with it, and teaches it to prefer one token by trying: each step
+publishes slightly altered weights, asks the pool, and keeps what is better. Takes about a minute on two cores, most of it for
+the engines to start. On GPUs leave the devices out, and name a model of your own.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from enginepool import Pool, WeightPublisher
+from enginepool.tiny_model import make_tiny_model
+
+PROMPT, GOOD, BAD = [11, 12, 13], 21, 22
+STEPS = 20
+
+
+async def main() -> None:
+    """Alter, publish, ask, keep or forget."""
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as directory:
+        make_tiny_model(directory)
+        best = load_file(Path(directory) / "model.safetensors")
+        async with Pool.start(directory, workers=2, device="cpu", dtype="float32") as pool:
+            await pool.ready(report=print)
+            first = share = await good_share(pool, version=0)
+            async with WeightPublisher(pool, device="cpu") as publisher:
+                for step in range(1, STEPS + 1):
+                    tried = {name: tensor + 0.02 * torch.randn_like(tensor) for name, tensor in best.items()}
+                    record = await publisher.publish(tried, version=step)
+                    now = await good_share(pool, version=step)
+                    still = (record.phases["hold"] + record.phases["hand_over"]) / 1000
+                    print(f"version {step}: {now:.3f}{' better' if now > share else ''}, engines stood still {still:.0f} ms")
+                    if now > share:
+                        best, share = tried, now
+                await publisher.publish(best, version=STEPS + 1)
+            print(f"the good token was at {first:.3f}, and is at {await good_share(pool, version=STEPS + 1):.3f}")
+
+
+async def good_share(pool: Pool, version: int) -> float:
+    """How much of the probability of both tokens the good one has, by weights of this version."""
+    answer = await pool.score(PROMPT[:-1], [PROMPT[-1:]], label_token_ids=[GOOD, BAD], apply_softmax=True, min_version=version)
+    assert answer.version == version
+    return float(answer.scores[0, 0])
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
