@@ -83,6 +83,19 @@ class UpdatePool(Pool):
         assert update is not None
         return update
 
+    def live(self, seconds: float) -> list[Message_]:
+        """Let time pass, in which everybody is heard."""
+        out: list[Message_] = []
+        end = self.now + seconds
+        while self.now < end:
+            core = self.machine.core
+            for link in list(core.worker_links):
+                out += self.do(ev.WorkerHeard(0, link))
+            for link in list(core.links):
+                out += self.do(ev.Heard(0, link))
+            out += self.wait(min(2.5, end - self.now))
+        return out
+
     def tell(self, link: bytes, message: Message, frames: tuple[bytes, ...] = ()) -> list[Message_]:
         """A worker says something."""
         return self.do(worker_event(0, link, [encode_header(message), *frames]))

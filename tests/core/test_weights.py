@@ -1,22 +1,67 @@
 """Weight updates: every step of the transaction, what ends it, and what is never allowed to happen on the way."""
 
+from typing import Any
+
+import pytest
+
+from enginepool.coordinator import events as ev
 from enginepool.coordinator.events import GroupWeights
+from enginepool.protocol.layout import layered
+from enginepool.protocol.messages import Failure, Stage
 from enginepool.protocol.updates import (
+    Abandon,
     Committed,
+    Finding,
+    HandedOver,
     HandOver,
+    Inspect,
+    Inspected,
     Join,
+    Joined,
     Phase,
     Prepare,
+    Prepared,
     Published,
+    Release,
+    Restore,
+    Restored,
+    Sent,
+    Staged,
+    WeightsQuestion,
+    WeightsReport,
+    WeightsWanted,
 )
-from tests.core.machines import results, work
+from tests.core.machines import CAN, EPOCH, codes, failures, results, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 
 
-def ready(workers: int = 2, **kwargs: object) -> tuple[UpdatePool, Trainer, list[bytes]]:
+def ready(workers: int = 2, **kwargs: Any) -> tuple[UpdatePool, Trainer, list[bytes]]:
     """A pool of workers that dialled in, and somebody who trains."""
     pool = UpdatePool(**kwargs)
     return pool, Trainer(pool), [pool.worker(f"w{i}") for i in range(workers)]
+
+
+def refusal(sent: list[Any], id: int) -> Failure:
+    """The error that answers this publish."""
+    return failures(sent)[id]
+
+
+def phases(sent: list[Any]) -> list[str]:
+    return [phase.phase for phase in of_type(sent, Phase)]
+
+
+def to_transfer(pool: UpdatePool, trainer: Trainer, version: int = 1, **changes: Any) -> list[Any]:
+    """Open a transaction, let all join; what followed the last answer."""
+    return pool.answer(pool.answer(trainer.publish(version, **changes)))
+
+
+def committed(pool: UpdatePool, trainer: Trainer, version: int, links: list[bytes], **changes: Any) -> list[Any]:
+    """A whole staged update."""
+    pool.publish(trainer, version, links, **changes)
+    return pool.written()
+
+
+# --- the straight path -------------------------------------------------------------------------------------------------
 
 
 def test_the_straight_path_of_a_staged_update() -> None:
@@ -27,9 +72,9 @@ def test_the_straight_path_of_a_staged_update() -> None:
     (mine, *theirs) = of_type(joins, Join)
     assert (mine.id, mine.rank, mine.world, mine.rendezvous) == (1, 0, 3, theirs[0].rendezvous)
     assert [join.rank for join in theirs] == [1, 2]
-    assert of_type(pool.answer(joins), Phase)[-1].phase == "transfer"
+    assert phases(pool.answer(joins)) == ["transfer"]
     assert trainer.sent() == []
-    assert of_type(pool.stage(links), Phase)[-1].phase == "staged"
+    assert phases(pool.stage(links)) == ["staged"]
     handed = trainer.commit()
     assert [s.link for s in handed if isinstance(s.message, HandOver)] == links
     assert of_type(pool.answer(handed), Published) == []
@@ -38,5 +83,720 @@ def test_the_straight_path_of_a_staged_update() -> None:
     assert [s.link for s in end if isinstance(s.message, Committed)] == links
     (published,) = of_type(end, Published)
     assert (published.version, published.record.outcome, published.record.committed) == (1, "committed", 2)
+    assert {"open", "join", "transfer", "staged", "drain", "hold", "hand_over", "journal"} <= published.record.phases.keys()
     pool.submit(trainer.link, 50, work())
     assert results(pool.finish(pool.batches[0], version=1))[50].version == 1
+
+
+def test_ranks_follow_the_members_and_a_worker_may_bring_several() -> None:
+    pool, trainer, _ = ready(3)
+    joins = of_type(pool.answer(trainer.publish(1), ranks=2), Join)
+    assert [(join.rank, join.world) for join in joins] == [(0, 7), (1, 7), (3, 7), (5, 7)]
+
+
+def test_a_process_group_is_kept_while_the_same_sides_are_in_it() -> None:
+    pool, trainer, links = ready()
+    committed(pool, trainer, 1, links)
+    first = pool.machine.core.groups["g"].ring
+    committed(pool, trainer, 2, links)
+    assert first is not None and pool.machine.core.groups["g"].ring == first
+    trainer.publish(3, peer="another side")
+    joins = of_type(pool.answer([s for s in pool.sent[-3:] if isinstance(s.message, Prepare)]), Join)
+    assert joins and all(join.rendezvous != first.name for join in joins)
+
+
+@pytest.mark.parametrize("transfer", ["checkpoint", "relabel"])
+def test_an_update_without_bytes_needs_only_a_commit(transfer: str) -> None:
+    pool, trainer, _ = ready()
+    opened = pool.answer(trainer.publish(4, transfer=transfer, path="/models/4" if transfer == "checkpoint" else ""))
+    assert phases(opened) == ["staged"]
+    digest = DIGEST if transfer == "checkpoint" else ""
+    for sent in trainer.commit():
+        if isinstance(sent.message, HandOver):
+            pool.tell(sent.link, HandedOver(sent.message.update, 4, digest))
+    assert pool.journal[-1].weights.path == ("/models/4" if transfer == "checkpoint" else "")
+    assert of_type(pool.written(), Published)[0].version == 4
+    assert pool.machine.core.groups["g"].weights.digest == digest
+
+
+def test_a_direct_transfer_holds_before_it_transfers() -> None:
+    pool, trainer, links = ready()
+    assert phases(to_transfer(pool, trainer, transfer="direct")) == []
+    handed = trainer.commit()
+    assert phases(handed) == ["hold", "transfer"]
+    assert [s.link for s in handed if isinstance(s.message, HandOver)] == links
+    pool.answer(handed)
+    assert not pool.journal, "the publisher has not said what it sent"
+    trainer.sent()
+    assert of_type(pool.written(), Published)[0].version == 1
+
+
+def test_a_snapshot_is_named_where_stagers_hold_all_bytes() -> None:
+    pool, trainer, links = ready()
+    pool.machine.ending.snapshots = {"memory": "/dev/shm/pool"}
+    committed(pool, trainer, 1, links)
+    weights = pool.machine.core.groups["g"].weights
+    assert weights.snapshot == f"/dev/shm/pool/g-{DIGEST}"
+    part = committed(pool, trainer, 2, links, partial=True)
+    assert {message.digest for message in of_type(part, Committed)} == {layered(DIGEST, DIGEST)}
+    assert pool.machine.core.groups["g"].weights.snapshot == ""
+
+
+# --- who may publish ---------------------------------------------------------------------------------------------------
+
+
+def test_one_publisher_at_a_time_and_the_second_hears_of_the_first() -> None:
+    pool, trainer, _ = ready()
+    trainer.publish(1)
+    other = Trainer(pool, b"other")
+    failure = refusal(other.publish(2), 1)
+    assert (failure.code, failure.limit) == ("publishing", trainer.link.ljust(16, b".").hex()[:8])
+
+
+def test_versions_only_grow_unless_somebody_begins_a_new_run() -> None:
+    pool, trainer, links = ready()
+    committed(pool, trainer, 5, links)
+    for version in (5, 4):
+        failure = refusal(trainer.publish(version), trainer.ids)
+        assert (failure.code, failure.field, failure.limit) == ("version_backwards", "version", "5")
+    committed(pool, trainer, 1, links, new_run=True)
+    weights = pool.machine.core.groups["g"].weights
+    assert (weights.version, weights.run) == (1, 1)
+
+
+def test_a_publish_that_comes_again_is_attached_and_its_answer_is_kept() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    again = trainer.publish(1, id=1)
+    assert phases(again) == ["transfer"]
+    assert not of_type(again, Prepare)
+    assert [join.id for join in of_type(again, Join)] == [1]
+    assert refusal(trainer.publish(2, id=1), 1).code == "id_reused"
+    trainer.sent()
+    pool.stage(links)
+    pool.answer(trainer.commit())
+    pool.written()
+    assert of_type(trainer.publish(1, id=1), Published)
+    assert of_type(trainer.say(Sent(1, DIGEST, 1)), Published), "whoever asks after the end hears the end"
+
+
+def test_nobody_hears_of_a_transaction_that_is_not_his() -> None:
+    pool, trainer, _ = ready()
+    assert refusal(trainer.renew(), 0).code == "update_aborted"
+    assert codes(pool.do(ev.PublisherSaid(0, b"stranger", Abandon(1)))) == ["hello_required"]
+
+
+def test_without_a_ready_worker_there_is_nothing_to_update() -> None:
+    pool = UpdatePool()
+    trainer = Trainer(pool)
+    pool.worker("w", ready=False)
+    assert refusal(trainer.publish(1), 1).code == "update_aborted"
+
+
+# --- before the hand-over: abort ---------------------------------------------------------------------------------------
+
+
+def aborted(pool: UpdatePool, sent: list[Any], code: str = "update_aborted") -> str:
+    """The transaction ended with that error; every member that lives was told, and serves on."""
+    failure = refusal(sent, 1)
+    assert failure.code == code
+    group = pool.machine.core.groups["g"]
+    assert group.update is None and not group.held
+    assert [s.link for s in sent if isinstance(s.message, Release)] == [w.link for w in group.workers.values()]
+    assert all(worker.able for worker in group.workers.values())
+    assert group.history[-1].outcome == code
+    return failure.message
+
+
+def test_a_member_that_cannot_says_why() -> None:
+    pool, trainer, links = ready()
+    trainer.publish(1)
+    sent = pool.tell(links[1], Prepared(pool.update.id, code="weights_refused", message="unknown names: x"))
+    assert "w1: unknown names: x" in aborted(pool, sent, "weights_refused")
+
+
+@pytest.mark.parametrize("phase", ["open", "join", "transfer", "staged", "hold"])
+def test_a_lost_member_aborts_before_the_hand_over(phase: str) -> None:
+    pool, trainer, links = ready()
+    if phase == "hold":
+        pool.submit(trainer.link, 50, work())
+        pool.submit(trainer.link, 51, work())
+    prepares = trainer.publish(1)
+    if phase != "open":
+        joins = pool.answer(prepares)
+        if phase != "join":
+            pool.answer(joins)
+            if phase != "transfer":
+                trainer.sent()
+                pool.stage(links)
+                if phase == "hold":
+                    trainer.commit()
+    assert pool.update.phase == phase
+    assert "w1 was lost: dies" in aborted(pool, pool.do(ev.WorkerBroken(0, links[1], "dies")))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Joined((0, 0), code="engine_error", message="no route"), "w0: no route"),
+        (Staged((0, 0), code="engine_error", message="connection reset"), "w0: connection reset"),
+    ],
+)
+def test_a_process_group_that_fails_aborts(answer: Joined | Staged, reason: str) -> None:
+    pool, trainer, links = ready()
+    pool.answer(trainer.publish(1))
+    answer.update = pool.update.id
+    assert reason in aborted(pool, pool.tell(links[0], answer))
+
+
+def test_a_stager_that_dies_after_it_had_all_still_aborts() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    trainer.sent()
+    pool.stage(links)
+    assert pool.update.phase == "staged"
+    lost = Staged(pool.update.id, code="engine_error", message="the stager died")
+    assert "the stager died" in aborted(pool, pool.tell(links[0], lost))
+
+
+def test_other_bytes_than_were_sent_abort() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    pool.stage(links[:1])
+    pool.stage(links[1:], digest="e" * 32)
+    assert "w1 staged digest eee" in aborted(pool, trainer.sent())
+
+
+@pytest.mark.parametrize("kind", ["nan", "infinity"])
+def test_what_is_no_number_is_refused(kind: Any) -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    trainer.sent()
+    pool.stage(links[:1])
+    sent = pool.stage(links[1:], findings=[Finding("w", kind, 3)])
+    assert refusal(sent, 1).field == "w"
+    assert f"w: 3 elements are {kind}" in aborted(pool, sent, "weights_refused")
+
+
+def test_zeros_are_refused_where_the_committed_weights_have_none() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    trainer.sent()
+    zeros = [Finding("w", "zero", 6), Finding("b", "zero", 3)]
+    asked = pool.stage(links, findings=zeros)
+    (question,) = of_type(asked, Inspect)
+    assert question.what == "validate"
+    sent = pool.tell(links[0], Inspected(question.task, findings=[Finding("b", "zero", 3)]))
+    assert refusal(sent, 1).field == "w"
+    aborted(pool, sent, "weights_refused")
+
+
+def test_zeros_that_were_there_before_are_reported() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    trainer.sent()
+    zeros = [Finding("w", "zero", 6)]
+    (question,) = of_type(pool.stage(links, findings=zeros), Inspect)
+    assert phases(pool.tell(links[0], Inspected(question.task, findings=zeros))) == ["staged"]
+    pool.answer(trainer.commit())
+    assert "all zero: w" in of_type(pool.written(), Published)[0].record.message
+    to_transfer(pool, trainer, 2)
+    trainer.sent()
+    assert phases(pool.stage(links, findings=zeros)) == ["staged"], "known from the last one"
+
+
+def test_a_vector_of_zeros_is_nothing_to_ask_about() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    trainer.sent()
+    assert phases(pool.stage(links, findings=[Finding("b", "zero", 3)])) == ["staged"]
+
+
+def test_a_publisher_that_is_silent_loses_its_lease() -> None:
+    pool, trainer, _ = ready()
+    to_transfer(pool, trainer, lease_ms=2000)
+    pool.wait(1.5)
+    trainer.renew(100)
+    pool.wait(1.5)
+    assert pool.update.phase == "transfer"
+    assert "silent for 2000 ms" in aborted(pool, pool.wait(1.0))
+
+
+def test_once_all_is_sent_and_wanted_the_publisher_may_go() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer, lease_ms=1000)
+    trainer.commit()
+    trainer.sent()
+    pool.do(ev.ClientLeft(0, trainer.link))
+    pool.wait(2.0)
+    pool.answer(pool.stage(links))
+    pool.written()
+    assert pool.machine.core.groups["g"].version == 1
+
+
+def test_a_publisher_that_leaves_before_that_aborts() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    pool.do(ev.ClientLeft(0, trainer.link))
+    released = [s.link for s in pool.wait(0.5) if isinstance(s.message, Release)]
+    assert released == links
+
+
+def test_bytes_that_stop_flowing_abort_although_the_publisher_lives() -> None:
+    pool, trainer, _ = ready()
+    to_transfer(pool, trainer)
+    sent: list[Any] = []
+    for _ in range(14):
+        sent += trainer.renew(100)
+        sent += pool.live(5.0)
+        if of_type(sent, Release):
+            break
+    assert "transfer took too long" in refusal(sent, 1).message
+
+
+@pytest.mark.parametrize(("answered", "who"), [(0, "w0, w1"), (1, "w1")])
+def test_a_member_that_does_not_answer_aborts_in_time(answered: int, who: str) -> None:
+    pool, trainer, _ = ready()
+    prepares = [s for s in trainer.publish(1, lease_ms=100_000) if isinstance(s.message, Prepare)]
+    pool.answer(prepares[:answered])
+    sent = pool.live(31.0)
+    assert f"open took too long, waiting for {who}" in refusal(sent, 1).message
+
+
+def test_a_publisher_may_change_its_mind() -> None:
+    pool, trainer, _ = ready()
+    to_transfer(pool, trainer)
+    assert "the gather failed" in aborted(pool, trainer.say(Abandon(1, "the gather failed")))
+
+
+# --- the hold ----------------------------------------------------------------------------------------------------------
+
+
+def to_hold(in_flight: str, drain_ms: int = 10_000) -> tuple[UpdatePool, Trainer, list[bytes], list[Any]]:
+    """Two workers with a batch each, one more that waits, and a transaction that wants to go on."""
+    pool, trainer, links = ready()
+    for id_ in (50, 51):
+        pool.submit(trainer.link, id_, work(8, 10))
+    to_transfer(pool, trainer, in_flight=in_flight, drain_ms=drain_ms)
+    trainer.sent()
+    pool.stage(links)
+    return pool, trainer, links, trainer.commit()
+
+
+def test_a_drain_finishes_what_was_begun_and_starts_nothing_new() -> None:
+    pool, trainer, _, sent = to_hold("drain")
+    assert phases(sent) == ["hold"]
+    pool.submit(trainer.link, 52, work())
+    assert len(pool.batches) == 2
+    assert 50 in results(pool.finish(pool.batches[0]))
+    last = pool.finish(pool.batches[0])
+    assert 51 in results(last)
+    assert len(of_type(last, HandOver)) == 2
+    assert not pool.batches
+    pool.answer(last)
+    pool.written()
+    assert [batch.link for batch in pool.batches], "what waited runs on the new weights"
+
+
+def test_a_drain_lets_the_rest_of_a_begun_request_start() -> None:
+    pool, trainer, links = ready(1)
+    pool.submit(trainer.link, 50, work(30, 10))
+    assert len(pool.batches) == 2
+    to_transfer(pool, trainer)
+    trainer.sent()
+    pool.stage(links)
+    trainer.commit()
+    seen = 0
+    sent: list[Any] = []
+    while pool.batches:
+        seen += 1
+        sent = pool.finish(pool.batches[0])
+    assert seen > 2
+    assert results(sent)[50].version == 0
+    assert of_type(sent, HandOver)
+
+
+def test_a_drain_that_takes_too_long_puts_back_and_goes_on() -> None:
+    pool, _, _, _ = to_hold("drain", drain_ms=500)
+    old = list(pool.batches)
+    sent = pool.wait(1.0)
+    assert len(of_type(sent, HandOver)) == 2
+    assert results(pool.finish(old[0])) == {}, "an answer that comes too late is of weights that nobody wants"
+    pool.batches.clear()
+    pool.answer(sent)
+    assert of_type(pool.written(), Published)[0].record.aborted_batches == 2
+    assert {results(pool.finish(batch, version=1)).popitem()[1].version for batch in list(pool.batches)} == {1}
+
+
+def test_an_abort_of_work_puts_back_at_once_and_suspects_nobody() -> None:
+    pool, _, _, sent = to_hold("abort")
+    assert phases(sent) == ["hold", "hand_over"]
+    group = pool.machine.core.groups["g"]
+    assert group.waiting == 2 and not group.suspects.waiting()
+
+
+def test_late_workers_give_no_answers_of_old_weights() -> None:
+    """A worker that became ready during the transaction works on, until the commit."""
+    pool, trainer, links = ready(1)
+    to_transfer(pool, trainer)
+    late = pool.worker("late")
+    pool.submit(trainer.link, 50, work(8, 10))
+    pool.submit(trainer.link, 51, work(8, 10))
+    of_late = next(batch for batch in pool.batches if batch.link == late)
+    pool.finish(next(batch for batch in pool.batches if batch.link != late))
+    trainer.sent()
+    pool.stage(links)
+    pool.answer(trainer.commit())
+    end = pool.written()
+    assert [s.link for s in end if isinstance(s.message, Restore)] == [late]
+    assert results(pool.finish(of_late)) == {}
+
+
+# --- from the hand-over on ---------------------------------------------------------------------------------------------
+
+
+def to_hand_over(**changes: Any) -> tuple[UpdatePool, Trainer, list[bytes]]:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer, **changes)
+    trainer.sent()
+    pool.stage(links)
+    trainer.commit()
+    assert pool.update.phase == "hand_over"
+    return pool, trainer, links
+
+
+def test_if_one_has_loaded_it_is_committed_and_the_others_come_back() -> None:
+    pool, _, links = to_hand_over()
+    update = pool.update.id
+    pool.tell(links[0], HandedOver(update, 1, DIGEST))
+    pool.do(ev.WorkerBroken(0, links[1], "dies"))
+    (published,) = of_type(pool.written(), Published)
+    assert (published.record.members, published.record.committed) == (2, 1)
+    assert "lost: dies" in published.record.message
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        HandedOver((0, 0), code="engine_error", message="the load failed"),
+        HandedOver((0, 0), 1, "e" * 32),
+        HandedOver((0, 0), 2, DIGEST),
+    ],
+)
+def test_a_member_that_did_not_take_it_is_given_up(answer: HandedOver) -> None:
+    pool, _, links = to_hand_over()
+    update = pool.update.id
+    answer.update = update
+    pool.tell(links[0], HandedOver(update, 1, DIGEST))
+    pool.tell(links[1], answer)
+    end = pool.written()
+    assert [s.link for s in end if isinstance(s.message, Failure) and s.message.code == "superseded"] == [links[1]]
+    assert list(pool.machine.core.groups["g"].workers) == ["w0"]
+
+
+def test_if_none_has_loaded_all_come_back_on_the_old_weights() -> None:
+    pool, _, links = to_hand_over()
+    update = pool.update.id
+    sent: list[Any] = []
+    for link in links:
+        sent += pool.tell(link, HandedOver(update, code="engine_error", message="the load failed"))
+    assert "no engine runs on it: w0: engine_error: the load failed" in refusal(sent, 1).message
+    assert not pool.journal and not pool.machine.core.groups["g"].workers
+    assert pool.machine.core.groups["g"].version == 0
+
+
+def test_a_hand_over_without_an_answer_ends_in_time() -> None:
+    pool, _, links = to_hand_over()
+    pool.tell(links[0], HandedOver(pool.update.id, 1, DIGEST))
+    pool.live(61.0)
+    assert pool.journal
+    pool.written()
+    assert list(pool.machine.core.groups["g"].workers) == ["w0"]
+
+
+def test_any_failure_of_a_direct_transfer_restarts_every_member() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer, transfer="direct")
+    pool.answer([s for s in trainer.commit() if s.link == links[0]])
+    trainer.sent()
+    sent = pool.tell(links[1], HandedOver(pool.update.id, code="engine_error", message="connection reset"))
+    assert refusal(sent, 1).code == "update_aborted"
+    assert not pool.machine.core.groups["g"].workers and not pool.journal
+
+
+def test_a_publisher_that_dies_in_a_direct_transfer_restarts_every_member() -> None:
+    pool, trainer, _ = ready()
+    to_transfer(pool, trainer, transfer="direct", lease_ms=1000)
+    trainer.commit()
+    sent = pool.wait(2.0)
+    assert refusal(sent, 1).code == "update_aborted"
+    assert not pool.machine.core.groups["g"].workers
+
+
+def test_nothing_is_committed_before_it_is_journalled() -> None:
+    pool, trainer, links = ready()
+    pool.submit(trainer.link, 50, work())
+    pool.finish_all()
+    pool.publish(trainer, 1, links)
+    pool.submit(trainer.link, 51, work())
+    group = pool.machine.core.groups["g"]
+    assert (group.version, group.held, pool.batches) == (0, True, [])
+    sent = pool.written("no space left on device")
+    assert "no space left on device" in refusal(sent, 1).message
+    assert not group.workers and group.version == 0
+
+
+def test_an_abandon_after_the_hand_over_changes_nothing() -> None:
+    pool, trainer, links = to_hand_over()
+    assert trainer.say(Abandon(1)) == []
+    for link in links:
+        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST))
+    assert of_type(pool.written(), Published)
+
+
+def test_places_are_not_retired_for_updates_that_fail() -> None:
+    pool = UpdatePool(workers=1)
+    trainer = Trainer(pool)
+    for version in range(1, 15):
+        pool.wait(1.0)
+        name = pool.started[-1].incarnation
+        link = pool.worker(name)
+        to_transfer(pool, trainer, version)
+        trainer.sent()
+        pool.stage([link])
+        for sent in trainer.commit():
+            if isinstance(sent.message, HandOver):
+                pool.tell(link, HandedOver(sent.message.update, code="engine_error", message="no"))
+        assert pool.killed[-1] == name
+        pool.do(ev.WorkerExited(0, name, "killed"))
+    assert pool.machine.core.groups["g"].places[0].state == "backoff"
+
+
+# --- links that break --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["open", "join", "hand_over"])
+def test_a_worker_on_a_new_link_is_asked_again(phase: str) -> None:
+    pool, trainer, links = ready(1)
+    sent = trainer.publish(1)
+    if phase != "open":
+        sent = pool.answer(sent)
+    if phase == "hand_over":
+        pool.answer(sent)
+        trainer.sent()
+        pool.stage(links)
+        trainer.commit()
+    again = pool.do(ev.WorkerRegistered(0, b"new", "g", "w0", 1, "host", EPOCH))
+    kind = {"open": Prepare, "join": Join, "hand_over": HandOver}[phase]
+    assert [s.link for s in again if isinstance(s.message, kind)] == [b"new"]
+
+
+def test_answers_that_come_twice_count_once() -> None:
+    pool, trainer, links = ready()
+    prepares = trainer.publish(1)
+    pool.answer(prepares[:-1])
+    pool.answer(prepares[:-1])
+    assert pool.update.phase == "open"
+    pool.tell(links[0], Staged(pool.update.id, DIGEST))
+    assert pool.update.phase == "open"
+
+
+# --- requests for later versions ---------------------------------------------------------------------------------------
+
+
+def test_a_request_for_a_later_version_waits_and_runs_once_it_is_committed() -> None:
+    pool, trainer, links = ready()
+    pool.do(ev.Submit(0, trainer.link, 50, work(), 0, None, 2))
+    pool.submit(trainer.link, 51, work())
+    assert len(pool.batches) == 1
+    (report,) = [s.message for s in pool.do(ev.StatusAsked(0, trainer.link, 1))]
+    assert (report.groups[0].queued, report.groups[0].early) == (1, 1)  # type: ignore[union-attr]
+    pool.finish_all()
+    committed(pool, trainer, 1, links)
+    assert not pool.batches
+    committed(pool, trainer, 2, links)
+    assert results(pool.finish(pool.batches[0], version=2))[50].version == 2
+
+
+def test_a_request_for_a_later_version_has_its_deadline() -> None:
+    pool, trainer, _ = ready()
+    pool.do(ev.Submit(0, trainer.link, 50, work(), 0, pool.now + 1.0, 2))
+    assert failures(pool.wait(2.0))[50].code == "deadline_exceeded"
+    pool.machine.check()
+
+
+def test_after_a_new_run_requests_wait_again() -> None:
+    pool, trainer, links = ready(1)
+    committed(pool, trainer, 5, links)
+    pool.submit(trainer.link, 49, work(8, 10))
+    pool.submit(trainer.link, 48, work(8, 10))
+    pool.do(ev.Submit(0, trainer.link, 50, work(), 0, None, 5))
+    to_transfer(pool, trainer, 1, new_run=True, in_flight="abort")
+    trainer.sent()
+    pool.stage(links)
+    pool.answer(trainer.commit())
+    pool.written()
+    group = pool.machine.core.groups["g"]
+    assert [request.id for request in group.early.waiting()] == [50]
+
+
+# --- workers on other weights ------------------------------------------------------------------------------------------
+
+
+def committed_before(**kwargs: Any) -> UpdatePool:
+    """A coordinator that starts with a journal."""
+    pool = UpdatePool(**kwargs)
+    weights = {"g": GroupWeights(3, DIGEST, "/snapshots/g", "/models/3", publisher=b"trainer".ljust(16, b".").hex())}
+    pool.machine = pool.machine.__class__(pool.machine.core.config, checked=True)
+    pool.do(ev.Started(0, EPOCH, weights))
+    return pool
+
+
+def test_a_worker_that_holds_other_weights_is_restored_before_it_gets_work() -> None:
+    pool = committed_before()
+    client = pool.client()
+    link = pool.worker("w", ready=False)
+    pool.do(ev.WorkerIdle(0, link, EPOCH))
+    asked = pool.do(ev.WorkerReady(0, link, CAN, 0))
+    assert of_type(asked, Restore) == [Restore(3, DIGEST, "/snapshots/g", "/models/3")]
+    pool.submit(client, 1, work())
+    assert not pool.batches
+    told = pool.do(ev.WorkerReady(0, link, CAN, 3, DIGEST))
+    assert of_type(told, Committed) == [Committed((0, 0), 3, DIGEST, "/snapshots/g")]
+    assert len(pool.batches) == 1
+
+
+def test_the_same_version_with_another_digest_is_another_one() -> None:
+    pool = committed_before()
+    link = pool.worker("w", ready=False)
+    pool.do(ev.WorkerIdle(0, link, EPOCH))
+    assert of_type(pool.do(ev.WorkerReady(0, link, CAN, 3, "e" * 32)), Restore)
+
+
+def test_a_restore_is_said_again_on_a_new_link_and_has_a_deadline() -> None:
+    pool = committed_before()
+    link = pool.worker("w")
+    assert of_type(pool.do(ev.WorkerRegistered(0, b"new", "g", "w", 1, "host", EPOCH)), Restore)
+    assert link and pool.machine.core.groups["g"].workers
+    pool.live(pool.machine.core.config.timing.loading_s + 1.0)
+    assert not pool.machine.core.groups["g"].workers
+
+
+def test_weights_that_exist_nowhere_are_wanted_from_their_publisher() -> None:
+    pool = committed_before()
+    trainer = Trainer(pool)
+    first, second = pool.worker("a"), pool.worker("b")
+    pool.submit(trainer.link, 50, work())
+    pool.tell(first, Restored(3, "needs_weights", "no snapshot"))
+    pool.wait(1.0)
+    assert not pool.machine.core.groups["g"].needs, "the other one may have it"
+    pool.tell(second, Restored(3, "needs_weights", "no snapshot"))
+    sent = pool.live(11.0)
+    assert failures(sent)[50].code == "needs_weights"
+    assert of_type(sent, WeightsWanted) == [WeightsWanted("g", 3)]
+    assert codes(pool.submit(trainer.link, 51, work())) == ["needs_weights"]
+    assert of_type(pool.do(ev.ClientHello(0, b"again", trainer.link.ljust(16, b"."), b"t" * 16, 1)), WeightsWanted)
+    trainer.link = b"again"
+    committed(pool, trainer, 3, [first, second])
+    assert not pool.machine.core.groups["g"].needs
+    pool.submit(trainer.link, 52, work())
+    assert 52 in results(pool.finish_all())
+
+
+def test_a_worker_that_finds_them_ends_the_need() -> None:
+    pool = committed_before()
+    link = pool.worker("a")
+    pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
+    asked = pool.live(11.0)
+    assert pool.machine.core.groups["g"].needs
+    assert of_type(asked, Restore), "it tries again"
+    pool.do(ev.WorkerReady(0, link, CAN, 3, DIGEST))
+    assert not pool.machine.core.groups["g"].needs
+
+
+def test_a_part_is_only_for_workers_that_hold_the_rest() -> None:
+    pool = committed_before()
+    trainer = Trainer(pool)
+    pool.worker("a")
+    assert refusal(trainer.publish(4, partial=True), 1).code == "update_aborted"
+
+
+# --- questions ---------------------------------------------------------------------------------------------------------
+
+
+def test_versions_and_history_are_known_here() -> None:
+    pool, trainer, links = ready()
+    committed(pool, trainer, 1, links)
+    refusal(trainer.publish(1), 2)
+    (report,) = of_type(trainer.say(WeightsQuestion(7)), WeightsReport)
+    assert (report.id, report.version, report.digest) == (7, 1, DIGEST)
+    assert [(w.name, w.version, w.digest) for w in report.workers] == [("w0", 1, DIGEST), ("w1", 1, DIGEST)]
+    assert [record.outcome for record in report.history] == ["committed"]
+    pool.submit(trainer.link, 50, work())
+    pool.finish(pool.batches[0], version=1)
+    (report,) = of_type(trainer.say(WeightsQuestion(8)), WeightsReport)
+    assert "first_answer" in report.history[0].phases
+
+
+def test_engines_are_asked_for_their_digests_and_the_answers_put_together() -> None:
+    pool, trainer, links = ready(3)
+    asked = of_type(trainer.say(WeightsQuestion(7, what="digest")), Inspect)
+    assert len(asked) == 3
+    pool.tell(links[0], Inspected(asked[0].task, digest=DIGEST))
+    pool.do(ev.WorkerBroken(0, links[1], "dies"))
+    (report,) = of_type(pool.tell(links[2], Inspected(asked[2].task, code="engine_error", message="busy")), WeightsReport)
+    told = {w.name: (w.digest, w.code) for w in report.workers}
+    assert told == {"w0": (DIGEST, ""), "w1": ("", "engine_error"), "w2": ("", "engine_error")}
+
+
+def test_a_weight_is_asked_of_one_worker_and_its_bytes_are_passed_on() -> None:
+    pool, trainer, links = ready()
+    (asked,) = of_type(trainer.say(WeightsQuestion(7, what="tensor", name="w")), Inspect)
+    assert (asked.what, asked.name) == ("tensor", "w")
+    answer = Inspected(asked.task, dtype="bfloat16")
+    answer.frames = [ev.FrameSpec("tensor", "float32", (2,))]
+    (sent,) = pool.tell(links[0], answer, (b"12345678",))
+    assert isinstance(sent.message, WeightsReport)
+    assert (sent.message.dtype, sent.frames) == ("bfloat16", [b"12345678"])
+
+
+def test_a_question_ends_in_time_without_those_who_do_not_answer() -> None:
+    pool, trainer, _ = ready(1)
+    trainer.say(WeightsQuestion(7, what="validate"))
+    sent = pool.live(61.0)
+    (report,) = of_type(sent, WeightsReport)
+    assert report.workers[0].code == "deadline_exceeded"
+
+
+# --- the end -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_coordinator_that_drains_gives_up_what_has_touched_no_engine() -> None:
+    pool, trainer, _ = ready()
+    to_transfer(pool, trainer)
+    assert refusal(pool.do(ev.DrainAsked(0, 5.0)), 1).code == "update_aborted"
+    assert refusal(trainer.publish(2), 2).code == "shutting_down"
+
+
+def test_a_coordinator_that_drains_finishes_a_hand_over() -> None:
+    pool, _, links = to_hand_over()
+    pool.do(ev.DrainAsked(0, 5.0))
+    assert not pool.drained
+    for link in links:
+        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST))
+    assert of_type(pool.written(), Published)
+    assert pool.drained
+
+
+def test_a_member_that_takes_weights_says_so_and_is_ready_after() -> None:
+    """A link may break in the middle of it: then its stage tells."""
+    pool, _, links = to_hand_over()
+    pool.do(ev.WorkerRegistered(0, b"new", "g", "w1", 1, "host", EPOCH))
+    pool.tell(b"new", Stage("loading", "takes weights"))
+    pool.tell(links[0], HandedOver(pool.update.id, 1, DIGEST))
+    pool.tell(b"new", HandedOver(pool.update.id, 1, DIGEST))
+    pool.written()
+    worker = pool.machine.core.groups["g"].workers["w1"]
+    assert not worker.able
+    pool.do(ev.WorkerReady(0, b"new", CAN, 1, DIGEST))
+    assert worker.able

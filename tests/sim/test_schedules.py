@@ -11,7 +11,7 @@ import pytest
 from tests.sim.simulation import simulate
 
 FIRST = int(os.environ.get("SIM_SEED", "1"))
-CHUNKS, SEEDS = 40, 60
+CHUNKS, SEEDS = 24, 60
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -22,11 +22,22 @@ def test_every_call_gets_exactly_one_final_answer(chunk: int) -> None:
     assert events > SEEDS * 100, "schedules in which nothing happens show nothing"
 
 
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_an_answer_is_of_weights_that_were_committed_and_every_update_ends(chunk: int) -> None:
+    events = updates = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        outcome = simulate(seed, 1 + seed % 8, updates=True)
+        events += outcome.events
+        updates += outcome.updates.get("published", 0)
+    assert events > SEEDS * 100
+    assert updates > SEEDS
+
+
 @pytest.mark.parametrize("chunk", range(10))
 def test_packed_and_plain_workers_together_lose_nothing_either(chunk: int) -> None:
     events = 0
     for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
-        events += simulate(seed, 2 + seed % 8, packed=True).events
+        events += simulate(seed, 2 + seed % 8, packed=True, updates=seed % 3 == 0).events
     assert events > SEEDS * 100
 
 
@@ -39,6 +50,14 @@ def test_the_schedules_show_every_answer_that_there_is() -> None:
     assert seen == {"result"} | refused | failed
 
 
+def test_the_schedules_show_every_end_of_an_update_that_there_is() -> None:
+    seen: set[str] = set()
+    for seed in range(1, 241):
+        seen |= simulate(seed, 1 + seed % 8, updates=True).updates.keys()
+    refused = {"publishing", "version_backwards", "weights_refused", "bad_request", "shutting_down"}
+    assert seen - {"pool_down"} == {"published", "update_aborted"} | refused
+
+
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + 20))
 def test_with_a_thousand_workers_too(seed: int) -> None:
-    assert simulate(seed, 1000).events > 10_000
+    assert simulate(seed, 1000, updates=seed % 5 != 0).events > 10_000

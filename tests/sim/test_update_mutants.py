@@ -8,11 +8,13 @@ import pytest
 from enginepool.coordinator import ending, holding, weights
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.phases import QUEUED
 from enginepool.coordinator.publishers import Publishers
 from enginepool.coordinator.restoring import Restoring
-from enginepool.coordinator.state import Group, Worker
-from enginepool.coordinator.update import Update
+from enginepool.coordinator.state import Group, Request, Worker
+from enginepool.coordinator.update import Stand, Update
 from enginepool.coordinator.weights import Weights
+from enginepool.workers.events import Send
 from enginepool.workers.machine import WorkerMachine
 from enginepool.workers.updates import WorkerUpdates
 from tests.sim.simulation import Failed, simulate
@@ -23,13 +25,16 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 
 def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Weights, "_verified", lambda self, update: True)
+    def verified(self: Weights, update: Update) -> bool:
+        return True
+
+    patch.setattr(Weights, "_verified", verified)
 
 
 def the_publisher_hears_before_the_journal(patch: pytest.MonkeyPatch) -> None:
     real = Weights._enter  # pyright: ignore[reportPrivateUsage]
 
-    def enter(self: Weights, update: Update, phase: str, seconds: float = float("inf")) -> None:
+    def enter(self: Weights, update: Update, phase: Stand, seconds: float = float("inf")) -> None:
         real(self, update, phase, seconds)
         if phase == "journal":
             self.ending.commit(update, self.ending.new_weights(update, next(iter(update.members.values())).digest))
@@ -46,7 +51,11 @@ def a_held_group_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 def late_workers_finish_old_work(patch: pytest.MonkeyPatch) -> None:
     """Workers that were no members keep what they run on the old weights."""
-    patch.setattr(ending, "recall", lambda fleet, workers: 0)
+
+    def recall(fleet: Fleet, workers: Any) -> int:
+        return 0
+
+    patch.setattr(ending, "recall", recall)
 
 
 def who_failed_lives_on(patch: pytest.MonkeyPatch) -> None:
@@ -103,7 +112,10 @@ def nothing_is_asked_again_on_a_new_link(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_are_said_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WorkerUpdates, "owed", lambda self: [])
+    def owed(self: WorkerUpdates) -> list[Send]:
+        return []
+
+    patch.setattr(WorkerUpdates, "owed", owed)
 
 
 def nobody_is_restored(patch: pytest.MonkeyPatch) -> None:
@@ -170,8 +182,11 @@ def a_drained_group_begins_new_requests(patch: pytest.MonkeyPatch) -> None:
         real(update)
         update.begun = update.group.queue.waiting()
 
+    def begun(update: Update) -> list[Request]:
+        return [request for request in update.begun if request.state == QUEUED]
+
     patch.setattr(weights, "hold", hold)
-    patch.setattr(holding, "_begun", lambda update: [request for request in update.begun if request.state == 1])
+    patch.setattr(holding, "_begun", begun)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,276 @@
+"""The worker's half of a weight update: what is given to the shell once, what is said again, when the engine takes weights."""
+
+from typing import Any
+
+import pytest
+
+from enginepool.protocol.layout import layered
+from enginepool.protocol.messages import Accept, Batch, Bye, Capabilities, Idle, Message, Part, Ready, Stage
+from enginepool.protocol.updates import (
+    Committed,
+    HandedOver,
+    HandOver,
+    Inspect,
+    Inspected,
+    Join,
+    Joined,
+    Prepare,
+    Prepared,
+    Release,
+    Restore,
+    Restored,
+    Staged,
+)
+from enginepool.workers.events import (
+    BatchDone,
+    Connected,
+    Disconnected,
+    Effect,
+    End,
+    EngineReady,
+    Event,
+    Exit,
+    Received,
+    RunBatch,
+    RunWeights,
+    Send,
+    WeightsAnswered,
+    WeightsTaken,
+)
+from enginepool.workers.machine import WorkerMachine
+
+CAN = Capabilities("causal", 100, 64, 64, 8, 128, 16)
+UPDATE = (7, 1)
+PREPARE = Prepare(UPDATE, 1, "staged")
+JOIN = Join("g-1", 3, 1, "host:1", update=UPDATE)
+HAND_OVER = HandOver(UPDATE, 1)
+
+
+class Worker:
+    """A machine under test that is registered and ready."""
+
+    def __init__(self) -> None:
+        self.machine = WorkerMachine("w", "g", now=0.0)
+        self.now = 0.0
+        self.do(Connected(0))
+        self.hear(Accept(7))
+        self.do(EngineReady(0, CAN))
+
+    def do(self, event: Event) -> list[Effect]:
+        self.now += 0.01
+        out = self.machine.handle(event.__class__(*(self.now, *(getattr(event, f) for f in event.__struct_fields__[1:]))))
+        self.machine.check()
+        return out
+
+    def hear(self, message: Message) -> list[Effect]:
+        return self.do(Received(0, message))
+
+    def answer(self, answer: Any) -> list[Effect]:
+        return self.do(WeightsAnswered(0, answer))
+
+    def again(self, epoch: int = 7) -> list[Message]:
+        """A new link: what the coordinator hears on it."""
+        self.do(Disconnected(0))
+        self.do(Connected(0))
+        return said(self.hear(Accept(epoch)))
+
+    def to_hand_over(self, **changes: Any) -> list[Effect]:
+        """Up to the hand-over, everything answered."""
+        offer: dict[str, Any] = {"transfer": "staged", **changes}
+        self.hear(Prepare(UPDATE, 1, **offer))
+        self.answer(Prepared(UPDATE, "me"))
+        self.hear(JOIN)
+        self.answer(Joined(UPDATE))
+        self.answer(Staged(UPDATE, "d"))
+        return self.hear(HAND_OVER)
+
+
+def given(effects: list[Effect]) -> list[Message]:
+    """What the shell is to do."""
+    return [effect.message for effect in effects if isinstance(effect, RunWeights)]
+
+
+def said(effects: list[Effect]) -> list[Message]:
+    return [effect.message for effect in effects if isinstance(effect, Send)]
+
+
+def batch(number: int, epoch: int = 7) -> Batch:
+    return Batch((epoch, number), [Part([])])
+
+
+def test_the_straight_path() -> None:
+    worker = Worker()
+    assert given(worker.hear(PREPARE)) == [PREPARE]
+    assert said(worker.answer(Prepared(UPDATE, "me"))) == [Prepared(UPDATE, "me")]
+    assert given(worker.hear(JOIN)) == [JOIN]
+    worker.answer(Joined(UPDATE))
+    assert said(worker.answer(Staged(UPDATE, "d"))) == [Staged(UPDATE, "d")]
+    assert given(worker.hear(HAND_OVER)) == [HAND_OVER]
+    assert said(worker.answer(HandedOver(UPDATE, 1, "d"))) == [HandedOver(UPDATE, 1, "d")]
+    committed = Committed(UPDATE, 1, "d", "/snapshot")
+    assert given(worker.hear(committed)) == [committed]
+    assert [m for m in worker.again() if isinstance(m, Ready)] == [Ready(CAN, 1, "d")]
+
+
+@pytest.mark.parametrize(("question", "answer"), [(PREPARE, Prepared(UPDATE, "me")), (JOIN, Joined(UPDATE))])
+def test_what_comes_twice_is_done_once_and_answered_again(question: Message, answer: Message) -> None:
+    worker = Worker()
+    worker.hear(PREPARE)
+    worker.hear(question)
+    assert worker.hear(question) == []
+    worker.answer(answer)
+    assert worker.hear(question) == [Send(answer)]
+
+
+def test_answers_are_said_again_on_a_new_link() -> None:
+    worker = Worker()
+    worker.to_hand_over()
+    worker.do(Disconnected(0))
+    assert said(worker.answer(HandedOver(UPDATE, 1, "d"))) == []
+    again = worker.again()
+    assert again[-4:] == [Prepared(UPDATE, "me"), Joined(UPDATE), Staged(UPDATE, "d"), HandedOver(UPDATE, 1, "d")]
+
+
+def test_the_engine_empties_before_it_takes_weights_and_nothing_enters_it() -> None:
+    worker = Worker()
+    worker.hear(batch(10))
+    assert given(worker.to_hand_over()) == []
+    assert worker.hear(batch(11)) == []
+    done = worker.do(BatchDone(0, (7, 10), [], ()))
+    assert said(done) == [], "nobody waits for it any more"
+    assert given(done) == [HAND_OVER]
+    after = worker.answer(HandedOver(UPDATE, 1, "d"))
+    assert said(after) == [HandedOver(UPDATE, 1, "d")]
+    assert [effect.batch.batch for effect in after if isinstance(effect, RunBatch)] == [(7, 11)]
+
+
+def test_an_engine_that_kept_its_weights_says_so() -> None:
+    worker = Worker()
+    worker.to_hand_over()
+    failed = HandedOver(UPDATE, code="engine_error", message="no")
+    assert said(worker.answer(failed)) == [failed]
+    assert (worker.machine.updates.version, worker.machine.updates.digest) == (0, "")
+
+
+def test_a_part_is_laid_over_what_was_there() -> None:
+    worker = Worker()
+    worker.to_hand_over(partial=True)
+    worker.answer(HandedOver(UPDATE, 1, "d"))
+    assert worker.machine.updates.digest == layered("", "d")
+
+
+def test_a_release_forgets_and_a_late_answer_is_dropped() -> None:
+    worker = Worker()
+    worker.hear(PREPARE)
+    release = Release(UPDATE, "gone")
+    assert given(worker.hear(release)) == [release]
+    assert worker.answer(Prepared(UPDATE, "me")) == []
+    assert given(worker.hear(PREPARE)) == [], "an update that is over does not begin again"
+    assert isinstance(said(worker.hear(JOIN))[0], Joined)
+
+
+def test_another_prepare_gives_up_the_one_before() -> None:
+    worker = Worker()
+    worker.hear(PREPARE)
+    later = Prepare((7, 2), 2, "staged")
+    assert given(worker.hear(later)) == [Release(UPDATE, "another update begins"), later]
+
+
+def test_another_prepare_after_a_hand_over_means_that_it_was_committed() -> None:
+    worker = Worker()
+    worker.to_hand_over()
+    worker.answer(HandedOver(UPDATE, 1, "d"))
+    later = Prepare((7, 2), 2, "staged")
+    assert given(worker.hear(later)) == [Committed(UPDATE, 1, "d"), later]
+
+
+def test_a_committed_without_a_name_is_of_the_open_update() -> None:
+    worker = Worker()
+    worker.to_hand_over()
+    worker.answer(HandedOver(UPDATE, 1, "d"))
+    assert given(worker.hear(Committed((0, 0), 1, "d", "/s"))) == [Committed(UPDATE, 1, "d", "/s")]
+    assert given(worker.hear(Committed((0, 0), 2, "e"))) == [], "it is not what is held here"
+
+
+def test_a_worker_that_is_not_ready_refuses() -> None:
+    worker = Worker()
+    worker.machine.stage = "loading"
+    (answer,) = said(worker.hear(PREPARE))
+    assert isinstance(answer, Prepared) and answer.code == "shutting_down"
+
+
+def test_a_new_coordinator_ends_the_update() -> None:
+    worker = Worker()
+    worker.hear(PREPARE)
+    worker.answer(Prepared(UPDATE, "me"))
+    worker.do(Connected(0))
+    effects = worker.hear(Accept(8))
+    assert [message.update for message in given(effects) if isinstance(message, Release)] == [UPDATE]
+    assert not any(isinstance(message, Prepared) for message in said(effects))
+    assert Idle(8) in said(effects)
+
+
+def test_what_was_handed_over_stays_for_the_new_coordinator_to_judge() -> None:
+    worker = Worker()
+    worker.to_hand_over()
+    worker.answer(HandedOver(UPDATE, 1, "d"))
+    worker.do(Connected(0))
+    effects = worker.hear(Accept(8))
+    assert given(effects) == []
+    assert Ready(CAN, 1, "d") in said(effects)
+
+
+def test_while_it_takes_weights_a_worker_is_not_ready_for_a_new_coordinator() -> None:
+    worker = Worker()
+    worker.to_hand_over()
+    again = worker.again(8)
+    assert Stage("loading", "takes weights") in again
+    assert not any(isinstance(message, Ready) for message in again)
+    after = worker.answer(HandedOver(UPDATE, 1, "d"))
+    assert said(after) == [Ready(CAN, 1, "d")]
+
+
+def test_a_direct_transfer_without_its_coordinator_ends_the_worker() -> None:
+    worker = Worker()
+    worker.to_hand_over(transfer="direct")
+    worker.do(Connected(0))
+    effects = worker.hear(Accept(8))
+    assert any(isinstance(effect, End) and effect.code == Exit.ENGINE_DIED for effect in effects)
+    assert any(isinstance(message, Bye) and message.failed for message in said(effects))
+
+
+def test_a_restore_takes_the_engine_and_ends_in_ready() -> None:
+    worker = Worker()
+    worker.hear(batch(10))
+    restore = Restore(3, "d", "/s")
+    assert given(worker.hear(restore)) == []
+    assert given(worker.do(BatchDone(0, (7, 10), [], ()))) == [restore]
+    assert worker.hear(restore) == [], "it is at it"
+    assert said(worker.do(WeightsTaken(0, 3, "d"))) == [Ready(CAN, 3, "d")]
+    assert said(worker.hear(restore)) == [Ready(CAN, 3, "d")], "it has them"
+
+
+def test_a_restore_that_fails_is_told() -> None:
+    worker = Worker()
+    worker.hear(Restore(3, "d"))
+    failed = Restored(3, "needs_weights", "no snapshot")
+    assert said(worker.answer(failed)) == [failed]
+    assert given(worker.hear(Restore(3, "d"))) == [Restore(3, "d")], "it tries again"
+
+
+def test_a_restore_waits_for_the_one_before() -> None:
+    worker = Worker()
+    worker.hear(Restore(3, "d"))
+    assert worker.hear(Restore(4, "e")) == []
+    taken = worker.do(WeightsTaken(0, 3, "d"))
+    assert given(taken) == [Restore(4, "e")]
+    assert not any(isinstance(message, Ready) for message in said(taken))
+    assert said(worker.do(WeightsTaken(0, 4, "e"))) == [Ready(CAN, 4, "e")]
+
+
+def test_a_question_is_asked_once_and_answered() -> None:
+    worker = Worker()
+    question = Inspect((7, 9), "digest")
+    assert given(worker.hear(question)) == [question]
+    assert worker.hear(question) == []
+    assert said(worker.answer(Inspected((7, 9), "d"))) == [Inspected((7, 9), "d")]
