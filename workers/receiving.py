@@ -1,5 +1,6 @@
 """The stager's hands: memory for an update, the process group it comes by, and the look at every byte as it passes."""
 
+import contextlib
 import importlib
 import os
 import secrets
@@ -79,6 +80,7 @@ class DeviceMemory:
         """Raises OSError: no room."""
         self.nbytes = nbytes
         self.tensors: list[Any] = []
+        torch.cuda.empty_cache()
         for gpu in range(gpus):
             free, _ = torch.cuda.mem_get_info(gpu)
             if free < nbytes + MARGIN:
@@ -106,10 +108,8 @@ Memory = HostMemory | DeviceMemory
 def make_memory(nbytes: int, *, gpus: int) -> Memory:
     """Room on the GPUs if there are some and they have it, else on the host. Raises OSError: neither."""
     if gpus:
-        try:
+        with contextlib.suppress(OSError):
             return DeviceMemory(nbytes, gpus)
-        except OSError:
-            torch.cuda.empty_cache()
     return HostMemory(nbytes, pinned=bool(gpus))
 
 

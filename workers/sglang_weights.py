@@ -17,7 +17,7 @@ import msgspec
 from enginepool.digest import Digest, Findings, views
 from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.checkpoint import checkpoint_files
+from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
 from enginepool.workers.sglang_plan import Plan, Unplannable
 from enginepool.workers.sglang_process import own_load
 
@@ -126,7 +126,7 @@ class ModelWeights:
                     for name in opened.keys():  # noqa: SIM118 (no dict)
                         yield name, opened.get_tensor(name)
 
-        self._load(_manifest(ticket), pairs)
+        self._load(_manifest(ticket) or checkpoint_tensors(ticket["path"]), pairs)
         return {}
 
     def do_receive(self, ticket: dict[str, Any]) -> dict[str, Any]:
@@ -152,7 +152,10 @@ class ModelWeights:
             self._manifest = manifest
 
     def _received(self, manifest: list[Tensor], bucket_bytes: int, digest: Digest) -> Iterator[tuple[str, Any]]:
-        """Each tensor as soon as it is whole; the next bucket is on its way meanwhile."""
+        """Each tensor as soon as it is whole; the next bucket is on its way meanwhile.
+
+        On a GPU a broadcast into a bucket's memory waits for the copies out of it that were begun before.
+        """
         nbytes = layout(manifest).nbytes
         device = self._group.device
         size = min(bucket_bytes, nbytes)
@@ -181,8 +184,6 @@ class ModelWeights:
                         continue
                     part = torn.pop(piece.tensor)
                 yield tensor.name, part.view(getattr(torch, tensor.dtype)).view(tensor.shape)
-            if part_of_gpu(device):
-                torch.cuda.current_stream().synchronize()  # the bucket's memory is about to be another's
 
     # --- a process group ------------------------------------------------------------------------------------------------
 
@@ -289,8 +290,3 @@ def _open(space: dict[str, Any]) -> Any:
 def _synchronise() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def part_of_gpu(device: str) -> bool:
-    """Whether copies from there go on after they were called."""
-    return device.startswith("cuda")

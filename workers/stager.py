@@ -167,8 +167,10 @@ class Stager:
     # --- memory ---------------------------------------------------------------------------------------------------------
 
     def _room(self, message: Room) -> Reserved:
-        from enginepool.workers import receiving
-
+        try:
+            from enginepool.workers import receiving
+        except ImportError as error:
+            return Reserved(message=f"no torch here: {error}")
         gpus = receiving.gpus_of(self.spec.device, self.spec.gpus)
         if not gpus:
             return Reserved(staging="host")
@@ -181,8 +183,10 @@ class Stager:
         return Reserved(staging="device")
 
     def _reserve(self, message: Reserve) -> Reserved:
-        from enginepool.workers import receiving
-
+        try:
+            from enginepool.workers import receiving
+        except ImportError as error:
+            return Reserved(message.update, message=f"no torch here: {error}")
         gpus = receiving.gpus_of(self.spec.device, self.spec.gpus)
         if not gpus:
             receiving.be_small()
@@ -227,7 +231,7 @@ class Stager:
                     group.abort()
                     return
                 self.group = group
-        except CollectiveError as error:
+        except (CollectiveError, RuntimeError, ValueError) as error:
             self._soon(update, InGroup(update.id, str(error)))
             return
         if self.kept is not None and self.kept.memory is update.memory:
@@ -237,7 +241,7 @@ class Stager:
         try:
             digest, findings = Reception(update.memory, update.manifest, update.bucket_bytes).receive(group)
             received = Received(update.id, digest, findings, update.memory.spaces())
-        except CollectiveError as error:
+        except (CollectiveError, RuntimeError, ValueError) as error:
             received = Received(update.id, message=str(error))
         update.received = received
         self._soon(update, received)

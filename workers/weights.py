@@ -41,6 +41,8 @@ from enginepool.workers.staging import AskHeld, Forget, Held, InGroup, JoinGroup
 
 #: the other ranks have a minute to come
 JOIN_S = 90.0
+#: the most that lies between the tensors of a space
+_GAPS = 1 << 20
 
 
 class Pending:
@@ -158,7 +160,7 @@ class Weights:
             return Prepared(message.update, code="weights_refused", message=why)
 
         if message.transfer == "handles":
-            return refused("this worker takes no handles of device memory")
+            return Prepared(message.update, code="unsupported", message="this worker takes no handles of device memory")
         tensors: tuple[Tensor, ...] = ()
         try:
             if message.transfer == "checkpoint":
@@ -343,7 +345,7 @@ def _saved(message: Restore, reasons: list[str]) -> NewWeights | None:
 
 def checkpoint_bytes(model: str) -> int:
     """Bytes of the weights in a checkpoint directory, about; 0 where there is none."""
-    total = 0
     with contextlib.suppress(OSError):
-        total = sum(path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors"))
-    return total
+        sizes = [path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors")]
+        return sum(sizes) + _GAPS if sizes else 0
+    return 0

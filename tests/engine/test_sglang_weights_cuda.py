@@ -1,0 +1,186 @@
+"""New weights on a GPU: through a stager's device memory, from its host memory, straight into the engine; always the same bits."""
+
+import asyncio
+import importlib
+import os
+import random
+import secrets
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from enginepool.collective import Group, Rendezvous
+from enginepool.protocol.layout import buckets
+from enginepool.workers.engine import NewWeights
+from enginepool.workers.receiving import HostMemory
+from enginepool.workers.stager_link import StagerLink
+from enginepool.workers.staging import AskHeld, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
+from tests.engine.hosted import HostedEngine
+from tests.engine.reference import Models
+from tests.engine.test_sglang_scores import declared, full_batch, whole
+from tests.engine.test_sglang_weights import Subject
+from tests.process.processes import Processes
+
+torch: Any = importlib.import_module("torch")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+BUCKET = 1 << 20
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module", params=["causal", "reward"])
+def engine(request: pytest.FixtureRequest, models: Models) -> Iterator[HostedEngine]:
+    model: Path = getattr(models, request.param)
+    options = {"attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        hosted = HostedEngine(
+            str(model), device="cuda", dtype="bfloat16", options=options, max_batch_tokens=2048, max_batch_rows=64
+        )
+    yield hosted.wait_until_started()
+    hosted.end()
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest, engine: HostedEngine, models: Models, tmp_path: Path) -> Subject:
+    kind = "causal" if declared(engine).kind == "causal" else "reward"
+    return Subject(engine, getattr(models, kind), tmp_path)
+
+
+@pytest.fixture(params=["gloo", "nccl"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """NCCL wants a GPU for each rank: the trainer has the second one."""
+    if request.param == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return request.param
+
+
+class Trainer:
+    """Rank 0 on a thread."""
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self.device = "cuda:1" if backend == "nccl" else "cpu"
+        self.rendezvous = Rendezvous()
+        self.name = secrets.token_hex(8)
+        self.group: Group | None = None
+
+    def begin(self, given: Any) -> threading.Thread:
+        """Join, unless it has, and send."""
+
+        def send() -> None:
+            if self.backend == "nccl":
+                torch.cuda.set_device(1)
+            if self.group is None:
+                self.group = self.rendezvous.join(self.name, 2, backend=self.backend, device=self.device, timeout_s=PATIENCE_S)
+            space = given.space.to(self.device)
+            for bucket in buckets(given.manifest, BUCKET):
+                self.group.broadcast(space[bucket.at : bucket.at + bucket.nbytes], PATIENCE_S)
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        return thread
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.abort()
+        self.rendezvous.close()
+
+
+def with_stager(
+    processes: Processes, directory: Path, device: str, story: Callable[[StagerLink, "asyncio.Queue[Received]"], Any]
+) -> None:
+    socket = str(directory / "stager.sock")
+    spec = {"socket": socket, "device": device, "orphan_s": PATIENCE_S}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "ENGINEPOOL_STAGER": msgspec.json.encode(spec).decode()}
+    processes.start([sys.executable, "-m", "enginepool.workers.stager"], env=environment, stdin=subprocess.DEVNULL)
+
+    async def run() -> None:
+        received: asyncio.Queue[Received] = asyncio.Queue()
+        link = StagerLink(socket, "w", received.put_nowait, lambda reason: None)
+        try:
+            await story(link, received)
+        finally:
+            await link.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("room", ["device", "host"])
+def test_staged_weights_are_in_the_engine_bit_by_bit(
+    processes: Processes, subject: Subject, backend: str, room: str, tmp_path: Path
+) -> None:
+    trainer = Trainer(backend)
+    batch = full_batch(declared(subject.engine), rows=4, seed=1)
+
+    async def story(link: StagerLink, received: "asyncio.Queue[Received]") -> None:
+        assert (await link.ask(Room(64 << 20), Reserved)).staging == room
+        before = None
+        for version in (1, 2):
+            given = subject.drawn(version, torch.bfloat16)
+            reserved = await link.ask(Reserve((1, version), list(given.manifest), BUCKET), Reserved, PATIENCE_S)
+            assert reserved.staging == room
+            thread = trainer.begin(given)
+            ask = JoinGroup((1, version), trainer.name, trainer.rendezvous.address, 2, 1, backend)
+            joined = await link.ask(ask, InGroup, PATIENCE_S)
+            assert joined.message == ""
+            whole(await asyncio.to_thread(subject.engine.score, batch))
+            async with asyncio.timeout(PATIENCE_S):
+                came = await received.get()
+            thread.join()
+            assert (came.message, came.digest, came.findings) == ("", given.digest, [])
+            times = subject.take(NewWeights(given.manifest, tuple(came.spaces)), version, given.digest)
+            print(f"{room} {backend}: load {times.load_s * 1e3:.1f} ms, flush {times.flush_s * 1e3:.1f} ms")  # noqa: T201
+            assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
+            after = subject.scores(batch)
+            assert before is None or any((a != b).any() for a, b in zip(after, before, strict=True))
+            before = after
+            snapshot = tmp_path / f"g-{given.digest}"
+            link.tell(Keep((1, version), version, given.digest, str(snapshot)))
+            held = await link.ask(AskHeld(), Held)
+            assert (held.version, held.digest) == (version, given.digest)
+            subject.take(NewWeights(given.manifest, tuple(held.spaces)), version, given.digest)
+            assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
+
+    try:
+        with_stager(processes, tmp_path, "cuda" if room == "device" else "cpu", story)
+    finally:
+        trainer.close()
+
+
+def test_host_memory_is_pinned_where_the_gpu_copies_from() -> None:
+    memory = HostMemory(1 << 20, pinned=True)
+    sent = torch.arange(1 << 20, device="cuda:0").to(torch.uint8)
+    memory.tensors[0].copy_(sent, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(memory.tensors[0], sent.cpu())
+    assert memory.tensors[0].is_pinned()
+
+
+def test_direct_weights_are_in_the_engine_bit_by_bit(subject: Subject, backend: str) -> None:
+    trainer = Trainer(backend)
+    for version in (1, 2):
+        given = subject.drawn(10 + version, torch.bfloat16)
+        thread = trainer.begin(given)
+        subject.engine.call("do", "join", trainer.name, trainer.rendezvous.address, 2, 1, backend)
+        times = subject.take(NewWeights(given.manifest, group=trainer.name, bucket_bytes=BUCKET), version)
+        thread.join()
+        print(f"direct {backend}: load {times.load_s * 1e3:.1f} ms, flush {times.flush_s * 1e3:.1f} ms")  # noqa: T201
+        assert subject.holds() == (version, given.digest)
+        assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
+    trainer.close()
+
+
+def test_a_checkpoint_and_its_questions(subject: Subject) -> None:
+    subject.take(NewWeights(checkpoint=str(subject.model)), 3)
+    name = random.Random(1).choice(sorted(subject.own))
+    tensor, dtype = subject.engine.call("do", "tensor", name)
+    assert dtype == "bfloat16"
+    assert (tensor == subject.own[name].bfloat16().float().numpy()).all()
+    assert subject.engine.call("do", "inspect", "validate") == ("", [])
