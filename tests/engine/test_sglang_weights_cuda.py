@@ -1,4 +1,4 @@
-"""New weights on a GPU: through a stager's device memory, from its host memory, straight into the engine; always the same bits."""
+"""New weights on a GPU: through a stager's device or host memory, or straight into the engine; always the same bits."""
 
 import asyncio
 import importlib
