@@ -268,12 +268,14 @@ class Stager:
             kept = None  # the group moved on without this stager
         self.kept = kept
         if kept is not None and message.snapshot:
-            self._saved()
-            thread = threading.Thread(target=self._save, args=(kept, message.snapshot), name="save", daemon=True)
+            before = self._saving
+            thread = threading.Thread(target=self._save, args=(kept, message.snapshot, before), name="save", daemon=True)
             self._saving = thread
             thread.start()
 
-    def _save(self, kept: Kept, path: str) -> None:
+    def _save(self, kept: Kept, path: str, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join()
         if os.path.exists(path):
             return
         try:
@@ -286,7 +288,6 @@ class Stager:
         """Wait until a snapshot on its way is written: its memory is about to change."""
         if self._saving is not None:
             self._saving.join()
-            self._saving = None
 
 
 def say(line: str) -> None:
