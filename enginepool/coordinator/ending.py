@@ -58,7 +58,7 @@ class Ending:
         group.zeros = _zeros(update)
         if update.ring is not None:
             group.ring = update.ring
-        group.needs = ""
+        group.needs, group.needy = "", 0
         self._close(update)
         loaded = [member for member in update.members.values() if member.loaded]
         record = self._record(update, "committed", _note(update))

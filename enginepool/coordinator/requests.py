@@ -14,6 +14,7 @@ from enginepool.coordinator.door import with_ids
 from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.events import Buffer
 from enginepool.coordinator.phases import DONE, QUEUED, RUNNING, TEXT
+from enginepool.coordinator.queue import ANY
 from enginepool.coordinator.state import Batch, Client, Group, Request, Worker
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import (
@@ -54,15 +55,15 @@ class Requests:
         if group.down:
             self.core.refuse(e.link, e.id, "pool_down", group.down)
             return
-        if group.needs:
-            self.core.refuse(e.link, e.id, "needs_weights", group.needs)
-            return
         classes = classes_of(work, group.plain, group.packed, group.expected)
         if not isinstance(classes, int):
             self.core.refuse(e.link, e.id, classes.code, classes.message, field=classes.field, limit=classes.limit)
             return
         if group.gone and (why := group.why_down(classes)):
             self.core.refuse(e.link, e.id, "pool_down", why)
+            return
+        if group.needs and not classes & ~group.needy:
+            self.core.refuse(e.link, e.id, "needs_weights", group.needs)
             return
         limits = core.config.limits
         nbytes = work.nbytes
@@ -156,6 +157,8 @@ class Requests:
             self.fail(request, classes.code, classes.message, field=classes.field, limit=classes.limit)
         elif why := group.why_down(classes):
             self.fail(request, "pool_down", why)
+        elif group.needs and not classes & ~group.needy:
+            self.fail(request, "needs_weights", group.needs)
         else:
             request.classes = classes
             return True
@@ -326,10 +329,10 @@ class Requests:
                 self.fail(request, "deadline_exceeded", f"timeout_ms: no answer after {waited:.3f} s", field="timeout_ms")
                 core.wake(request.group)
 
-    def fail_all(self, group: Group, code: str, message: str) -> None:
-        """Every live request of a group gets this error."""
+    def fail_all(self, group: Group, code: str, message: str, classes: int = ANY) -> None:
+        """Every live request of a group, that no other than these classes of workers can serve, gets this error."""
         for client in list(self.core.clients.values()):
-            for request in [r for r in client.live.values() if r.group is group]:
+            for request in [r for r in client.live.values() if r.group is group and not r.classes & ~classes]:
                 self.fail(request, code, message)
 
     def recheck(self, group: Group) -> None:

@@ -1,13 +1,15 @@
 """Restoring: a worker that is ready on other weights than the committed ones is brought to them before it gets work.
 
 It is told where they may lie: with its stager, in a snapshot, in a checkpoint. One that cannot have them says so, and tries
-again after a while. When every worker of a group has said so and none is still to come, the weights exist nowhere: requests are
-answered with needs_weights, and the last publisher is asked for them, until a publish succeeds or a worker finds them.
+again after a while. When every worker of a class has said so and none is still to come, the weights exist nowhere: requests
+that only they could serve are answered with needs_weights, and the last publisher is asked for them, until a publish succeeds
+or a worker finds them.
 """
 
 from collections.abc import Iterator
 
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.classes import PACKED
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient, ToWorker
 from enginepool.coordinator.requests import Requests
@@ -33,7 +35,9 @@ class Restoring:
                 self._restore(worker)
             return
         worker.restore_until = worker.lacks = None
-        group.needs = ""
+        group.needy &= ~worker.class_
+        if not group.needy:
+            group.needs = ""
         if weights.digest:
             # Its stager may not have heard that what it holds is committed.
             message = Committed((0, 0), weights.version, weights.digest, weights.snapshot)
@@ -73,22 +77,24 @@ class Restoring:
                     continue
                 if worker.incarnation in members or (worker.lacks is not None and self.core.now < worker.lacks[1]):
                     continue
-                if not group.needs:
-                    self._needs(group)
+                self._needs(group, worker.class_)
                 self._restore(worker)
 
-    def _needs(self, group: Group) -> None:
-        """Whether every worker that there may be has said that it cannot have the committed weights."""
+    def _needs(self, group: Group, class_: int) -> None:
+        """Whether every worker of a class that there may be has said that it cannot have the committed weights."""
         update = group.update
-        if self.core.draining or (update is not None and update.forward):
+        if group.needy & class_ or self.core.draining or (update is not None and update.forward):
             return
-        if any(worker.lacks is None for worker in group.workers.values()):
+        if any(worker.lacks is None for worker in group.workers.values() if worker.class_ == class_):
             return
-        if any(place.state != "retired" and place.incarnation not in group.workers for place in group.places):
-            return
-        why = next(worker.lacks[0] for worker in group.workers.values() if worker.lacks is not None)
+        for place in group.places:
+            mine = place.packed == (class_ == PACKED)
+            if mine and place.state != "retired" and place.incarnation not in group.workers:
+                return
+        why = next(w.lacks[0] for w in group.workers.values() if w.lacks is not None and w.class_ == class_)
         group.needs = f"weight version {group.version} of group {group.name!r} is held nowhere; publish it again ({why})"
-        self.requests.fail_all(group, "needs_weights", group.needs)
+        group.needy |= class_
+        self.requests.fail_all(group, "needs_weights", group.needs, group.needy)
         publisher = self.core.clients.get(bytes.fromhex(group.weights.publisher))
         if publisher is not None:
             self.hello(publisher)

@@ -328,8 +328,8 @@ class Group:
 
     __slots__ = (
         "answered", "batches", "config", "down", "early", "expected", "failed", "first", "forwards", "gone", "held", "history",
-        "kept_worker", "lost_batches", "name", "needs", "packed", "packed_routing", "places", "plain", "poisoned", "queue",
-        "ring", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting",
+        "kept_worker", "lost_batches", "name", "needs", "needy", "packed", "packed_routing", "places", "plain", "poisoned",
+        "queue", "ring", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting",
         "tokens", "trial", "update", "version", "waiting", "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
@@ -347,8 +347,9 @@ class Group:
         self.ring: Ring | None = None
         #: tensors of the committed weights that are all zero; None: not known
         self.zeros: frozenset[str] | None = None
-        #: why requests are answered with needs_weights, or ""
+        #: why requests are answered with needs_weights, or ""; the classes of workers none of which can have the weights
         self.needs = ""
+        self.needy = 0
         #: the latest transactions, oldest first
         self.history: deque[UpdateRecord] = deque(maxlen=HISTORY)
         #: the record that waits for the first answer of its weights, and when the engines had taken them
@@ -418,8 +419,9 @@ class Group:
         assert self.held == (self.update is not None and self.update.holds), (self.name, self.held, self.update)
         if self.update is not None:
             self.update.check()
+        assert bool(self.needs) == bool(self.needy), (self.needs, self.needy)
         if self.needs:
-            assert not any(worker.able for worker in self.workers.values()), self.needs
+            assert not any(worker.able for worker in self.workers.values() if worker.class_ & self.needy), self.needs
         for worker in self.workers.values():
             head = self.queue.head(worker.class_) if worker.open and not worker.batches else None
             assert head is None, (self.name, worker, head)

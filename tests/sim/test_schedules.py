@@ -11,7 +11,7 @@ import pytest
 from tests.sim.simulation import simulate
 
 FIRST = int(os.environ.get("SIM_SEED", "1"))
-CHUNKS, SEEDS = 24, 60
+CHUNKS, SEEDS = 16, 60
 
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
@@ -33,7 +33,7 @@ def test_an_answer_is_of_weights_that_were_committed_and_every_update_ends(chunk
     assert updates > SEEDS
 
 
-@pytest.mark.parametrize("chunk", range(10))
+@pytest.mark.parametrize("chunk", range(6))
 def test_packed_and_plain_workers_together_lose_nothing_either(chunk: int) -> None:
     events = 0
     for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
@@ -52,7 +52,7 @@ def test_the_schedules_show_every_answer_that_there_is() -> None:
 
 def test_the_schedules_show_every_end_of_an_update_that_there_is() -> None:
     seen: set[str] = set()
-    for seed in range(1, 241):
+    for seed in range(1, 121):
         seen |= simulate(seed, 1 + seed % 8, updates=True).updates.keys()
     refused = {"publishing", "version_backwards", "weights_refused", "bad_request", "shutting_down"}
     assert seen - {"pool_down"} == {"published", "update_aborted"} | refused

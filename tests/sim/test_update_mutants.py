@@ -19,7 +19,7 @@ from enginepool.workers.machine import WorkerMachine
 from enginepool.workers.updates import WorkerUpdates
 from tests.sim.simulation import Failed, simulate
 
-SEEDS = 400
+SEEDS = 300
 
 Mutate = Callable[[pytest.MonkeyPatch], None]
 
