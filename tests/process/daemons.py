@@ -8,7 +8,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,12 +25,17 @@ def sim_pool(
     workers: int = 2,
     options: Mapping[str, Any] | None = None,
     limits: Limits | None = None,
+    snapshot: Literal["memory", "disk", "none"] = "memory",
     **timing: float,
 ) -> PoolConfig:
     """A pool of sim workers on ipc sockets in `directory`, quick to notice a loss."""
     times: dict[str, float] = {"silence_s": 2.0, "ping_s": 0.25, "orphan_s": 20.0, **timing}
     return PoolConfig(
-        groups={"g": GroupConfig(model="sim", engine="sim", workers=workers, ageing_s=1.0, options=dict(options or {}))},
+        groups={
+            "g": GroupConfig(
+                model="sim", engine="sim", workers=workers, ageing_s=1.0, snapshot=snapshot, options=dict(options or {})
+            )
+        },
         listen=f"ipc://{directory}/pool.sock",
         state_dir=str(directory / "state"),
         limits=limits or Limits(),

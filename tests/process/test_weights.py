@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -177,6 +177,77 @@ def test_a_version_alone_changes_nothing_but_the_version(play: Callable[..., Non
             await stage.pool.relabel(7)
 
     play(scene)
+
+
+def test_weights_go_straight_into_the_engines_where_it_is_asked_for(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        for version in (2, 3):
+            record = await stage.publish(version, transfer="direct")
+            assert (record.transfer, record.committed) == ("direct", 3)
+            await stage.load.more(5)
+
+    play(scene)
+
+
+def test_a_part_of_the_weights_lies_over_the_rest_where_it_is_asked_for(play: Callable[..., None]) -> None:
+    async def scene(stage: Stage) -> None:
+        part = {"norm": some_weights(2)["norm"]}
+        with pytest.raises(errors.WeightsRefused, match="missing names: embed, head"):
+            await stage.publisher.publish(part, 2)
+        stage.committed(await stage.publisher.publish(part, 2, partial=True))
+
+    play(scene)
+
+
+@pytest.mark.parametrize("snapshot", ["memory", "disk"])
+def test_workers_come_back_on_the_committed_weights_also_after_the_whole_pool_was_ended(
+    processes: Processes, tmp_path: Path, snapshot: Literal["memory", "disk"]
+) -> None:
+    config = sim_pool(tmp_path, workers=2, options=COSTS, snapshot=snapshot, **TIMES)
+
+    async def main() -> None:
+        daemon = Daemon(processes, config).listening()
+        async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
+            load = Load(daemon.address)
+            stage = Stage(processes, daemon, pool, publisher, load)
+            await stage.all_on(0)
+            async with load.running():
+                await stage.publish(7)
+                os.kill(await stage.pid(0), signal.SIGKILL)
+                async with asyncio.timeout(PATIENCE_S):
+                    while not sum(worker.restarts for worker in (await pool.status()).groups[0].workers):
+                        await asyncio.sleep(0.02)
+                await stage.all_on(7)
+            assert await asyncio.to_thread(daemon.end) == 0
+            stage.daemon = await asyncio.to_thread(lambda: Daemon(processes, config).listening())
+            async with load.running():
+                await stage.all_on(7)
+            assert (await asyncio.to_thread(stage.daemon.end)) == 0
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_weights_that_are_held_nowhere_any_more_are_asked_of_their_publisher(processes: Processes, tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=2, options=COSTS, snapshot="none", **TIMES)
+
+    async def main() -> None:
+        daemon = Daemon(processes, config).listening()
+        async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
+            stage = Stage(processes, daemon, pool, publisher, Load(daemon.address))
+            await stage.all_on(0)
+            await stage.publish(3)
+            assert await asyncio.to_thread(daemon.end) == 0
+            stage.daemon = await asyncio.to_thread(lambda: Daemon(processes, config).listening())
+            await asyncio.wait_for(publisher.wanted.wait(), PATIENCE_S)
+            assert publisher.wanted_version == 3
+            with pytest.raises(errors.NeedsWeights, match="3"):
+                await pool.score([1], [[2]], label_token_ids=[3])
+            await stage.publish(3)
+            async with stage.load.running():
+                assert not publisher.wanted.is_set()
+            assert (await asyncio.to_thread(stage.daemon.end)) == 0
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
 # --- offers that are refused -------------------------------------------------------------------------------------------
