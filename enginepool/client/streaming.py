@@ -76,17 +76,23 @@ class Feed:
     def fill(self, bucket: Bucket, buffer: Any) -> None:
         """Write the bucket's bytes; what no tensor covers becomes zeros."""
         end = 0
+        gaps: list[Any] = []
+        to: list[Any] = []
+        from_: list[Any] = []
         for piece in bucket.pieces:
             if piece.bucket_at > end:
-                buffer[end : piece.bucket_at].zero_()
+                gaps.append(buffer[end : piece.bucket_at])
             end = piece.bucket_at + piece.nbytes
-            flat = self._held[piece.tensor]
-            # Memory of the caller's that lies on the host is not promised to stay: no copy may outlive this call.
-            buffer[piece.bucket_at : end].copy_(flat[piece.tensor_at : piece.tensor_at + piece.nbytes])
+            to.append(buffer[piece.bucket_at : end])
+            from_.append(self._held[piece.tensor][piece.tensor_at : piece.tensor_at + piece.nbytes])
             if piece.tensor_at + piece.nbytes == self._manifest[piece.tensor].nbytes:
                 del self._held[piece.tensor]
         if end < bucket.nbytes:
-            buffer[end : bucket.nbytes].zero_()
+            gaps.append(buffer[end : bucket.nbytes])
+        # On a GPU many small copies are one launch. From memory of the host they are over when this returns.
+        torch._foreach_copy_(to, from_)
+        if gaps:
+            torch._foreach_zero_(gaps)
 
 
 def stream(

@@ -73,8 +73,7 @@ def make_plan(
     if callable(source) and not isinstance(source, torch.nn.Module):
         read = cast("Callable[[], Iterable[tuple[str, Any]]]", source)
         if manifest is None:
-            meta = [(name, _empty_like(tensor, dtype)) for name, tensor in _checked(read())]
-            return Plan(_described(meta, rename), lambda: _given(read(), rename, gather, dtype))
+            return Plan(_described(read(), rename, dtype), lambda: _given(read(), rename, gather, dtype))
         return Plan(_written(manifest), lambda: _given(read(), rename, gather, dtype))
     if isinstance(source, Iterator) and manifest is not None:
         stream = cast("Iterator[tuple[str, Any]]", source)
@@ -82,8 +81,7 @@ def make_plan(
     pairs = list(_pairs(source))
     if manifest is not None:
         return Plan(_written(manifest), lambda: _given(pairs, rename, gather, dtype))
-    meta = [(name, _empty_like(tensor, dtype)) for name, tensor in _checked(pairs)]
-    return Plan(_described(meta, rename), lambda: _given(pairs, rename, gather, dtype))
+    return Plan(_described(pairs, rename, dtype), lambda: _given(pairs, rename, gather, dtype))
 
 
 # --- what is there -----------------------------------------------------------------------------------------------------
@@ -144,11 +142,6 @@ def _checked(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 # --- what it becomes ---------------------------------------------------------------------------------------------------
 
 
-def _empty_like(tensor: Any, dtype: Any) -> Any:
-    """A tensor of the same size without memory: enough for a hook to rename it or to cut it."""
-    return torch.empty(tuple(tensor.shape), dtype=_wire_dtype(tensor.dtype, dtype), device="meta")
-
-
 def _wire_dtype(own: Any, wanted: Any) -> Any:
     return wanted if wanted is not None and _dtype_name(own) in _FLOATS else own
 
@@ -169,8 +162,17 @@ def _given(pairs: Iterable[tuple[str, Any]], rename: Rename | None, gather: Gath
         yield from _renamed(name, tensor, rename)
 
 
-def _described(meta: Iterable[tuple[str, Any]], rename: Rename | None) -> list[Tensor]:
-    return _written([(n, t.dtype, tuple(t.shape)) for name, tensor in meta for n, t in _renamed(name, tensor, rename)])
+def _described(pairs: Iterable[tuple[str, Any]], rename: Rename | None, dtype: Any) -> list[Tensor]:
+    """What comes of these tensors. A hook is shown tensors without memory, which is enough to rename them, or to cut them."""
+    found: list[tuple[str, Any, Sequence[int]]] = []
+    for name, tensor in _checked(pairs):
+        kind, shape = _wire_dtype(tensor.dtype, dtype), tuple(tensor.shape)
+        if rename is None:
+            found.append((name, kind, shape))
+        else:
+            meta = torch.empty(shape, dtype=kind, device="meta")
+            found += [(own, part.dtype, tuple(part.shape)) for own, part in _renamed(name, meta, rename)]
+    return _written(found)
 
 
 def _written(manifest: Described) -> list[Tensor]:
