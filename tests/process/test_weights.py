@@ -7,8 +7,9 @@ succeeds.
 import asyncio
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -43,6 +44,8 @@ class Stage:
 
     def __init__(self, processes: Processes, daemon: Daemon, pool: Pool, publisher: WeightPublisher, load: Load) -> None:
         self.processes, self.daemon, self.pool, self.publisher, self.load = processes, daemon, pool, publisher, load
+        #: the version that is committed when the scene begins
+        self.old = 0
 
     async def publish(self, version: int, **options: Any) -> UpdateRecord:
         """A whole update, whose answers are then allowed."""
@@ -98,34 +101,71 @@ class Stage:
 
 
 Scene = Callable[[Stage], Coroutine[Any, Any, None]]
+Play = Callable[..., None]
+
+
+class Arena:
+    """The pool that scenes share, as long as they have the same options and leave it well."""
+
+    def __init__(self, processes: Processes, directories: Callable[[], Path]) -> None:
+        self.processes, self.directories = processes, directories
+        self.options: dict[str, Any] = {}
+        self.daemon: Daemon | None = None
+
+    def pool(self, options: dict[str, Any]) -> Daemon:
+        """One that runs with these options of the engine."""
+        if self.daemon is None or options != self.options:
+            self.close()
+            config = sim_pool(self.directories(), workers=3, options={**COSTS, **options}, **TIMES)
+            self.daemon, self.options = Daemon(self.processes, config).listening(), options
+        return self.daemon
+
+    def close(self) -> None:
+        """It and its workers have to end well."""
+        daemon, self.daemon = self.daemon, None
+        if daemon is not None:
+            assert daemon.end() == 0
+
+    async def play(self, scene: Scene, options: dict[str, Any]) -> None:
+        """After `scene` the pool must serve, a further update succeed, and every worker be on it."""
+        daemon = await asyncio.to_thread(self.pool, options)
+        async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
+            await pool.ready(PATIENCE_S)
+            before = await pool.weights()
+            load = Load(daemon.address, committed={before.version: [before.digest]})
+            stage = Stage(self.processes, daemon, pool, publisher, load)
+            await stage.all_on(before.version)
+            async with load.running():
+                stage.old = (await stage.publish(before.version + 1)).version
+                await scene(stage)
+                self.daemon = stage.daemon
+                await load.more(10)
+                last = (await pool.weights()).version + 10
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await again(stage, last)) is None:
+                        last += 1
+                await stage.all_on(last)
+            assert last in load.versions()
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    with Processes() as processes:
+        arena = Arena(processes, lambda: tmp_path_factory.mktemp("pool"))
+        yield arena
+        arena.close()
 
 
 @pytest.fixture
-def play(processes: Processes, tmp_path: Path) -> Callable[..., None]:
-    """Runs a scene after a first update; then the pool must serve, a further update succeed, and every worker be on it."""
+def play(arena: Arena) -> Play:
+    """Runs a scene, with options of the sim engine. One that fails leaves its pool to nobody."""
 
     def play(scene: Scene, **options: Any) -> None:
-        config = sim_pool(tmp_path, workers=3, options={**COSTS, **options}, **TIMES)
-
-        async def main() -> Daemon:
-            daemon = Daemon(processes, config).listening()
-            async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
-                await pool.ready(PATIENCE_S)
-                async with Load(daemon.address).running() as load:
-                    stage = Stage(processes, daemon, pool, publisher, load)
-                    await stage.all_on(0)
-                    await stage.publish(1)
-                    await scene(stage)
-                    await load.more(10)
-                    last = (await pool.weights()).version + 10
-                    async with asyncio.timeout(PATIENCE_S):
-                        while (await again(stage, last)) is None:
-                            last += 1
-                    await stage.all_on(last)
-                assert last in load.versions()
-                return stage.daemon
-
-        assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)).end() == 0
+        try:
+            asyncio.run(asyncio.wait_for(arena.play(scene, options), LIMIT_S))
+        except BaseException:
+            arena.daemon = None
+            raise
 
     return play
 
@@ -141,47 +181,48 @@ async def again(stage: Stage, version: int) -> UpdateRecord | None:
 # --- without faults ----------------------------------------------------------------------------------------------------
 
 
-def test_after_each_of_twenty_updates_under_load_every_answer_is_of_a_committed_version(play: Callable[..., None]) -> None:
+def test_after_each_of_twenty_updates_under_load_every_answer_is_of_a_committed_version(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        for version in range(2, 22):
+        versions = range(stage.old + 1, stage.old + 21)
+        for version in versions:
             await stage.publish(version, in_flight="abort" if version % 4 == 0 else "drain")
             await stage.load.more(3)
         report = await stage.pool.weights()
-        assert [record.version for record in report.history[-20:]] == list(range(2, 22))
-        assert {record.outcome for record in report.history} == {"committed"}
+        assert [record.version for record in report.history[-20:]] == list(versions)
+        assert {record.outcome for record in report.history[-20:]} == {"committed"}
         assert len({worker.digest for worker in (await stage.pool.weights_digest()).workers}) == 1
-        np.testing.assert_array_equal(await stage.pool.weight("norm"), some_weights(21)["norm"].numpy())
+        np.testing.assert_array_equal(await stage.pool.weight("norm"), some_weights(versions[-1])["norm"].numpy())
         assert len(stage.load.versions()) > 10
 
     play(scene)
 
 
-def test_a_request_waits_for_the_version_that_it_names(play: Callable[..., None]) -> None:
+def test_a_request_waits_for_the_version_that_it_names(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        early = asyncio.create_task(stage.pool.score([1], [[2]], label_token_ids=[3], min_version=5))
-        await stage.publish(4)
+        early = asyncio.create_task(stage.pool.score([1], [[2]], label_token_ids=[3], min_version=stage.old + 2))
+        await stage.publish(stage.old + 1)
         await stage.load.more(5)
         assert not early.done()
-        await stage.publish(5)
-        assert (await early).version == 5
+        await stage.publish(stage.old + 2)
+        assert (await early).version == stage.old + 2
 
     play(scene)
 
 
-def test_a_version_alone_changes_nothing_but_the_version(play: Callable[..., None]) -> None:
+def test_a_version_alone_changes_nothing_but_the_version(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         before = (await stage.pool.weights()).digest
-        record = stage.committed(await stage.pool.relabel(7))
+        record = stage.committed(await stage.pool.relabel(stage.old + 7))
         assert record.digest == before
         with pytest.raises(errors.VersionBackwards):
-            await stage.pool.relabel(7)
+            await stage.pool.relabel(stage.old + 7)
 
     play(scene)
 
 
-def test_weights_go_straight_into_the_engines_where_it_is_asked_for(play: Callable[..., None]) -> None:
+def test_weights_go_straight_into_the_engines_where_it_is_asked_for(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        for version in (2, 3):
+        for version in (stage.old + 1, stage.old + 2):
             record = await stage.publish(version, transfer="direct")
             assert (record.transfer, record.committed) == ("direct", 3)
             await stage.load.more(5)
@@ -189,12 +230,12 @@ def test_weights_go_straight_into_the_engines_where_it_is_asked_for(play: Callab
     play(scene)
 
 
-def test_a_part_of_the_weights_lies_over_the_rest_where_it_is_asked_for(play: Callable[..., None]) -> None:
+def test_a_part_of_the_weights_lies_over_the_rest_where_it_is_asked_for(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         part = {"norm": some_weights(2)["norm"]}
         with pytest.raises(errors.WeightsRefused, match="missing names: embed, head"):
-            await stage.publisher.publish(part, 2)
-        stage.committed(await stage.publisher.publish(part, 2, partial=True))
+            await stage.publisher.publish(part, stage.old + 1)
+        stage.committed(await stage.publisher.publish(part, stage.old + 1, partial=True))
 
     play(scene)
 
@@ -270,9 +311,9 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
 }
 
 
-def test_weights_that_are_wrong_are_refused_by_name_and_right_ones_taken_after_each(play: Callable[..., None]) -> None:
+def test_weights_that_are_wrong_are_refused_by_name_and_right_ones_taken_after_each(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        for version, (source, words) in enumerate(WRONG.values(), 2):
+        for version, (source, words) in enumerate(WRONG.values(), stage.old + 1):
             with pytest.raises(errors.WeightsRefused, match=words):
                 await stage.publisher.publish(source, version)
             assert (await stage.pool.weights()).version == version - 1
@@ -281,27 +322,28 @@ def test_weights_that_are_wrong_are_refused_by_name_and_right_ones_taken_after_e
     play(scene)
 
 
-def test_a_version_that_goes_backwards_is_refused_and_a_new_run_may(play: Callable[..., None]) -> None:
+def test_a_version_that_goes_backwards_is_refused_and_a_new_run_may(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        for version in (0, 1):
+        for version in (0, stage.old):
             with pytest.raises(errors.VersionBackwards) as caught:
                 await stage.publisher.publish(some_weights(2), version)
-            assert caught.value.limit == "1"
-        await stage.publish(0, new_run=True)
+            assert caught.value.limit == str(stage.old)
+        await stage.publish(stage.old, new_run=True)
 
     play(scene)
 
 
-def test_of_two_publishers_at_once_the_second_is_refused_by_name(play: Callable[..., None]) -> None:
+def test_of_two_publishers_at_once_the_second_is_refused_by_name(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        gate = Gate(2)
-        handle = await stage.start(2, gate)
+        new = stage.old + 1
+        gate = Gate(new)
+        handle = await stage.start(new, gate)
         async with Pool.connect(stage.daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as second:
             with pytest.raises(errors.Publishing):
-                await second.publish(some_weights(3), 3)
+                await second.publish(some_weights(new), new)
             gate.opened.set()
             stage.committed(await handle.finish())
-            stage.committed(await second.publish(some_weights(3), 3))
+            stage.committed(await second.publish(some_weights(new + 1), new + 1))
 
     play(scene)
 
@@ -313,11 +355,12 @@ def test_of_two_publishers_at_once_the_second_is_refused_by_name(play: Callable[
 @pytest.mark.parametrize("who", ["worker", "stager"])
 @pytest.mark.parametrize("phase", ["transfer", "staged"])
 def test_before_the_hand_over_a_loss_aborts_and_touches_no_engine(
-    play: Callable[..., None], phase: str, who: str, sign: signal.Signals
+    play: Play, phase: str, who: str, sign: signal.Signals
 ) -> None:
     async def scene(stage: Stage) -> None:
-        gate = Gate(2)
-        handle = await stage.start(2, gate)
+        new = stage.old + 1
+        gate = Gate(new)
+        handle = await stage.start(new, gate)
         if phase == "staged":
             gate.opened.set()
             await stage.phase(handle, "staged")
@@ -328,57 +371,56 @@ def test_before_the_hand_over_a_loss_aborts_and_touches_no_engine(
             # A stager that is lost now is noticed when its bytes are wanted.
             with pytest.raises(errors.UpdateAborted, match=r"g-1|1 of 3"):
                 await handle.finish()
-            assert (await stage.pool.weights()).version == 1
+            assert (await stage.pool.weights()).version == stage.old
             return
         why = await stage.end(handle.finish())
-        assert (await stage.pool.weights()).version == (1 if why else 2)
+        assert (await stage.pool.weights()).version == (stage.old if why else new)
 
     play(scene)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_worker_that_is_lost_in_the_hand_over_comes_back_on_what_the_others_took(
-    play: Callable[..., None], sign: signal.Signals
-) -> None:
+def test_a_worker_that_is_lost_in_the_hand_over_comes_back_on_what_the_others_took(play: Play, sign: signal.Signals) -> None:
     async def scene(stage: Stage) -> None:
-        handle = await stage.start(2)
+        handle = await stage.start(stage.old + 1)
         victim = await stage.pid(1)
         finish = asyncio.create_task(handle.finish())
         await stage.phase(handle, "hand_over")
         os.kill(victim, sign)
         record = stage.committed(await finish)
         assert (record.committed, record.members) == (2, 3)
-        await stage.all_on(2)
+        await stage.all_on(stage.old + 1)
 
     play(scene, take_s=1.0)
 
 
 @pytest.mark.parametrize("fault", ["fail_on_take", "abort_on_take", "crash_on_take"])
-def test_when_no_engine_takes_the_weights_all_come_back_on_the_old_ones(play: Callable[..., None], fault: str) -> None:
+def test_when_no_engine_takes_the_weights_all_come_back_on_the_old_ones(play: Play, fault: str) -> None:
     async def scene(stage: Stage) -> None:
-        await stage.publish(2)
+        new = stage.old + 1
+        await stage.publish(new)
         with pytest.raises(errors.UpdateAborted, match="no engine runs on it"):
-            await stage.publisher.publish(some_weights(3), 3)
-        assert (await stage.pool.weights()).version == 2
-        await stage.all_on(2)
+            await stage.publisher.publish(some_weights(new + 1), new + 1)
+        assert (await stage.pool.weights()).version == new
+        await stage.all_on(new)
 
     # The third that a worker takes; one that has come back has taken one, the old ones.
     play(scene, faults=[{"kind": fault, "at_take": 3}])
 
 
 @pytest.mark.parametrize("where", ["transfer", "staged"])
-def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Callable[..., None], where: str) -> None:
+def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Play, where: str) -> None:
     async def scene(stage: Stage) -> None:
-        trainer = stage.processes.start(
-            [sys.executable, "-m", "tests.process.trainer", stage.daemon.address, "2", where], stdout=-1, text=True, cwd=ROOT
-        )
+        new = stage.old + 1
+        command = [sys.executable, "-m", "tests.process.trainer", stage.daemon.address, str(new), where]
+        trainer = stage.processes.start(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert trainer.stdout is not None
         assert await asyncio.to_thread(trainer.stdout.readline) == "there\n"
         with pytest.raises(errors.Publishing):
-            await stage.publisher.publish(some_weights(3), 3)
+            await stage.publisher.publish(some_weights(new + 1), new + 1)
         trainer.kill()
         async with asyncio.timeout(PATIENCE_S):
-            while (await stage.pool.weights()).history[-1].version != 2:
+            while (await stage.pool.weights()).history[-1].version != new:
                 await asyncio.sleep(0.02)
         record = (await stage.pool.weights()).history[-1]
         assert record.outcome == "update_aborted"
@@ -389,10 +431,11 @@ def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Callable[...
 
 
 @pytest.mark.parametrize("phase", ["transfer", "staged", "hand_over"])
-def test_a_coordinator_that_is_killed_has_committed_or_not(processes: Processes, play: Callable[..., None], phase: str) -> None:
+def test_a_coordinator_that_is_killed_has_committed_or_not(play: Play, phase: str) -> None:
     async def scene(stage: Stage) -> None:
-        gate = Gate(2)
-        handle = await stage.start(2, gate)
+        new = stage.old + 1
+        gate = Gate(new)
+        handle = await stage.start(new, gate)
         if phase != "transfer":
             gate.opened.set()
             await stage.phase(handle, "staged")
@@ -400,16 +443,16 @@ def test_a_coordinator_that_is_killed_has_committed_or_not(processes: Processes,
         if finish is not None:
             await stage.phase(handle, "hand_over")
         await asyncio.to_thread(stage.daemon.kill)
-        stage.daemon = await asyncio.to_thread(lambda: Daemon(processes, stage.daemon.config).listening())
+        stage.daemon = await asyncio.to_thread(lambda: Daemon(stage.processes, stage.daemon.config).listening())
         gate.opened.set()
         why = await stage.end(finish or handle.finish())
-        assert (await stage.pool.weights()).version == (1 if why else 2)
+        assert (await stage.pool.weights()).version == (stage.old if why else new)
         assert not why or "coordinator" in why
 
     play(scene, **({"take_s": 1.0} if phase == "hand_over" else {}))
 
 
-def test_bytes_that_do_not_come_are_missed_in_time(play: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_do_not_come_are_missed_in_time(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(stage: Stage) -> None:
         whole = streaming.buckets
 
@@ -418,24 +461,24 @@ def test_bytes_that_do_not_come_are_missed_in_time(play: Callable[..., None], mo
 
         monkeypatch.setattr(streaming, "buckets", fewer)
         with pytest.raises(errors.UpdateAborted):
-            await stage.publisher.publish(some_weights(2), 2)
+            await stage.publisher.publish(some_weights(0), stage.old + 1)
         monkeypatch.setattr(streaming, "buckets", whole)
 
     play(scene)
 
 
-def test_a_source_that_ends_too_early_is_named(play: Callable[..., None]) -> None:
+def test_a_source_that_ends_too_early_is_named(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         short = [*some_weights(2).items()][:2]
         with pytest.raises(errors.BadRequest, match="norm is missing"):
-            await stage.publisher.publish(iter(short), 2, manifest=MANIFEST)
+            await stage.publisher.publish(iter(short), stage.old + 1, manifest=MANIFEST)
 
     play(scene)
 
 
-def test_a_handle_that_is_abandoned_ends_at_once(play: Callable[..., None]) -> None:
+def test_a_handle_that_is_abandoned_ends_at_once(play: Play) -> None:
     async def scene(stage: Stage) -> None:
-        handle = await stage.start(2)
+        handle = await stage.start(stage.old + 1)
         await handle.abandon("thought better of it")
         with pytest.raises(errors.UpdateAborted, match="thought better of it"):
             await handle.finish()
