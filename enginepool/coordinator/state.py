@@ -329,8 +329,8 @@ class Group:
     __slots__ = (
         "answered", "batches", "config", "down", "early", "expected", "failed", "first", "forwards", "gone", "held", "history",
         "kept_worker", "lost_batches", "name", "needs", "needy", "packed", "packed_routing", "places", "plain", "poisoned",
-        "queue", "ring", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting",
-        "tokens", "trial", "update", "version", "waiting", "weights", "woken", "workers", "zeros",
+        "queue", "ring", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects", "text_turn",
+        "text_waiting", "tokens", "trial", "update", "version", "waiting", "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
