@@ -83,6 +83,8 @@ class Stager:
         self.peer = ""
         #: memory taken before the engine started, and after an update on a GPU: there is room for one
         self.device_memory: Memory | None = None
+        #: the last snapshot in shared memory that this stager was asked for
+        self.memory_snapshot = ""
         self._worker: asyncio.StreamWriter | None = None
         self._friends = 0
         self._alone_since = time.monotonic()
@@ -113,6 +115,15 @@ class Stager:
     def _say(self, message: FromStager) -> None:
         if self._worker is not None and not self._worker.is_closing():
             self._worker.write(packet(message))
+
+    def owner_gone(self) -> None:
+        """The program that embeds the pool ended: nobody will want the weights back from the host's memory."""
+        if self.memory_snapshot:
+            with contextlib.suppress(OSError):
+                os.unlink(self.memory_snapshot)
+                os.rmdir(os.path.dirname(self.memory_snapshot))  # when it was the last
+        if not self.ended.done():
+            self.ended.set_result("the process that owns this stager is gone")
 
     def tick(self) -> None:
         """Called every TICK_S: whether somebody still needs this process."""
@@ -267,6 +278,8 @@ class Stager:
         else:
             kept = None  # the group moved on without this stager
         self.kept = kept
+        if message.snapshot.startswith("/dev/shm/"):
+            self.memory_snapshot = message.snapshot
         if kept is not None and message.snapshot:
             before = self._saving
             thread = threading.Thread(target=self._save, args=(kept, message.snapshot, before), name="save", daemon=True)
@@ -307,7 +320,7 @@ async def _serve(spec: StagerSpec) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, signal.Signals(number).name)
     if spec.lifeline_fd is not None:
-        loop.add_reader(spec.lifeline_fd, end, "the process that owns this stager is gone")
+        loop.add_reader(spec.lifeline_fd, stager.owner_gone)
     # A predecessor that was killed left its socket; two of one place never run at once.
     with contextlib.suppress(FileNotFoundError):
         os.unlink(spec.socket)

@@ -12,6 +12,7 @@ import contextlib
 import gc
 import hashlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -165,8 +166,14 @@ class Daemon:
         # The program that embeds this pool is gone, and so is everybody who could want an answer.
         self._end_now(0)
 
-    def _end_now(self, code: int) -> None:
+    def _end_all(self) -> None:
         self.supervisor.kill_all()
+        if self._lifeline is not None:
+            # A pool that ends with its program has no successor that could want weights back from the host's memory.
+            shutil.rmtree(self._snapshots["memory"], ignore_errors=True)
+
+    def _end_now(self, code: int) -> None:
+        self._end_all()
         if not self.ended.done():
             self.ended.set_result(code)
 
@@ -202,7 +209,7 @@ class Daemon:
             written = self.loop.run_in_executor(self._writer, self._commit, effect)
             written.add_done_callback(lambda done: self._written(effect, done))
         elif type(effect) is ef.Drained:
-            self.supervisor.kill_all()  # the workers are gone; their stagers are not
+            self._end_all()  # the workers are gone; their stagers are not
             if not self.ended.done():
                 self.ended.set_result(0)
         else:

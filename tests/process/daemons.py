@@ -1,6 +1,7 @@
 """Real coordinators as processes of a test: started, waited for by what they say, ended by id with their workers."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, encode_config
+from enginepool.coordinator.daemon import snapshot_folders
 from tests.process.processes import Processes
 
 #: how long anything here may take before the test fails
@@ -72,6 +74,7 @@ class Daemon:
     def _clean(self) -> None:
         """Once it has ended."""
         end_workers(self.config.state_dir)
+        shutil.rmtree(snapshot_folders(Path(self.config.state_dir))["memory"], ignore_errors=True)
         self._reader.join(PATIENCE_S)
 
     def _read(self, descriptor: int) -> None:

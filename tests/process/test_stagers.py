@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +12,8 @@ import msgspec
 import psutil
 import pytest
 
-from enginepool.config import PoolConfig
+from enginepool.config import PoolConfig, encode_config
+from enginepool.coordinator.daemon import snapshot_folders
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 
@@ -91,3 +94,43 @@ def test_workers_that_take_no_updates_have_no_stager(processes: Processes, tmp_p
     until(lambda: len(pids(tmp_path, "workers")) == 2)
     assert pids(tmp_path, "stagers") == {}
     assert daemon.end() == 0
+
+
+EMBEDDED = """
+import asyncio, sys, torch
+from enginepool import Pool, WeightPublisher
+from enginepool.config import decode_config
+
+async def main():
+    async with Pool.start(config=decode_config(sys.argv[1].encode())) as pool, WeightPublisher(pool, device="cpu") as publisher:
+        await pool.ready(60)
+        await publisher.publish({"a": torch.ones(4, 4)}, 1)
+        print("published", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_an_embedded_pool_leaves_no_weights_in_memory(
+    processes: Processes, config: PoolConfig, tmp_path: Path, end: str
+) -> None:
+    program = processes.start(
+        [sys.executable, "-c", EMBEDDED, encode_config(config).decode()],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdout is not None and program.stdin is not None
+    assert program.stdout.readline() == "published\n"
+    stagers = pids(tmp_path, "stagers")
+    assert sorted(stagers) == PLACES
+    kept = Path(snapshot_folders(tmp_path / "state")["memory"])
+    until(lambda: kept.is_dir() and any(kept.iterdir()))
+    if end == "closed":
+        program.stdin.close()
+        assert program.wait(PATIENCE_S) == 0
+    else:
+        program.kill()
+    until(lambda: gone(*stagers.values()) and not kept.exists())
