@@ -57,6 +57,8 @@ class Update:
         self.bucket_bytes = message.bucket_bytes
         self.memory = memory
         self.received: Received | None = None
+        #: the worker waits for `in_group`
+        self.joining = False
         self.forgotten = False
 
 
@@ -143,6 +145,7 @@ class Stager:
             if self.update is None or self.update.id != message.update:
                 self._say(InGroup(message.update, "this update is not known here; the stager was started anew"))
                 return
+            self.update.joining = True
             thread = threading.Thread(target=self._run, args=(self.update, message), name="receive", daemon=True)
             thread.start()
         elif isinstance(message, Forget):
@@ -159,6 +162,9 @@ class Stager:
         if update is None:
             return
         update.forgotten = True
+        if update.joining:
+            # The others may be waited for a long time yet, but not by the worker.
+            self._say(InGroup(update.id, "the update was given up meanwhile"))
         if update.received is None or update.received.message:
             self._leave()
 
@@ -260,6 +266,7 @@ class Stager:
     def _soon(self, update: Update, message: FromStager) -> None:
         def say() -> None:
             if not update.forgotten:
+                update.joining = False
                 self._say(message)
 
         self.loop.call_soon_threadsafe(say)
