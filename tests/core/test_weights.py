@@ -7,7 +7,7 @@ import pytest
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.events import GroupWeights
 from enginepool.protocol.layout import layered
-from enginepool.protocol.messages import Failure, Stage
+from enginepool.protocol.messages import Capabilities, Failure, Stage
 from enginepool.protocol.updates import (
     Abandon,
     Committed,
@@ -601,6 +601,15 @@ def test_answers_that_come_twice_count_once() -> None:
     assert pool.update.phase == "open"
 
 
+def test_a_publisher_that_missed_its_word_to_send_hears_it_again() -> None:
+    pool, trainer, _ = ready()
+    to_transfer(pool, trainer, transfer="direct")
+    trainer.commit()
+    assert phases(trainer.publish(1, id=1, transfer="direct")) == ["transfer"]
+    trainer.sent()
+    assert phases(trainer.publish(1, id=1, transfer="direct")) == ["hand_over"]
+
+
 # --- requests for later versions ---------------------------------------------------------------------------------------
 
 
@@ -638,6 +647,27 @@ def test_after_a_new_run_requests_wait_again() -> None:
     pool.written()
     group = pool.machine.core.groups["g"]
     assert [request.id for request in group.early.waiting()] == [50]
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_parts_of_other_weights_are_never_put_together_even_under_one_version(version: int) -> None:
+    """A new run may begin at the version that was there: only the coordinator knows that the weights are others."""
+    pool, trainer, links = ready(1)
+    pool.submit(trainer.link, 50, work(16, 10))
+    pool.finish(pool.batches[0])
+    to_transfer(pool, trainer, version, new_run=True, in_flight="abort")
+    trainer.sent()
+    pool.stage(links)
+    pool.batches.clear()
+    pool.answer(trainer.commit())
+    pool.written()
+    rows = 0
+    sent: list[Any] = []
+    while pool.batches:
+        rows += sum(part.frames[-1].shape[0] for part in pool.batches[0].message.parts)  # type: ignore[union-attr]
+        sent = pool.finish(pool.batches[0], version=version)
+    assert rows == 16, "every row has run on the new weights"
+    assert results(sent)[50].version == version
 
 
 # --- workers on other weights ------------------------------------------------------------------------------------------
@@ -701,6 +731,21 @@ def test_weights_that_exist_nowhere_are_wanted_from_their_publisher() -> None:
     assert not pool.machine.core.groups["g"].needs
     pool.submit(trainer.link, 52, work())
     assert 52 in results(pool.finish_all())
+
+
+def test_weights_may_be_missing_for_one_class_of_workers_alone() -> None:
+    pool = committed_before()
+    client = pool.client()
+    packed = Capabilities("causal", 1000, 100, 100, 8, 200, 16, max_item=50)
+    plain = pool.worker("plain")
+    other = pool.worker("packed", can=packed, ready=False)
+    pool.do(ev.WorkerIdle(0, other, EPOCH))
+    pool.do(ev.WorkerReady(0, other, packed, 3, DIGEST))
+    pool.submit(client, 1, work())
+    pool.tell(plain, Restored(3, "needs_weights", "no snapshot"))
+    assert failures(pool.live(11.0))[1].code == "needs_weights", "an empty query is for plain workers"
+    assert pool.machine.core.groups["g"].workers["packed"].able
+    assert codes(pool.submit(client, 2, work())) == ["needs_weights"]
 
 
 def test_a_worker_that_finds_them_ends_the_need() -> None:
