@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, Space, TakeTimes
@@ -134,15 +135,14 @@ class EngineWeights:
         return TakeTimes(taken - flushed, flushed - began + time.monotonic() - taken)
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
-        """(digest, findings). With several ranks the digest is the sum of theirs, the same for all engines of as many ranks.
-
-        Raises EngineError.
-        """
+        """(digest, findings) of what is in all ranks together. Raises EngineError."""
         answers = await self._ask({"do": what})
         _raise_first(answers)
         if what == "digest":
-            digests = [int(answer["digest"], 16) for answer in answers]
-            return f"{sum(digests) % (1 << 128):032x}", []
+            parts = {name: digest for answer in answers for name, digest in answer["digests"]}
+            return digest_text(
+                sum(int(digest[16:], 16) for digest in parts.values()), sum(int(digest[:16], 16) for digest in parts.values())
+            ), []
         found = {tuple(finding.items()): Finding(**finding) for answer in answers for finding in answer["findings"]}
         return "", list(found.values())
 

@@ -214,28 +214,34 @@ class ModelWeights:
     # --- questions ------------------------------------------------------------------------------------------------------
 
     def do_digest(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """The digest of the weights in the model, as if they lay in the space of the last update."""
-        digest = Digest()
+        """The digest of the weights in the model, as if they lay in the space of the last update, tensor by tensor.
+
+        Each comes with the name of the part that is here: ranks that hold the same part name it alike, and parts that differ
+        add up to the whole.
+        """
+        digests: list[tuple[str, Digest]] = []
         at = 0
-        for tensor in self._digested():
+        for name, tensor in self._digested():
             data = tensor.detach().contiguous().view(-1).view(torch.uint8)
             size = -(-data.numel() // ALIGNMENT) * ALIGNMENT
             padded = torch.zeros(size, dtype=torch.uint8, device=data.device)
             padded[: data.numel()].copy_(data)
+            digest = Digest()
             digest.add(padded, at)
+            digests.append((name, digest))
             at += size
-        return {"digest": digest.text()}
+        return {"digests": [(name, digest.text()) for name, digest in digests]}
 
-    def _digested(self) -> Iterator[Any]:
+    def _digested(self) -> Iterator[tuple[str, Any]]:
         if self._plan is None:
-            for _, parameter in sorted(self._model.named_parameters()):
-                yield parameter
+            for name, parameter in sorted(self._model.named_parameters()):
+                yield f"{name} of process {os.getpid()}", parameter
             return
         for tensor in self._manifest:
-            if any(copy.fill is None for copy in self._plan.copies[tensor.name]):
-                yield self._plan.read(tensor.name, tensor.shape, getattr(torch, tensor.dtype))[0]
-            else:
-                yield torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+            copies = [copy for copy in self._plan.copies[tensor.name] if copy.fill is None]
+            dtype = getattr(torch, tensor.dtype)
+            read = self._plan.read(tensor.name, tensor.shape, dtype)[0] if copies else torch.zeros(tensor.shape, dtype=dtype)
+            yield f"{tensor.name} {[copy[1:4] for copy in copies]}", read
 
     def do_validate(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """What is wrong with the weights in the model."""

@@ -19,6 +19,7 @@ from enginepool.protocol.updates import Finding
 from enginepool.tiny_model import make_tiny_model
 from enginepool.workers.checkpoint import checkpoint_tensors
 from enginepool.workers.engine import EngineError, ModelTensors, NewWeights, PartScores, ScoreBatch, Space, TakeTimes
+from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
 from tests.engine.test_sglang_scores import assert_close, declared, random_batch, whole
@@ -240,3 +241,23 @@ def test_a_relabel_changes_the_version_alone(subject: Subject) -> None:
     assert not isinstance(outcome, Exception) and outcome.version == 9
     for after, first in zip(subject.scores(batch), before, strict=True):
         assert_close(after, first)
+
+
+def test_an_engine_of_two_ranks_takes_the_same_weights_and_is_asked_as_one(
+    models: Models, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0|0")  # as if the machine had a node for each rank
+    engine = HostedEngine(str(models.causal), options={"tp_size": 2}, **BUDGETS)
+    try:
+        subject = Subject(engine.wait_until_started(), models.causal, tmp_path)
+        assert engine.call("do", "ranks") == 2
+        for version in (1, 2):
+            given = subject.drawn(20 + version)
+            subject.take(given.weights, version, given.digest)
+            assert engine.call("do", "inspect", "digest") == (given.digest, [])
+            assert_computed_with(subject, reference, given.tensors, version)
+        for name in ("lm_head.weight", "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.gate_proj.weight"):
+            np.testing.assert_array_equal(engine.call("do", "tensor", name)[0], given.tensors[name].numpy())
+    finally:
+        engine.end()
