@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, NoReturn
 
 import uvloop
@@ -200,9 +201,12 @@ class Worker:
                 await self.accepted.wait()
         except TimeoutError:
             say(f"no coordinator at {self.spec.endpoint} yet; loading {self.spec.model}")
-        room = checkpoint_bytes(self.spec.model) if self.spec.stager and self.spec.engine == "sglang" else 0
-        if room and (line := await self.weights.make_room(room)):
-            say(line)
+        if self.spec.stager and self.spec.engine == "sglang" and (room := checkpoint_bytes(self.spec.model)):
+            making = self._make_room(room)
+            if self.spec.device != "cpu" and _has_gpu():
+                await making  # before the engine takes all memory that there is
+            else:
+                self._spawn(making)  # nothing to wait for, but the stager gets ready for its first update
         try:
             capabilities = await self.engine.start(self._report)
         except EngineDied as error:
@@ -218,6 +222,10 @@ class Worker:
         gc.collect()
         gc.freeze()
         self.feed(EngineReady(time.monotonic(), capabilities, self.engine.version))
+
+    async def _make_room(self, nbytes: int) -> None:
+        if line := await self.weights.make_room(nbytes):
+            say(line)
 
     def _report(self, stage: str, detail: str) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -278,6 +286,10 @@ def _failure(key: TaskId, error: Exception) -> Event:
 def _one_line(error: Exception) -> str:
     first = str(error).strip().splitlines()
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 async def serve(spec: WorkerSpec) -> NoReturn:
