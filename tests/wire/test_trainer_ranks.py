@@ -59,6 +59,12 @@ def test_all_ranks_gather_every_tensor_in_step_and_hear_the_outcome(updates: Fak
     assert sums == {name: float(2 * (2 + i) * 1600) for i, name in enumerate(NAMES)}
 
 
+def test_sharded_tensors_are_made_whole_and_tied_ones_sent_once_on_all_ranks(updates: FakeUpdates) -> None:
+    said = train(updates, "sharded")
+    assert [rank["done"] for rank in said] == [{"1": "committed", "2": "committed"}] * 2
+    assert updates.receivers[0].sums() == {"embed": 2 * 1500.0, "norm": 2.0, "bias": 3.0}
+
+
 def test_a_refused_update_is_heard_by_all_before_anything_is_gathered(updates: FakeUpdates) -> None:
     updates.refuse = "weights_refused"
     said = train(updates)

@@ -40,13 +40,15 @@ def main() -> None:
     async def run() -> None:
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(Pool.connect(address)) if rank == 0 else None
-            options: dict[str, Any] = {"device": "cpu", "bucket_bytes": 4096, "trainer_group": ranks, "gather": gather}
+            options: dict[str, Any] = {"device": "cpu", "bucket_bytes": 4096, "trainer_group": ranks}
+            if fault != "sharded":
+                options["gather"] = gather
             publisher = await stack.enter_async_context(WeightPublisher(pool, **options))
             for version in (1, 2):
                 net = torch.nn.Sequential(*(torch.nn.Linear(40, 40, bias=False) for _ in range(4)))
                 for i, parameter in enumerate(net.parameters()):
                     torch.nn.init.constant_(parameter, version + i)
-                source: Any = net
+                source: Any = sharded(version) if fault == "sharded" else net
                 if fault == "source" and version == 1:
                     source = broken(net, rank)
                 try:
@@ -58,6 +60,17 @@ def main() -> None:
     asyncio.run(run())
     dist.destroy_process_group()
     sys.stdout.write(json.dumps({"done": done, "gathered": gathered}) + "\n")
+
+
+def sharded(version: int) -> dict[str, Any]:
+    """DTensors over both ranks: one of them has nothing of the vector, and two names are tied."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    matrix = distribute_tensor(torch.full((5, 300), float(version)), mesh, [Shard(0)])
+    vector = distribute_tensor(torch.full((1,), float(version)), mesh, [Shard(0)])
+    return {"embed": matrix, "norm": vector, "head": matrix.detach(), "bias": vector + 1}
 
 
 def broken(net: torch.nn.Module, rank: int) -> Any:
