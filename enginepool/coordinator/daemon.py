@@ -98,7 +98,7 @@ class Daemon:
         epoch = max(self.journal.record.epoch + 1, time.time_ns() // 1000)
         self.journal.write(Record(epoch, self.journal.record.weights))
         alive = self.supervisor.survivors()
-        self.handle(ev.Started(self.loop.time(), epoch, dict(self.journal.record.weights), alive, self._snapshots))
+        self.handle(ev.Started(time.monotonic(), epoch, dict(self.journal.record.weights), alive, self._snapshots))
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._signalled)
         if self._lifeline is not None:
@@ -119,7 +119,7 @@ class Daemon:
         try:
             if not frames:
                 raise WireError("malformed", "the message has no frame 0", field="frame 0")
-            event = client_event(self.loop.time(), link, frames, self._max_bytes)
+            event = client_event(time.monotonic(), link, frames, self._max_bytes)
         except WireError as error:
             failure = Failure(
                 error.code, error.message, id_of(frames[0]) if frames else None, field=error.field, limit=error.limit
@@ -133,7 +133,7 @@ class Daemon:
 
     def _from_worker(self, link: Link, frames: list[bytes]) -> None:
         try:
-            event = worker_event(self.loop.time(), link, frames or [b""])
+            event = worker_event(time.monotonic(), link, frames or [b""])
         except WireError as error:
             self.sockets.workers.send(link, [encode_header(Failure(error.code, error.message, field=error.field))])
             return
@@ -145,14 +145,14 @@ class Daemon:
         self._handle(*events)
 
     def _client_cut(self, link: Link) -> None:
-        self.loop.call_soon(lambda: self.handle(ev.LinkCut(self.loop.time(), link)))
+        self.loop.call_soon(lambda: self.handle(ev.LinkCut(time.monotonic(), link)))
 
     def _worker_cut(self, link: Link) -> None:
-        self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(self.loop.time(), link, "does not read its messages")))
+        self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, "does not read its messages")))
 
     def _exited(self, incarnation: str, reason: str, permanent: bool) -> None:
         say(f"worker {incarnation} ended: {reason}")
-        self.handle(ev.WorkerExited(self.loop.time(), incarnation, reason, permanent))
+        self.handle(ev.WorkerExited(time.monotonic(), incarnation, reason, permanent))
 
     def _signalled(self) -> None:
         if self.machine.core.draining:
@@ -160,7 +160,7 @@ class Daemon:
             self._end_now(1)
             return
         say(f"draining for at most {self.config.timing.drain_s:g} s")
-        self.handle(ev.DrainAsked(self.loop.time(), self.config.timing.drain_s))
+        self.handle(ev.DrainAsked(time.monotonic(), self.config.timing.drain_s))
 
     def _owner_gone(self) -> None:
         # The program that embeds this pool is gone, and so is everybody who could want an answer.
@@ -226,7 +226,7 @@ class Daemon:
             return
         if error is not None:
             say(f"the journal could not be written: {error}")
-        self.handle(ev.JournalWritten(self.loop.time(), effect.update, str(error) if error is not None else ""))
+        self.handle(ev.JournalWritten(time.monotonic(), effect.update, str(error) if error is not None else ""))
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:
@@ -238,7 +238,7 @@ class Daemon:
         # Sockets first: after a stall of our own, what peers said meanwhile counts before any deadline does.
         self.sockets.turn()
         self._timer_at = float("inf")
-        self.handle(ev.Tick(self.loop.time()))
+        self.handle(ev.Tick(time.monotonic()))
         self._set_timer(self.machine.wake_at())
 
     def close(self) -> None:

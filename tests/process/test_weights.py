@@ -53,6 +53,7 @@ class Stage:
 
     def committed(self, record: UpdateRecord) -> UpdateRecord:
         assert record.outcome == "committed"
+        assert any(0 < microseconds % 1000 < 999 for microseconds in record.phases.values()), "phases are told in whole ms"
         self.load.committed.setdefault(record.version, []).append(record.digest)
         return record
 
