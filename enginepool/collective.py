@@ -70,9 +70,14 @@ class Rendezvous:
         #: HOST:PORT, as the other ranks are told
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def join(self, name: str, world: int, *, backend: str, device: Any = "cpu", timeout_s: float = 60.0) -> "Group":
-        """Be rank 0 of group `name`, once all `world` ranks are there. Raises CollectiveError."""
-        return _join(lambda: self._store.clone(), name, world, 0, backend, device, timeout_s)
+    def join(
+        self, name: str, world: int, *, backend: str, device: Any = "cpu", timeout_s: float = 60.0, connect: bool = True
+    ) -> "Group":
+        """Be rank 0 of group `name`, once all `world` ranks are there. Raises CollectiveError.
+
+        `connect`: begin with a broadcast of one byte, as `join` does elsewhere; SGLang's own ranks do not wait for one.
+        """
+        return _join(lambda: self._store.clone(), name, world, 0, backend, device, timeout_s, first=connect)
 
     def close(self) -> None:
         """Stop listening. Groups that have formed live on."""
@@ -172,7 +177,17 @@ class Broadcast:
         return _one_line(error) if isinstance(error, BaseException) else ""
 
 
-def _join(connect: Callable[[], Any], name: str, world: int, rank: int, backend: str, device: Any, timeout_s: float) -> Group:
+def _join(
+    connect: Callable[[], Any],
+    name: str,
+    world: int,
+    rank: int,
+    backend: str,
+    device: Any,
+    timeout_s: float,
+    *,
+    first: bool = True,
+) -> Group:
     made: list[Any] = []
 
     def form() -> Group:
@@ -182,7 +197,8 @@ def _join(connect: Callable[[], Any], name: str, world: int, rank: int, backend:
             made.append(_form(dist.PrefixStore(name, store), name, world, rank, backend, timeout_s))
         group = Group(made[0], name, world, rank, backend, device)
         # The first collective is what connects NCCL's ranks, and takes 0.4 s.
-        group.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)
+        if first:
+            group.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)
         return group
 
     try:
