@@ -80,10 +80,14 @@ class Child:
 
     def ask(self, question: Mapping[str, object], timeout: float) -> Any:
         """Write one JSON line and return the answer to it."""
+        self.tell(question)
+        return self.hear(timeout)
+
+    def tell(self, question: Mapping[str, object]) -> None:
+        """Write one JSON line."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(question).encode() + b"\n")
         self.process.stdin.flush()
-        return self.hear(timeout)
 
     def check(self) -> None:
         """Raise if the process has ended by itself."""

@@ -49,8 +49,14 @@ class EngineCaller:
         self._engine.shutdown()
 
 
-def start(module: Any, wanted: Wanted) -> tuple[Any, dict[str, Any]]:
+def start_engine(wanted: Wanted) -> tuple[Any, dict[str, Any]]:
     """The engine and its settings. On a CPU its processes need the same bridge as those of a worker."""
+    if wanted.device == "cpu":
+        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        os.environ[BRIDGE_VARIABLE] = "1"
+        cpu_bridge.install()
+    module: Any = importlib.import_module("sglang.srt.entrypoints.engine")
     fields = getattr(module.ServerArgs, "__struct_fields__", None) or module.ServerArgs.__dataclass_fields__
     kwargs = engine_kwargs(wanted, {name for name in fields if not name.startswith("_")})
     engine = module.Engine
@@ -66,12 +72,7 @@ async def main() -> None:
     """Start the engine, then run the phases on stdin."""
     voice = own_voice()
     wanted = msgspec.convert(msgspec.json.decode(sys.argv[1]), Wanted)
-    if wanted.device == "cpu":
-        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        os.environ[BRIDGE_VARIABLE] = "1"
-        cpu_bridge.install()
-    engine, kwargs = start(importlib.import_module("sglang.srt.entrypoints.engine"), wanted)
+    engine, kwargs = start_engine(wanted)
     gc.collect()
     await serve(EngineCaller(engine), voice, {name: repr(value) for name, value in kwargs.items()})
     await asyncio.sleep(0)

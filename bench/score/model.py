@@ -1,6 +1,6 @@
-"""A model to score with, made on the spot: the shape of Qwen3-0.6B with random weights, in bfloat16, and a small tokenizer.
+"""A model to score with, made on the spot: the shape of a Qwen3 with random weights, in bfloat16, and a small tokenizer.
 
-    python -m bench.score.model DIR {causal,reward}
+    python -m bench.score.model DIR {causal,reward} [SIZE]
 
 In a process of its own, because what draws the weights on a GPU holds some of it until it ends.
 """
@@ -9,33 +9,52 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from enginepool.tiny_model import make_tiny_model
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE, INNER, VOCAB, CONTEXT = 1024, 28, 16, 8, 128, 3072, 151936, 40960
+KV_HEADS, HEAD_SIZE, VOCAB, CONTEXT = 8, 128, 151936, 40960
+
+
+class Size(NamedTuple):
+    """What the sizes of Qwen3 differ in. `tied`: the embeddings are the output matrix too."""
+
+    hidden: int
+    layers: int
+    heads: int
+    inner: int
+    tied: bool
+
+
+SIZES = {
+    "0.6b": Size(1024, 28, 16, 3072, True),
+    "4b": Size(2560, 36, 32, 9728, True),
+    "8b": Size(4096, 36, 32, 12288, False),
+}
 #: Of embeddings, which are the output matrix too: logits then spread by one or two.
 EMBEDDING_SPREAD = 0.05
 
 
-def make_model(directory: Path, head: str) -> None:
+def make_model(directory: Path, head: str, size: str = "0.6b") -> None:
     """Make the checkpoint. Needs torch and safetensors; draws on the GPU where there is one."""
     torch: Any = importlib.import_module("torch")
     save: Any = importlib.import_module("safetensors.torch")
     make_tiny_model(directory, "reward" if head == "reward" else "causal")  # for its tokenizer; the rest is replaced
+    hidden, layers, heads, inner, tied = SIZES[size]
+    tied = tied and head != "reward"
     path = directory / "config.json"
     config: dict[str, Any] = json.loads(path.read_text()) | {
         "dtype": "bfloat16",
         "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_SIZE,
         "max_position_embeddings": CONTEXT,
         "rope_theta": 1000000.0,
-        "tie_word_embeddings": head != "reward",
+        "tie_word_embeddings": tied,
     }
     path.write_text(json.dumps(config, indent=2))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,23 +68,25 @@ def make_model(directory: Path, head: str) -> None:
     def norm(name: str, size: int) -> None:
         weights[f"{name}.weight"] = torch.ones(size, dtype=torch.bfloat16)
 
-    matrix("model.embed_tokens", VOCAB, HIDDEN, EMBEDDING_SPREAD)
-    for i in range(LAYERS):
+    matrix("model.embed_tokens", VOCAB, hidden, EMBEDDING_SPREAD)
+    for i in range(layers):
         layer = f"model.layers.{i}"
-        norm(f"{layer}.input_layernorm", HIDDEN)
-        norm(f"{layer}.post_attention_layernorm", HIDDEN)
+        norm(f"{layer}.input_layernorm", hidden)
+        norm(f"{layer}.post_attention_layernorm", hidden)
         norm(f"{layer}.self_attn.q_norm", HEAD_SIZE)
         norm(f"{layer}.self_attn.k_norm", HEAD_SIZE)
-        matrix(f"{layer}.self_attn.q_proj", HEADS * HEAD_SIZE, HIDDEN)
-        matrix(f"{layer}.self_attn.k_proj", KV_HEADS * HEAD_SIZE, HIDDEN)
-        matrix(f"{layer}.self_attn.v_proj", KV_HEADS * HEAD_SIZE, HIDDEN)
-        matrix(f"{layer}.self_attn.o_proj", HIDDEN, HEADS * HEAD_SIZE)
-        matrix(f"{layer}.mlp.gate_proj", INNER, HIDDEN)
-        matrix(f"{layer}.mlp.up_proj", INNER, HIDDEN)
-        matrix(f"{layer}.mlp.down_proj", HIDDEN, INNER)
-    norm("model.norm", HIDDEN)
+        matrix(f"{layer}.self_attn.q_proj", heads * HEAD_SIZE, hidden)
+        matrix(f"{layer}.self_attn.k_proj", KV_HEADS * HEAD_SIZE, hidden)
+        matrix(f"{layer}.self_attn.v_proj", KV_HEADS * HEAD_SIZE, hidden)
+        matrix(f"{layer}.self_attn.o_proj", hidden, heads * HEAD_SIZE)
+        matrix(f"{layer}.mlp.gate_proj", inner, hidden)
+        matrix(f"{layer}.mlp.up_proj", inner, hidden)
+        matrix(f"{layer}.mlp.down_proj", hidden, inner)
+    norm("model.norm", hidden)
+    if head != "reward" and not tied:
+        matrix("lm_head", VOCAB, hidden)
     if head == "reward":
-        matrix("score", 1, HIDDEN)
+        matrix("score", 1, hidden)
         # SGLang gives the head a bias; one that the checkpoint lacks stays as it was drawn.
         weights["score.bias"] = torch.zeros(1, dtype=torch.bfloat16)
     save.save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
@@ -77,5 +98,5 @@ def vocabulary(model: Path) -> int:
 
 
 if __name__ == "__main__":
-    make_model(Path(sys.argv[1]), sys.argv[2])
+    make_model(Path(sys.argv[1]), *sys.argv[2:])
     sys.stdout.write("{}\n")

@@ -1,0 +1,1 @@
+"""What `python -m bench.weights_gpu` is made of: trainer, receivers, the load meanwhile, and what it amounts to."""

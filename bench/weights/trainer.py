@@ -1,0 +1,168 @@
+"""The trainer: holds two sets of weights, and sends them as SGLang's own updates want them, or through a `WeightPublisher`.
+
+    python -m bench.weights.trainer {cuda,cpu} MODEL
+
+`first` are those of the checkpoint; in `other` the rows of each matrix stand in the reverse order.
+"""
+
+import asyncio
+import importlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from bench.score.load import own_voice
+from bench.weights.obeying import obey_awaited
+from bench.weights.raw import BUCKET_S, broadcast
+from enginepool import Pool, WeightPublisher
+from enginepool.client.update import UpdateHandle
+from enginepool.collective import Group, Rendezvous
+from enginepool.workers.checkpoint import checkpoint_files
+
+torch: Any = importlib.import_module("torch")
+
+#: how closely the phases of an update are watched, in seconds
+_LOOK_S = 0.0003
+
+
+def cut(sizes: list[int], bucket_bytes: int) -> Iterator[slice]:
+    """Runs of tensors that fill a bucket, as SGLang's flattened buckets hold whole ones; 0: all in one."""
+    first = filled = 0
+    for i, size in enumerate(sizes):
+        if bucket_bytes and filled and filled + size > bucket_bytes:
+            yield slice(first, i)
+            first, filled = i, 0
+        filled += size
+    yield slice(first, len(sizes))
+
+
+class Trainer:
+    """Each `do_` is an order."""
+
+    def __init__(self, device: str, model: str) -> None:
+        safetensors: Any = importlib.import_module("safetensors.torch")
+        self._device = device
+        first: dict[str, Any] = {}
+        for file in checkpoint_files(model):
+            first.update(safetensors.load_file(str(file), device=device))
+        other = {name: tensor.flip(0) if tensor.dim() > 1 else tensor.clone() for name, tensor in first.items()}
+        self._weights = {"first": first, "other": other}
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
+        self._rendezvous = Rendezvous()
+        self._groups: dict[str, Group] = {}
+        self._pool: Pool | None = None
+        self._publishers: dict[int, WeightPublisher] = {}
+        self._handle: UpdateHandle | None = None
+
+    # --- groups of its own ----------------------------------------------------------------------------------------------
+
+    async def do_listen(self) -> dict[str, object]:
+        """Where groups are joined."""
+        return {"address": self._rendezvous.address}
+
+    async def do_join(self, name: str, world: int, backend: str, engines: bool) -> dict[str, object]:
+        """Be rank 0 of a group, whose other ranks are engines that joined in SGLang's own way, or not."""
+        self._groups[name] = await asyncio.to_thread(
+            self._rendezvous.join, name, world, backend=backend, device=self._device, connect=not engines
+        )
+        return {}
+
+    async def do_leave(self, name: str) -> dict[str, object]:
+        """Leave a group."""
+        await asyncio.to_thread(self._groups.pop(name).abort)
+        return {}
+
+    async def do_raw(self, name: str, nbytes: int, bucket_bytes: int, times: int) -> dict[str, object]:
+        """Broadcast so many bytes so many times."""
+        space = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
+        return {"seconds": await asyncio.to_thread(broadcast, self._groups[name], space, bucket_bytes, times)}
+
+    # --- SGLang's own ---------------------------------------------------------------------------------------------------
+
+    async def do_calls(self, bucket_bytes: int) -> dict[str, object]:
+        """What the engine's calls of an update name: [names, dtypes, shapes] of each."""
+        named = list(self._weights["first"].items())
+        calls: list[object] = []
+        for run in cut([tensor.numel() * tensor.element_size() for _, tensor in named], bucket_bytes):
+            part = named[run]
+            dtypes = [str(tensor.dtype).removeprefix("torch.") for _, tensor in part]
+            calls.append([[name for name, _ in part], dtypes, [list(tensor.shape) for _, tensor in part]])
+        return {"calls": calls}
+
+    async def do_send(self, name: str, which: str, bucket_bytes: int, flat: bool) -> dict[str, object]:
+        """Broadcast all tensors, one by one or in SGLang's flattened buckets."""
+        await asyncio.to_thread(self._send, self._groups[name], list(self._weights[which].values()), bucket_bytes, flat)
+        return {}
+
+    def _send(self, group: Group, tensors: list[Any], bucket_bytes: int, flat: bool) -> None:
+        for run in cut([tensor.numel() * tensor.element_size() for tensor in tensors], bucket_bytes):
+            parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors[run]]
+            for way in [group.begin(part) for part in ([torch.cat(parts)] if flat else parts)]:
+                way.wait(BUCKET_S)
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+
+    # --- through the pool -----------------------------------------------------------------------------------------------
+
+    async def do_connect(self, address: str) -> dict[str, object]:
+        """Have publishers for this pool."""
+        self._pool = await Pool.connect(address)
+        return {}
+
+    async def do_start(self, version: int, which: str, bucket_bytes: int) -> dict[str, object]:
+        """Begin a staged update; it is on its way then."""
+        self._handle = await self._publisher(bucket_bytes).start(self._weights[which], version)
+        return {}
+
+    async def do_finish(self) -> dict[str, object]:
+        """Commit the update that was begun."""
+        assert self._handle is not None
+        record = await self._handle.finish()
+        return {"record": msgspec.to_builtins(record), "ended": time.monotonic()}
+
+    async def do_publish(self, version: int, which: str, transfer: str, bucket_bytes: int) -> dict[str, object]:
+        """One update from beginning to end. Moments are of `time.monotonic`, which all processes of a host share."""
+        began = time.monotonic()
+        publisher = self._publisher(bucket_bytes)
+        handle = await publisher.start(self._weights[which], version, transfer=transfer)  # pyright: ignore[reportArgumentType]
+        # In direct transfer the bytes wait for the hold.
+        finished = asyncio.create_task(handle.finish()) if transfer == "direct" else None
+        while handle.phase in ("open", "join"):  # noqa: ASYNC110 (a handle says where it is when it is asked)
+            await asyncio.sleep(_LOOK_S)
+        flowing = time.monotonic()
+        if finished is None:
+            await handle.sent()
+        record = await (handle.finish() if finished is None else finished)
+        ended = time.monotonic()
+        return {"record": msgspec.to_builtins(record), "began": began, "flowing": flowing, "ended": ended}
+
+    async def do_close(self) -> dict[str, object]:
+        """Leave the pool."""
+        for publisher in self._publishers.values():
+            await publisher.close()
+        self._publishers.clear()
+        if self._pool is not None:
+            await self._pool.close()
+            self._pool = None
+        return {}
+
+    def _publisher(self, bucket_bytes: int) -> WeightPublisher:
+        assert self._pool is not None, "not connected"
+        if bucket_bytes not in self._publishers:
+            self._publishers[bucket_bytes] = WeightPublisher(self._pool, device=self._device, bucket_bytes=bucket_bytes)
+        return self._publishers[bucket_bytes]
+
+
+async def main() -> None:
+    """Take orders."""
+    voice = own_voice()
+    device = "cuda:0" if sys.argv[1] == "cuda" else "cpu"
+    trainer = Trainer(device, sys.argv[2])
+    await obey_awaited(voice, trainer, {"bytes": trainer.nbytes})
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,217 @@
+"""How fast do new weights reach a pool, and what do its clients notice? Beside raw NCCL and SGLang's own updates, in one run.
+
+    python -m bench.weights_gpu [--quick] [--device cpu] [--sizes 4b] [--receivers 1] [--json FILE] [--plot FILE]
+
+The trainer has the first GPU, each receiver one of the others. Models of random weights are made on the spot: Qwen3's shapes,
+on a CPU a tiny one, over gloo.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from bench.processes import Child
+from bench.score import plot as curves
+from bench.score.contestants import SHARED, no_engine
+from bench.score.model import SIZES, vocabulary
+from bench.score.workloads import Shape
+from bench.score_gpu import MODEL_S, machine
+from bench.table import Row, parser, show, write
+from bench.weights.field import Burden, Field, Scale
+from bench.weights.figures import FLAT, LOADED, OURS_DIRECT, OURS_STAGED, PER_TENSOR, RAW, size_of, targets
+from bench.weights.plot import Bar, draw
+from bench.wire import leave
+from enginepool.coordinator.supervisor import visible_gpus
+from enginepool.tiny_model import make_tiny_model
+
+#: what is measured, in this order
+STEPS = ("raw", "bare", "staged", "loaded", "direct", "digests", "kill")
+#: All ranks of a group must agree on these, and SGLang sets them for its engines.
+NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+#: Several engines share a GPU while they start, so none may count on all that is free.
+ROOM = {"mem_fraction_static": 0.6, "max_total_tokens": 100_000}
+
+
+def say(line: str) -> None:
+    """Tell whoever waits."""
+    sys.stderr.write(f"bench.weights_gpu: {line}\n")
+    sys.stderr.flush()
+
+
+def scale(device: str, quick: bool, buckets: Sequence[int], vocab: int, bare: bool) -> Scale:
+    """How much is measured on this device. A CPU is there to see that everything works."""
+    if device == "cpu":
+        burden = Burden("short requests", Shape(8, 2, 8, vocab=vocab), 4, 2 if quick else 8)
+        return Scale(tuple(buckets), (burden,), 2 if quick else 5, 2, bare)
+    short = Burden("short requests", Shape(120, 2, 180, vocab=vocab), 4, 4 if quick else 8)
+    long = Burden("requests of 10 x 300 tokens", Shape(120, 10, 180, vocab=vocab), 8, 2 if quick else 4)
+    return Scale(tuple(buckets), (short, long), 3 if quick else 5, 3, bare, options={**SHARED, **ROOM})
+
+
+def run(
+    setting: str,
+    model: Path,
+    device: str,
+    receivers: int,
+    amount: Scale,
+    steps: Sequence[str],
+    scratch: Path,
+    save: Callable[[Sequence[Row]], None],
+) -> list[Row]:
+    """All steps with so many receivers. One that fails is named with the reason, and the others are measured."""
+    say(f"{setting}: starting")
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        try:
+            gpus = visible_gpus() if device == "cuda" else []
+            if device == "cuda" and len(gpus) < 1 + receivers:
+                raise RuntimeError(f"there are {len(gpus)} GPUs")
+            field = Field(setting, model, device, gpus, receivers, amount, scratch, stack, say)
+            rows = field.rows
+            connected = False
+            for step in (step for step in STEPS if step in steps):
+                began = time.monotonic()
+                if step not in ("raw", "bare") and not connected:
+                    field.connect()
+                    connected = True
+                try:
+                    getattr(field, step)()
+                except (RuntimeError, OSError) as error:
+                    say(f"left out {step}: {error}")
+                say(f"{step} took {time.monotonic() - began:.1f} s")
+                save(rows)
+        except (RuntimeError, OSError) as error:
+            say(f"left out {setting}: {error}")
+    return rows
+
+
+def setting_of(size: str, receivers: int) -> str:
+    """What rows begin with."""
+    return f"{size}, {receivers} receiver{'s' if receivers > 1 else ''}"
+
+
+def bars(rows: Sequence[Row], settings: Sequence[str], bucket: str) -> dict[str, list[Bar]]:
+    """What the picture shows: warm updates with the first of the bucket sizes."""
+    found = {(row.what, row.who): row.value for row in rows}
+    pictured: dict[str, list[Bar]] = {}
+    for setting in settings:
+        for who in (RAW, PER_TENSOR, FLAT, OURS_STAGED, LOADED, OURS_DIRECT):
+            at = "one call" if who == PER_TENSOR else bucket
+            kinds = (f"{setting}, short requests", setting) if who == LOADED else (setting,)
+            for kind in kinds:
+                warm = f"{kind}, {at}, repeated"
+                speed = found.get((f"{warm}: transfer", who))
+                if speed is None:
+                    continue
+                parts = {
+                    phase: found.get((f"{warm}: {phase}", who)) for phase in ("drain", "hand over", "journal", "first answer")
+                }
+                hold = {phase: value for phase, value in parts.items() if value is not None}
+                pictured.setdefault(setting, []).append(Bar(who, speed, hold))
+    return pictured
+
+
+def compared(rows: Sequence[Row], settings: Sequence[tuple[str, int, str]]) -> list[Row]:
+    """Transfer to several receivers beside that to one, where both were measured."""
+    found = {(row.what, row.who): row for row in rows}
+    more: list[Row] = []
+    alone = {size: setting for size, receivers, setting in settings if receivers == 1}
+    for size, receivers, setting in settings:
+        if receivers == 1 or size not in alone:
+            continue
+        for (what, who), row in found.items():
+            if what.startswith(f"{setting}, ") and what.endswith("repeated: transfer takes"):
+                one = found.get((what.replace(setting, alone[size], 1), who))
+                if one is not None:
+                    more.append(Row(f"{what}, to one receiver", who, one.value, "ms", row.value / one.value))
+    return more
+
+
+def model_of(size: str, device: str, given: Path | None, scratch: Path) -> Path:
+    """The model that was given, or one made on the spot."""
+    if given is not None:
+        return given
+    directory = scratch / f"model-{size}"
+    if device == "cpu":
+        return make_tiny_model(directory)
+    say(f"making a model of {size}")
+    maker = Child(["-m", "bench.score.model", str(directory), "causal", size], scratch=scratch)
+    try:
+        maker.hear(MODEL_S)
+    finally:
+        maker.stop()
+    return directory
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    found = parser("weights_gpu", (__doc__ or "").split("\n", 1)[0])
+    found.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    found.add_argument("--model", type=Path, metavar="DIR", help="a causal model (default: of random weights)")
+    found.add_argument("--sizes", default="4b", metavar="NAMES", help=f"of {', '.join(SIZES)} (default: 4b)")
+    found.add_argument("--receivers", default="1", metavar="COUNTS", help="one pool after the other (default: 1)")
+    found.add_argument("--buckets", default="512", metavar="MIB", help="bucket sizes (default: 512)")
+    found.add_argument("--steps", default=",".join(STEPS), metavar="NAMES", help=f"default: {','.join(STEPS)}")
+    found.add_argument("--models", type=Path, metavar="DIR", help="make models there (default: a temporary folder)")
+    found.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds and holds there (needs matplotlib)")
+    found.add_argument("--logs", type=Path, metavar="DIR", help="keep logs of all processes there")
+    return found.parse_args()
+
+
+def main() -> None:
+    """Measure what this machine can run, print the table, write the rows and the plot."""
+    chosen = options()
+    signal.signal(signal.SIGTERM, leave)
+    os.environ.update(NCCL)
+    unit = 1 << 20 if chosen.device == "cuda" else 1 << 10
+    buckets = [int(size) * unit for size in str(chosen.buckets).split(",")]
+    sizes = ["tiny"] if chosen.device == "cpu" else str(chosen.sizes).split(",")
+    counts = [int(count) for count in str(chosen.receivers).split(",")]
+    steps = str(chosen.steps).split(",")
+    lack = no_engine(chosen.device)
+    if lack:
+        say(lack)
+        return
+    settings = [(size, count, setting_of(size, count)) for size in sizes for count in counts]
+    rows: list[Row] = []
+
+    def save(more: Sequence[Row]) -> None:
+        if chosen.json:
+            write(chosen.json, [*rows, *more])
+
+    with ExitStack() as stack:
+        scratch = chosen.logs
+        if scratch is None:
+            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weights-", ignore_cleanup_errors=True)))
+        scratch = scratch.resolve()
+        models = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="models-", dir=chosen.models)))
+        for size in sizes:
+            model = model_of(size, chosen.device, chosen.model, models)
+            amount = scale(chosen.device, chosen.quick, buckets, vocabulary(model), "bare" in steps)
+            for count in counts:
+                place = scratch / f"{size}-{count}"
+                place.mkdir(parents=True)
+                rows += run(setting_of(size, count), model, chosen.device, count, amount, steps, place, save)
+    rows += compared(rows, settings)
+    save(())
+    title = f"new weights; {machine(chosen.device)}; ratio: to raw broadcast in the same buckets, or as the row says"
+    names = [setting for _, _, setting in settings]
+    bounds = [target for name in names for target in targets(name, size_of(buckets[0]))]
+    show(title, rows, bounds if chosen.device == "cuda" else ())
+    if chosen.plot:
+        pictured = bars(rows, names, size_of(buckets[0]))
+        lack = curves.missing() or ("" if pictured else "nothing was measured")
+        if lack:
+            say(f"no plot: {lack}")
+        else:
+            draw(chosen.plot, title, pictured)
+
+
+if __name__ == "__main__":
+    main()
