@@ -74,12 +74,9 @@ def run(
                 raise RuntimeError(f"there are {len(gpus)} GPUs")
             field = Field(setting, model, device, gpus, receivers, amount, scratch, stack, say)
             rows = field.rows
-            connected = False
+            field.ready()
             for step in (step for step in STEPS if step in steps):
                 began = time.monotonic()
-                if step not in ("raw", "bare") and not connected:
-                    field.connect()
-                    connected = True
                 try:
                     getattr(field, step)()
                 except (RuntimeError, OSError) as error:

@@ -164,6 +164,16 @@ class Field:
             self._heard(child.hear(ORDER_S))
         return name
 
+    def ready(self) -> None:
+        """Wait until all is started: nobody who still starts disturbs a measurement."""
+        ready = self._ask(self._load, START_S, do="connect", workers=self._count)
+        self._started_s = ready["at"] - self._began
+        self._add("start of the pool", OURS_STAGED, self._started_s, "s")
+        self._ask(self._trainer, do="connect", address=self.address)
+        self._scores["pool, as loaded"] = self._score()
+        for engine in self._bare:
+            engine.hear(START_S)
+
     # --- the others -----------------------------------------------------------------------------------------------------
 
     def raw(self) -> None:
@@ -186,8 +196,6 @@ class Field:
 
     def bare(self) -> None:
         """SGLang's own updates, into engines without a pool."""
-        for engine in self._bare:
-            engine.hear(START_S)
         self._scores["bare, as loaded"] = self._ask(self._bare[0], do="score", shape=self._shape())["scores"]
         name = self._join(self._bare, engines=True)
         which = "other"
@@ -213,14 +221,6 @@ class Field:
             engine.stop()
 
     # --- the pool -------------------------------------------------------------------------------------------------------
-
-    def connect(self) -> None:
-        """Wait for the pool, and have a publisher for it."""
-        ready = self._ask(self._load, START_S, do="connect", workers=self._count)
-        self._started_s = ready["at"] - self._began
-        self._add("start of the pool", OURS_STAGED, self._started_s, "s")
-        self._ask(self._trainer, do="connect", address=self.address)
-        self._scores["pool, as loaded"] = self._score()
 
     def staged(self) -> None:
         """Updates of a pool that nobody asks anything, and what its engines say then."""
