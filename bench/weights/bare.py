@@ -15,6 +15,8 @@ from bench.score.workloads import Shape
 from bench.weights.obeying import obey
 from enginepool.workers.sglang_settings import Wanted
 
+_LOOK_S = 0.01
+
 
 class Bare:
     """One engine; each `do_` is an order."""
@@ -46,6 +48,8 @@ class Bare:
         request_shape = msgspec.convert(shape, Shape)
         query, items = request_shape.request(0)
         result = self._engine.score(query.tolist(), items.tolist(), label_token_ids=list(request_shape.labels))
+        while not self._engine.flush_cache().success:  # an update ends an engine that has not let go of a request
+            time.sleep(_LOOK_S)
         return {"scores": result.scores}
 
     def do_end(self) -> dict[str, object]:
