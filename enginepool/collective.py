@@ -172,7 +172,7 @@ class Broadcast:
     def _failure(self) -> str:
         try:
             error = self._work.exception()
-        except (RuntimeError, AttributeError):  # none, as some backends say it
+        except (RuntimeError, AttributeError, TypeError):  # none, as some backends say it; NCCL's cannot be told in Python
             return ""
         return _one_line(error) if isinstance(error, BaseException) else ""
 
