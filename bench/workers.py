@@ -33,7 +33,6 @@ from enginepool.protocol.messages import (
     Ready,
     Register,
     Stage,
-    Tokenise,
     ToWorker,
 )
 
@@ -112,8 +111,8 @@ def enginepool(address: str) -> None:
                 raise RuntimeError(f"{code}: {why}")
             case Drain():
                 return
-            case Pong() | Tokenise():
-                pass  # our pings and texts: we send none
+            case _:
+                pass  # our pings, texts and weights: we send none
 
 
 def echo(address: str) -> None:
