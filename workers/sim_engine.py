@@ -12,7 +12,7 @@ import os
 import random
 import signal
 import time
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,77 +34,12 @@ from enginepool.workers.engine import (
     TakeTimes,
 )
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
+from enginepool.workers.sim_options import Fault, SimOptions
 from enginepool.workers.sim_scores import score_part
 from enginepool.workers.sim_weights import SimWeights
 
 #: token id of the byte 0 in the sim's tokenizer; ids below are special
 BYTE_OFFSET = 3
-
-FaultKind = Literal[
-    "crash",
-    "abort",
-    "hang",
-    "block",
-    "slow",
-    "error",
-    "wrong_rows",
-    "lie_forwards",
-    "exit_on_load",
-    "crash_on_load",
-    "block_on_load",
-    "fail_on_take",
-    "crash_on_take",
-    "abort_on_take",
-    "hang_on_take",
-]
-
-
-class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something that goes wrong, at the n-th batch that this engine is given (from 1), or in any batch with a token id in it.
-    Without either: at every batch. `*_on_take`: at the n-th new weights.
-
-    crash: the engine dies with a reason. abort: the process is killed without a word. hang: the engine never answers again.
-    block: the process's main thread stands still for `seconds`. slow: the batch takes `seconds` more. error: the engine refuses
-    the parts that have the token, or the whole batch. wrong_rows: the first part lacks a row. lie_forwards: one too many is
-    reported. exit_on_load, crash_on_load, block_on_load: the process exits, the engine dies, the main thread stands still,
-    while it loads. fail_on_take: new weights are refused and the old ones stay; crash_on_take, abort_on_take, hang_on_take: as
-    crash, abort and hang, in place of taking them.
-    """
-
-    kind: FaultKind
-    at_batch: int | None = None
-    at_take: int | None = None
-    on_token: int | None = None
-    seconds: float = 1.0
-
-
-class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of the sim engine; unknown keys are refused. Times in seconds; sizes in tokens and rows.
-
-    A batch costs `forward_s` + rows * `row_s` + tokens * `token_s`, times 1 ± `jitter` drawn from `seed`. `labels`: columns of
-    a classifier. `inflight_*` default to the batch budget times the forwards in flight. `tensors`: what a weight update brings,
-    as a manifest ([name, dtype, shape] each); empty: it takes no updates. One costs `take_s`.
-    """
-
-    kind: Literal["causal", "classifier"] = "causal"
-    vocab: int = 151_936
-    context: int = 32_768
-    labels: int = 1
-    hidden: int = 0
-    batch_tokens: int = 16_384
-    batch_rows: int = 256
-    inflight_tokens: int | None = None
-    inflight_rows: int | None = None
-    version: int = 0
-    seed: int = 0
-    load_s: float = 0.0
-    forward_s: float = 0.0
-    row_s: float = 0.0
-    token_s: float = 0.0
-    jitter: float = 0.0
-    take_s: float = 0.0
-    tensors: list[Any] = []
-    faults: list[Fault] = []
 
 
 class SimEngine:

@@ -16,8 +16,8 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from enginepool.protocol.layout import layout
-from enginepool.protocol.manifest import Tensor
 from enginepool.workers.snapshot import Footer, remove_older
+from enginepool.workers.stager_state import Kept, Update
 from enginepool.workers.staging import (
     VARIABLE,
     AskHeld,
@@ -46,30 +46,6 @@ if TYPE_CHECKING:
 #: the other ranks have this long to come
 JOIN_S = 60.0
 TICK_S = 1.0
-
-
-class Update:
-    """What a stager knows of the update that it prepares for or receives."""
-
-    def __init__(self, message: Reserve, memory: "Memory") -> None:
-        self.id = message.update
-        self.manifest = message.manifest
-        self.bucket_bytes = message.bucket_bytes
-        self.memory = memory
-        self.received: Received | None = None
-        #: the worker waits for `in_group`
-        self.joining = False
-        self.forgotten = False
-
-
-class Kept:
-    """Committed weights."""
-
-    def __init__(self, version: int, digest: str, manifest: list[Tensor], memory: "Memory") -> None:
-        self.version = version
-        self.digest = digest
-        self.manifest = manifest
-        self.memory = memory
 
 
 class Stager:

@@ -1,0 +1,33 @@
+"""What a stager knows: the update that it receives, and the committed weights that it keeps."""
+
+from typing import TYPE_CHECKING
+
+from enginepool.protocol.manifest import Tensor
+from enginepool.workers.staging import Received, Reserve
+
+if TYPE_CHECKING:
+    from enginepool.workers.receiving import Memory
+
+
+class Update:
+    """What a stager knows of the update that it prepares for or receives."""
+
+    def __init__(self, message: Reserve, memory: "Memory") -> None:
+        self.id = message.update
+        self.manifest = message.manifest
+        self.bucket_bytes = message.bucket_bytes
+        self.memory = memory
+        self.received: Received | None = None
+        #: the worker waits for `in_group`
+        self.joining = False
+        self.forgotten = False
+
+
+class Kept:
+    """Committed weights."""
+
+    def __init__(self, version: int, digest: str, manifest: list[Tensor], memory: "Memory") -> None:
+        self.version = version
+        self.digest = digest
+        self.manifest = manifest
+        self.memory = memory
