@@ -65,7 +65,8 @@ def read_footer(path: str) -> Footer:
 def link(fd: int, path: str) -> bool:
     """Give the unnamed, complete file `fd` its name; False if it lies on another file system."""
     try:
-        os.link(f"/proc/self/fd/{fd}", path, follow_symlinks=True)
+        # With `src_dir_fd`, which an absolute path makes no use of, Python follows the link in /proc; without, it does not.
+        os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
     except FileExistsError:
         return True
     except OSError:

@@ -1,0 +1,129 @@
+"""Weights in files: checkpoints and snapshots are read without torch, and what is not one is refused by name."""
+
+import importlib
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool.digest import digest_of
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.tiny_model import make_tiny_model
+from enginepool.workers.checkpoint import CheckpointError, checkpoint_space, checkpoint_tensors
+from enginepool.workers.sim_scores import expected_scores
+from enginepool.workers.snapshot import (
+    Footer,
+    SnapshotError,
+    copy_snapshot,
+    digest_of_bytes,
+    digest_of_file,
+    link,
+    read_footer,
+    remove_older,
+    unnamed_file,
+    write_footer,
+)
+
+torch: Any = importlib.import_module("torch")
+safetensors: Any = importlib.import_module("safetensors.numpy")
+
+MANIFEST = [Tensor("a", "float32", (100,)), Tensor("b", "int8", (7,))]
+NBYTES = layout(MANIFEST).nbytes
+
+
+def saved(path: Path, version: int = 1, digest: str = "0" * 32) -> bytes:
+    """A snapshot, made as a stager does; its space."""
+    space = random.Random(version).randbytes(NBYTES)
+    fd = unnamed_file(path.parent)
+    os.pwrite(fd, space, 0)
+    write_footer(fd, NBYTES, Footer(version, digest, MANIFEST))
+    assert link(fd, str(path))
+    os.close(fd)
+    return space
+
+
+def test_the_digest_without_torch_is_that_with_it() -> None:
+    for nbytes in (256, 1 << 20, (16 << 20) + 512):
+        data = np.frombuffer(random.Random(nbytes).randbytes(nbytes), np.uint8)
+        assert digest_of_bytes(data) == digest_of(torch.from_numpy(data.copy()))
+
+
+def test_a_snapshot_says_what_it_holds_and_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "g-1"
+    space = saved(path, 3, "f" * 32)
+    assert read_footer(str(path)) == Footer(3, "f" * 32, MANIFEST)
+    assert digest_of_file(str(path), NBYTES) == digest_of_bytes(np.frombuffer(space, np.uint8))
+    fd = os.open(path, os.O_RDONLY)
+    other = tmp_path / "elsewhere" / "g-1"
+    copy_snapshot(fd, str(other))
+    copy_snapshot(fd, str(other))  # it is there: fine
+    os.close(fd)
+    assert other.read_bytes() == path.read_bytes()
+    assert os.listdir(other.parent) == ["g-1"]
+
+
+def test_what_is_no_snapshot_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "g-1"
+    saved(path)
+    whole = path.read_bytes()
+    for name, data in {"cut": whole[:-1], "empty": b"", "short": whole[256:], "foreign": b"x" * 10_000}.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(SnapshotError, match=name):
+            read_footer(str(tmp_path / name))
+    with pytest.raises(SnapshotError, match="No such file"):
+        read_footer(str(tmp_path / "gone"))
+
+
+def test_only_older_snapshots_of_the_same_group_are_removed(tmp_path: Path) -> None:
+    names = {f"g-{i:032x}": i for i in (1, 2, 3)}
+    for name, version in names.items():
+        saved(tmp_path / name, version)
+    saved(tmp_path / f"g-h-{1:032x}", 1)
+    (tmp_path / "g-notes").write_text("kept")
+    remove_older(str(tmp_path / f"g-{2:032x}"))
+    assert sorted(os.listdir(tmp_path)) == sorted([f"g-{2:032x}", f"g-{3:032x}", f"g-h-{1:032x}", "g-notes"])
+
+
+def test_a_checkpoint_is_read_from_its_headers_in_the_order_of_its_bytes(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    tensors = checkpoint_tensors(str(model))
+    loaded = safetensors.load_file(str(model / "model.safetensors"))
+    assert {(one.name, one.dtype, one.shape) for one in tensors} == {
+        (name, "float32", array.shape) for name, array in loaded.items()
+    }
+    space = checkpoint_space(str(model))
+    for tensor, at in zip(tensors, layout(tensors).offsets, strict=True):
+        assert space[at : at + tensor.nbytes] == loaded[tensor.name].tobytes()
+    assert len(space) == layout(tensors).nbytes
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such directory"):
+        checkpoint_tensors(str(tmp_path / "gone"))
+    with pytest.raises(CheckpointError, match="no safetensors files"):
+        checkpoint_tensors(str(tmp_path))
+    model = make_tiny_model(tmp_path / "model")
+    file = model / "model.safetensors"
+    whole = file.read_bytes()
+    (model / "second.safetensors").write_bytes(whole)
+    with pytest.raises(CheckpointError, match="is in another file too"):
+        checkpoint_tensors(str(model))
+    (model / "second.safetensors").unlink()
+    for data, why in ((whole[:-4], "truncated"), (b"\xff" * 64, "not a safetensors file"), (b"", "not a safetensors file")):
+        file.write_bytes(data)
+        with pytest.raises(CheckpointError, match=why):
+            checkpoint_tensors(str(model))
+
+
+def test_sim_scores_depend_on_the_digest_of_the_weights() -> None:
+    def scores(digest: str) -> Any:
+        return expected_scores([1], [[2], [3]], labels=[4], version=1, digest=digest).scores
+
+    assert np.array_equal(scores(""), scores("0" * 32))
+    assert not np.array_equal(scores("1" + "0" * 31), scores(""))
+    assert not np.array_equal(scores("0" * 31 + "1"), scores(""))
+    assert not np.array_equal(scores("0" * 31 + "1"), scores("0" * 31 + "2"))
