@@ -39,7 +39,7 @@ from bench.weights.figures import (
 from enginepool.config import GroupConfig, PoolConfig, encode_config
 
 #: seconds for engines to start, and for one order to be carried out
-START_S, ORDER_S = 180.0, 60.0
+START_S, ORDER_S = 300.0, 60.0
 #: load runs so long before the first update
 STEADY_S = 2.0
 
@@ -271,6 +271,8 @@ class Field:
     def kill(self) -> None:
         """A worker dies in the middle of an update: who goes on, and when is it back?"""
         bucket, burden = self._scale.buckets[0], self._scale.burdens[0]
+        # Of what went straight into the engines nobody keeps a copy.
+        self._publish("staged", bucket)
         committed = self._version
         self._ask(self._load, do="begin", shape=msgspec.to_builtins(burden.shape), in_flight=burden.in_flight)
         time.sleep(STEADY_S)
