@@ -7,7 +7,7 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import GroupWeights
 from enginepool.coordinator.fleet import Fleet
-from enginepool.coordinator.holding import recall, release
+from enginepool.coordinator.holding import release
 from enginepool.coordinator.notices import tell
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.restoring import Restoring
@@ -72,14 +72,14 @@ class Ending:
                 self._replace(worker, f"it did not take weight version {weights.version}: {member.failure}")
                 continue
             worker.version, worker.digest = weights.version, weights.digest
-            worker.lacks = None
+            worker.lacks = worker.restore_until = None
             message = Committed(update.id, weights.version, weights.digest, weights.snapshot)
             self.core.effects.append(ToWorker(worker.link, message))
         for worker in list(group.workers.values()):
             if worker.incarnation not in update.members and worker.capabilities is not None:
                 # Its answers would be of the old version.
-                recall(self.fleet, [worker])
-                self.restoring.risen(worker)
+                self.fleet.recall(worker)
+                self.restoring.changed(worker)
         self.requests.reweigh(group, before)
         release(self.core, group)
         self._finish(update, Published(update.offer.id, weights.version, record))

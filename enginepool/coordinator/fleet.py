@@ -250,17 +250,24 @@ class Fleet:
             self._text_back(text)
         self.core.wake(worker.group)
 
-    def recall(self, worker: Worker) -> int:
-        """Take back everything from a worker, and suspect nobody: its late answers have unknown ids. Returns its batches."""
-        batches = list(worker.batches.values())
-        for batch in batches:
+    def recall(self, worker: Worker) -> list[tuple[Request, bool]]:
+        """Take back everything from a worker: its late answers have unknown ids. Nobody is suspected, unless it ends of that.
+
+        Returns what it had, and whether that was alone with it.
+        """
+        found: list[tuple[Request, bool]] = []
+        for batch in list(worker.batches.values()):
+            found += [(request, batch.trial) for request, _, _ in batch.slices]
             self._remove(worker, batch)
             self.requests.returned(batch)
+        trial = worker.group.trial
         for task in list(worker.texts):
+            alone = trial is not None and trial.id == task
             text = take_text(worker, task)
             if text is not None:
+                found.append((text, alone))
                 self._text_back(text)
-        return len(batches)
+        return found
 
     def _text_back(self, text: Request) -> None:
         """A text waits for a tokenizer again."""

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from enginepool.coordinator.batching import send_batch
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.filling import cut_next, take
-from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.phases import QUEUED, RUNNING
 from enginepool.coordinator.state import Batch, Group, Request, Worker
 from enginepool.coordinator.update import Update
@@ -34,15 +33,6 @@ def release(core: Core, group: Group) -> None:
 def _tell(group: Group) -> None:
     for worker in group.workers.values():
         worker.routing.update(worker)
-
-
-def recall(fleet: Fleet, workers: Iterable[Worker]) -> int:
-    """Take back all that these workers have; nobody is suspected. Returns how many batches it was.
-
-    What is inside an engine runs on, and its answer will have an id that nobody knows: these workers get no new work before
-    they were told to empty their engines.
-    """
-    return sum(fleet.recall(worker) for worker in workers)
 
 
 def working(workers: Iterable[Worker]) -> bool:

@@ -20,9 +20,9 @@ def say_join(core: Core, update: Update) -> None:
         tell(core, update, Join(ring.name, ring.world, 0, ring.address, ring.backend, id=update.offer.id))
 
 
-def say_phase(core: Core, update: Update, done: int = 0) -> None:
+def say_phase(core: Core, update: Update) -> None:
     """Where the transaction stands, and how many members have finished the phase."""
-    update.told = done
+    update.told = done = len(update.members) - len(update.pending)
     if update.phase == JOURNAL:
         return
     # Of a direct transfer, engines take the bytes as the publisher sends them.

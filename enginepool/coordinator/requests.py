@@ -242,6 +242,21 @@ class Requests:
                 request.flying -= end - start
                 self.put_back(request, [(start, end)])
 
+    def blame(self, recalled: list[tuple[Request, bool]], reason: str) -> None:
+        """What a worker ran when it was to empty its engine, and never did: those requests run alone from now on."""
+        for request, alone in recalled:
+            if request.state == DONE:
+                continue
+            if not request.suspect:
+                if request.lane is not None:
+                    request.lane.forget()
+                request.group.text_waiting.pop(request, None)
+                request.suspect = True
+                if request.state != RUNNING:
+                    (request.group.suspects if request.state == TEXT else request.queue).push(request)
+            if alone:
+                self.died_alone(request, reason)
+
     def died_alone(self, request: Request, reason: str) -> None:
         """A worker died while it had nothing but this request: after `max_attempts` of them it is poisoned."""
         request.attempts += 1

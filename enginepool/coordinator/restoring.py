@@ -24,6 +24,13 @@ class Restoring:
         self.core = core
         self.requests = requests
 
+    def changed(self, worker: Worker) -> None:
+        """Other weights are committed. What it says it holds may be what an earlier restore is about to replace."""
+        if worker.restore_until is not None:
+            self._restore(worker)
+        else:
+            self.risen(worker)
+
     def risen(self, worker: Worker) -> None:
         """A worker says what it holds, or what is committed has changed."""
         group, weights = worker.group, worker.group.weights
@@ -57,7 +64,9 @@ class Restoring:
 
     def returned(self, worker: Worker) -> None:
         """A worker is on a new link: what was sent on the old one may be lost with it."""
-        if worker.restore_until is not None:
+        update = worker.group.update
+        handed = update is not None and update.forward and worker.incarnation in update.members
+        if worker.restore_until is not None and not handed:
             self._post(worker)
 
     def failed(self, worker: Worker, e: ev.RestoreFailed) -> None:

@@ -37,7 +37,7 @@ class Ring(NamedTuple):
 class Member:
     """One worker in a transaction."""
 
-    __slots__ = ("digest", "failure", "findings", "loaded", "peer", "rank", "ranks", "worker")
+    __slots__ = ("digest", "failure", "findings", "loaded", "peer", "rank", "ranks", "recalled", "worker")
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -48,6 +48,8 @@ class Member:
         #: of the bytes that it staged, or of what its engine took
         self.digest = ""
         self.findings: list[Finding] = []
+        #: requests that were taken back from it, and whether each was alone with it
+        self.recalled: list[tuple[Request, bool]] = []
         #: its engine runs on the new weights
         self.loaded = False
         #: why it did not, once the hand-over has begun
@@ -104,6 +106,8 @@ class Update:
         self.commit = False
         #: requests that had begun when the group was held
         self.begun: list[Request] = []
+        #: the drain is over, or none was wanted: what members have in hand is put back
+        self.recalls = False
         #: batches that were taken back for it
         self.recalled = 0
         #: a member was asked what is zero in the committed weights; nothing else says whether zeros are new

@@ -30,7 +30,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker, WriteJournal
 from enginepool.coordinator.ending import Ending
-from enginepool.coordinator.holding import hold, recall, unfinished, working
+from enginepool.coordinator.holding import hold, unfinished, working
 from enginepool.coordinator.notices import ask, say_join, say_phase
 from enginepool.coordinator.state import Worker
 from enginepool.coordinator.update import (
@@ -128,7 +128,7 @@ class Weights:
         if not update.forward:
             self.ending.abort(update, "update_aborted", f"{worker.name} was lost: {reason}")
         elif update.pending.pop(worker.incarnation, None) is not None:
-            member.failure = f"lost: {reason}"
+            self._gave_out(member, f"lost: {reason}")
 
     def moves(self, update: Update) -> None:
         """Bytes pass: the phase in which they do goes on."""
@@ -183,6 +183,8 @@ class Weights:
             if update.commit:
                 self._hold(update)
         elif update.phase == HOLD:
+            if update.recalls:
+                self._stop_draining(update)
             members = [member.worker for member in update.members.values()]
             if not working(members) and not unfinished(update):
                 self._hand_over(update)
@@ -264,14 +266,16 @@ class Weights:
         update.held_at = self.core.now
         drains = offer.in_flight == "drain"
         self._enter(update, HOLD, offer.drain_ms / 1000 if drains else 0.0)
+        update.recalls = not drains
         self.core.wake(update.group)
-        if not drains:
-            self._stop_draining(update)
 
     def _stop_draining(self, update: Update) -> None:
-        """What members have in hand is put back, and runs on the new weights."""
+        """What members have in hand is put back, and runs on the new weights. The hand-over follows at once: until then their
+        engines are fuller than the ledger says."""
         update.begun = []
-        update.recalled += recall(self.fleet, [member.worker for member in update.members.values()])
+        for member in update.members.values():
+            update.recalled += len(member.worker.batches)
+            member.recalled += self.fleet.recall(member.worker)
 
     def _hand_over(self, update: Update) -> None:
         self._enter(update, HAND_OVER, self.core.config.timing.update_hand_over_s)
@@ -330,16 +334,16 @@ class Weights:
                 self._overdue(update, "the publisher is gone, or silent")
             elif now >= update.until:
                 self._overdue(update, f"nothing for {now - update.since:.1f} s")
-            elif update.told != (done := len(update.members) - len(update.pending)):
-                say_phase(self.core, update, done)
+            elif update.told != len(update.members) - len(update.pending):
+                say_phase(self.core, update)
 
     def _overdue(self, update: Update, why: str) -> None:
         if update.phase == HOLD:
-            self._stop_draining(update)
+            update.recalls = True
             update.until = float("inf")
         elif update.phase == HAND_OVER:
             for member in update.pending.values():
-                member.failure = f"not handed over: {why}"
+                self._gave_out(member, f"not handed over: {why}")
             update.pending = {}
             if update.sent_digest is None and update.direct:
                 self.ending.fail(update, why)
@@ -347,6 +351,11 @@ class Weights:
             names = ", ".join(member.worker.name for member in list(update.pending.values())[:3])
             who = names or "the publisher"
             self.ending.abort(update, "update_aborted", f"{update.phase} took too long, waiting for {who}: {why}")
+
+    def _gave_out(self, member: Member, why: str) -> None:
+        """A member never answered the hand-over. What was in its engine may be why."""
+        member.failure = why
+        self.ending.requests.blame(member.recalled, f"{member.worker.name}: {why}")
 
     def next(self) -> float:
         """When the next deadline is due."""

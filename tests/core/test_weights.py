@@ -514,6 +514,19 @@ def test_a_hand_over_without_an_answer_ends_in_time() -> None:
     assert list(pool.machine.core.groups["g"].workers) == ["w0"]
 
 
+def test_work_that_never_leaves_an_engine_is_not_put_back_for_ever() -> None:
+    """It hangs, and updates with a short drain would take it back before its worker is lost for it."""
+    pool, trainer, links = ready(1)
+    pool.submit(trainer.link, 50, work())
+    to_transfer(pool, trainer, in_flight="abort")
+    trainer.sent()
+    pool.stage(links)
+    trainer.commit()
+    pool.live(61.0)
+    group = pool.machine.core.groups["g"]
+    assert [request.id for request in group.suspects.waiting()] == [50]
+
+
 def test_any_failure_of_a_direct_transfer_restarts_every_member() -> None:
     pool, trainer, links = ready()
     to_transfer(pool, trainer, transfer="direct")

@@ -176,8 +176,9 @@ class SimCoordinator:
     def _say(self, message: Message, link: bytes) -> None:
         self.world.note("coordinator", (link, message))
         if isinstance(message, Published):
-            held = [weights.version for weights in self.journal.values()]
-            assert message.version in held, f"published before it was journalled: {message}"
+            every = (one for weights in self.watch.oracle.weights.values() for one in weights)
+            journalled = any(one.committed and one.version == message.version for one in every)
+            assert journalled, f"published before it was journalled: {message}"
         self.heard(message)
 
     def _set_timer(self, at: float) -> None:

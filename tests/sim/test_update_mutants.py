@@ -52,10 +52,13 @@ def a_held_group_goes_on(patch: pytest.MonkeyPatch) -> None:
 def late_workers_finish_old_work(patch: pytest.MonkeyPatch) -> None:
     """Workers that were no members keep what they run on the old weights."""
 
-    def recall(fleet: Fleet, workers: Any) -> int:
-        return 0
+    real = Fleet.recall
 
-    patch.setattr(ending, "recall", recall)
+    def recall(self: Fleet, worker: Worker) -> list[tuple[Request, bool]]:
+        update = worker.group.update
+        return [] if update is None else real(self, worker)
+
+    patch.setattr(Fleet, "recall", recall)
 
 
 def who_failed_lives_on(patch: pytest.MonkeyPatch) -> None:

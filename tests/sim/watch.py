@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.effects import Effect, ToWorker
 from enginepool.coordinator.machine import Machine
-from enginepool.coordinator.phases import QUEUED, TEXT
+from enginepool.coordinator.phases import DONE, QUEUED, TEXT
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.state import Batch, Group, Request
 from enginepool.coordinator.update import Update
@@ -80,6 +80,15 @@ class Watch:
             real(request, version, specs, frames)
 
         self.machine.requests._answer = answer  # pyright: ignore[reportPrivateUsage]
+        blame = self.machine.requests.blame
+
+        def count(recalled: list[tuple[Request, bool]], reason: str) -> None:
+            for request, alone in recalled:
+                if alone and request.state != DONE:
+                    self._count(request)
+            blame(recalled, reason)
+
+        self.machine.requests.blame = count
 
     def _in_time(self, update: Update) -> None:
         if self.punctual and update.phase == "hold":
