@@ -40,14 +40,8 @@ class SimWeights:
 
     async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
         """Join a process group, with torch. Raises EngineError."""
-        from enginepool.collective import CollectiveError, join
-
-        if self._group is not None and self._group.name == name:
-            return
-        try:
-            self._group = await asyncio.to_thread(join, address, name, world, rank, backend=backend)
-        except CollectiveError as error:
-            raise EngineError(str(error)) from None
+        if self._group is None or self._group.name != name:
+            self._group = await asyncio.to_thread(_join, name, address, world, rank, backend)
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> None:
         """Hold these weights. Raises EngineError: the old ones stay."""
@@ -88,3 +82,13 @@ class SimWeights:
             if tensor.name == name and tensor.dtype == "float32":
                 return self._space[at : at + tensor.nbytes].view(np.float32).reshape(tensor.shape), tensor.dtype
         raise EngineError(f"sim engine: no float32 tensor {name!r} is loaded")
+
+
+def _join(name: str, address: str, world: int, rank: int, backend: str) -> Any:
+    # Importing torch takes seconds, which the worker's loop has better uses for.
+    from enginepool.collective import CollectiveError, join
+
+    try:
+        return join(address, name, world, rank, backend=backend)
+    except CollectiveError as error:
+        raise EngineError(str(error)) from None
