@@ -156,7 +156,8 @@ class Reception:
             broadcast.wait(FOREVER_S)
             whole = space[bucket.at : bucket.at + bucket.nbytes]
             if into is not whole:
-                whole.copy_(into, non_blocking=True)
+                # What the processor looks at next must have come.
+                whole.copy_(into, non_blocking=whole.is_cuda)
             digest.add(into, bucket.at)
             for other in self.memory.tensors[1:]:
                 other[bucket.at : bucket.at + bucket.nbytes].copy_(whole, non_blocking=True)

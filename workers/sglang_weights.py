@@ -178,8 +178,9 @@ class ModelWeights:
                 tensor = manifest[piece.tensor]
                 part = came[piece.bucket_at : piece.bucket_at + piece.nbytes]
                 if piece.nbytes < tensor.nbytes:
-                    whole = torn.setdefault(piece.tensor, torch.empty(tensor.nbytes, dtype=torch.uint8, device=device))
-                    whole[piece.tensor_at : piece.tensor_at + piece.nbytes].copy_(part)
+                    if piece.tensor not in torn:
+                        torn[piece.tensor] = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device)
+                    torn[piece.tensor][piece.tensor_at : piece.tensor_at + piece.nbytes].copy_(part)
                     if piece.tensor_at + piece.nbytes < tensor.nbytes:
                         continue
                     part = torn.pop(piece.tensor)
@@ -189,11 +190,12 @@ class ModelWeights:
 
     def do_join(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Begin to join a group; the other answer says when it is done: the engine serves meanwhile."""
-        thread = threading.Thread(target=self._join, args=(ticket,), name="join", daemon=True)
+        device = f"cuda:{torch.cuda.current_device()}" if ticket["backend"] == "nccl" else "cpu"
+        thread = threading.Thread(target=self._join, args=(ticket, device), name="join", daemon=True)
         thread.start()
         return {}
 
-    def _join(self, ticket: dict[str, Any]) -> None:
+    def _join(self, ticket: dict[str, Any], device: str) -> None:
         from enginepool.collective import CollectiveError, join
 
         answer: dict[str, Any] = {}
@@ -202,12 +204,12 @@ class ModelWeights:
             if group is not None and group.name != ticket["group"]:
                 group.abort()
                 group = None
-            backend = ticket["backend"]
-            device = f"cuda:{torch.cuda.current_device()}" if backend == "nccl" else "cpu"
+            if device != "cpu":
+                torch.cuda.set_device(device)  # a thread begins on the first one
             self._group = group or join(
-                ticket["address"], ticket["group"], ticket["world"], ticket["rank"], backend=backend, device=device
+                ticket["address"], ticket["group"], ticket["world"], ticket["rank"], backend=ticket["backend"], device=device
             )
-        except CollectiveError as error:
+        except (CollectiveError, RuntimeError, ValueError) as error:
             answer = {"error": str(error)}
         _leave(ticket["joined"], answer)
 

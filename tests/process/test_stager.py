@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -153,10 +154,16 @@ class Place:
         self.start()
 
     def start(self) -> None:
+        """Returns once it listens."""
+        Path(self.socket).unlink(missing_ok=True)
         environment = {**os.environ, "ENGINEPOOL_STAGER": msgspec.json.encode(self.spec).decode()}
         self.process = self.processes.start(
             [sys.executable, "-m", "enginepool.workers.stager"], env=environment, stderr=subprocess.PIPE, text=True
         )
+        end = time.monotonic() + PATIENCE_S
+        while not os.path.exists(self.socket):
+            assert time.monotonic() < end
+            time.sleep(0.02)
 
     @asynccontextmanager
     async def worker(self, **options: Any) -> AsyncGenerator[Worker]:
