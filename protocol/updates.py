@@ -15,9 +15,8 @@ from enginepool.protocol.basis import FrameSpec, Message, TaskId
 #: staged: broadcast into a stager beside each worker, which serves on meanwhile; handed over inside the device.
 #: direct: broadcast straight into the engines, which stand still meanwhile.
 #: checkpoint: each worker reads a directory that it can see.
-#: handles: the stagers take over CUDA memory of a publisher on the same GPU.
 #: relabel: the weights stay; only their version changes.
-Transfer = Literal["staged", "direct", "checkpoint", "handles", "relabel"]
+Transfer = Literal["staged", "direct", "checkpoint", "relabel"]
 #: What happens to work in flight when the group is held. drain: begun requests finish, for at most `drain_ms`; then as abort.
 #: abort: it is put back into the queue at once, and runs again on the new weights.
 InFlight = Literal["drain", "abort"]

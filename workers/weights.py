@@ -159,8 +159,6 @@ class Weights:
         def refused(why: str) -> Prepared:
             return Prepared(message.update, code="weights_refused", message=why)
 
-        if message.transfer == "handles":
-            return Prepared(message.update, code="unsupported", message="this worker takes no handles of device memory")
         tensors: tuple[Tensor, ...] = ()
         try:
             if message.transfer == "checkpoint":

@@ -43,7 +43,7 @@ class Ending:
             # Nobody's bytes are all of it: whoever holds less than both must not be asked to restore it.
             return GroupWeights(offer.version, layered(before.digest, digest), run=run, publisher=publisher)
         folder = self.snapshots.get(group.config.snapshot, "")
-        keeps = bool(folder) and offer.transfer in ("staged", "handles")
+        keeps = bool(folder) and offer.transfer == "staged"
         snapshot = f"{folder}/{group.name}-{digest}" if keeps else ""
         return GroupWeights(offer.version, digest, snapshot, offer.path, run, publisher)
 
