@@ -85,6 +85,9 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: int = 1
     #: of them, the last so many score packed and nothing else: items that share a query in one sequence (multi-item scoring)
     packed_workers: int = 0
+    #: on the others, a query of so many tokens or more that rows share is computed once, ahead of them, and kept in SGLang's
+    #: radix cache; none: each row computes its query
+    cached_query_tokens: int | None = None
     device: str = "auto"
     dtype: str = "auto"
     #: for each worker the GPUs it sees (CUDA_VISIBLE_DEVICES); empty: worker i sees GPU i on a CUDA machine
@@ -205,7 +208,7 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
             group.gpus,
             f"one entry for each of {group.workers} workers",
         )
-        for key in ("max_batch_tokens", "max_batch_rows"):
+        for key in ("max_batch_tokens", "max_batch_rows", "cached_query_tokens"):
             value = getattr(group, key)
             need(value is None or value > 0, f"{at}.{key}", value, "more than 0, or left out")
     for part, struct in (("limits", config.limits), ("timing", config.timing), ("restart", config.restart)):

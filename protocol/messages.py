@@ -252,6 +252,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     the worker is packed: it joins rows of one query into sequences (`packing.py`), takes nothing else, and no longer item.
     `pace`: tokens that the engine computes in the time for which a request of high priority may be kept waiting by others (0:
     no matter); batches are filled and put in flight accordingly. Measured, so it may differ between workers of a class.
+    `cached_query`: a query of so many tokens or more, shared by several rows, is computed once (0: none is); a batch of one
+    request that has one may weigh `cached_tokens` instead of `batch_tokens`, every row counted in full.
     """
 
     kind: Literal["causal", "classifier"]
@@ -270,6 +272,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     text: bool = True
     max_item: int = 0
     pace: int = 0
+    cached_query: int = 0
+    cached_tokens: int = 0
 
     @property
     def packed(self) -> bool:

@@ -49,6 +49,12 @@ class ScorePart:
     softmax: bool = False
     item_first: bool = False
 
+    @property
+    def shared(self) -> int:
+        """Tokens of the one query that several rows begin with; 0: there is none."""
+        several = self.item_lengths.size > 1 and self.query_lengths is None and not self.item_first
+        return self.query.size if several else 0
+
     def prompts(self) -> list[list[int]]:
         """Each row's token ids, query and item joined."""
         ends = np.cumsum(self.item_lengths).tolist()
@@ -88,11 +94,13 @@ class PartScores:
 
 @dataclass(frozen=True, slots=True)
 class BatchScores:
-    """The outcome of a batch: one entry for each part, in order; `forwards` as measured inside the engine."""
+    """The outcome of a batch: one entry for each part, in order; `forwards` of its rows as measured inside the engine;
+    `cached`: tokens of theirs that the engine had computed before."""
 
     parts: tuple[PartScores | EngineError, ...]
     forwards: int
     version: int
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,7 @@ def make_engine(spec: WorkerSpec) -> Engine:
             max_batch_rows=spec.max_batch_rows,
             forwards_in_flight=spec.forwards_in_flight,
             packed=spec.packed,
+            cached_query_tokens=spec.cached_query_tokens,
             nccl_port=spec.nccl_port,
         )
     except ValueError as error:

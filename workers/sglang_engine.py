@@ -37,6 +37,7 @@ from enginepool.workers.engine import (
     TakeTimes,
 )
 from enginepool.workers.packed import MAX_ITEM, join
+from enginepool.workers.sglang_cached import CachedQueries
 from enginepool.workers.sglang_checks import checked_rows, refuse_oversize
 from enginepool.workers.sglang_end import EngineEnd
 from enginepool.workers.sglang_forwards import Entries
@@ -76,6 +77,7 @@ class SglangEngine:
         max_batch_tokens, max_batch_rows: bounds of one batch; without them they follow from the engine's settings.
         forwards_in_flight: batches of full size that may be at this worker at once.
         packed: join rows of one query into sequences, by SGLang's multi-item scoring, and take nothing else.
+        cached_query_tokens: compute a query of so many tokens or more, which rows share, once and ahead of them; none: never.
         nccl_port: the one TCP port that SGLang opens; left out, it looks for a free one.
     """
 
@@ -90,6 +92,7 @@ class SglangEngine:
         max_batch_rows: int | None = None,
         forwards_in_flight: int = 2,
         packed: bool = False,
+        cached_query_tokens: int | None = None,
         nccl_port: int | None = None,
     ) -> None:
         self._model = model
@@ -101,6 +104,7 @@ class SglangEngine:
             "max_batch_rows": max_batch_rows,
             "forwards_in_flight": forwards_in_flight,
             "packed": packed,
+            "cached_query_tokens": cached_query_tokens,
             "nccl_port": nccl_port,
         }
         self._wanted: Wanted | None = None
@@ -108,6 +112,7 @@ class SglangEngine:
         self._tm: Any = None
         self._requests: Any = None
         self._entries: Entries | None = None
+        self._cached: CachedQueries | None = None
         self._capabilities: Capabilities | None = None
         #: +1 when the engine runs larger priorities first, as the pool does.
         self._priority_sign = 1
@@ -249,6 +254,9 @@ class SglangEngine:
         if wanted.packed:
             _refuse_wrong_packing(tm.model_config.hf_config.to_dict())
         bounds = budgets(wanted, running)
+        if bounds.cached_query:
+            # Half of the engine's memory: what batches leave behind is kept there too, and what they need is taken from it.
+            self._cached = CachedQueries(bounds.cached_query, running.kv_tokens // 2, bounds.page)
         if state.get("schedule_low_priority_values_first"):
             self._priority_sign = -1
         architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
@@ -269,6 +277,8 @@ class SglangEngine:
             device=wanted.device,
             text=tm.tokenizer is not None,
             max_item=min(MAX_ITEM, bounds.context) if wanted.packed else 0,
+            cached_query=bounds.cached_query,
+            cached_tokens=bounds.cached_tokens,
         )
 
     async def _warm_up(self, capabilities: Capabilities) -> Capabilities:
@@ -278,20 +288,25 @@ class SglangEngine:
         length = min(_WARM_LENGTH, capabilities.context, capabilities.batch_tokens)
         rows = min(_WARM_ROWS, capabilities.batch_rows, max(1, capabilities.batch_tokens // max(length, capabilities.page)))
         parts = _made_up(capabilities, rows, length)
-        [scored, *_], forwards = await self._end.unless_over(self._compute(parts, 0, hidden=False))
+        [scored, *_], forwards, _ = await self._end.unless_over(self._compute(parts, 0, hidden=False))
         if capabilities.kind == "classifier":
             labels = scored.scores.shape[1]
             with contextlib.suppress(EngineError):  # some heads give no hidden states; then `hidden` stays 0
-                [scored, *_], _ = await self._end.unless_over(self._compute(parts, 0, hidden=True))
+                [scored, *_], _, _ = await self._end.unless_over(self._compute(parts, 0, hidden=True))
                 hidden = 0 if scored.hidden is None else scored.hidden.shape[1]
         if capabilities.device != "cpu":
             # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never.
             rows = min(capabilities.inflight_rows, capabilities.inflight_tokens // capabilities.context)
             parts = _made_up(capabilities, max(1, rows), capabilities.context)
-            _, forwards = await self._end.unless_over(self._compute(parts, 0, hidden=False))
+            _, forwards, _ = await self._end.unless_over(self._compute(parts, 0, hidden=False))
         if capabilities.packed and forwards == 1:
             # The same for the rows: at the end of each the whole vocabulary is computed.
-            _, forwards = await self._end.unless_over(self._compute(_short_rows(capabilities), 0, hidden=False))
+            _, forwards, _ = await self._end.unless_over(self._compute(_short_rows(capabilities), 0, hidden=False))
+        if self._cached is not None and forwards == 1:
+            parts = [(part := _long_query(capabilities), part.prompts())]
+            _, forwards, _ = await self._end.unless_over(self._compute(parts, 0, hidden=False))
+            if self._cached.missed or not self._cached.computed:
+                raise SettingsError("the engine finds no query again that it has computed; unset cached_query_tokens")
         if forwards != 1:
             raise SettingsError(f"the engine took {forwards} forwards for one batch inside its budget")
         pace = await self._measure_pace(capabilities) if capabilities.device != "cpu" else 0
@@ -301,11 +316,12 @@ class SglangEngine:
         """Tokens of a forward that takes FORWARD_S where others follow it, from the quickest of some pairs of full batches."""
         length = min(_PACE_LENGTH, capabilities.context)
         rows = max(1, min(capabilities.batch_rows, capabilities.batch_tokens // length))
-        parts = _made_up(capabilities, rows, length)
         quickest = math.inf
-        for _ in range(_PACE_RUNS):
+        for run in range(_PACE_RUNS):
+            # Rows that were never seen: what an engine keeps, it does not compute again.
+            seen = 1 + 2 * run
+            pair = [self._compute(_made_up(capabilities, rows, length, seed), 0, hidden=False) for seed in (seen, seen + 1)]
             began = time.perf_counter()
-            pair = (self._compute(parts, 0, hidden=False) for _ in range(2))
             await self._end.unless_over(asyncio.gather(*pair))
             quickest = min(quickest, time.perf_counter() - began)
         return max(1, min(capabilities.batch_tokens, int(2 * rows * length * FORWARD_S / quickest)))
@@ -337,7 +353,11 @@ class SglangEngine:
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Run on these weights from now on; the engine is empty. Raises EngineError: the old ones stay; EngineDied."""
-        return await self._updates().take(weights, version, digest)
+        try:
+            return await self._updates().take(weights, version, digest)
+        finally:
+            if self._cached is not None:
+                self._cached.clear()
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of what is in the schedulers. Raises EngineError."""
@@ -385,23 +405,28 @@ class SglangEngine:
                 places.append(place)
             except EngineError as error:
                 outcome[place] = error
-        forwards = 0
+        forwards = cached = 0
         if runnable:
             refuse_oversize(runnable, capabilities)
-            scored, forwards = await self._end.unless_over(self._compute(runnable, batch.priority, batch.hidden))
+            scored, forwards, cached = await self._end.unless_over(self._compute(runnable, batch.priority, batch.hidden))
             outcome.update(zip(places, scored, strict=True))
-        return BatchScores(tuple(outcome[i] for i in range(len(batch.parts))), forwards, self.version)
+        return BatchScores(tuple(outcome[i] for i in range(len(batch.parts))), forwards, self.version, cached)
 
-    async def _compute(self, parts: Parts, priority: int, hidden: bool) -> tuple[list[PartScores], int]:
-        """Scores of each part, and how many forwards it took. Raises EngineError."""
+    async def _compute(self, parts: Parts, priority: int, hidden: bool) -> tuple[list[PartScores], int, int]:
+        """Scores of each part, how many forwards their rows took, and tokens of them that were cached. Raises EngineError."""
         if self._capabilities is not None and self._capabilities.packed:
             return await self._compute_packed([part for part, _ in parts], self._capabilities, priority, hidden)
         causal = self._tm.is_generation
         priority *= self._priority_sign
         types = self._requests
-        answers, forwards = await self._ask(
+        wanted = [part for part, _ in parts]
+        if self._cached is not None:
+            await self._cached.ensure(wanted, priority * self._priority_sign, partial(self._send_ahead, priority))
+        answers, forwards, cached = await self._ask(
             label_request(types, parts, priority) if causal else head_request(types, parts, priority, hidden)
         )
+        if self._cached is not None:
+            self._cached.look(wanted, cached)
         scored: list[PartScores] = []
         start = 0
         for part, rows in parts:
@@ -412,22 +437,33 @@ class SglangEngine:
                 continue
             scores = head_scores([answer["embedding"] for answer in mine], part.softmax)
             scored.append(PartScores(scores, _pooled(mine) if hidden else None))
-        return scored, forwards
+        return scored, forwards, sum(cached)
+
+    async def _send_ahead(self, priority: int, queries: list[list[int]]) -> None:
+        """Compute queries whose rows follow: one more row each, whose score nobody reads. Raises EngineError."""
+        causal = self._tm.is_generation
+        part = ScorePart(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.uint32), labels=(0,) if causal else ())
+        parts: Parts = [(part, queries)]
+        types = self._requests
+        await self._ask(label_request(types, parts, priority) if causal else head_request(types, parts, priority, False))
 
     async def _compute_packed(
         self, parts: list[ScorePart], capabilities: Capabilities, priority: int, hidden: bool
-    ) -> tuple[list[PartScores], int]:
+    ) -> tuple[list[PartScores], int, int]:
         """The same by sequences: each is one request to SGLang, and all of them are one forward."""
         joined = join(parts, capabilities.context, min(DELIMITER, capabilities.vocab - 1))
         priority *= self._priority_sign
         if self._tm.is_generation:
-            answers, forwards = await self._ask(packed_labels(self._requests, joined, priority))
-            return packed_label_scores(joined, answers, parts), forwards
-        answers, forwards = await self._ask(packed_heads(self._requests, joined, priority, hidden))
-        return packed_head_scores(joined, answers, parts, hidden), forwards
+            answers, forwards, _ = await self._ask(packed_labels(self._requests, joined, priority))
+            return packed_label_scores(joined, answers, parts), forwards, 0
+        answers, forwards, _ = await self._ask(packed_heads(self._requests, joined, priority, hidden))
+        return packed_head_scores(joined, answers, parts, hidden), forwards, 0
 
-    async def _ask(self, request: Any) -> tuple[list[dict[str, Any]], int]:
-        """SGLang's answers to one request object, in its order, and how many forwards they took. Raises EngineError."""
+    async def _ask(self, request: Any) -> tuple[list[dict[str, Any]], int, list[int]]:
+        """SGLang's answers to one request object, in its order, how many forwards they took, and each one's cached tokens.
+
+        Raises EngineError.
+        """
         assert self._entries is not None
         rows: list[str] = list(request.rid)
         self._entries.expect(rows)
@@ -440,7 +476,7 @@ class SglangEngine:
         finally:
             entered = self._entries.take(rows)
         refuse_aborted(answers)
-        return answers, forward_count(entered)
+        return answers, forward_count([entry.time for entry in entered]), [entry.cached for entry in entered]
 
     # --- end -------------------------------------------------------------------------------------------------------
 
@@ -479,16 +515,24 @@ class SglangEngine:
         return self._tm
 
 
-def _made_up(capabilities: Capabilities, rows: int, length: int) -> Parts:
+def _made_up(capabilities: Capabilities, rows: int, length: int, seed: int = 0) -> Parts:
     """`rows` different rows of `length` tokens in all; packed, as many sequences of that length, one after the other."""
     labels = (0,) if capabilities.kind == "causal" else ()
     ids = np.arange(rows * length, dtype=np.int32) % capabilities.vocab
     if not capabilities.packed:
+        ids = np.random.default_rng(seed).integers(0, capabilities.vocab, rows * length, dtype=np.int32)
         part = ScorePart(np.empty(0, np.int32), ids, np.full(rows, length, np.uint32), labels=labels)
         return [(part, part.prompts())]
     # Queries that differ, so that none joins another; a context that holds no row at all has been refused by now.
     item = max(1, length - 3)
     return [(ScorePart(ids[i : i + 1], ids[:item], np.full(1, item, np.uint32), labels=labels), []) for i in range(rows)]
+
+
+def _long_query(capabilities: Capabilities) -> ScorePart:
+    """Two rows of the shortest query that is computed ahead of them."""
+    ids = np.arange(capabilities.cached_query, dtype=np.int32)[::-1] % capabilities.vocab
+    labels = (0,) if capabilities.kind == "causal" else ()
+    return ScorePart(ids, np.array([0, 1], np.int32), np.ones(2, np.uint32), labels=labels)
 
 
 def _short_rows(capabilities: Capabilities) -> Parts:

@@ -1,7 +1,17 @@
-"""When each row entered a forward, as SGLang's scheduler says in the message that answers it. No SGLang here."""
+"""What SGLang's scheduler says of each row in the message that answers it: its forward, and what it found. No SGLang here."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Entry(NamedTuple):
+    """How a row entered its forward.
+
+    time: when, on the scheduler's clock; 0.0: it was not said. cached: tokens of it that the engine had computed before.
+    """
+
+    time: float = 0.0
+    cached: int = 0
 
 
 class Entries:
@@ -15,8 +25,8 @@ class Entries:
     def __init__(self, tm: Any, unpack: Callable[[Any], Any]) -> None:
         self._unpack = unpack
         self._keep = bool(getattr(tm, "enable_metrics", False))
-        #: of the rows that are awaited; 0.0 until they are answered
-        self._entered: dict[str, float] = {}
+        #: of the rows that are awaited
+        self._entered: dict[str, Entry] = {}
         read: Callable[[Any], Awaitable[None]] = tm._handle_batch_output
 
         async def handle(message: Any) -> None:
@@ -27,11 +37,11 @@ class Entries:
 
     def expect(self, rows: Sequence[str]) -> None:
         """These rows are about to be sent; each is taken with `take`."""
-        self._entered.update(dict.fromkeys(rows, 0.0))
+        self._entered.update(dict.fromkeys(rows, Entry()))
 
-    def take(self, rows: Sequence[str]) -> list[float]:
-        """When each row entered its forward, on the scheduler's clock; 0.0 where it was not said."""
-        return [self._entered.pop(row, 0.0) for row in rows]
+    def take(self, rows: Sequence[str]) -> list[Entry]:
+        """How each row entered its forward."""
+        return [self._entered.pop(row, Entry()) for row in rows]
 
     def _note(self, message: Any) -> None:
         packed = message.time_stats
@@ -40,6 +50,8 @@ class Entries:
         times = self._unpack(packed)
         if not self._keep:
             message.time_stats = None  # nobody else reads it, so it need not be unpacked again
-        for row, time in zip(message.rids, times, strict=True):
+        # SGLang hands this on of causal models alone; the scheduler says it of all.
+        cached = getattr(message, "cached_tokens", None) or [0] * len(times)
+        for row, time, tokens in zip(message.rids, times, cached, strict=True):
             if row in self._entered:
-                self._entered[row] = time.__dict__.get("entered", 0.0)
+                self._entered[row] = Entry(time.__dict__.get("entered", 0.0), tokens)

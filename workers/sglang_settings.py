@@ -26,6 +26,9 @@ GPU_INFLIGHT_ROWS = 512
 #: The same of a packed engine, where a row costs no request of its own, but one of the positions at which all of the vocabulary
 #: is computed: 10 bytes for each token of it, 3 GB for this many rows of a vocabulary of 150,000.
 PACKED_INFLIGHT_ROWS = 2048
+#: With cached queries an engine has room for so many times the tokens in flight: a row counts in full, in case that its query
+#: is gone, and computes its item alone.
+CACHED_ROOM = 4
 #: Of the device's memory, for weights and key-value pool. SGLang's own choice sets 1.5 MB aside for each token of
 #: `max_prefill_tokens`, which leaves nothing on a small device; a quarter of it holds the activations of a scoring forward.
 STATIC_FRACTION = 0.75
@@ -57,6 +60,7 @@ class Wanted:
     max_batch_rows: int | None = None
     forwards_in_flight: int = 2
     packed: bool = False
+    cached_query_tokens: int | None = None
     nccl_port: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,15 +68,23 @@ class Wanted:
             ("max_batch_tokens", self.max_batch_tokens),
             ("max_batch_rows", self.max_batch_rows),
             ("forwards_in_flight", self.forwards_in_flight),
+            ("cached_query_tokens", self.cached_query_tokens),
         ):
             if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}; it must be at least 1")
+        if self.packed and self.cached_query_tokens is not None:
+            raise SettingsError("cached_query_tokens is for plain workers: a packed one computes a query once as it is")
         if self.packed and self.device != "cuda":
             raise SettingsError(f"packed scoring needs FlashInfer's attention, which runs on CUDA; the device is {self.device}")
 
     @property
+    def room(self) -> int:
+        """Tokens that the engine should have room for: those of all batches, with every row in full."""
+        return self.inflight_tokens * (1 if self.cached_query_tokens is None else CACHED_ROOM)
+
+    @property
     def inflight_tokens(self) -> int:
-        """Tokens that this worker may hold in all its batches, if the engine has room."""
+        """Tokens that this worker may have to compute for all its batches, if the engine has room."""
         if self.max_batch_tokens is not None:
             return self.max_batch_tokens * self.forwards_in_flight
         return CPU_INFLIGHT_TOKENS if self.device == "cpu" else GPU_INFLIGHT_TOKENS
@@ -111,6 +123,8 @@ class Budgets:
     batch_rows: int
     inflight_tokens: int
     inflight_rows: int
+    cached_query: int = 0
+    cached_tokens: int = 0
 
 
 def engine_kwargs(wanted: Wanted, known: Collection[str]) -> dict[str, Any]:
@@ -134,6 +148,8 @@ def engine_kwargs(wanted: Wanted, known: Collection[str]) -> dict[str, Any]:
         refuse_unpacked(wanted.options)
         kwargs.update(_PACKED)
     refuse_splitting(kwargs, packed=wanted.packed)
+    if wanted.cached_query_tokens is not None:
+        refuse_uncached(kwargs)
     kwargs.update(model_path=wanted.model, device=wanted.device, dtype=wanted.dtype)
     if wanted.device == "cpu" and wanted.dtype == "auto":
         kwargs["dtype"] = "float32"
@@ -144,7 +160,7 @@ def engine_kwargs(wanted: Wanted, known: Collection[str]) -> dict[str, Any]:
 
 def _defaults(wanted: Wanted) -> dict[str, Any]:
     options = wanted.options
-    prefill = wanted.inflight_tokens + 1
+    prefill = wanted.room + 1
     rows = wanted.inflight_rows
     defaults: dict[str, Any] = {
         "chunked_prefill_size": -1,
@@ -229,6 +245,12 @@ def refuse_unpacked(options: Mapping[str, Any]) -> None:
             raise SettingsError(f"engine option {name}={options[name]!r} is refused for a packed worker: {reason}")
 
 
+def refuse_uncached(settings: Mapping[str, Any]) -> None:
+    """Raise SettingsError when an engine with these settings keeps nothing that it has computed."""
+    if settings.get("disable_radix_cache"):
+        raise SettingsError("cached queries are kept in the radix cache, which is off; unset cached_query_tokens of the group")
+
+
 def refuse_splitting(settings: Mapping[str, Any], *, packed: bool = False) -> None:
     """Raise SettingsError when a batch could be cut, dropped or run again under these settings."""
     for name, (whole, reason) in _WHOLE.items():
@@ -255,12 +277,14 @@ def budgets(wanted: Wanted, running: Running) -> Budgets:
         # SGLang says what it resolved: another backend, or no multi-item scoring, would be wrong without a word.
         refuse_unpacked(settings)
     refuse_splitting(settings, packed=wanted.packed)
+    if wanted.cached_query_tokens is not None:
+        refuse_uncached(settings)
     page = max(1, settings.get("page_size") or 1)
     rows = min(wanted.inflight_rows, running.max_running // 2)
     # In a small pool the spare page of each row may take a quarter at most: better fewer rows than no tokens.
     rows = min(rows, running.kv_tokens // (4 * page))
     room = running.kv_tokens - (rows + 1) * page
-    tokens = min(wanted.inflight_tokens, settings["max_prefill_tokens"] - 1, room)
+    tokens = min(wanted.room, settings["max_prefill_tokens"] - 1, room)
     chunk = settings.get("chunked_prefill_size")
     if chunk is not None and chunk > 0:
         tokens = min(tokens, chunk)
@@ -270,17 +294,23 @@ def budgets(wanted: Wanted, running: Running) -> Budgets:
             f"the engine has no room for one batch: max_running_requests={running.max_running} (two for each row),"
             f" max_prefill_tokens={settings['max_prefill_tokens']}, key-value pool {running.kv_tokens} tokens, page {page}"
         )
-    batch_tokens = tokens // wanted.forwards_in_flight
+    cached_query = wanted.cached_query_tokens or 0
+    if cached_query and 2 * (cached_query + 2 * page) > tokens:
+        raise SettingsError(f"cached_query_tokens is {cached_query}; two rows of that have no room in {tokens} tokens")
+    cached_tokens = max(page, tokens // wanted.forwards_in_flight // page * page) if cached_query else 0
+    batch_tokens = min(tokens, wanted.inflight_tokens) // wanted.forwards_in_flight
     batch_rows = rows // wanted.forwards_in_flight
     if wanted.max_batch_tokens is not None:
         batch_tokens = min(batch_tokens, wanted.max_batch_tokens)
     if wanted.max_batch_rows is not None:
         batch_rows = min(batch_rows, wanted.max_batch_rows)
     return Budgets(
-        context=min(running.longest, tokens),
+        context=min(running.longest, tokens, wanted.inflight_tokens),
         page=page,
         batch_tokens=max(page, batch_tokens // page * page),
         batch_rows=max(1, batch_rows),
         inflight_tokens=tokens,
         inflight_rows=rows,
+        cached_query=cached_query,
+        cached_tokens=cached_tokens,
     )

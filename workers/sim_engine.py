@@ -34,6 +34,7 @@ from enginepool.workers.engine import (
     TakeTimes,
 )
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
+from enginepool.workers.sglang_settings import CACHED_ROOM
 from enginepool.workers.sim_options import Fault, SimOptions
 from enginepool.workers.sim_scores import score_part
 from enginepool.workers.sim_weights import SimWeights
@@ -60,6 +61,7 @@ class SimEngine:
         max_batch_rows: int | None = None,
         forwards_in_flight: int = 2,
         packed: bool = False,
+        cached_query_tokens: int | None = None,
         nccl_port: int | None = None,
     ) -> None:
         try:
@@ -80,7 +82,7 @@ class SimEngine:
         self._taken = 0
         tokens = min(o.batch_tokens, max_batch_tokens or o.batch_tokens)
         rows = min(o.batch_rows, max_batch_rows or o.batch_rows)
-        inflight_tokens = o.inflight_tokens or tokens * forwards_in_flight
+        inflight_tokens = o.inflight_tokens or tokens * forwards_in_flight * (CACHED_ROOM if cached_query_tokens else 1)
         self._capabilities = Capabilities(
             kind=o.kind,
             vocab=o.vocab,
@@ -96,6 +98,8 @@ class SimEngine:
             device="none",
             text=o.vocab >= BYTE_OFFSET + 256,
             max_item=MAX_ITEM if packed else 0,
+            cached_query=cached_query_tokens or 0,
+            cached_tokens=max(tokens, inflight_tokens // forwards_in_flight) if cached_query_tokens else 0,
         )
         self._classes = o.labels if o.kind == "classifier" else 0
         self._costs = any((o.forward_s, o.row_s, o.token_s))
@@ -268,14 +272,17 @@ class SimEngine:
         rows = sum(len(part.item_lengths) for part in batch.parts)
         tokens = self._tokens(batch)
         budget = self._capabilities
-        if rows <= 1 or (tokens <= budget.batch_tokens and rows <= budget.batch_rows):
+        most = budget.batch_tokens
+        if len(batch.parts) == 1 and 0 < budget.cached_query <= batch.parts[0].shared:
+            most = budget.cached_tokens
+        if rows <= 1 or (tokens <= most and rows <= budget.batch_rows):
             return 1
         if budget.packed:
             return max(-(-tokens // budget.batch_tokens), -(-rows // budget.batch_rows))
         forwards, rows, tokens = 1, 0, 0
         for part in batch.parts:
             for prompt in part.prompts():
-                if rows and (rows == budget.batch_rows or tokens + len(prompt) > budget.batch_tokens):
+                if rows and (rows == budget.batch_rows or tokens + len(prompt) > most):
                     forwards, rows, tokens = forwards + 1, 0, 0
                 rows, tokens = rows + 1, tokens + len(prompt)
         return forwards

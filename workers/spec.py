@@ -26,6 +26,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: a checkpoint directory or a name that the engine can load; for `sim` any name.
     device, dtype: as the engine names them; `auto` lets it choose.
     packed: whether this worker joins rows of one query into sequences, and does nothing else.
+    cached_query_tokens: a query of so many tokens or more that rows share is computed once, ahead of them; none: never.
     options: further settings for the engine, by its own names.
     max_batch_tokens, max_batch_rows: caps on one batch, below what the engine's settings give.
     forwards_in_flight: forwards of tokens that may be in flight at this worker.
@@ -44,6 +45,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     device: str = "auto"
     dtype: str = "auto"
     packed: bool = False
+    cached_query_tokens: int | None = None
     options: dict[str, Any] = {}
     max_batch_tokens: int | None = None
     max_batch_rows: int | None = None
@@ -80,7 +82,7 @@ def read_spec(environment: Mapping[str, str]) -> WorkerSpec:
     need(bool(spec.incarnation), "incarnation", "must name this process")
     need(spec.engine in ENGINES, "engine", f"must be one of {', '.join(ENGINES)}")
     need(bool(spec.model), "model", "must name a model")
-    for key in ("max_batch_tokens", "max_batch_rows", "forwards_in_flight", "nccl_port"):
+    for key in ("max_batch_tokens", "max_batch_rows", "forwards_in_flight", "cached_query_tokens", "nccl_port"):
         value = getattr(spec, key)
         need(value is None or value > 0, key, "must be more than 0")
     for key in ("orphan_s", "drain_s"):

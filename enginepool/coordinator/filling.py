@@ -4,12 +4,13 @@ A request stays together while it fits a batch of its worker's declared budget; 
 batches as can be, of as many rows each: several workers, and forwards that follow each other, gain nothing by a small last one.
 A row that alone is over `batch_tokens` makes a batch of its own. A plain worker computes every row from
 its first token; a packed one computes what a row adds to the sequences of its batch, so there the query of one caller is free
-for the next one that has the same.
+for the next one that has the same. A plain worker that keeps long queries computes such a query once as well, but may have to
+compute it again: there rows count in full, and a batch of one request with such a query may weigh more than others.
 """
 
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.door import row_lengths
-from enginepool.coordinator.events import Buffer
+from enginepool.coordinator.events import Buffer, Work
 from enginepool.coordinator.phases import QUEUED, RUNNING
 from enginepool.coordinator.queue import Entry, Queue
 from enginepool.coordinator.state import Batch, Request, Slice, Worker
@@ -21,7 +22,14 @@ def free_of(worker: Worker, can: Capabilities) -> int:
     """Tokens that `worker` may be given now. Beside two batches there is room for as much as two forwards at its pace: what has
     a higher priority than all that waits then waits for the forward that runs and for one more."""
     free = can.inflight_tokens - worker.cost
-    return min(free, 2 * can.pace - worker.cost) if can.pace and len(worker.batches) > 1 else free
+    # Room that is there for queries which have to be computed again is not for more batches.
+    pace = can.pace or (can.batch_tokens if can.cached_query else 0)
+    return min(free, 2 * pace - worker.cost) if pace and len(worker.batches) > 1 else free
+
+
+def most_of(work: Work, rows: int, can: Capabilities) -> int:
+    """Tokens that a batch of so many rows of `work`, and of nothing else, may weigh."""
+    return can.cached_tokens if rows > 1 and 0 < can.cached_query <= work.shared else can.batch_tokens
 
 
 def beyond_pace(can: Capabilities, head: Request, follower: Request, cost: int, more: int) -> bool:
@@ -43,7 +51,7 @@ def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch |
     work = head.work
     rows = work.rows
     cost = work.tokens + rows * extra
-    if not head.next and cost <= can.batch_tokens and rows <= can.batch_rows:
+    if not head.next and cost <= most_of(work, rows, can) and rows <= can.batch_rows:
         if cost > free_tokens or rows > free_rows:
             return None
         slices: list[Slice] = [(head, 0, rows)]
@@ -141,11 +149,12 @@ def cut_next(request: Request, can: Capabilities) -> tuple[int, Slice]:
         return cost, (request, start, end)
     extra = can.page - 1
     lengths = row_lengths(request.work)
+    most = most_of(request.work, end - start, can)
     cost = 0
     row = start
     while row < end and row - start < can.batch_rows:
         more = lengths[row] + extra
-        if row > start and cost + more > can.batch_tokens:
+        if row > start and cost + more > most:
             break
         cost += more
         row += 1

@@ -18,6 +18,8 @@ def impossible(can: Capabilities) -> str:
         and can.vocab > 0
         and can.max_item >= 0
         and can.pace >= 0
+        and can.cached_query >= 0
+        and (not can.cached_query or can.batch_tokens <= can.cached_tokens <= can.inflight_tokens)
     ):
         return f"ready with impossible capabilities: {can}"
     return ""
@@ -25,7 +27,8 @@ def impossible(can: Capabilities) -> str:
 
 #: what all workers of a group have in common, and what those of one class do
 _MODEL = ("kind", "vocab", "labels", "text")
-_CLASS = (*_MODEL, "context", "batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "page", "hidden", "max_item")
+_BUDGETS = ("batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "cached_query", "cached_tokens")
+_CLASS = (*_MODEL, *_BUDGETS, "context", "page", "hidden", "max_item")
 
 
 def differs(first: Capabilities, can: Capabilities) -> str:

@@ -279,7 +279,11 @@ class Worker:
             if batch.trial:
                 assert len(self.batches) == 1 and len(batch.slices) == 1 and self.group.trial is batch, batch
             if len(batch.slices) > 1 or batch.rows > 1:
-                assert self.capabilities is not None and batch.cost <= self.capabilities.batch_tokens, batch
+                assert self.capabilities is not None, batch
+                [(request, _, _), *more] = batch.slices
+                cached = not more and 0 < self.capabilities.cached_query <= request.work.shared
+                most = self.capabilities.cached_tokens if cached else self.capabilities.batch_tokens
+                assert batch.cost <= most, batch
             assert self.capabilities is not None and batch.rows <= self.capabilities.batch_rows, batch
             if self.capabilities.packed:
                 assert all(may_pack(request.work, self.capabilities) for request, _, _ in batch.slices), batch

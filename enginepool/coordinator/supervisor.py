@@ -122,6 +122,7 @@ class LocalSupervisor:
 
     def _spawn(self, group: str, index: int, incarnation: str, log: IO[bytes]) -> "subprocess.Popen[bytes]":
         config, timing = self._config.groups[group], self._config.timing
+        packed = index >= config.workers - config.packed_workers
         spec: dict[str, Any] = {
             "endpoint": self._endpoint,
             "group": group,
@@ -130,7 +131,8 @@ class LocalSupervisor:
             "model": config.model,
             "device": config.device,
             "dtype": config.dtype,
-            "packed": index >= config.workers - config.packed_workers,
+            "packed": packed,
+            "cached_query_tokens": None if packed else config.cached_query_tokens,
             "options": config.options,
             "max_batch_tokens": config.max_batch_tokens,
             "max_batch_rows": config.max_batch_rows,

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from enginepool.protocol.messages import Batch
 from tests.core.machines import CAN, Pool, Sent, config, results, work
+from tests.core.test_classes import shared
 
 
 def rows(sent: Sent) -> list[int]:
@@ -272,3 +273,44 @@ def test_every_split_and_merge_gives_each_row_its_own_score(
         want = [float((id_ + row * length) % 1000) for row in range(n)]
         assert got[id_][:, 0].tolist() == want
         assert got[id_][:, 1].tolist() == [float(length)] * n
+
+
+# A worker that computes a query of 20 tokens or more once: 100 tokens to a batch, 200 where a request has such a query.
+CACHING = msgspec.structs.replace(CAN, inflight_tokens=400, cached_query=20, cached_tokens=200)
+
+
+def test_a_request_whose_query_is_computed_once_makes_a_larger_batch() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=CACHING)
+    pool.submit(client, 1, shared(20, *[5] * 8))
+    pool.submit(client, 2, shared(19, *[5] * 8))
+    # 8 x 25 tokens are one batch; the query of 19 is not kept: 8 x 24 are two.
+    assert [rows(s) for s in pool.batches] == [[8], [4]]
+    assert pool.machine.core.groups["g"].workers["w"].cost == 200 + 96
+
+
+def test_such_a_request_is_cut_where_all_its_rows_in_full_no_longer_fit() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=CACHING)
+    pool.submit(client, 1, shared(45, *[5] * 8))
+    assert [rows(s) for s in pool.batches] == [[4], [4]], "no more than 200 of 8 x 50 tokens in a batch, 400 in flight"
+
+
+def test_nobody_joins_a_batch_that_is_larger_than_others_may_be() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, shared(25, *[5] * 4))
+    pool.submit(client, 2, shared(25, *[5] * 2))
+    pool.worker(can=CACHING)
+    assert [rows(s) for s in pool.batches] == [[4], [2]]
+
+
+def test_room_for_queries_that_are_gone_is_not_used_for_more_batches() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=CACHING)
+    for request in range(1, 5):
+        pool.submit(client, request, work(4, 20))
+    assert [rows(s) for s in pool.batches] == [[4], [4]], "400 tokens have room, but two batches are enough at hand"

@@ -127,6 +127,16 @@ class _Host:
         await asyncio.gather(*(one(place) for place in range(len(batches))))
         return order
 
+    async def flush(self) -> None:
+        """Drop what the engine has computed without a word to the adapter."""
+        engine: Any = self._engine
+        await engine._tm.flush_cache(timeout_s=30)
+
+    async def queries(self) -> tuple[int, int]:
+        """How many queries were sent ahead of their rows so far, and how many parts did not find theirs."""
+        engine: Any = self._engine
+        return engine._cached.computed, engine._cached.missed
+
     async def pretend(self, times: int) -> None:
         """Have the adapter believe in budgets `times` as large as those of the engine; 1 undoes it."""
         engine: Any = self._engine

@@ -277,3 +277,41 @@ def test_whatever_fits_the_budgets_is_admitted_to_one_forward(data: st.DataObjec
         left -= -(-length // page) * page
     slots = facts.max_running - found.inflight_rows
     assert admitted(lengths, page, prefill, facts.kv_tokens, slots) == len(lengths)
+
+
+# --- queries that are computed once --------------------------------------------------------------------------------------
+
+
+def test_an_engine_that_keeps_queries_has_room_to_compute_them_again() -> None:
+    """Batches that cannot be cached are as large as ever; four times that is in flight with all rows in full."""
+    settings = wanted(cached_query_tokens=256)
+    assert engine_kwargs(settings, KNOWN)["max_prefill_tokens"] == 4 * 32768 + 1
+    found = budgets(settings, running(settings={"max_prefill_tokens": 4 * 32768 + 1}))
+    assert (found.batch_tokens, found.cached_tokens, found.inflight_tokens) == (16384, 65536, 131072)
+    assert (found.cached_query, found.context) == (256, 32768)
+    plain = budgets(wanted(), running())
+    assert (plain.batch_tokens, plain.cached_tokens, plain.inflight_tokens, plain.cached_query) == (16384, 0, 32768, 0)
+
+
+def test_a_small_pool_bounds_cached_batches_too() -> None:
+    found = budgets(wanted(cached_query_tokens=256), running(settings={"max_prefill_tokens": 10**6}, kv_tokens=20_000))
+    assert found.cached_tokens * 2 <= found.inflight_tokens < 20_000
+    assert found.batch_tokens <= found.cached_tokens
+    with pytest.raises(SettingsError, match="cached_query_tokens is 10000; two rows of that have no room"):
+        budgets(wanted(cached_query_tokens=10_000), running(kv_tokens=20_000))
+
+
+def test_queries_are_not_kept_without_a_radix_cache() -> None:
+    """Whether the options say so, or SGLang resolved its settings to that."""
+    asked = wanted(cached_query_tokens=256, options={"disable_radix_cache": True})
+    with pytest.raises(SettingsError, match="radix cache, which is off"):
+        engine_kwargs(asked, KNOWN | {"disable_radix_cache"})
+    with pytest.raises(SettingsError, match="radix cache, which is off"):
+        budgets(wanted(cached_query_tokens=256), running(settings={"disable_radix_cache": True}))
+
+
+def test_a_packed_worker_keeps_no_queries() -> None:
+    with pytest.raises(SettingsError, match="cached_query_tokens is for plain workers"):
+        wanted(packed=True, cached_query_tokens=256)
+    with pytest.raises(SettingsError, match="cached_query_tokens is 0; it must be at least 1"):
+        wanted(cached_query_tokens=0)

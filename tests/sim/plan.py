@@ -133,6 +133,16 @@ class Plan:
             )
             groups[name] = msgspec.structs.replace(group, packed_workers=random.randint(1, group.workers - 1))
         self.config = msgspec.structs.replace(self.config, groups=groups)
+        for name, plain in self.capabilities.items():
+            if random.random() < 0.5:
+                # These compute long queries once, and have room for what that allows.
+                tokens = int(plain.batch_tokens * random.choice((1.0, 2.0, 4.0)))
+                self.capabilities[name] = msgspec.structs.replace(
+                    plain,
+                    inflight_tokens=max(plain.inflight_tokens, int(tokens * random.choice((1.0, 2.0)))),
+                    cached_query=random.choice((1, 4, 12)),
+                    cached_tokens=tokens,
+                )
 
     def _publish(self, random: Random) -> None:
         """Let weights be updated while all this goes on. Nothing else changes weights then."""

@@ -7,11 +7,12 @@ import pytest
 
 from enginepool.client.calls import Call, Calls
 from enginepool.client.events import Effect as ClientEffect
-from enginepool.coordinator import batching, requests
+from enginepool.coordinator import batching, filling, requests
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Request
+from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
 from enginepool.workers.machine import WorkerMachine
 from tests.sim.simulation import Failed, simulate
@@ -136,7 +137,16 @@ def a_query_is_counted_once_too_rarely(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Packing, "weigh", weigh)
 
 
-@pytest.mark.parametrize("mutate", [packed_workers_get_everything, a_query_is_counted_once_too_rarely])
+def every_query_is_believed_to_be_computed_once(patch: pytest.MonkeyPatch) -> None:
+    def most_of(_work: object, _rows: int, can: Capabilities) -> int:
+        return max(can.cached_tokens, can.batch_tokens)
+
+    patch.setattr(filling, "most_of", most_of)
+
+
+@pytest.mark.parametrize(
+    "mutate", [packed_workers_get_everything, a_query_is_counted_once_too_rarely, every_query_is_believed_to_be_computed_once]
+)
 def test_a_bug_planted_in_packing_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     for seed in range(1, SEEDS + 1):

@@ -432,6 +432,13 @@ def _from_worker() -> list[Valid]:
             {"type": "ready", "capabilities": {**CAUSAL, "pace": 12}},
             exact=False,
         ),
+        Valid(
+            "ready-caching",
+            way,
+            "a worker that computes a long query once for the rows that share it",
+            {"type": "ready", "capabilities": {**CAUSAL, "cached_query": 8, "cached_tokens": 96}},
+            exact=False,
+        ),
         Valid("idle", way, "it holds nothing older than this epoch", {"type": "idle", "epoch": EPOCH}),
         Valid(
             "done",
