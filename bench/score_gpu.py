@@ -4,8 +4,8 @@
 
 One contestant after the other has the device to itself; each is driven from a separate process with the same token ids at the
 same moments. Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one. Packed
-scoring needs FlashInfer's attention, hence CUDA: a CPU shows all columns but that one. `--workers 2,4` also measures pools of
-so many workers, one to a GPU, each beside the pool of one.
+scoring needs FlashInfer's attention, hence CUDA: a CPU shows all columns but that one. The pool with cached queries is asked long
+queries alone. `--workers 2,4` also measures pools of so many workers, one to a GPU, each beside the pool of one.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from bench.score import plot
 from bench.score.contestants import (
     BARE,
     BEST,
+    CACHED,
     CONTESTANTS,
     OURS,
     PACKED,
@@ -46,8 +47,10 @@ from enginepool.tiny_model import make_tiny_model
 #: Seconds to make a model.
 MODEL_S = 600.0
 
-#: What stands before the rows that compare the packed pool, not the plain one, with the others.
+#: What stands before the rows that compare another of the pools, not the plain one, with the others.
 OF_PACKED = "packed: "
+OF_CACHED = "cached: "
+OTHERS = {OF_PACKED: PACKED, OF_CACHED: CACHED}
 #: Workers -> how many times the requests of one worker they should answer.
 SCALED = {2: 1.9, 4: 3.7}
 HIGH = "pr, mix at 120 % of saturation, high: p99 / p50 of 1 in flight"
@@ -65,7 +68,8 @@ TARGETS = (
     Target("pr, saturation: forwards per batch", PACKED, 1.0, of_value=True),
     Target(OF_PACKED + "long, saturation", SERVER, 15, at_most=False),
     Target(OF_PACKED + "long, saturation", BEST, 1.1, at_most=False),
-    Target("long, saturation", SERVER, 3, at_most=False),
+    Target(OF_CACHED + "long, saturation", SERVER, 3, at_most=False),
+    Target("long, saturation: forwards per batch", CACHED, 1.0, of_value=True),
     Target("reward, 500 requests/s: p99", SERVER, 0.3),
     Target("reward, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
     Target("reward + hidden, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
@@ -103,6 +107,9 @@ class Run:
     def on(self, head: Head, model: Path, contestants: Sequence[Contestant]) -> None:
         """Measure the contestants on one model. One that fails is named with the reason; the others are measured."""
         for contestant in contestants:
+            asked = self._plan.only(set(contestant.workloads)) if contestant.workloads else self._plan
+            if not asked.of(head):
+                continue
             say(f"{contestant.who}, {head} model: starting")
             place = self._scratch / f"{head[0]}-{contestant.name}"
             place.mkdir()
@@ -110,7 +117,7 @@ class Run:
                 with ExitStack() as stack:
                     running = contestant.start(Ground(model, self._device, place), stack)
                     self.settings.append(f"{contestant.who}, {head} model: {running.settings}")
-                    contest = Contest(running, self._plan, vocabulary(model), self._gpu, say)
+                    contest = Contest(running, asked, vocabulary(model), self._gpu, say)
                     numbers = contest.numbers(head)
             except (RuntimeError, OSError) as error:
                 say(f"left out {contestant.who} on the {head} model: {error}")
@@ -153,13 +160,14 @@ def rows_of(found: dict[str, Numbers]) -> list[Row]:
     return rows
 
 
-def packed_rows(found: dict[str, Numbers]) -> list[Row]:
-    """The same with the ratio of the packed pool's numbers to those of the others."""
+def rows_of_others(found: dict[str, Numbers]) -> list[Row]:
+    """The same with the ratio of the packed pool's numbers, and of the one with cached queries, to those of the others."""
     return [
-        Row(OF_PACKED + what, who, numbers[what].value, numbers[what].unit, mine.value / numbers[what].value)
-        for what, mine in found.get(PACKED, {}).items()
+        Row(of + what, who, numbers[what].value, numbers[what].unit, mine.value / numbers[what].value)
+        for of, pool in OTHERS.items()
+        for what, mine in found.get(pool, {}).items()
         for who, numbers in found.items()
-        if who != PACKED and what in numbers and numbers[what].value
+        if who != pool and what in numbers and numbers[what].value
     ]
 
 
@@ -246,7 +254,7 @@ def main() -> None:
 
         def save(run: Run) -> None:
             if chosen.json:
-                write(chosen.json, rows_of(run.found) + packed_rows(run.found))
+                write(chosen.json, rows_of(run.found) + rows_of_others(run.found))
 
         run = Run(whole, chosen.device, scratch, gpu, save)
         given: tuple[tuple[Head, Path | None], ...] = (("causal", chosen.model), ("reward", chosen.reward_model))
@@ -260,7 +268,7 @@ def main() -> None:
     show_wide(title, rows, OURS)
     if chosen.device == "cuda":
         aimed = {(target.what, target.who) for target in TARGETS}
-        judged = [row for row in rows + packed_rows(run.found) if (row.what, row.who) in aimed]
+        judged = [row for row in rows + rows_of_others(run.found) if (row.what, row.who) in aimed]
         show("where there is a target", judged, TARGETS)
     if chosen.plot:
         rates = next((workload.rates for workload in whole.workloads if workload.name == "pr"), ())

@@ -32,6 +32,8 @@ SHARED: Mapping[str, object] = {
 #: The flags with which the maintainers measured their score API (SGLang PR #8840), and those with which it is fastest.
 PR_FLAGS = ("--chunked-prefill-size", "-1", "--disable-cuda-graph")
 BEST_FLAGS = ("--enable-mis", "--max-prefill-tokens", "32768")
+#: Tokens of the shortest query that the pool's column of cached queries computes once.
+CACHED_QUERY, CACHED_QUERY_CPU = 256, 64
 #: Seconds for what was stopped to give back the GPU.
 STOP_S = 60.0
 
@@ -82,12 +84,14 @@ class Contestant:
         who: for the table.
         start: what it starts it hands to the stack, which stops it.
         missing: one line that says what is lacking to run it on this device, or "".
+        workloads: the ones it is measured with; empty: all.
     """
 
     name: str
     who: str
     start: Callable[[Ground, ExitStack], Running]
     missing: Callable[[str], str] = field(default=lambda _device: "")
+    workloads: frozenset[str] = frozenset()
 
 
 #: Part of a command line -> role. The engine's processes name themselves.
@@ -178,6 +182,13 @@ def start_pool(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) ->
     return Running(load, [daemon], words, engines=group.workers)
 
 
+def start_cached(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) -> Running:
+    """The pool with a plain worker that computes a long query once, and so keeps what it has computed."""
+    options = ground.options | {"disable_radix_cache": False}
+    cached = CACHED_QUERY if ground.device == "cuda" else CACHED_QUERY_CPU
+    return start_pool({"cached_query_tokens": cached, "options": options, **settings}, ground, stack)
+
+
 def start_bare(ground: Ground, stack: ExitStack) -> Running:
     """The engine in the process that asks it."""
     wanted = {"model": str(ground.model), "device": ground.device, "options": ground.options}
@@ -205,7 +216,7 @@ def no_packing(device: str) -> str:
     return "packed scoring needs FlashInfer's attention, which runs on CUDA" if device == "cpu" else no_engine(device)
 
 
-OURS, PACKED = "enginepool", "enginepool, packed"
+OURS, PACKED, CACHED = "enginepool", "enginepool, packed", "enginepool, cached queries"
 SERVER, BEST, BARE = "SGLang server, flags of PR 8840", "SGLang server, best flags", "Engine.async_score alone"
 CONTESTANTS = (
     Contestant("server", SERVER, partial(start_server, PR_FLAGS), no_server),
@@ -213,6 +224,7 @@ CONTESTANTS = (
     Contestant("bare", BARE, start_bare, no_engine),
     Contestant("pool", OURS, partial(start_pool, {}), no_engine),
     Contestant("packed", PACKED, partial(start_pool, {"packed_workers": 1}), no_packing),
+    Contestant("cached", CACHED, partial(start_cached, {}), no_engine, frozenset({"long"})),
 )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import uvloop
 
 from bench.score.callers import Answer, Caller, HttpCaller, PoolCaller
-from bench.score.workloads import VARIANTS, Shape
+from bench.score.workloads import STRIDE, VARIANTS, Shape
 
 #: A phase whose last answer is later than this after its last question has failed.
 PATIENCE_S = 120.0
@@ -108,6 +108,8 @@ class Load:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self._ready: dict[Shape, list[object]] = {}
+        #: of each shape, the request with which the next phase begins
+        self._first: dict[Shape, int] = {}
 
     async def run(self, command: Closed | Open | Check) -> Measured | list[list[float]]:
         """One phase. What is sent is made before the clock runs."""
@@ -116,6 +118,7 @@ class Load:
         if isinstance(command, Check):
             answer = await self._caller.call(self._ready[command.shape][0], 0)
             return answer.scores
+        self._first[command.shape] = self._first.get(command.shape, 0) + STRIDE
         before = await self._caller.counters()
         async with asyncio.timeout(command.seconds + PATIENCE_S):
             done = await (self._closed(command) if isinstance(command, Closed) else self._open(command))
@@ -135,10 +138,11 @@ class Load:
 
     async def _closed(self, command: Closed) -> list[_Done]:
         ready, done = self._ready[command.shape], list[_Done]()
+        offset = self._first[command.shape]
         begin = time.perf_counter()
 
         async def again(first: int) -> None:
-            number = first
+            number = offset + first
             while (at := time.perf_counter() - begin) < command.seconds:
                 one = await self._one(number, begin, at, 0, ready)
                 done.append(one)
@@ -153,9 +157,10 @@ class Load:
 
     async def _open(self, command: Open) -> list[_Done]:
         ready = self._ready[command.shape]
+        first = self._first[command.shape]
         tasks: list[asyncio.Task[_Done]] = []
         begin = time.perf_counter()
-        for number, (due, priority) in enumerate(arrivals(command)):
+        for number, (due, priority) in enumerate(arrivals(command), first):
             wait = begin + due - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)

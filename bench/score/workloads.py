@@ -8,8 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
-#: Different requests that are sent in turn, so that nobody profits from a prompt seen a moment ago.
-VARIANTS = 128
+#: Different requests that are sent in turn, so that nobody profits from a prompt seen a moment ago; each phase begins so many
+#: further on, so that none is of the phase before.
+VARIANTS = 2048
+STRIDE = 512
 #: Ids that every tokenizer has, or a server refuses them as labels.
 LABELS = (100, 200)
 

@@ -20,6 +20,7 @@ from bench import score_gpu
 from bench.score import plot
 from bench.score.callers import Answer, HttpCaller
 from bench.score.contestants import (
+    CACHED,
     CONTESTANTS,
     OURS,
     PACKED,
@@ -35,7 +36,7 @@ from bench.score.gpu import GpuShare
 from bench.score.load import Check, Closed, Load, Measured, Open, arrivals
 from bench.score.measure import Contest, Number
 from bench.score.pivot import show_wide
-from bench.score.workloads import Mix, Plan, Shape, Workload, plan
+from bench.score.workloads import STRIDE, Mix, Plan, Shape, Workload, plan
 
 SHAPE = Shape(3, 2, 4, vocab=50)
 TINY = Plan((Workload("pr", SHAPE, (50,), 4),), seconds=0.3, mix=Mix(high_share=0.5))
@@ -49,12 +50,14 @@ class Echo:
         self.waiting = 0
         self.most = 0
         self.priorities: list[int] = []
+        self.numbers: list[int] = []
 
     def prepare(self, shape: Shape, number: int) -> object:
         return shape, number
 
     async def call(self, request: Any, priority: int) -> Answer:
-        shape, _ = request
+        shape, number = request
+        self.numbers.append(number)
         self.priorities.append(priority)
         self.waiting += 1
         self.most = max(self.most, self.waiting)
@@ -111,6 +114,20 @@ def test_an_open_load_does_not_wait_for_answers_and_keeps_priorities_apart() -> 
     assert set(caller.priorities) == {0, 9} == set(found.priorities)
     assert sum(one.answered for one in found.priorities.values()) == len(caller.priorities)
     assert caller.most > 1
+
+
+def test_no_phase_asks_what_the_phase_before_it_asked() -> None:
+    caller = Echo()
+
+    async def phases() -> None:
+        load = Load(caller)
+        await load.run(Closed(SHAPE, 0.05, in_flight=3))
+        await load.run(Open(SHAPE, 0.05, rate=400.0))
+
+    asyncio.run(phases())
+    assert caller.numbers[:3] == [STRIDE, STRIDE + 1, STRIDE + 2]
+    later = caller.numbers.index(2 * STRIDE)
+    assert set(caller.numbers[:later]).isdisjoint(caller.numbers[later:])
 
 
 def test_requests_that_fail_are_counted_and_one_is_quoted() -> None:
@@ -242,19 +259,21 @@ def test_ratios_are_ours_to_theirs_and_hidden_states_have_a_cost() -> None:
     assert text.index(OURS) < text.index("server")
 
 
-def test_packed_pools_are_compared_by_themselves_and_wider_ones_with_one_worker() -> None:
+def test_other_pools_are_compared_by_themselves_and_wider_ones_with_one_worker() -> None:
     found = {
         "server": {"pr, saturation": Number(50.0, "items/s")},
         OURS: {"pr, saturation": Number(100.0, "items/s")},
         PACKED: {"pr, saturation": Number(150.0, "items/s")},
         with_workers(OURS, 2): {"pr, saturation": Number(190.0, "items/s")},
     }
-    packed = {(row.what, row.who): row.ratio for row in score_gpu.packed_rows(found)}
+    found[CACHED] = {"pr, saturation": Number(200.0, "items/s")}
+    packed = {(row.what, row.who): row.ratio for row in score_gpu.rows_of_others(found)}
+    assert packed["cached: pr, saturation", "server"] == 4.0
     assert packed["packed: pr, saturation", "server"] == 3.0
     assert packed["packed: pr, saturation", OURS] == 1.5
     rows = {(row.what, row.who): row.value for row in score_gpu.rows_of(found)}
     assert rows["pr, saturation: of one worker", "enginepool, 2 workers"] == pytest.approx(1.9)
-    assert score_gpu.packed_rows({OURS: found[OURS]}) == []
+    assert score_gpu.rows_of_others({OURS: found[OURS]}) == []
 
 
 def test_curves_hold_the_rates_that_were_measured() -> None:
@@ -281,7 +300,10 @@ def test_every_target_names_a_number_that_the_plan_measures(device: str) -> None
     assert whole.only({"reward"}).mix is None
     if device == "cuda":
         names = {workload.name for workload in whole.workloads}
-        assert {target.what.removeprefix(score_gpu.OF_PACKED).split(",")[0] for target in score_gpu.TARGETS} <= names
+        prefixes = tuple(score_gpu.OTHERS)
+        whats = [target.what for target in score_gpu.TARGETS]
+        whats = [what.partition(": ")[2] if what.startswith(prefixes) else what for what in whats]
+        assert {what.split(",")[0] for what in whats} <= names
         pools = {with_workers(who, workers) for who in (OURS, PACKED) for workers in score_gpu.SCALED}
         assert {target.who for target in score_gpu.TARGETS} <= {one.who for one in CONTESTANTS} | pools
 
