@@ -4,8 +4,8 @@
 
 One contestant after the other has the device to itself; each is driven from a separate process with the same token ids at the
 same moments. Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one. Packed
-scoring needs FlashInfer's attention, hence CUDA: a CPU shows all columns but that one. The pool with cached queries is asked long
-queries alone. `--workers 2,4` also measures pools of so many workers, one to a GPU, each beside the pool of one.
+scoring needs FlashInfer's attention, hence CUDA: a CPU shows all columns but that one. The pool with cached queries is asked
+long ones alone. `--workers 2,4` also measures pools of so many workers, one to a GPU, each beside the pool of one.
 """
 
 import argparse

@@ -59,6 +59,7 @@ from enginepool.workers.sglang_updates import EngineWeights
 #: Architectures without a next token whose head scores; the others are embedding models.
 _SCORING_HEADS = ("Classification", "Reward")
 _WARM_ROWS = 2
+_WORDS = 1 << 15
 _WARM_LENGTH = 8
 #: Seconds of a forward of several requests on a GPU. A request of high priority waits for the one that runs and for one more.
 FORWARD_S = 0.025
@@ -417,11 +418,11 @@ class SglangEngine:
         if self._capabilities is not None and self._capabilities.packed:
             return await self._compute_packed([part for part, _ in parts], self._capabilities, priority, hidden)
         causal = self._tm.is_generation
-        priority *= self._priority_sign
         types = self._requests
         wanted = [part for part, _ in parts]
         if self._cached is not None:
-            await self._cached.ensure(wanted, priority * self._priority_sign, partial(self._send_ahead, priority))
+            await self._cached.ensure(wanted, priority, partial(self._send_ahead, priority * self._priority_sign))
+        priority *= self._priority_sign
         answers, forwards, cached = await self._ask(
             label_request(types, parts, priority) if causal else head_request(types, parts, priority, hidden)
         )
@@ -520,7 +521,9 @@ def _made_up(capabilities: Capabilities, rows: int, length: int, seed: int = 0) 
     labels = (0,) if capabilities.kind == "causal" else ()
     ids = np.arange(rows * length, dtype=np.int32) % capabilities.vocab
     if not capabilities.packed:
-        ids = np.random.default_rng(seed).integers(0, capabilities.vocab, rows * length, dtype=np.int32)
+        # Low ids are words everywhere; among the high ones are places for images that there are none of.
+        words = min(capabilities.vocab, _WORDS)
+        ids = np.random.default_rng(seed).integers(0, words, rows * length, dtype=np.int32)
         part = ScorePart(np.empty(0, np.int32), ids, np.full(rows, length, np.uint32), labels=labels)
         return [(part, part.prompts())]
     # Queries that differ, so that none joins another; a context that holds no row at all has been refused by now.
