@@ -89,6 +89,20 @@ def test_packed_and_plain_workers_serve_one_group_with_the_same_scores():
     uvloop.run(main())
 
 
+def test_a_long_query_that_is_computed_once_lets_a_request_stay_whole():
+    async def forwards(query: list[int]) -> tuple[int, ...]:
+        group = msgspec.structs.replace(SIM, workers=1, max_batch_tokens=40, cached_query_tokens=20)
+        async with Pool.start(config=PoolConfig(groups={"g": group})) as pool:
+            await pool.ready(PATIENCE_S)
+            items = [[7], [8], [9], [10]]
+            result = await pool.score(query, items, label_token_ids=[2])
+            np.testing.assert_array_equal(result.scores, expected_scores(query, items, labels=(2,)).scores)
+            return result.forwards
+
+    assert uvloop.run(forwards([5] * 20)) == (1,), "4 x 21 tokens in a batch, where others have 40"
+    assert uvloop.run(forwards([5] * 19)) == (1, 1), "a shorter query is computed for each row"
+
+
 def test_what_was_not_answered_survives_the_death_of_the_coordinator():
     async def main() -> None:
         async with Pool.start(config=PoolConfig(groups={"g": SIM})) as pool:
