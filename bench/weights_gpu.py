@@ -22,7 +22,7 @@ from bench.score.contestants import SHARED, no_engine
 from bench.score.model import SIZES, vocabulary
 from bench.score.workloads import Shape
 from bench.score_gpu import MODEL_S, machine
-from bench.table import Row, parser, show, write
+from bench.table import Row, Target, parser, show, write
 from bench.weights.field import Burden, Field, Scale
 from bench.weights.figures import FLAT, LOADED, OURS_DIRECT, OURS_STAGED, PER_TENSOR, RAW, size_of, targets
 from bench.weights.plot import Bar, draw
@@ -32,6 +32,7 @@ from enginepool.tiny_model import make_tiny_model
 
 #: what is measured, in this order
 STEPS = ("raw", "bare", "staged", "loaded", "direct", "digests", "kill")
+BESIDE_ONE = ", to one receiver"
 #: All ranks of a group must agree on these, and SGLang sets them for its engines.
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 #: Several engines share a GPU while they start, so none may count on all that is free.
@@ -126,7 +127,7 @@ def compared(rows: Sequence[Row], settings: Sequence[tuple[str, int, str]]) -> l
             if what.startswith(f"{setting}, ") and what.endswith("repeated: transfer takes"):
                 one = found.get((what.replace(setting, alone[size], 1), who))
                 if one is not None:
-                    more.append(Row(f"{what}, to one receiver", who, one.value, "ms", row.value / one.value))
+                    more.append(Row(f"{what}{BESIDE_ONE}", who, one.value, "ms", row.value / one.value))
     return more
 
 
@@ -200,6 +201,7 @@ def main() -> None:
     title = f"new weights; {machine(chosen.device)}; ratio: to raw broadcast in the same buckets, or as the row says"
     names = [setting for _, _, setting in settings]
     bounds = [target for name in names for target in targets(name, size_of(buckets[0]))]
+    bounds += [Target(row.what, row.who, 1.3) for row in rows if row.what.endswith(BESIDE_ONE) and row.who == OURS_STAGED]
     show(title, rows, bounds if chosen.device == "cuda" else ())
     if chosen.plot:
         pictured = bars(rows, names, size_of(buckets[0]))

@@ -151,13 +151,14 @@ def load_rows(setting: str, answers: Sequence[Answer], failures: int, updates: S
 def targets(setting: str, bucket: str) -> list[Target]:
     """The bounds, for one setting."""
     warm = f"{setting}, {bucket}, repeated"
+    loaded = f"{setting}, short requests, {bucket}, repeated"
     return [
         Target(f"{warm}: transfer", OURS_STAGED, 0.9, at_most=False),
-        Target(f"{warm}: transfer", LOADED, 0.45, at_most=False),
+        Target(f"{loaded}: transfer", LOADED, 0.45, at_most=False),
         Target(f"{setting}, short requests: scoring during the transfer", LOADED, 0.95, at_most=False),
         Target(f"{warm}: hold beyond the drain", OURS_STAGED, 15, of_value=True),
-        Target(f"{warm}: hold beyond the drain", LOADED, 15, of_value=True),
+        Target(f"{loaded}: hold beyond the drain", LOADED, 15, of_value=True),
         Target(f"{setting}, {bucket}, first: hold beyond the drain", OURS_STAGED, 60, of_value=True),
         Target(f"{warm}: transfer", OURS_DIRECT, 0.65, at_most=False),
-        Target(f"{setting}: the killed worker is back after more than its start", OURS_STAGED, 5, of_value=True),
+        Target(f"{setting}, the killed worker is back after more than its start", OURS_STAGED, 5, of_value=True),
     ]
