@@ -105,7 +105,7 @@ class Field:
         self._bare: list[Child] = []
         if scale.bare:
             wanted = {"model": str(model), "device": device, "options": dict(scale.options)}
-            argv = ["-m", "bench.weights.bare", msgspec.json.encode(wanted).decode()]
+            argv = ["-m", "bench.peers.bare_updates", msgspec.json.encode(wanted).decode()]
             self._bare = [self._child(argv, 1 + i) for i in range(receivers)]
         self._daemon = self._pool()
         self._load = self._child(["-m", "bench.weights.load", self.address], None)

@@ -10,6 +10,7 @@ import importlib
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,7 +21,6 @@ from bench.weights.raw import BUCKET_S, broadcast
 from enginepool import Pool, WeightPublisher
 from enginepool.client.update import UpdateHandle
 from enginepool.collective import Group, Rendezvous
-from enginepool.workers.checkpoint import checkpoint_files
 
 torch: Any = importlib.import_module("torch")
 
@@ -46,7 +46,7 @@ class Trainer:
         safetensors: Any = importlib.import_module("safetensors.torch")
         self._device = device
         first: dict[str, Any] = {}
-        for file in checkpoint_files(model):
+        for file in sorted(Path(model).glob("*.safetensors")):
             first.update(safetensors.load_file(str(file), device=device))
         other = {name: tensor.flip(0) if tensor.dim() > 1 else tensor.clone() for name, tensor in first.items()}
         self._weights = {"first": first, "other": other}

@@ -1,6 +1,6 @@
 """`sglang.Engine` alone, with SGLang's own updates: what a trainer has without the pool.
 
-python -m bench.weights.bare '{"model": ..., "device": ..., "options": {...}}'
+python -m bench.peers.bare_updates '{"model": ..., "device": ..., "options": {...}}'
 """
 
 import sys
