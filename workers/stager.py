@@ -206,7 +206,7 @@ class Stager:
 
     def _run(self, update: Update, message: JoinGroup) -> None:
         """On a thread of its own: join, receive, say what came."""
-        from enginepool.collective import CollectiveError, join
+        from enginepool.collective import join
         from enginepool.workers.receiving import Reception
 
         group = self.group
@@ -224,18 +224,19 @@ class Stager:
                     group.abort()
                     return
                 self.group = group
-        except (CollectiveError, RuntimeError, ValueError) as error:
-            self._soon(update, InGroup(update.id, str(error)))
+            reception = Reception(update.memory, update.manifest, update.bucket_bytes)
+        except Exception as error:  # whatever it is: the worker waits for a word
+            self._soon(update, InGroup(update.id, _why(error)))
             return
         if self.kept is not None and self.kept.memory is update.memory:
             self._saved()
             self.kept = None
         self._soon(update, InGroup(update.id))
         try:
-            digest, findings = Reception(update.memory, update.manifest, update.bucket_bytes).receive(group)
+            digest, findings = reception.receive(group)
             received = Received(update.id, digest, findings, update.memory.spaces())
-        except (CollectiveError, RuntimeError, ValueError) as error:
-            received = Received(update.id, message=str(error))
+        except Exception as error:
+            received = Received(update.id, message=_why(error))
         update.received = received
         self._soon(update, received)
 
@@ -284,6 +285,16 @@ class Stager:
         """Wait until a snapshot on its way is written: its memory is about to change."""
         if self._saving is not None:
             self._saving.join()
+
+
+def _why(error: Exception) -> str:
+    """One line; what nobody foresaw is told with its kind, and in full on stderr."""
+    from enginepool.collective import CollectiveError
+
+    if isinstance(error, CollectiveError):
+        return str(error)
+    traceback.print_exception(error)
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def say(line: str) -> None:

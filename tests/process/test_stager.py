@@ -37,7 +37,9 @@ from enginepool.protocol.updates import (
     Restored,
     Staged,
 )
+from enginepool.workers import stager, staging
 from enginepool.workers.events import Event, RunWeights, WeightsAnswered, WeightsTaken
+from enginepool.workers.receiving import HostMemory
 from enginepool.workers.sim_engine import SimEngine
 from enginepool.workers.snapshot import read_footer
 from enginepool.workers.weights import Weights
@@ -397,3 +399,24 @@ def test_sigterm_ends_a_stager_and_its_socket(place: Place) -> None:
     assert place.process.wait(PATIENCE_S) == 0
     assert not os.path.exists(place.socket)
     assert not psutil.pid_exists(place.process.pid)
+
+
+def test_a_receiver_that_fails_as_nobody_foresaw_says_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise TypeError("no such conversion\nand a long explanation")
+
+    async def scene() -> list[Any]:
+        said: list[Any] = []
+        one = stager.Stager(staging.StagerSpec(socket="nowhere"))
+        monkeypatch.setattr(one, "_say", said.append)
+        update = stager.Update(staging.Reserve((1, 1), [], 256), HostMemory(256))
+        message = staging.JoinGroup((1, 1), "g", "127.0.0.1:1", 2, 1, "gloo")
+        await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
+        await asyncio.sleep(0)
+        return said
+
+    monkeypatch.setattr("enginepool.collective.join", broken)
+    assert asyncio.run(scene()) == [staging.InGroup((1, 1), "TypeError: no such conversion")]
+    assert "and a long explanation" in capsys.readouterr().err
