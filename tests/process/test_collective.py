@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.collective import CollectiveError, Group, Rendezvous, join
+from enginepool.collective import Broadcast, CollectiveError, Group, Rendezvous, join
 
 torch: Any = importlib.import_module("torch")
 
@@ -154,3 +154,19 @@ def test_a_rendezvous_that_is_not_there_is_given_up_in_time(rendezvous: Rendezvo
     with pytest.raises(CollectiveError, match="group none, rank 1 of 2"):
         join("127.0.0.1:1", "none", 2, 1, backend="gloo", timeout_s=SHORT_S)
     assert time.monotonic() - began < LONG_S
+
+
+def test_a_broadcast_whose_error_cannot_be_told_in_python_ends_well() -> None:
+    class Work:
+        """As NCCL's: torch cannot convert what `exception` returns."""
+
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self, _limit: object) -> None:
+            pass
+
+        def exception(self) -> None:
+            raise TypeError("Unable to convert function return value to a Python type!")
+
+    Broadcast(Work(), Group(None, "g", 2, 0, "nccl", "cpu")).wait(SHORT_S)
