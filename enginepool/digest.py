@@ -91,7 +91,7 @@ class Findings:
         """All findings, in the order of the tensors; `count` of a zero one is its size."""
         if not self._tensors:
             return []
-        largest = torch.stack([value.to(torch.float64) for value in self._largest]).tolist()
+        largest = _numbers(self._largest)
         found: list[Finding] = []
         for (name, tensor), most in zip(self._tensors, largest, strict=True):
             if most == 0:
@@ -103,6 +103,19 @@ class Findings:
                 if count := int(torch.isinf(wide).sum()):
                     found.append(Finding(name, "infinity", count))
         return found
+
+
+def _numbers(scalars: Sequence[Any]) -> list[float]:
+    """What is in them, in one copy for each dtype."""
+    numbers = [0.0] * len(scalars)
+    together: dict[Any, list[int]] = {}
+    for i, scalar in enumerate(scalars):
+        together.setdefault(scalar.dtype, []).append(i)
+    for places in together.values():
+        found = torch.stack([scalars[i] for i in places]).to(torch.float64).tolist()
+        for i, number in zip(places, found, strict=True):
+            numbers[i] = number
+    return numbers
 
 
 def _largest(tensors: Sequence[Any]) -> list[Any]:

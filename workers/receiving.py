@@ -138,12 +138,14 @@ class Reception:
         self.manifest = list(manifest)
         self._bucket_bytes = bucket_bytes
         self._layout = layout(manifest)
+        #: before the first byte comes: there are hundreds of them
+        self._tensors = views(memory.tensors[0][: self._layout.nbytes], self.manifest)
 
     def receive(self, group: Group) -> tuple[str, list[Finding]]:
         """Broadcasts into the memory; (digest, findings). Raises CollectiveError."""
         digest, findings = Digest(), Findings()
         space = self.memory.tensors[0][: self._layout.nbytes]
-        tensors = views(space, self.manifest)
+        tensors = self._tensors
         names = [tensor.name for tensor in self.manifest]
         ends = [*self._layout.offsets[1:], self._layout.nbytes]
         bounce = self._bounce(group)
