@@ -37,11 +37,11 @@ from enginepool.protocol.updates import (
     Restored,
     Staged,
 )
-from enginepool.workers import stager, staging
+from enginepool.workers import receiving, stager, staging
 from enginepool.workers.events import Event, RunWeights, WeightsAnswered, WeightsTaken
 from enginepool.workers.receiving import HostMemory
 from enginepool.workers.sim_engine import SimEngine
-from enginepool.workers.snapshot import read_footer
+from enginepool.workers.snapshot import Footer, read_footer
 from enginepool.workers.weights import Weights
 from tests.process.processes import Processes
 
@@ -420,3 +420,22 @@ def test_a_receiver_that_fails_as_nobody_foresaw_says_so_at_once(
     monkeypatch.setattr("enginepool.collective.join", broken)
     assert asyncio.run(scene()) == [staging.InGroup((1, 1), "TypeError: no such conversion")]
     assert "and a long explanation" in capsys.readouterr().err
+
+
+def test_several_writers_leave_every_byte_of_a_space_in_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(receiving, "WRITTEN", 1000)
+    space = torch.randint(0, 256, (10_240,), dtype=torch.uint8)
+    with (tmp_path / "file").open("w+b") as file:
+        receiving.write_out(space, file.fileno())
+    assert (tmp_path / "file").read_bytes() == space.numpy().tobytes()
+
+
+def test_what_lies_on_a_device_is_kept_as_a_whole_snapshot(tmp_path: Path) -> None:
+    manifest = [Tensor("a", "uint8", (1000,)), Tensor("b", "float32", (7,))]
+    memory = receiving.DeviceMemory.__new__(receiving.DeviceMemory)
+    memory.nbytes = 4096
+    memory.tensors = [torch.randint(0, 256, (4096,), dtype=torch.uint8)]
+    path = str(tmp_path / "kept" / f"g-{'0' * 32}")
+    memory.save(path, Footer(3, "d", manifest))
+    assert read_footer(path) == Footer(3, "d", manifest)
+    assert Path(path).read_bytes()[: layout(manifest).nbytes] == memory.tensors[0].numpy().tobytes()[: layout(manifest).nbytes]
