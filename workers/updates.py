@@ -194,8 +194,9 @@ class WorkerUpdates:
             if not answer.code:
                 self.version = answer.version
                 self.digest = layered(self.digest, answer.digest) if self.partial else answer.digest
-                # An update that is not open any more was of a coordinator that is gone: its successor has to know.
-                self.changed = not mine
+                # An update that is not open any more was of a coordinator that is gone: its successor has to know. So has one
+                # that heard on a new link, meanwhile, that the engine takes weights.
+                self.changed = self.changed or not mine
         if not mine:
             return []
         self.answers[type(answer)] = said

@@ -176,6 +176,15 @@ def test_another_prepare_gives_up_the_one_before() -> None:
     assert given(worker.hear(later)) == [Release(UPDATE, "another update begins"), later]
 
 
+def test_who_heard_on_a_new_link_that_the_engine_takes_weights_hears_when_it_has() -> None:
+    worker = Worker()
+    worker.to_hand_over()
+    assert Stage("loading", "takes weights") in worker.again()
+    heard = said(worker.answer(HandedOver(UPDATE, 1, "d")))
+    assert HandedOver(UPDATE, 1, "d") in heard
+    assert Ready(CAN, 1, "d") in heard, "it would be taken for one that loads for ever"
+
+
 def test_another_prepare_after_a_hand_over_means_that_it_was_committed() -> None:
     worker = Worker()
     worker.to_hand_over()
