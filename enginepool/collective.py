@@ -161,6 +161,7 @@ class Broadcast:
 
     def _poll(self, timeout_s: float) -> None:
         # Torch's own wait with a limit would abort an NCCL group from its watchdog's thread; on gloo it is deaf to `abort`.
+        # Neither tells of its end by an event; this is a thread of its own.
         end = time.monotonic() + timeout_s
         while not self._work.is_completed():
             if self._group._aborted:  # pyright: ignore[reportPrivateUsage]

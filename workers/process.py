@@ -31,7 +31,7 @@ def end_process(code: Exit) -> NoReturn:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(rest, timeout=0.1)
-        time.sleep(0.01)
+        time.sleep(0.01)  # what they started while they were killed appears only now; no event tells of it
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

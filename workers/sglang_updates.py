@@ -171,6 +171,7 @@ class EngineWeights:
         payloads: list[bytes] = []
         for ticket, path in zip(all_tickets, paths, strict=True):
             text = json.dumps(ticket | {"answer": str(path)}).encode()
+            # The form that SGLang's own call wants for its pipe to its schedulers. It is only written here, never read.
             payloads.append(pickle.dumps([("ticket", torch.frombuffer(bytearray(text), dtype=torch.uint8))]))
         request = self._requests.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,

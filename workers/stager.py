@@ -82,6 +82,7 @@ class Stager:
                 elif self._worker is writer:
                     await self._handle(message)
         except Exception:
+            # A worker that sends nonsense loses its connection, not the weights that are kept here; the log has the rest.
             traceback.print_exc()
         finally:
             self._friends -= 1

@@ -42,6 +42,7 @@ class Lockstep:
         try:
             step()
         except BaseException:
+            # Whatever it is, and it is raised again, the other ranks wait for this one's word.
             _failures(self._group, 1)
             raise
         if _failures(self._group, 0):

@@ -180,6 +180,7 @@ class UpdateHandle:
         try:
             side = await desk.have_side()
         except BaseException:
+            # Cancelled too: whoever waits for this update's end must see it. It is raised again.
             self._leave()
             raise
         publish.backend, publish.address, publish.peer = side.backend, side.address, side.peer
@@ -203,6 +204,7 @@ class UpdateHandle:
         try:
             await asyncio.shield(self._opened)
         except BaseException:
+            # Cancelled too: the transaction would hold its group until the lease ends. It is raised again.
             await self.abandon("the caller gave up")
             raise
 
