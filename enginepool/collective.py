@@ -9,16 +9,16 @@ caller or is asked for its end, and the caller gets CollectiveError when the tim
 `abort` it. Its name is never used again.
 """
 
-import atexit
 import contextlib
 import importlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any
+
+from enginepool import threads
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
@@ -34,17 +34,6 @@ _POLL_S = 0.0001
 _CALM = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 #: SGLang sets these for its engines, and all ranks of a group must agree.
 _LIKE_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-
-
-#: threads that let go of a group
-_closing: list[threading.Thread] = []
-
-
-@atexit.register
-def _let_close() -> None:  # pyright: ignore[reportUnusedFunction] (called at the program's end)
-    """A thread that comes back from closing connections into an interpreter that has ended would abort the process."""
-    for thread in _closing:
-        thread.join(1.0)
 
 
 class CollectiveError(Exception):
@@ -136,9 +125,7 @@ class Group:
         with contextlib.suppress(CollectiveError):
             _beside(lambda: c10d._abort_process_group(held[0]), _ABORT_S)
         # Connections close with the last reference, and the other ranks hear of it; beside a stopped one that takes for ever.
-        thread = threading.Thread(target=held.clear, name="collective", daemon=True)
-        thread.start()
-        _closing[:] = [*(other for other in _closing if other.is_alive()), thread]
+        threads.start(held.clear, "collective")
 
 
 class Broadcast:
@@ -262,9 +249,7 @@ def _beside(work: Callable[[], Any], timeout_s: float) -> Any:
             torch.cuda.set_device(device)  # a thread begins on device 0
         run()
 
-    thread = threading.Thread(target=on_device, name="collective", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+    threads.start(on_device, "collective").join(timeout_s)
     if failure:
         raise failure[0]
     if not outcome:

@@ -9,8 +9,10 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from enginepool import threads
 from enginepool.client.lockstep import Lockstep, follow
 from enginepool.client.streaming import Buffers, Stopped, stream
 from enginepool.client.tensors import Plan
@@ -103,10 +105,9 @@ class Courier:
         if buffers.stream is not None:
             # The caller's stream may still have to compute what is sent.
             self._after = torch.cuda.current_stream(buffers.device).record_event()
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        threads.start(self._run, "weights")
 
     def join_group(self, join: Join) -> None:
         """Form the group, or keep it."""
@@ -145,7 +146,7 @@ class Courier:
             if isinstance(order, Join):
                 if not forming:
                     forming = True
-                    threading.Thread(target=self._form, args=(self.side, order), name="weights-join", daemon=True).start()
+                    threads.start(partial(self._form, self.side, order), "weights-join")
             elif isinstance(order, Exception):
                 self._notes.failed(order)
             elif order is None:
@@ -192,10 +193,9 @@ class Follower:
 
     def __init__(self, plan: Callable[[], Plan], group: Any, ended: Callable[[Outcome, Exception | None], None]) -> None:
         self._plan, self._group, self._ended = plan, group, ended
-        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        threads.start(self._run, "weights")
 
     def _run(self) -> None:
         plan, failure = None, None
