@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any
 
-from enginepool.workers.engine import EngineDied
+from enginepool.workers.engine import EngineDied, EngineError
 
 
 class EngineEnd:
@@ -58,3 +58,13 @@ class EngineEnd:
             task.exception()  # looked at: the end of the engine is the reason that counts
         self.check()
         return task.result()
+
+
+def one_line(error: BaseException) -> str:
+    """What went wrong, for the operator: the last line of the message says it in tracebacks, the first one elsewhere."""
+    text = str(getattr(error, "detail", None) or error).strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    line = lines[-1] if lines[0].startswith("Traceback") else lines[0]
+    return line if isinstance(error, ValueError | EngineError) else f"{type(error).__name__}: {line}"

@@ -135,13 +135,13 @@ class _Host:
     async def queries(self) -> tuple[int, int]:
         """How many queries were sent ahead of their rows so far, and how many parts did not find theirs."""
         engine: Any = self._engine
-        return engine._cached.computed, engine._cached.missed
+        return engine._scoring.cached.computed, engine._scoring.cached.missed
 
     async def pretend(self, times: int) -> None:
         """Have the adapter believe in budgets `times` as large as those of the engine; 1 undoes it."""
         engine: Any = self._engine
-        real = engine._real = getattr(engine, "_real", engine._capabilities)
-        engine._capabilities = msgspec.structs.replace(
+        real = engine._real = getattr(engine, "_real", engine._scoring.capabilities)
+        engine._scoring.capabilities = msgspec.structs.replace(
             real, inflight_tokens=real.inflight_tokens * times, inflight_rows=real.inflight_rows * times
         )
 

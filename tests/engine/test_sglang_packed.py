@@ -10,14 +10,8 @@ import pytest
 
 from enginepool.workers.engine import EngineError, ScorePart
 from enginepool.workers.packed import join
-from enginepool.workers.sglang_packed import (
-    DELIMITER,
-    packed_head_scores,
-    packed_heads,
-    packed_label_scores,
-    packed_labels,
-    wrong_for_packing,
-)
+from enginepool.workers.sglang_packable import wrong_for_packing
+from enginepool.workers.sglang_packed import DELIMITER, packed_head_scores, packed_heads, packed_label_scores, packed_labels
 
 
 def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False) -> ScorePart:

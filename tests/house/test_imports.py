@@ -59,7 +59,7 @@ SHARED = ("enginepool.protocol", "enginepool.collective", "enginepool.digest")
 #: Library -> the only files of the product that may import it.
 ONLY = {
     "zmq": {"enginepool/client/link.py", f"{COORDINATOR}sockets.py", "workers/link.py"},
-    "sglang": {"workers/sglang_engine.py"},
+    "sglang": {"workers/sglang_build.py"},
 }
 
 
@@ -227,7 +227,7 @@ GOOD = {
     "workers/loop.py": "import asyncio\nfrom enginepool import protocol\nfrom enginepool.workers.machine import Machine",
     "workers/machine.py": "import heapq\nfrom enginepool.protocol.messages import Score",
     "workers/link.py": "import zmq",
-    "workers/sglang_engine.py": "def f():\n    import sglang\n    import torch",
+    "workers/sglang_build.py": "def f():\n    import sglang\n    import torch",
     "enginepool/client/session.py": "from enginepool.protocol.errors import CODES",
     PURE_FILE: "import bisect\nimport numpy as np\nfrom enginepool.coordinator.state import State\nfrom . import state",
     f"{COORDINATOR}state.py": "from enginepool.config import GroupConfig\nfrom enginepool.errors import PoolError",
