@@ -89,7 +89,7 @@ class WeightPublisher:
         self.group = check_group(group)
         #: set while the pool has lost its weights and waits for them; a published update clears it
         self.wanted = asyncio.Event()
-        #: the version that it has lost: publish that one or a later one
+        #: the version that it has lost: publish that one as it was, or a later one
         self.wanted_version = 0
         self._hooks: dict[str, Any] = {"rename": rename, "gather": gather, "dtype": dtype}
         self._lease_ms = int((check_timeout(lease, "lease") or 10.0) * 1000)
@@ -146,7 +146,7 @@ class WeightPublisher:
             source: a torch.nn.Module, a mapping of names to tensors (a state dict), (name, tensor) pairs, or a callable that
                 gives such pairs. Names are the checkpoint's. An iterator without `manifest` is read to its end at once; a
                 callable without one is called twice.
-            version: above the committed one.
+            version: above the committed one; a pool that has lost its weights takes them again under their own.
             transfer: `staged`: into memory beside each engine, which serves meanwhile; `direct`: straight into the engines,
                 which stand still from `finish` on, for when there is no room.
             in_flight: at the hand-over, requests that an engine has begun finish (`drain`), or run again on the new weights
@@ -158,7 +158,7 @@ class WeightPublisher:
 
         Raises:
             Publishing: another update of the group is under way.
-            VersionBackwards: `version` is not above the committed one.
+            VersionBackwards: `version` is not above the committed one, or that names other weights.
             WeightsRefused: names, shapes or dtypes do not fit the model; the message names one.
             BadRequest: the source cannot be sent; `field` names the tensor.
         """

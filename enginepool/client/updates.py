@@ -42,7 +42,7 @@ class Update:
     """A transaction that has no final answer yet."""
 
     __slots__ = (
-        "abandon", "commit", "deadline", "frames", "heard_at", "id", "place", "publish", "renew_at", "said", "sent",
+        "abandon", "commit", "deadline", "frames", "heard_at", "id", "place", "publish", "refused", "renew_at", "said", "sent",
         "sent_bytes",
     )  # fmt: skip
 
@@ -58,6 +58,8 @@ class Update:
         self.sent: Sent | None = None
         self.commit = False
         self.abandon: Abandon | None = None
+        #: the final answer, unless the journal says that it is committed
+        self.refused: Failure | None = None
         #: when the lease is renewed, or the question is asked again
         self.renew_at = inf
         self.heard_at = -inf
@@ -173,6 +175,7 @@ class Updates:
         if failure.code == "version_backwards" and update.said > 1 and update.may_be_committed:
             # Said again to a coordinator that has committed it and forgotten whose it was.
             update.place = "asking"
+            update.refused = failure
             self._say_all(update, now, out)
             self._time()
         else:
@@ -187,7 +190,7 @@ class Updates:
         record = _committed_in(report, update)
         if record is None:
             text = f"the coordinator was restarted, and its journal holds version {report.version}"
-            self._fail(update, _aborted(update, text), out)
+            self._fail(update, update.refused or _aborted(update, text), out)
         else:
             del self.by_id[update.id]
             out.append(UpdateDone(update.id, Published(update.id, record.version, record)))

@@ -84,7 +84,7 @@ class Ending:
         release(self.core, group)
         self._finish(update, Published(update.offer.id, weights.version, record))
 
-    def abort(self, update: Update, code: str, reason: str, *, field: str = "") -> None:
+    def abort(self, update: Update, code: str, reason: str, *, field: str = "", limit: str = "") -> None:
         """Give up before any engine was touched."""
         assert not update.forward, update
         self._count(update)
@@ -95,7 +95,7 @@ class Ending:
                 self.core.effects.append(ToWorker(member.worker.link, Release(update.id, reason)))
         if held:
             release(self.core, update.group)
-        self._end(update, code, reason, field)
+        self._end(update, code, reason, field, limit)
 
     def fail(self, update: Update, reason: str) -> None:
         """Engines were touched, and nothing is committed: whoever was touched comes back on the committed weights."""
@@ -105,7 +105,7 @@ class Ending:
             if not member.worker.lost:
                 self._replace(member.worker, f"a weight update failed: {reason}")
         release(self.core, update.group)
-        self._end(update, "update_aborted", f"no engine runs on it: {reason}", "")
+        self._end(update, "update_aborted", f"no engine runs on it: {reason}")
 
     def _replace(self, worker: Worker, reason: str) -> None:
         """Kill a worker whose engine does not hold what it should. That is no reason to retire its place one day."""
@@ -132,10 +132,10 @@ class Ending:
         update.group.history.append(record)
         return record
 
-    def _end(self, update: Update, code: str, reason: str, field: str) -> None:
+    def _end(self, update: Update, code: str, reason: str, field: str = "", limit: str = "") -> None:
         seen = f"{update.offer.transfer} of version {update.offer.version} given up in phase {update.phase}: {reason}"
         self._record(update, code, seen)
-        self._finish(update, Failure(code, seen, update.offer.id, field=field))
+        self._finish(update, Failure(code, seen, update.offer.id, field=field, limit=limit))
 
     def _finish(self, update: Update, message: Message) -> None:
         """The publisher's final answer."""

@@ -11,7 +11,7 @@ from enginepool.coordinator.notices import say_join, say_phase
 from enginepool.coordinator.state import Client, Group, Worker
 from enginepool.coordinator.update import Member, Update
 from enginepool.coordinator.weights import Weights
-from enginepool.protocol.updates import Abandon, Commit, Sent
+from enginepool.protocol.updates import Abandon, Commit, Publish, Sent
 
 
 class Publishers:
@@ -46,7 +46,8 @@ class Publishers:
             text = f"client {name} is publishing version {other.offer.version}, now in phase {other.phase}"
             core.refuse(e.link, offer.id, "publishing", text, field="group", limit=name)
             return
-        least = group.version if group.needs else group.version + 1
+        # What is lost may be published again as what it was; what lies over present weights is something else.
+        least = group.version if group.needs and not _over(offer) else group.version + 1
         if offer.version < least and not offer.new_run:
             text = f"version: {offer.version}, and {group.version} is committed; at least {least}, or a new run"
             core.refuse(e.link, offer.id, "version_backwards", text, field="version", limit=str(group.version))
@@ -76,8 +77,7 @@ class Publishers:
 
     def _begin(self, client: Client, group: Group, e: ev.PublishAsked) -> None:
         core, offer = self.core, e.message
-        # What is laid over the present weights needs them there.
-        over = offer.partial or offer.transfer == "relabel"
+        over = _over(offer)
         workers = [w for w in group.workers.values() if _may_take(w) and (w.holds or not over)]
         if not workers:
             what = "is ready with the committed weights" if over else "is ready"
@@ -118,6 +118,11 @@ class Publishers:
             if isinstance(message, Sent) and update.sent_digest is None:
                 update.sent_digest = message.digest
                 self.weights.moves(update)
+
+
+def _over(offer: Publish) -> bool:
+    """It is laid over the present weights, and needs them there."""
+    return offer.partial or offer.transfer == "relabel"
 
 
 def _renew(update: Update, now: float) -> None:

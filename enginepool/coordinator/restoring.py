@@ -101,7 +101,9 @@ class Restoring:
             if mine and place.state != "retired" and place.incarnation not in group.workers:
                 return
         why = next(w.lacks[0] for w in group.workers.values() if w.lacks is not None and w.class_ == class_)
-        group.needs = f"weight version {group.version} of group {group.name!r} is held nowhere; publish it again ({why})"
+        group.needs = (
+            f"weight version {group.version} of group {group.name!r} is held nowhere; publish it or a later one ({why})"
+        )
         group.needy |= class_
         self.requests.fail_all(group, "needs_weights", group.needs, group.needy)
         publisher = self.core.clients.get(bytes.fromhex(group.weights.publisher))

@@ -145,6 +145,15 @@ class Update:
         """It cannot go on without its publisher."""
         return not self.commit or (self.broadcasts and self.sent_digest is None)
 
+    def clash(self, digest: str) -> str:
+        """Why weights of this digest cannot have this version, or "". A version names one set of weights: the committed one may
+        be published again when it is lost, and nothing else under its name. What is not known cannot be compared."""
+        committed, offer = self.group.weights, self.offer
+        if offer.new_run or offer.version != committed.version or committed.digest in ("", digest):
+            return ""
+        known = f"version {committed.version} is committed with digest {committed.digest}, and these weights have {digest}"
+        return f"{known}: publish them as {committed.version + 1} or above"
+
     def check(self) -> None:
         assert self.phase in PHASES, self
         assert self.members, self

@@ -218,6 +218,9 @@ class Weights:
                 text = f"{member.worker.name} staged digest {member.digest}, and {update.sent_digest} was sent"
                 self.ending.abort(update, "update_aborted", text)
                 return False
+            if wrong := update.clash(member.digest):
+                self.ending.abort(update, "version_backwards", wrong, field="version", limit=str(update.group.version))
+                return False
             for finding in member.findings:
                 if finding.kind != "zero":
                     text = f"{finding.name}: {finding.count} elements are {finding.kind}"
@@ -305,6 +308,9 @@ class Weights:
             if member.digest != loaded[0].digest:
                 member.loaded = False
                 member.failure = f"it took digest {member.digest}, and {loaded[0].worker.name} {loaded[0].digest}"
+        if wrong := update.clash(loaded[0].digest):
+            self.ending.fail(update, wrong)
+            return
         self._enter(update, JOURNAL)
         update.weights = self.ending.new_weights(update, loaded[0].digest)
         self.core.effects.append(WriteJournal(update.id, update.group.name, update.weights))

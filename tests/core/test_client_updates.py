@@ -208,6 +208,18 @@ def test_a_refusal_of_what_was_said_again_may_mean_that_it_is_committed_so_the_j
     assert publisher.ended() == ["committed"]
 
 
+def test_a_refusal_of_what_was_said_again_stands_if_the_journal_holds_other_weights_of_that_version(publisher: Publisher):
+    publisher.open()
+    publisher.send_all()
+    publisher.commit()
+    publisher.now += 1.0
+    publisher.refuse("hello_required")
+    publisher.welcome()
+    publisher.refuse("version_backwards", 1)
+    publisher.hear(WeightsReport(1, "g", version=8, digest="other weights"))
+    assert publisher.ended() == ["version_backwards"]
+
+
 @pytest.mark.parametrize("transfer", ["checkpoint", "relabel"])
 def test_weights_that_are_not_broadcast_are_known_by_their_version(publisher: Publisher, transfer: Transfer):
     publisher.open(transfer=transfer)

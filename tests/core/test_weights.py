@@ -746,6 +746,68 @@ def test_weights_that_exist_nowhere_are_wanted_from_their_publisher() -> None:
     assert 52 in results(pool.finish_all())
 
 
+def lost_everywhere() -> tuple[UpdatePool, Trainer, list[bytes]]:
+    """Version 3 is committed with DIGEST, and nobody has it any more."""
+    pool = committed_before()
+    trainer = Trainer(pool)
+    links = [pool.worker("a"), pool.worker("b")]
+    for link in links:
+        pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
+    pool.live(11.0)
+    assert pool.machine.core.groups["g"].needs
+    return pool, trainer, links
+
+
+def test_a_version_that_is_lost_names_no_other_weights_when_it_is_published_again() -> None:
+    pool, trainer, links = lost_everywhere()
+    other = "e" * 32
+    to_transfer(pool, trainer, 3)
+    trainer.sent(other)
+    failure = refusal(pool.stage(links, other), 1)
+    assert (failure.code, failure.field, failure.limit) == ("version_backwards", "version", "3")
+    assert DIGEST in failure.message and other in failure.message and "4 or above" in failure.message
+    assert not pool.journal and not pool.killed
+    committed(pool, trainer, 3, links)
+    weights = pool.machine.core.groups["g"].weights
+    assert (weights.version, weights.digest) == (3, DIGEST)
+
+
+@pytest.mark.parametrize("transfer", ["direct", "checkpoint"])
+def test_what_only_engines_can_tell_of_a_lost_version_ends_before_the_journal(transfer: str) -> None:
+    pool, trainer, _ = lost_everywhere()
+    opened = pool.answer(trainer.publish(3, transfer=transfer, path="/models/other" if transfer == "checkpoint" else ""))
+    if transfer == "direct":
+        pool.answer(opened)
+    handed = trainer.commit()
+    if transfer == "direct":
+        trainer.sent("e" * 32)
+    failure = refusal(pool.answer(handed, digest="e" * 32), 1)
+    assert failure.code == "update_aborted" and "4 or above" in failure.message
+    assert not pool.journal
+
+
+@pytest.mark.parametrize("changes", [{"partial": True}, {"transfer": "relabel"}])
+def test_what_lies_over_present_weights_is_never_the_lost_version(changes: dict[str, Any]) -> None:
+    _, trainer, _ = lost_everywhere()
+    assert refusal(trainer.publish(3, **changes), 1).code == "version_backwards"
+
+
+def test_a_new_run_may_use_the_number_of_a_lost_version() -> None:
+    pool, trainer, links = lost_everywhere()
+    to_transfer(pool, trainer, 3, new_run=True)
+    trainer.sent("e" * 32)
+    assert phases(pool.stage(links, "e" * 32)) == ["staged"]
+
+
+def test_a_lost_version_without_a_digest_can_be_published_again() -> None:
+    pool, trainer, links = lost_everywhere()
+    group = pool.machine.core.groups["g"]
+    group.weights = GroupWeights(3)
+    to_transfer(pool, trainer, 3)
+    trainer.sent()
+    assert phases(pool.stage(links)) == ["staged"]
+
+
 def test_weights_may_be_missing_for_one_class_of_workers_alone() -> None:
     pool = committed_before()
     client = pool.client()

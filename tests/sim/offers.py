@@ -14,6 +14,8 @@ class Offer:
         self.drain_s = 1.0
         self.partial = False
         self.new_run = False
+        #: the committed weights once more, under the version that they had
+        self.again = False
         #: nan, zero, unknown, missing, shape, backwards, truncated
         self.flaw = ""
         #: commit, never, abandon, vanish: what the publisher does in the end, or on the way

@@ -18,11 +18,12 @@ NEVER = frozenset(
 
 
 class Weights(NamedTuple):
-    """Weights of a group: their version, and the number of their content."""
+    """Weights of a group: their version, the number of their content, and their digest."""
 
     version: int
     content: int
     committed: bool
+    digest: str = ""
 
 
 class Oracle:
@@ -36,6 +37,8 @@ class Oracle:
         self.open: dict[int, Call] = {}
         #: by group: what was ever committed, and what engines were told to answer from without a commit, oldest first
         self.weights: dict[str, list[Weights]] = {}
+        #: by group: how often somebody began a new run
+        self.runs: dict[str, int] = {}
         #: by group: why its weights were nowhere, once they were
         self.needed: set[str] = set()
         self.updates: dict[str, int] = {}
@@ -127,9 +130,15 @@ class Oracle:
         """Engines answer from other weights, although nobody committed them."""
         self.weights[group].append(Weights(version, version, False))
 
-    def commit(self, group: str, version: int, content: int) -> None:
-        """The journal says so."""
-        self.weights[group].append(Weights(version, content, True))
+    def commit(self, group: str, version: int, content: int, digest: str, *, run: int) -> None:
+        """The journal says so. Within a run versions grow; the same one may come again with the same weights."""
+        before = self.latest(group)
+        told = f"version {version} of {group!r} with digest {digest!r}, after {before}"
+        assert run > self.runs.get(group, 0) or version >= before.version, f"{told}: backwards"
+        if run == self.runs.get(group, 0) and version == before.version and before.digest:
+            assert digest == before.digest, f"{told}: one name for two sets of weights"
+        self.runs[group] = run
+        self.weights[group].append(Weights(version, content, True, digest))
 
     def floor(self, group: str) -> int:
         """The number of the latest commit."""

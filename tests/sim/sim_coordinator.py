@@ -156,7 +156,8 @@ class SimCoordinator:
         if not error:
             self.world.note("coordinator", effect)
             self.journal[effect.group] = weights = effect.weights
-            self.watch.oracle.commit(effect.group, weights.version, content_of(weights.digest, self.base[effect.group]))
+            content = content_of(weights.digest, self.base[effect.group])
+            self.watch.oracle.commit(effect.group, weights.version, content, weights.digest, run=weights.run)
         self.world.after(self.world.between(0.0, 0.01), self._written, effect, error)
 
     def _written(self, effect: ef.WriteJournal, error: str) -> None:

@@ -89,8 +89,10 @@ class SimPublisher:
             # A new run may begin at a version that was there before.
             version = max(0, committed.version - (self.counter % 2))
         self.digest = f"{self.disks.count:08x}{self.counter:024x}"
-        self.told = self.digest
         self.disks.count += 1
+        if offer.again and committed.digest:
+            version, self.digest = committed.version, committed.digest
+        self.told = self.digest
         self.publish = publish = Publish(self.counter, version, offer.group, bucket_bytes=256, lease_ms=2500)
         publish.transfer, publish.in_flight = offer.transfer, offer.in_flight  # type: ignore[assignment]
         publish.drain_ms = int(1000 * offer.drain_s)
@@ -192,7 +194,9 @@ class SimPublisher:
             self._hello()
         elif isinstance(message, WeightsWanted):
             if not any(offer.group == message.group for offer in (*self.waiting, *filter(None, [self.offer]))):
-                self.want(Offer(self.world.now, message.group))
+                offer = Offer(self.world.now, message.group)
+                offer.again = self.counter % 2 == 0
+                self.want(offer)
         elif isinstance(message, WeightsReport):
             self._reported(message)
         elif self.publish is None or getattr(message, "id", None) != self.publish.id or self.offer is None:

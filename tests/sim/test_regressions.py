@@ -1,4 +1,5 @@
-"""Seeds that showed a bug once, and what it was. The smallest test of each is in `tests/core/test_machine_regressions.py`.
+"""Seeds that showed a bug once, and what it was. The smallest test of each is in `tests/core/test_machine_regressions.py`,
+of updates in `tests/core/test_weights.py`.
 
 A seed means a schedule only as long as the simulator draws in the same order: whoever changes that plants each bug again and
 looks for the seed that shows it now.
@@ -19,7 +20,17 @@ SHOWED = [
     (461, 6, "the last words of a dead process, read after its end was seen, brought it back"),
 ]
 
+#: with packed workers, and updates
+UPDATES = [
+    (30744, 6, "a version that was lost was published again with other weights, so that it named two sets of them"),
+]
+
 
 @pytest.mark.parametrize(("seed", "workers"), sorted({(seed, workers) for seed, workers, _ in SHOWED}))
 def test_what_failed_once_holds(seed: int, workers: int) -> None:
     assert simulate(seed, workers).events > 0
+
+
+@pytest.mark.parametrize(("seed", "workers"), sorted({(seed, workers) for seed, workers, _ in UPDATES}))
+def test_what_failed_once_in_updates_holds(seed: int, workers: int) -> None:
+    assert simulate(seed, workers, packed=True, updates=True).events > 0
