@@ -104,7 +104,7 @@ class Machine:
             group.woken = False
             if not group.held:
                 pump(core, group)
-            elif group.update is not None:
+            elif group.update is not None and not group.update.forward:
                 finish_begun(core, group.update)
         core.woken.clear()
         if core.draining:

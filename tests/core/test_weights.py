@@ -452,6 +452,32 @@ def test_late_workers_give_no_answers_of_old_weights() -> None:
     assert results(pool.finish(of_late)) == {}
 
 
+def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
+    """A part that comes back from a late worker during the hand-over waits for its end, also when a member is idle."""
+    pool, trainer, links = ready(1)
+    to_transfer(pool, trainer)
+    late = pool.worker("late")
+    pool.submit(trainer.link, 50, work(60, 10))
+    trainer.sent()
+    pool.stage(links)
+    asked = trainer.commit()
+    while not of_type(asked, HandOver):
+        asked = pool.finish(next(batch for batch in pool.batches if batch.link != late))
+    of_late = list(pool.batches)
+    pool.batches.clear()
+    for batch in of_late:
+        pool.do(ev.WorkerRefused(0, late, batch.message.batch[1], True))  # type: ignore[union-attr]
+    assert of_late and not pool.batches
+    pool.answer(asked)
+    pool.written()
+    rows = 0
+    while pool.batches:
+        rows += sum(part.frames[-1].shape[0] for part in pool.batches[0].message.parts)  # type: ignore[union-attr]
+        sent = pool.finish(pool.batches[0], version=1)
+    assert rows == 60, "every row has run on the new weights"
+    assert results(sent)[50].version == 1
+
+
 # --- from the hand-over on ---------------------------------------------------------------------------------------------
 
 
