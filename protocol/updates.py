@@ -77,7 +77,7 @@ class Commit(Message, tag="commit"):
 
 
 class Abandon(Message, tag="abandon"):
-    """Abort transaction `id`, unless its hand-over has begun. Answered by the transaction's final answer."""
+    """Abort transaction `id`, unless its hand-over has begun; a direct one also then, until `sent`. Answered by its end."""
 
     id: int
     reason: str = ""

@@ -106,9 +106,12 @@ class Publishers:
             return
         _renew(update, self.core.now)
         if isinstance(message, Abandon):
+            why = f"abandoned by its publisher: {message.reason or 'no reason given'}"
             if not update.forward:
-                why = f"abandoned by its publisher: {message.reason or 'no reason given'}"
                 self.weights.ending.abort(update, "update_aborted", why)
+            elif update.direct and update.sent_digest is None:
+                # Its engines wait for bytes that will never come.
+                self.weights.ending.fail(update, why)
         elif isinstance(message, Commit):
             update.commit = True
         else:

@@ -54,6 +54,9 @@ class Restoring:
 
     def _restore(self, worker: Worker) -> None:
         worker.lacks = None
+        self._ask(worker)
+
+    def _ask(self, worker: Worker) -> None:
         worker.restore_until = self.core.now + self.core.config.timing.loading_s
         self._post(worker)
 
@@ -87,7 +90,8 @@ class Restoring:
                 if worker.incarnation in members or (worker.lacks is not None and self.core.now < worker.lacks[1]):
                     continue
                 self._needs(group, worker.class_)
-                self._restore(worker)
+                # What it said last stands until it says otherwise: of many workers one is being asked again at any time.
+                self._ask(worker)
 
     def _needs(self, group: Group, class_: int) -> None:
         """Whether every worker of a class that there may be has said that it cannot have the committed weights."""

@@ -572,6 +572,15 @@ def test_a_publisher_that_dies_in_a_direct_transfer_restarts_every_member() -> N
     assert not pool.machine.core.groups["g"].workers
 
 
+def test_a_publisher_that_gives_a_direct_transfer_up_keeps_nobody_waiting() -> None:
+    pool, trainer, _ = ready()
+    to_transfer(pool, trainer, transfer="direct")
+    trainer.commit()
+    sent = trainer.say(Abandon(trainer.ids, "the process group broke"))
+    assert "abandoned by its publisher: the process group broke" in refusal(sent, 1).message
+    assert not pool.machine.core.groups["g"].workers and not pool.journal
+
+
 def test_nothing_is_committed_before_it_is_journalled() -> None:
     pool, trainer, links = ready()
     pool.submit(trainer.link, 50, work())
@@ -832,6 +841,22 @@ def test_a_lost_version_without_a_digest_can_be_published_again() -> None:
     to_transfer(pool, trainer, 3)
     trainer.sent()
     assert phases(pool.stage(links)) == ["staged"]
+
+
+def test_a_worker_that_is_asked_once_more_does_not_hide_that_weights_are_missing() -> None:
+    """Of many workers one is being asked again at any time; requests would wait for it for ever."""
+    pool = committed_before()
+    client = pool.client()
+    again = pool.machine.core.config.timing.restore_again_s
+    early = pool.worker("early")
+    pool.tell(early, Restored(3, "needs_weights", "no snapshot"))
+    pool.live(again / 2)
+    late = pool.worker("late")
+    pool.submit(client, 1, work())
+    asked = [(s.link, s.message) for s in pool.live(again) if isinstance(s.message, Restore)]
+    assert [link for link, _ in asked] == [early], "and it has not answered yet"
+    pool.tell(late, Restored(3, "needs_weights", "no snapshot"))
+    assert failures(pool.live(again + 2.0))[1].code == "needs_weights"
 
 
 def test_weights_may_be_missing_for_one_class_of_workers_alone() -> None:

@@ -210,8 +210,10 @@ class SimPublisher:
         elif isinstance(message, Join):
             self._join(message)
         elif isinstance(message, Phase) and message.phase == "transfer" and not self.sending:
+            # What it was told to join may have been lost with a link, and comes again.
             self.sending = True
-            self._transfer(self.publish.id, 4)
+            if self.ring is not None:
+                self._transfer(self.publish.id, 4)
         elif isinstance(message, Phase) and message.phase == "join" and self.publish.transfer == "direct":
             # Bytes go straight into engines, which have to stand still before.
             self.world.after(self.world.between(0.0, 0.3), self._decide, self.publish.id)
@@ -254,6 +256,8 @@ class SimPublisher:
             self._told(id_, ring, what)
 
         ring.join(0, Side(self.name, told))
+        if self.sending:
+            self._transfer(id_, 4)
 
     def _told(self, id_: int, ring: Ring, what: str) -> None:
         if what == "broken" and self.rings.get(ring.name) is ring and not self.gone:

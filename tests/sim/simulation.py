@@ -9,6 +9,8 @@ from collections.abc import Callable
 from random import Random
 from typing import NamedTuple
 
+import msgspec
+
 from enginepool.coordinator.events import GroupWeights
 from enginepool.protocol.messages import Message
 from enginepool.protocol.updates import Phase, Published, Restore
@@ -69,9 +71,13 @@ class Simulation:
             profile.poison, profile.load_fails = profiles[name].poison, profiles[name].load_fails
             self.cluster.packed[name] = (profile, group.workers - group.packed_workers)
         self.clients = [SimClient(self.network, self.oracle, i, plan.settings) for i in range(plan.clients)]
-        conditions, forward_s = plan.conditions, timing.forward_s
         every = [*profiles.values(), *(profile for profile, _ in self.cluster.packed.values())]
         slowest = max(profile.seconds_in_flight for profile in every)
+        if plan.gentle:
+            # A worker that is only slow is none that failed.
+            timing = msgspec.structs.replace(timing, forward_s=max(timing.forward_s, 2 * slowest))
+            plan.config = msgspec.structs.replace(plan.config, timing=timing)
+        conditions, forward_s = plan.conditions, timing.forward_s
         self.prompt = conditions.delay < 0.01 and not conditions.flaky and conditions.notice < 1.0 and slowest < forward_s / 4
         self.publishers = [SimPublisher(self.network, self.oracle, self.cluster.disks, i) for i in range(plan.publishers)]
         self._triggers = list(plan.triggers)

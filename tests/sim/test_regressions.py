@@ -22,6 +22,7 @@ SHOWED = [
 
 #: with packed workers, and updates
 UPDATES = [
+    (410822, 33, "of many workers one was always being asked again, so that nobody said that the weights are missing"),
     (312925, 7, "a part that came back during the hand-over was given to an engine that takes weights"),
     (30744, 6, "a version that was lost was published again with other weights, so that it named two sets of them"),
 ]

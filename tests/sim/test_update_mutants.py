@@ -122,10 +122,10 @@ def answers_are_said_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_is_restored(patch: pytest.MonkeyPatch) -> None:
-    def restore(self: Restoring, worker: Worker) -> None:
+    def ask(self: Restoring, worker: Worker) -> None:
         """Nothing."""
 
-    patch.setattr(Restoring, "_restore", restore)
+    patch.setattr(Restoring, "_ask", ask)
 
 
 def a_lost_member_is_not_missed(patch: pytest.MonkeyPatch) -> None:
