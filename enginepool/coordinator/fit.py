@@ -4,7 +4,7 @@ Each check returns why not in one line, or "". A worker that does not fit is los
 """
 
 from enginepool.coordinator import events as ev
-from enginepool.coordinator.state import Batch
+from enginepool.coordinator.state import Batch, Worker
 from enginepool.protocol.messages import Capabilities
 
 
@@ -37,6 +37,31 @@ def differs(first: Capabilities, can: Capabilities) -> str:
         if getattr(first, key) != getattr(can, key):
             return f"ready with {key} = {getattr(can, key)!r}; the group's other workers have {getattr(first, key)!r}"
     return ""
+
+
+def stranger(worker: Worker, can: Capabilities) -> str:
+    """Why a worker of these capabilities does not belong where it is, or ""."""
+    if wrong := impossible(can):
+        return wrong
+    place, before = worker.place, worker.capabilities
+    if (place is not None and place.packed != can.packed) or (before is not None and before.packed != can.packed):
+        return f"ready with packed = {can.packed}, where a {'plain' if can.packed else 'packed'} worker was expected"
+    beside = _classes_beside(worker)
+    for first in (worker.group.plain, worker.group.packed):
+        if first is not None and first.packed in beside and (wrong := differs(first, can)):
+            return wrong
+    return ""
+
+
+def alone_in_class(worker: Worker, can: Capabilities) -> bool:
+    """Whether no other worker in its group that is or was ready is packed, or plain, as this one."""
+    return can.packed not in _classes_beside(worker)
+
+
+def _classes_beside(worker: Worker) -> set[bool]:
+    """Of the other workers in its group that are or were ready: whether they are packed."""
+    others = worker.group.workers.values()
+    return {other.capabilities.packed for other in others if other is not worker and other.capabilities is not None}
 
 
 def misfit(batch: Batch, e: ev.BatchDone) -> str:

@@ -1,9 +1,7 @@
 """Workers: registration, readiness, work, loss.
 
-Two clocks are kept apart. Silence (`silence_s` without any message) means the process or its link is gone. Progress (a
-deadline for each stage, and for each forward) means it is alive and does nothing. Either way the worker is lost: its
-incarnation is refused for ever, its process group is killed, and no successor starts before the supervisor has seen all of it
-end.
+A lost worker never comes back: its incarnation is refused for ever, its process group is killed, and no successor starts before
+the supervisor has seen all of it end. `watch` says when a worker is late enough to be lost.
 """
 
 from collections import deque
@@ -13,12 +11,12 @@ from enginepool.coordinator.batching import post_batch, post_text, take_text
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import Link
-from enginepool.coordinator.fit import differs, impossible, misfit
+from enginepool.coordinator.fit import alone_in_class, misfit, stranger
 from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Request, Worker
-from enginepool.protocol.messages import Accept, Capabilities, Drain, Failure, Ping, Pong
+from enginepool.protocol.messages import Accept, Drain, Failure, Pong
 
 #: how many refused incarnations of workers that dialled in are remembered
 REFUSED = 65_536
@@ -36,7 +34,6 @@ class Fleet:
         self._refused: dict[str, None] = {}
         self._refused_order: deque[str] = deque()
         self._order = 0
-        self._pinged = 0.0
 
     # --- links ---------------------------------------------------------------------------------------------------------
 
@@ -115,10 +112,10 @@ class Fleet:
         if worker is None:
             return
         group, can = worker.group, e.capabilities
-        if wrong := self._stranger(worker, can):
+        if wrong := stranger(worker, can):
             self.lose(worker, wrong, kill=True)
             return
-        alone = can.packed not in _classes_beside(worker)
+        alone = alone_in_class(worker, can)
         worker.capabilities = can
         worker.routing = group.packed_routing if can.packed else group.routing
         worker.version, worker.digest = e.version, e.digest
@@ -140,19 +137,6 @@ class Fleet:
             # It was taking weights of a coordinator that is gone, and got work meanwhile, which it drops when it restores.
             self.recall(worker)
         self.core.risen.append(worker)
-
-    def _stranger(self, worker: Worker, can: Capabilities) -> str:
-        """Why a worker of these capabilities does not belong where it is, or ""."""
-        if wrong := impossible(can):
-            return wrong
-        place, before = worker.place, worker.capabilities
-        if (place is not None and place.packed != can.packed) or (before is not None and before.packed != can.packed):
-            return f"ready with packed = {can.packed}, where a {'plain' if can.packed else 'packed'} worker was expected"
-        beside = _classes_beside(worker)
-        for first in (worker.group.plain, worker.group.packed):
-            if first is not None and first.packed in beside and (wrong := differs(first, can)):
-                return wrong
-        return ""
 
     def idle(self, e: ev.WorkerIdle) -> None:
         """A worker has dropped everything of earlier epochs."""
@@ -347,63 +331,6 @@ class Fleet:
                     self.places.vacate(place, e.permanent or place.hopeless)
                     return
 
-    # --- time ----------------------------------------------------------------------------------------------------------
-
-    def watch(self) -> None:
-        """Ping, and act on every deadline that has passed."""
-        core, timing = self.core, self.core.config.timing
-        ping = core.now - self._pinged >= timing.ping_s
-        if ping:
-            self._pinged = core.now
-        for worker in list(core.worker_links.values()):
-            if worker.lost:
-                continue
-            if reason := self._overdue(worker):
-                self.lose(worker, reason, kill=True)
-                continue
-            if worker.batches and not worker.late and core.now > next(iter(worker.batches.values())).late:
-                worker.late = True
-                worker.routing.update(worker)
-            if ping:
-                core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
-        self.places.watch()
-
-    def _overdue(self, worker: Worker) -> str:
-        now, timing = self.core.now, self.core.config.timing
-        if now - worker.heard > timing.silence_s:
-            return f"silent for {now - worker.heard:.1f} s"
-        allowed = {"starting": timing.starting_s, "loading": timing.loading_s, "compiling": timing.compiling_s}.get(
-            worker.stage
-        )
-        if allowed is not None and now - worker.since > allowed:
-            return f"{worker.stage} for more than {allowed:.0f} s"
-        for batch in worker.batches.values():
-            if now > batch.deadline:
-                return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
-            break
-        for _, due in worker.texts.values():
-            if now > due:
-                return "a text was not tokenised in time"
-            break
-        if worker.restore_until is not None and now > worker.restore_until:
-            return "the committed weights were not restored in time"
-        return ""
-
-    def extend(self, gap: float) -> None:
-        """The coordinator itself stood still for `gap` seconds: nobody else is to blame for the silence."""
-        for worker in self.core.worker_links.values():
-            worker.heard += gap
-            worker.since += gap
-            if worker.restore_until is not None:
-                worker.restore_until += gap
-            for batch in worker.batches.values():
-                batch.deadline += gap
-                batch.late += gap
-            worker.texts = {task: (request, due + gap) for task, (request, due) in worker.texts.items()}
-        self.places.extend(gap)
-        for client in self.core.clients.values():
-            client.heard += gap
-
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
@@ -412,9 +339,3 @@ class Fleet:
             if worker.place is not None:
                 self.core.effects.append(ToWorker(worker.link, Drain()))
         self.places.drain()
-
-
-def _classes_beside(worker: Worker) -> set[bool]:
-    """Of the other workers in its group that are or were ready: whether they are packed."""
-    others = worker.group.workers.values()
-    return {other.capabilities.packed for other in others if other is not worker and other.capabilities is not None}

@@ -1,8 +1,8 @@
 """The coordinator's machine: `handle(*events) -> list[Effect]`, and nothing else changes its state.
 
 Pure: no sockets, clocks, randomness or logging. Time comes inside events. The shell performs the effects in order and sends
-`Tick` no later than `wake_at`. `clients` and `requests` are one side, `places` and `fleet` (the workers' processes, and the
-workers) the other, `batching` is where they meet; `state` holds what all of them change.
+`Tick` no later than `wake_at`. `clients`, `admission` and `requests` are one side, `places`, `fleet` and `watch` (the workers'
+processes, the workers, and their deadlines) the other, `batching` is where they meet; `state` holds what all of them change.
 """
 
 from collections.abc import Callable
@@ -10,6 +10,7 @@ from typing import Any
 
 from enginepool.config import PoolConfig
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.batching import pump
 from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
@@ -24,6 +25,7 @@ from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.restoring import Restoring
 from enginepool.coordinator.state import Client, Group
 from enginepool.coordinator.status import report
+from enginepool.coordinator.watch import Watch
 from enginepool.coordinator.weights import Weights
 
 #: how often silence, stages, places and the answer store are looked at
@@ -38,9 +40,11 @@ class Machine:
     def __init__(self, config: PoolConfig, *, checked: bool = False) -> None:
         self.core = core = Core(config)
         self.requests = requests = Requests(core)
+        admission = Admission(core)
         self.clients = clients = Clients(core, requests)
         self.places = Places(core, requests)
         self.fleet = fleet = Fleet(core, requests, self.places)
+        self.watch = Watch(core, fleet, self.places)
         self.restoring = Restoring(core, requests)
         self.ending = Ending(core, requests, fleet, self.restoring)
         self.weights = weights = Weights(core, self.ending)
@@ -57,7 +61,7 @@ class Machine:
             ev.Tick: self._tick,
             ev.DrainAsked: self._drain,
             ev.ClientHello: self._hello,
-            ev.Submit: requests.submit,
+            ev.Submit: admission.submit,
             ev.CancelAsked: requests.cancel,
             ev.Acked: requests.acked,
             ev.Heard: clients.heard,
@@ -130,11 +134,11 @@ class Machine:
         if e.now >= self._next_watch:
             gap = e.now - self._last_watch - WATCH_S
             if gap > STALL_S:
-                self.fleet.extend(gap)
+                self.watch.extend(gap)
                 self.weights.extend(gap)
             self._last_watch = e.now
             self._next_watch = e.now + WATCH_S
-            self.fleet.watch()
+            self.watch.look()
             self.clients.expire()
             self.restoring.watch()
             self.questions.watch()

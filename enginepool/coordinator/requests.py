@@ -1,8 +1,4 @@
-"""Requests from the door to their one final answer: admission, duplicates, text, outcomes, cancel, deadlines.
-
-The order of the checks in `submit` is a promise: who are you (link), have I answered this already (duplicate), can anybody
-serve it (group, limits), is there room (window, queue). So a resend is attached to its request even while the pool is full.
-"""
+"""Requests that were admitted, to their one final answer: text, outcomes, cancel, deadlines."""
 
 from collections.abc import Sequence
 
@@ -15,114 +11,16 @@ from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.events import Buffer
 from enginepool.coordinator.phases import DONE, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.queue import ANY
-from enginepool.coordinator.state import Batch, Client, Group, Request, Worker
+from enginepool.coordinator.state import Batch, Group, Request, Worker
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import (
-    Failure,
-    FrameSpec,
-    Message,
-    Result,
-    Timings,
-    Usage,
-)
+from enginepool.protocol.messages import Failure, FrameSpec, Message, Result, Timings, Usage
 
 
 class Requests:
-    """The client side of the machine."""
+    """The requests without an answer."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
-
-    # --- admission -----------------------------------------------------------------------------------------------------
-
-    def submit(self, e: ev.Submit) -> None:
-        core = self.core
-        client = core.links.get(e.link)
-        if client is None:
-            self.core.refuse(e.link, e.id, "hello_required", "this link has not said hello to this coordinator")
-            return
-        client.heard = core.now
-        work = e.work
-        if self._known_already(client, e):
-            return
-        if core.draining:
-            self.core.refuse(e.link, e.id, "shutting_down", "the coordinator is draining")
-            return
-        group = core.group_of(work.group)
-        if group is None:
-            core.unknown_group(e.link, e.id, work.group)
-            return
-        if group.down:
-            self.core.refuse(e.link, e.id, "pool_down", group.down)
-            return
-        classes = classes_of(work, group.plain, group.packed, group.expected)
-        if not isinstance(classes, int):
-            self.core.refuse(e.link, e.id, classes.code, classes.message, field=classes.field, limit=classes.limit)
-            return
-        if group.gone and (why := group.why_down(classes)):
-            self.core.refuse(e.link, e.id, "pool_down", why)
-            return
-        if group.needs and not classes & ~group.needy:
-            self.core.refuse(e.link, e.id, "needs_weights", group.needs)
-            return
-        limits = core.config.limits
-        nbytes = work.nbytes
-        if len(client.live) >= limits.window_requests:
-            self._busy(e, group, "window_requests", limits.window_requests)
-        elif client.nbytes + nbytes > limits.window_bytes:
-            self._busy(e, group, "window_bytes", limits.window_bytes)
-        elif core.live_rows + work.rows > limits.queue_items:
-            self._busy(e, group, "queue_items", limits.queue_items)
-        elif core.live_bytes + nbytes > limits.queue_bytes:
-            self._busy(e, group, "queue_bytes", limits.queue_bytes)
-        else:
-            self._accept(client, group, e, classes)
-
-    def _known_already(self, client: Client, e: ev.Submit) -> bool:
-        """Attach a resend to its request or its answer; refuse another content under the same id."""
-        core = self.core
-        live = client.live.get(e.id)
-        kept = None if live is not None else core.answers.get(client, e.id)
-        if live is None and kept is None:
-            return False
-        digest = live.work.digest if live is not None else kept.digest if kept is not None else 0
-        if digest != e.work.digest:
-            self.core.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
-        elif kept is not None:
-            core.effects.append(ToClient(e.link, kept.message, kept.frames))
-        return True
-
-    def _busy(self, e: ev.Submit, group: Group, field: str, limit: int) -> None:
-        wait = group.rate * group.tokens / max(1, group.routing.open + group.packed_routing.open) / 2
-        retry_after_ms = round(1000 * min(max(wait, 0.02), 5.0))
-        failure = Failure(
-            "busy", f"{field}: {limit} is reached", e.id, field=field, limit=str(limit), retry_after_ms=retry_after_ms
-        )
-        self.core.effects.append(ToClient(e.link, failure))
-
-    def _accept(self, client: Client, group: Group, e: ev.Submit, classes: int) -> None:
-        core = self.core
-        work = e.work
-        core.seq += 1
-        request = Request(client, group, e.id, work, e.priority, e.deadline, core.now, core.seq)
-        request.classes = classes
-        request.min_version = e.min_version
-        client.live[e.id] = request
-        client.nbytes += work.nbytes
-        core.live_rows += work.rows
-        core.live_bytes += work.nbytes
-        group.waiting += 1
-        group.tokens += work.tokens
-        if e.deadline is not None:
-            core.deadlines.add(request, e.deadline)
-        if core.touched is not None:
-            core.touched += (client, request, group)
-        if work.text:
-            request.state = TEXT
-            group.text_waiting[request] = None
-        else:
-            request.queue.push(request)
-        core.wake(group)
 
     # --- text ----------------------------------------------------------------------------------------------------------
 

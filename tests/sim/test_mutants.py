@@ -8,6 +8,7 @@ import pytest
 from enginepool.client.calls import Call, Calls
 from enginepool.client.events import Effect as ClientEffect
 from enginepool.coordinator import batching, filling, requests
+from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.requests import Requests
@@ -78,14 +79,14 @@ def priority_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def deadlines_come_early(patch: pytest.MonkeyPatch) -> None:
-    real = Requests.submit
+    real = Admission.submit
 
-    def submit(self: Requests, e: Any) -> None:
+    def submit(self: Admission, e: Any) -> None:
         if e.deadline is not None:
             e.deadline = (e.now + e.deadline) / 2
         real(self, e)
 
-    patch.setattr(Requests, "submit", submit)
+    patch.setattr(Admission, "submit", submit)
 
 
 def answers_are_passed_on_twice(patch: pytest.MonkeyPatch) -> None:
