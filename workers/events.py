@@ -23,6 +23,9 @@ from enginepool.protocol.updates import (
 )
 
 Frame = bytes | memoryview
+#: what a coordinator asks about weights, and what is answered
+Asked = Prepare | Join | HandOver | Committed | Release | Restore | Inspect
+Answered = Prepared | Joined | Staged | HandedOver | Restored | Inspected
 
 
 class Exit(IntEnum):
@@ -116,7 +119,7 @@ class EngineLost(Event, frozen=True):
 class WeightsAnswered(Event, frozen=True):
     """What came of a `RunWeights`, as the coordinator is to hear it. `staged` comes by itself, some time after `joined`."""
 
-    answer: Prepared | Joined | Staged | HandedOver | Restored | Inspected
+    answer: Answered
     frames: tuple[Frame, ...] = ()
 
 
@@ -174,7 +177,7 @@ class RunWeights(Effect, frozen=True):
     `WeightsAnswered` each; `restore` by `WeightsTaken`, or by `WeightsAnswered` with `restored`; `committed` and `release` by
     nothing. `hand_over` and `restore` come only while the engine is empty, and nothing enters it before their answer."""
 
-    message: Prepare | Join | HandOver | Committed | Release | Restore | Inspect
+    message: Asked
     frames: tuple[Frame, ...] = ()
 
 

@@ -29,53 +29,19 @@ from enginepool.protocol.messages import (
     Batch,
     Bye,
     Capabilities,
-    Committed,
-    Done,
     Drain,
     Failure,
-    FrameSpec,
-    HandOver,
     Idle,
-    Inspect,
-    Join,
-    Message,
-    PartDone,
-    Prepare,
     Ready,
     Register,
-    Release,
-    Restore,
     Stage,
     TaskId,
     Tokenise,
-    Tokenised,
 )
-from enginepool.workers.events import (
-    BatchDone,
-    Connected,
-    Disconnected,
-    DrainWanted,
-    Effect,
-    End,
-    EngineLost,
-    EngineReady,
-    EngineStage,
-    Event,
-    Exit,
-    Frame,
-    LifelineClosed,
-    Note,
-    Received,
-    RunBatch,
-    RunTokenise,
-    Send,
-    TextDone,
-    Tick,
-    WeightsAnswered,
-    WeightsTaken,
-    WorkFailed,
-)
+from enginepool.workers import events as ev
+from enginepool.workers.events import Asked, Effect, End, Exit, Frame, Note, RunBatch, RunTokenise, Send
 from enginepool.workers.updates import WorkerUpdates
+from enginepool.workers.work import Run, Work, scored, tokenised
 
 #: how often the shell sends `Tick`
 TICK_S = 0.25
@@ -85,10 +51,6 @@ SILENCE_S = 5.0
 ASK_AGAIN_S = 1.0
 #: no event for this long, though ticks are due, means that this process stood still; the coordinator is not blamed for it
 STALL_S = 2.0
-#: finished answers kept for a batch that is delivered again, and their payload bytes in all
-KEPT_ANSWERS = 64
-KEPT_BYTES = 16 << 20
-
 #: refusals after which this incarnation can never be served
 FINAL_REFUSALS = frozenset({"superseded", "unauthorised", "protocol_version", "unknown_group"})
 
@@ -134,46 +96,36 @@ class WorkerMachine:
         self.capabilities: Capabilities | None = None
         #: the weights in the engine, and what is asked about them
         self.updates = WorkerUpdates()
-        #: work of this epoch that is not answered: its number of parts, None for a tokenise task
-        self.running: dict[TaskId, int | None] = {}
-        #: the part of `running` that is not yet given to the engine; empty when `leaving` is, and no weights are taken
-        self.held: dict[TaskId, RunBatch | RunTokenise] = {}
-        #: work that nobody waits for any more and that is still inside the engine
-        self.leaving: set[TaskId] = set()
-        #: answers of this epoch in the order they were finished; at most KEPT_ANSWERS and KEPT_BYTES
-        self.answers: dict[TaskId, Send] = {}
-        self.answer_bytes = 0
-        #: answers that are not sent yet because the link was unusable; in `answers` too, unless those are full
-        self.unsent: dict[TaskId, Send] = {}
+        #: the batches and texts that it was given
+        self.work = Work()
         self.drain_until: float | None = None
         self.drain_reason = ""
         self.ended: End | None = None
-        self._handlers: dict[type[Event], Callable[[Any], list[Effect]]] = {
-            Received: self._received,
-            BatchDone: self._batch_done,
-            TextDone: self._text_done,
-            WorkFailed: self._work_failed,
-            Tick: self._tick,
-            Connected: self._connected,
-            Disconnected: self._disconnected,
-            EngineStage: self._engine_stage,
-            EngineReady: self._engine_ready,
-            EngineLost: self._engine_lost,
-            WeightsAnswered: self._weights_answered,
-            WeightsTaken: self._weights_taken,
-            DrainWanted: self._drain_wanted,
-            LifelineClosed: self._lifeline_closed,
+        self._handlers: dict[type[ev.Event], Callable[[Any], list[Effect]]] = {
+            ev.Received: self._received,
+            ev.BatchDone: lambda event: self._finished(event.batch, scored(event)),
+            ev.TextDone: lambda event: self._finished(event.task, tokenised(event)),
+            ev.WorkFailed: lambda event: self._finished(event.task, self.work.failed(event, self.updates.version)),
+            ev.Tick: self._tick,
+            ev.Connected: self._connected,
+            ev.Disconnected: self._disconnected,
+            ev.EngineStage: self._engine_stage,
+            ev.EngineReady: self._engine_ready,
+            ev.EngineLost: self._engine_lost,
+            ev.WeightsAnswered: self._weights_answered,
+            ev.WeightsTaken: self._weights_taken,
+            ev.DrainWanted: lambda event: self._drain(event.reason),
+            ev.LifelineClosed: self._lifeline_closed,
         }
 
     def __repr__(self) -> str:
         state = "ended" if self.ended else self.stage
         return (
             f"<WorkerMachine {self.group}/{self.incarnation} {state} epoch={self.epoch}"
-            f" {'registered' if self.registered else 'linked' if self.linked else 'unlinked'}"
-            f" running={len(self.running)} held={len(self.held)} leaving={len(self.leaving)} unsent={len(self.unsent)}>"
+            f" {'registered' if self.registered else 'linked' if self.linked else 'unlinked'} {self.work}>"
         )
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: ev.Event) -> list[Effect]:
         """Take one event; return what is to be done, in order."""
         if self.ended is not None:
             return []
@@ -187,12 +139,12 @@ class WorkerMachine:
 
     # --- the link -------------------------------------------------------------------------------------------------------
 
-    def _connected(self, event: Connected) -> list[Effect]:
+    def _connected(self, event: ev.Connected) -> list[Effect]:
         self.linked = True
         self.registered = False
         return self._register()
 
-    def _disconnected(self, event: Disconnected) -> list[Effect]:
+    def _disconnected(self, event: ev.Disconnected) -> list[Effect]:
         self.linked = self.registered = False
         return []
 
@@ -205,7 +157,7 @@ class WorkerMachine:
         """Register, unless the last one may still be answered."""
         return self._register() if self.now - self.asked_at >= ASK_AGAIN_S else []
 
-    def _received(self, event: Received) -> list[Effect]:
+    def _received(self, event: ev.Received) -> list[Effect]:
         self.heard_at = self.now
         message = event.message
         if isinstance(message, Batch):
@@ -218,7 +170,7 @@ class WorkerMachine:
             return self._refused(message)
         if isinstance(message, Drain):
             return self._drain("the coordinator asked for it")
-        if isinstance(message, Prepare | Join | HandOver | Committed | Release | Restore | Inspect):
+        if isinstance(message, Asked):
             return self._weights(message, event.frames)
         return []
 
@@ -229,24 +181,15 @@ class WorkerMachine:
         self.orphan_s = message.orphan_s
         effects: list[Effect] = []
         if message.epoch > self.epoch:
-            self._drop()
+            self.work.drop()
             self.epoch = message.epoch
             if self.updates.exposed:
                 # Nobody will say what the engine received, or commit it.
                 reason = "a coordinator ended while the engine took weights from its publisher"
                 return [Send(Bye(reason, failed=True)), *self._end(Exit.ENGINE_DIED, reason, close=False)]
             effects += self.updates.new_epoch()
-        effects += [Send(Idle(self.epoch)), self._say_stage(), *self.unsent.values(), *self.updates.owed()]
-        self.unsent.clear()
+        effects += [Send(Idle(self.epoch)), self._say_stage(), *self.work.unsaid(), *self.updates.owed()]
         return effects + self._end_if_drained()
-
-    def _drop(self) -> None:
-        self.leaving |= self.running.keys() - self.held.keys()
-        self.running.clear()
-        self.held.clear()
-        self.answers.clear()
-        self.answer_bytes = 0
-        self.unsent.clear()
 
     def _refused(self, message: Failure) -> list[Effect]:
         if message.code == "hello_required":
@@ -258,101 +201,61 @@ class WorkerMachine:
 
     # --- work -----------------------------------------------------------------------------------------------------------
 
-    def _work(self, task: TaskId, parts: int | None, run: RunBatch | RunTokenise) -> list[Effect]:
-        if task in self.running or task in self.unsent:
+    def _work(self, task: TaskId, parts: int | None, run: Run) -> list[Effect]:
+        work = self.work
+        if task in work.running or task in work.unsent:
             return []
-        if task in self.answers:
-            return [self.answers[task]] if self.registered else []
+        if task in work.answers:
+            return [work.answers[task]] if self.registered else []
         if self.stage == "draining":
             return [Send(Failure("shutting_down", f"this worker drains and takes no work: {task}", id=task[1]))]
         if task[0] != self.epoch or self.stage != "ready":
             why = f"work {task} is refused: epoch {self.epoch} is accepted here, stage {self.stage}"
             refusal: list[Effect] = [Send(Failure("hello_required", why, id=task[1]))]
             return refusal if self.registered else refusal + self._ask()
-        self.running[task] = parts
-        if self.leaving or self.updates.busy:
-            self.held[task] = run
-            return []
-        return [run]
-
-    def _batch_done(self, event: BatchDone) -> list[Effect]:
-        done = Done(event.batch, event.parts, version=event.version, forwards=event.forwards, run_us=event.run_us)
-        return self._finished(event.batch, Send(done, event.frames))
-
-    def _text_done(self, event: TextDone) -> list[Effect]:
-        specs = [
-            FrameSpec("items", "int32", (len(event.items) // 4,)),
-            FrameSpec("item_lengths", "uint32", (len(event.item_lengths) // 4,)),
-        ]
-        return self._finished(event.task, Send(Tokenised(event.task, specs), (event.items, event.item_lengths)))
-
-    def _work_failed(self, event: WorkFailed) -> list[Effect]:
-        parts = self.running.get(event.task)
-        answer: Message
-        if parts is None:
-            answer = Tokenised(event.task, code=event.code, message=event.message)
-        else:
-            failed = PartDone(code=event.code, message=event.message)
-            answer = Done(event.task, [failed] * parts, version=self.updates.version, forwards=0)
-        return self._finished(event.task, Send(answer))
+        return [*work.begin(task, parts, run, hold=self.updates.busy)]
 
     def _finished(self, task: TaskId, answer: Send) -> list[Effect]:
         """`task` has left the engine. Its answer is sent, kept or, when its epoch is over, dropped."""
-        if task in self.leaving:
-            self.leaving.remove(task)
-            return [] if self.leaving else self._emptied()
-        if task not in self.running:
+        work = self.work
+        if task in work.leaving:
+            work.leaving.remove(task)
+            return [] if work.leaving else self._emptied()
+        if not work.finish(task, answer, said=self.registered):
             return []
-        del self.running[task]
-        self._keep(task, answer)
-        if self.registered:
-            return [answer, *self._end_if_drained()]
-        self.unsent[task] = answer
-        return self._end_if_drained()
+        return [answer, *self._end_if_drained()] if self.registered else self._end_if_drained()
 
     def _emptied(self) -> list[Effect]:
         """Nothing that nobody waits for is inside the engine: weights first, then the work that was held back."""
         effects = self.updates.take()
         if not self.updates.busy:
-            effects += self.held.values()
-            self.held.clear()
+            effects += self.work.release()
         return effects
-
-    def _keep(self, task: TaskId, answer: Send) -> None:
-        self.answers[task] = answer
-        for frame in answer.frames:
-            self.answer_bytes += len(frame)
-        while len(self.answers) > KEPT_ANSWERS or self.answer_bytes > KEPT_BYTES:
-            oldest = next(iter(self.answers))
-            for frame in self.answers.pop(oldest).frames:
-                self.answer_bytes -= len(frame)
 
     # --- weights --------------------------------------------------------------------------------------------------------
 
-    def _weights(
-        self, message: Prepare | Join | HandOver | Committed | Release | Restore | Inspect, frames: tuple[Frame, ...]
-    ) -> list[Effect]:
+    def _weights(self, message: Asked, frames: tuple[Frame, ...]) -> list[Effect]:
         effects = self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.stage == "ready"))
         if self.updates.wanted is not None:
             # Nobody waits for the answers of what is inside: it runs again on the new weights.
-            self._drop()
+            self.work.drop()
         return effects + self._resumed()
 
     def _allowed(self, effects: list[Effect]) -> list[Effect]:
         """Without a usable link nothing is said; what is owed then is said after `accept`."""
         return effects if self.registered else [effect for effect in effects if not isinstance(effect, Send)]
 
-    def _weights_answered(self, event: WeightsAnswered) -> list[Effect]:
+    def _weights_answered(self, event: ev.WeightsAnswered) -> list[Effect]:
         effects: list[Effect] = list(self.updates.answered(event.answer, event.frames))
         return self._allowed(effects) + self._resumed()
 
-    def _weights_taken(self, event: WeightsTaken) -> list[Effect]:
+    def _weights_taken(self, event: ev.WeightsTaken) -> list[Effect]:
         self.updates.taken(event.version, event.digest)
         return self._resumed()
 
     def _resumed(self) -> list[Effect]:
         """The engine may have other weights now, and be free again."""
-        effects = [] if self.leaving else self._emptied()
+        effects = [] if self.work.leaving else self._emptied()
         if not self.updates.changed:
             return effects
         self.updates.changed = False
@@ -369,28 +272,25 @@ class WorkerMachine:
             return Send(Ready(self.capabilities, self.updates.version, self.updates.digest))
         return Send(Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
 
-    def _engine_stage(self, event: EngineStage) -> list[Effect]:
+    def _engine_stage(self, event: ev.EngineStage) -> list[Effect]:
         if self.stage in ("ready", "draining"):
             return []
         self.stage, self.detail = event.stage, event.detail
         return [self._say_stage()] if self.registered else []
 
-    def _engine_ready(self, event: EngineReady) -> list[Effect]:
+    def _engine_ready(self, event: ev.EngineReady) -> list[Effect]:
         self.capabilities, self.updates.version = event.capabilities, event.version
         if self.stage == "draining":
             return []
         self.stage, self.detail = "ready", ""
         return [self._say_stage()] if self.registered else []
 
-    def _engine_lost(self, event: EngineLost) -> list[Effect]:
+    def _engine_lost(self, event: ev.EngineLost) -> list[Effect]:
         bye = Send(Bye(event.reason, failed=True, permanent=event.unusable))
         code = Exit.UNUSABLE if event.unusable else Exit.ENGINE_DIED
         return [bye, *self._end(code, event.reason, close=False)]
 
     # --- the end --------------------------------------------------------------------------------------------------------
-
-    def _drain_wanted(self, event: DrainWanted) -> list[Effect]:
-        return self._drain(event.reason)
 
     def _drain(self, reason: str) -> list[Effect]:
         if self.drain_until is not None:
@@ -405,7 +305,7 @@ class WorkerMachine:
     def _end_if_drained(self) -> list[Effect]:
         if self.drain_until is None:
             return []
-        owed = len(self.running) + len(self.unsent)
+        owed = self.work.owed
         if owed and self.now < self.drain_until:
             return []
         reason = f"drained: {self.drain_reason}"
@@ -413,10 +313,10 @@ class WorkerMachine:
             reason += f"; {owed} unfinished after {self.drain_s:g} s"
         return [Send(Bye(reason)), *self._end(Exit.DRAINED, reason, close=True)]
 
-    def _lifeline_closed(self, event: LifelineClosed) -> list[Effect]:
+    def _lifeline_closed(self, event: ev.LifelineClosed) -> list[Effect]:
         return self._end(Exit.OWNER_GONE, "the process that owns this worker is gone", close=False)
 
-    def _tick(self, event: Tick) -> list[Effect]:
+    def _tick(self, event: ev.Tick) -> list[Effect]:
         silent = self.now - self.heard_at
         if silent >= self.orphan_s:
             return self._end(Exit.ORPHANED, f"no word from a coordinator for {self.orphan_s:g} s", close=True)
@@ -433,23 +333,16 @@ class WorkerMachine:
 
     def check(self) -> None:
         """Raise AssertionError when an invariant of the state does not hold."""
-        assert not self.registered or self.linked
-        assert self.held.keys() <= self.running.keys()
-        assert self.leaving or self.updates.busy or not self.held, "work is held back and nothing is leaving"
-        assert not self.running.keys() & self.answers.keys(), "answered and running"
-        assert not self.running.keys() & self.unsent.keys()
-        assert all(task[0] == self.epoch for task in (*self.running, *self.answers, *self.unsent))
-        assert all(task[0] <= self.epoch for task in self.leaving)
-        assert not self.leaving & self.running.keys()
+        work = self.work
+        work.check(self.epoch)
         self.updates.check()
-        assert self.updates.taking is None or not self.leaving, "weights are taken beside work"
-        assert self.updates.taking is None or self.running.keys() == self.held.keys(), "weights are taken beside work"
-        assert self.updates.wanted is None or self.leaving or self.updates.taking, "weights wait for nothing"
-        assert len(self.answers) <= KEPT_ANSWERS
-        assert self.answer_bytes == sum(len(frame) for answer in self.answers.values() for frame in answer.frames)
-        assert self.answer_bytes <= KEPT_BYTES
-        assert not self.registered or not self.unsent, "the link is usable and answers are not sent"
+        assert not self.registered or self.linked
+        assert work.leaving or self.updates.busy or not work.held, "work is held back and nothing is leaving"
+        assert self.updates.taking is None or not work.leaving, "weights are taken beside work"
+        assert self.updates.taking is None or work.running.keys() == work.held.keys(), "weights are taken beside work"
+        assert self.updates.wanted is None or work.leaving or self.updates.taking, "weights wait for nothing"
+        assert not self.registered or not work.unsent, "the link is usable and answers are not sent"
         assert self.stage != "ready" or self.capabilities is not None
         assert (self.stage == "draining") == (self.drain_until is not None)
-        assert self.capabilities is not None or not self.running
+        assert self.capabilities is not None or not work.running
         assert self.heard_at <= self.now

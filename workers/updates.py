@@ -20,7 +20,6 @@ from enginepool.protocol.updates import (
     Committed,
     HandedOver,
     HandOver,
-    Inspect,
     Inspected,
     Join,
     Joined,
@@ -29,12 +28,9 @@ from enginepool.protocol.updates import (
     Release,
     Restore,
     Restored,
-    Staged,
 )
-from enginepool.workers.events import Effect, Frame, RunWeights, Send
+from enginepool.workers.events import Answered, Asked, Effect, Frame, RunWeights, Send
 
-Asked = Prepare | Join | HandOver | Committed | Release | Restore | Inspect
-Answer = Prepared | Joined | Staged | HandedOver | Restored | Inspected
 #: the answer to each question of an update
 _ANSWER: dict[type, type[Prepared | Joined | HandedOver]] = {Prepare: Prepared, Join: Joined, HandOver: HandedOver}
 
@@ -178,7 +174,7 @@ class WorkerUpdates:
         self.taking, self.wanted = self.wanted, None
         return [RunWeights(self.taking)]
 
-    def answered(self, answer: Answer, frames: tuple[Frame, ...]) -> list[Send]:
+    def answered(self, answer: Answered, frames: tuple[Frame, ...]) -> list[Send]:
         """The shell has done, or could not do, what it was given. Returns what the coordinator hears."""
         said = Send(answer, frames)
         if isinstance(answer, Inspected):

@@ -50,7 +50,8 @@ from enginepool.workers.events import (
     Tick,
     WorkFailed,
 )
-from enginepool.workers.machine import KEPT_ANSWERS, KEPT_BYTES, WorkerMachine
+from enginepool.workers.machine import WorkerMachine
+from enginepool.workers.work import KEPT_ANSWERS, KEPT_BYTES
 
 CAPABILITIES = Capabilities("causal", 1000, 100, 64, 8, 128, 16)
 IDS = [FrameSpec("query", "int32", (1,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
@@ -212,10 +213,10 @@ def test_kept_answers_are_bounded_in_bytes() -> None:
     for n in range(4):
         hear(w, batch(5, n))
         done(w, 5, n, (bytes(KEPT_BYTES // 2),))
-    assert list(w.answers) == [(5, 2), (5, 3)]
+    assert list(w.work.answers) == [(5, 2), (5, 3)]
     hear(w, batch(5, 4))
     assert sent(done(w, 5, 4, (bytes(KEPT_BYTES + 1),))), "an answer too large to keep is still sent"
-    assert not w.answers
+    assert not w.work.answers
 
 
 @pytest.mark.parametrize("epoch", [4, 6])
@@ -276,7 +277,7 @@ def test_a_higher_epoch_drops_running_and_finished_work() -> None:
     done(w, 5, 1)
     assert sent(hear(w, Accept(6))) == [Idle(6), Ready(CAPABILITIES, 3)]
     assert done(w, 5, 2) == [], "the answer of a dropped batch is nobody's"
-    assert not w.answers
+    assert not w.work.answers
 
 
 def test_new_work_waits_until_dropped_work_has_left_the_engine() -> None:
@@ -513,7 +514,7 @@ class AnyOrder(RuleBasedStateMachine):
         key = self.engine.pop(pick % len(self.engine))
         if fails:
             self.handle(WorkFailed(self.w.now, key, "no"))
-        elif self.w.running.get(key, 0) is None:
+        elif self.w.work.running.get(key, 0) is None:
             self.handle(TextDone(self.w.now, key, bytes(4), bytes(4)))
         else:
             self.handle(BatchDone(self.w.now, key, [PartDone()]))
@@ -539,7 +540,7 @@ class AnyOrder(RuleBasedStateMachine):
         for key in self.accepted:
             if key[0] != self.w.epoch:
                 continue
-            places = [key in self.w.held, key in self.engine, key in self.answered or key in self.w.unsent]
+            places = [key in self.w.work.held, key in self.engine, key in self.answered or key in self.w.work.unsent]
             assert sum(places) == 1, (key, places)
 
 

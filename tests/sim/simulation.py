@@ -232,7 +232,7 @@ class Simulation:
         assert not self._unknown(), f"ready, and the coordinator does not know them: {self._unknown()}"
         for worker in self.cluster.workers.values():
             if worker.stage == "ready" and not worker.engine.hangs:
-                assert not worker.machine.running and not worker.machine.leaving and not worker.machine.unsent, worker.machine
+                assert not worker.machine.work.owed and not worker.machine.work.leaving, worker.machine
                 assert not worker.engine.inside, worker.engine.inside
         for client in self.clients:
             assert client.gone or not client.session.calls.by_id, client.session.describe()

@@ -15,7 +15,7 @@ from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Request
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
-from enginepool.workers.machine import WorkerMachine
+from enginepool.workers.work import Work
 from tests.sim.simulation import Failed, simulate
 
 SEEDS = 400
@@ -110,13 +110,13 @@ def nothing_is_sent_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def work_of_a_dead_epoch_is_run_beside_the_new(patch: pytest.MonkeyPatch) -> None:
-    real = WorkerMachine._drop  # pyright: ignore[reportPrivateUsage]
+    real = Work.drop
 
-    def drop(self: WorkerMachine) -> None:
+    def drop(self: Work) -> None:
         real(self)
         self.leaving.clear()
 
-    patch.setattr(WorkerMachine, "_drop", drop)
+    patch.setattr(Work, "drop", drop)
 
 
 def packed_workers_get_everything(patch: pytest.MonkeyPatch) -> None:

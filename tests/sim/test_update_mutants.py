@@ -15,8 +15,8 @@ from enginepool.coordinator.state import Group, Request, Worker
 from enginepool.coordinator.update import Stand, Update
 from enginepool.coordinator.weights import Weights
 from enginepool.workers.events import Send
-from enginepool.workers.machine import WorkerMachine
 from enginepool.workers.updates import WorkerUpdates
+from enginepool.workers.work import Work
 from tests.sim.simulation import Failed, simulate
 
 SEEDS = 300
@@ -97,14 +97,14 @@ def a_drain_has_no_end(patch: pytest.MonkeyPatch) -> None:
 
 
 def engines_take_weights_beside_work(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: WorkerMachine) -> None:
+    def drop(self: Work) -> None:
         self.running.clear()
         self.held.clear()
         self.answers.clear()
         self.answer_bytes = 0
         self.unsent.clear()
 
-    patch.setattr(WorkerMachine, "_drop", drop)
+    patch.setattr(Work, "drop", drop)
 
 
 def nothing_is_asked_again_on_a_new_link(patch: pytest.MonkeyPatch) -> None:

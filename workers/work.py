@@ -1,0 +1,122 @@
+"""A worker's work, batches and texts: what is inside the engine, what is held back, which answers are kept. Pure.
+
+`machine` decides whether work is taken, and when it is dropped; here is where each piece of it is.
+"""
+
+from collections.abc import Iterable
+
+from enginepool.protocol.messages import Done, FrameSpec, PartDone, TaskId, Tokenised
+from enginepool.workers.events import BatchDone, RunBatch, RunTokenise, Send, TextDone, WorkFailed
+
+#: finished answers kept for a batch that is delivered again, and their payload bytes in all
+KEPT_ANSWERS = 64
+KEPT_BYTES = 16 << 20
+
+Run = RunBatch | RunTokenise
+
+
+class Work:
+    """The work of one epoch, and what earlier epochs left inside the engine."""
+
+    def __init__(self) -> None:
+        #: work of this epoch that is not answered: its number of parts, None for a tokenise task
+        self.running: dict[TaskId, int | None] = {}
+        #: the part of `running` that is not yet given to the engine; empty when `leaving` is, and no weights are taken
+        self.held: dict[TaskId, Run] = {}
+        #: work that nobody waits for any more and that is still inside the engine
+        self.leaving: set[TaskId] = set()
+        #: answers of this epoch in the order they were finished; at most KEPT_ANSWERS and KEPT_BYTES
+        self.answers: dict[TaskId, Send] = {}
+        self.answer_bytes = 0
+        #: answers that are not sent yet because the link was unusable; in `answers` too, unless those are full
+        self.unsent: dict[TaskId, Send] = {}
+
+    def __repr__(self) -> str:
+        return f"running={len(self.running)} held={len(self.held)} leaving={len(self.leaving)} unsent={len(self.unsent)}"
+
+    @property
+    def owed(self) -> int:
+        """Answers that somebody waits for."""
+        return len(self.running) + len(self.unsent)
+
+    def begin(self, task: TaskId, parts: int | None, run: Run, *, hold: bool) -> list[Run]:
+        """Take work, which goes into the engine at once unless it is to be held, or something is still leaving the engine."""
+        self.running[task] = parts
+        if self.leaving or hold:
+            self.held[task] = run
+            return []
+        return [run]
+
+    def release(self) -> list[Run]:
+        """What was held goes into the engine."""
+        held = list(self.held.values())
+        self.held.clear()
+        return held
+
+    def finish(self, task: TaskId, answer: Send, *, said: bool) -> bool:
+        """`task` has left the engine, and its answer is kept. False: nobody waits for it."""
+        if task not in self.running:
+            return False
+        del self.running[task]
+        self._keep(task, answer)
+        if not said:
+            self.unsent[task] = answer
+        return True
+
+    def _keep(self, task: TaskId, answer: Send) -> None:
+        self.answers[task] = answer
+        for frame in answer.frames:
+            self.answer_bytes += len(frame)
+        while len(self.answers) > KEPT_ANSWERS or self.answer_bytes > KEPT_BYTES:
+            oldest = next(iter(self.answers))
+            for frame in self.answers.pop(oldest).frames:
+                self.answer_bytes -= len(frame)
+
+    def unsaid(self) -> Iterable[Send]:
+        """The answers that are not sent yet; they are now."""
+        unsent, self.unsent = self.unsent, {}
+        return unsent.values()
+
+    def drop(self) -> None:
+        """Nobody waits for any of it any more; what is inside the engine leaves it."""
+        self.leaving |= self.running.keys() - self.held.keys()
+        self.running.clear()
+        self.held.clear()
+        self.answers.clear()
+        self.answer_bytes = 0
+        self.unsent.clear()
+
+    def failed(self, event: WorkFailed, version: int) -> Send:
+        """The answer to work that failed: of a batch, every part has."""
+        parts = self.running.get(event.task)
+        if parts is None:
+            return Send(Tokenised(event.task, code=event.code, message=event.message))
+        failed = PartDone(code=event.code, message=event.message)
+        return Send(Done(event.task, [failed] * parts, version=version, forwards=0))
+
+    def check(self, epoch: int) -> None:
+        """Raise AssertionError when an invariant of the state does not hold."""
+        assert self.held.keys() <= self.running.keys()
+        assert not self.running.keys() & self.answers.keys(), "answered and running"
+        assert not self.running.keys() & self.unsent.keys()
+        assert all(task[0] == epoch for task in (*self.running, *self.answers, *self.unsent))
+        assert all(task[0] <= epoch for task in self.leaving)
+        assert not self.leaving & self.running.keys()
+        assert len(self.answers) <= KEPT_ANSWERS
+        assert self.answer_bytes == sum(len(frame) for answer in self.answers.values() for frame in answer.frames)
+        assert self.answer_bytes <= KEPT_BYTES
+
+
+def scored(event: BatchDone) -> Send:
+    """The answer to a batch."""
+    done = Done(event.batch, event.parts, version=event.version, forwards=event.forwards, run_us=event.run_us)
+    return Send(done, event.frames)
+
+
+def tokenised(event: TextDone) -> Send:
+    """The answer to a tokenise task."""
+    specs = [
+        FrameSpec("items", "int32", (len(event.items) // 4,)),
+        FrameSpec("item_lengths", "uint32", (len(event.item_lengths) // 4,)),
+    ]
+    return Send(Tokenised(event.task, specs), (event.items, event.item_lengths))
