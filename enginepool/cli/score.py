@@ -88,7 +88,8 @@ def _labels(text: str) -> list[int] | None:
 
 def _check(options: "Options") -> None:
     """Refuse now what every line would fail on."""
-    from enginepool.client.payload import check_labels, check_timeout
+    from enginepool.client.arguments import check_timeout
+    from enginepool.client.payload import check_labels
     from enginepool.errors import BadRequest
 
     try:

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enginepool.client.blocking import BlockingPool
     from enginepool.client.blocking_publisher import BlockingWeightPublisher
-    from enginepool.client.payload import ScoreResult
     from enginepool.client.pool import Pool
     from enginepool.client.publisher import WeightPublisher
+    from enginepool.client.results import ScoreResult
 
 __all__ = ["BlockingPool", "BlockingWeightPublisher", "Pool", "ScoreResult", "WeightPublisher"]
 
@@ -15,7 +15,7 @@ _WHERE = {
     "BlockingPool": "blocking",
     "BlockingWeightPublisher": "blocking_publisher",
     "Pool": "pool",
-    "ScoreResult": "payload",
+    "ScoreResult": "results",
     "WeightPublisher": "publisher",
 }
 

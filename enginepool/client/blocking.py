@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import uvloop
 
-from enginepool.client.payload import Floats, Ids, ScoreOptions, ScoreResult
+from enginepool.client.arguments import Ids, ScoreOptions
 from enginepool.client.pool import Opening, Pool
+from enginepool.client.results import Floats, ScoreResult
 from enginepool.errors import PoolClosed
 from enginepool.protocol.messages import StatusReport
 from enginepool.protocol.updates import InFlight, UpdateRecord, WeightsReport

@@ -5,27 +5,21 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Unpack
 
-from enginepool.client.connection import Connection
-from enginepool.client.events import Answer, AskStatus, AskWeights, Report, Submit, WeightsAnswer
-from enginepool.client.payload import (
-    Floats,
+from enginepool.client.arguments import (
     Ids,
-    Payload,
     ScoreOptions,
-    ScoreResult,
     check_flag,
     check_group,
-    check_labels,
     check_name,
     check_priority,
     check_timeout,
     check_version,
-    encode_pairs,
-    encode_shared,
-    read_result,
-    read_weight,
 )
+from enginepool.client.connection import Connection
+from enginepool.client.events import Answer, AskStatus, AskWeights, Report, Submit, WeightsAnswer
+from enginepool.client.payload import Payload, check_labels, encode_pairs, encode_shared
 from enginepool.client.readiness import wait_until_ready
+from enginepool.client.results import Floats, ScoreResult, read_result, read_weight
 from enginepool.client.unsent import publish_message, publish_unsent
 from enginepool.protocol.messages import Score, StatusReport
 from enginepool.protocol.updates import InFlight, UpdateRecord, WeightsQuestion, WeightsReport

@@ -9,8 +9,8 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
+from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout
 from enginepool.client.events import Wanted
-from enginepool.client.payload import check_choice, check_flag, check_group, check_timeout
 from enginepool.client.streaming import Buffers
 from enginepool.client.tensors import Described, Gather, Plan, Rename, Source, make_plan
 from enginepool.client.unsent import publish_message

@@ -3,8 +3,8 @@
 import asyncio
 from typing import TYPE_CHECKING
 
+from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, check_version
 from enginepool.client.events import Fail, OpenUpdate, UpdateAbandon, UpdateCommit, UpdateDone
-from enginepool.client.payload import check_choice, check_flag, check_group, check_timeout, check_version
 from enginepool.protocol.updates import InFlight, Publish, Transfer, UpdateRecord
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from enginepool.client.arguments import check_timeout
 from enginepool.client.courier import Courier, Follower, Notes, Outcome, Side
 from enginepool.client.events import (
     JoinGroup,
@@ -17,7 +18,6 @@ from enginepool.client.events import (
     UpdateSent,
 )
 from enginepool.client.lockstep import Lockstep, RankFailed
-from enginepool.client.payload import check_timeout
 from enginepool.client.streaming import Buffers
 from enginepool.client.tensors import Plan
 from enginepool.client.unsent import NAMES

@@ -1,0 +1,118 @@
+"""Arguments of the Python API, checked one by one, and how one that is wrong is named.
+
+What needs no knowledge of the model is refused here with the same error that the coordinator would give, in Python's names
+(`items[3][7]`, `label_token_ids`).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypedDict, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.errors import BadRequest
+from enginepool.protocol.basis import MAX_ID
+from enginepool.protocol.messages import MAX_PRIORITY
+
+#: One row of token ids: a sequence of ints, a one-dimensional integer array, or what numpy makes one of (a CPU tensor).
+Ids: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class ScoreOptions(TypedDict, total=False):
+    """The options of `Pool.score` and `Pool.score_pairs`, which say what each one does."""
+
+    label_token_ids: Ids | None
+    apply_softmax: bool
+    item_first: bool
+    return_pooled_hidden_states: bool
+    group: str
+    priority: int
+    timeout: float | None
+    retry_busy: bool
+    min_version: int
+
+
+def bad(field: str, message: str, limit: str = "") -> BadRequest:
+    """The error for an argument that cannot be served."""
+    return BadRequest(message, field=field, limit=limit)
+
+
+def kind(value: object) -> str:
+    """What a value is that should have been something else."""
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def utf8(where: str, text: str) -> bytes:
+    """The bytes of a text."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise bad(where, f"{where}: not UTF-8: a lone surrogate at character {error.start}") from None
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise bad(name, f"{name}: {kind(value)}; True or False")
+    return bool(cast("bool", value))
+
+
+def check_priority(value: Any) -> int:
+    """An int in the protocol's range."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        shown = value if isinstance(value, float) else kind(value)
+        raise bad("priority", f"priority: {shown}; an int within ±{MAX_PRIORITY}", str(MAX_PRIORITY))
+    priority = int(cast("int", value))
+    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise bad("priority", f"priority: {priority} is outside ±{MAX_PRIORITY}", str(MAX_PRIORITY))
+    return priority
+
+
+def check_timeout(value: Any, name: str = "timeout") -> float | None:
+    """Seconds, or None for no deadline."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        raise bad(name, f"{name}: {kind(value)}; seconds, or None")
+    seconds = float(cast("float", value))
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise bad(name, f"{name}: {seconds}; a finite number of seconds, more than 0", "0")
+    return seconds
+
+
+def check_version(value: Any, name: str = "version") -> int:
+    """A weight version: an int from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise bad(name, f"{name}: {value if isinstance(value, float) else kind(value)}; an int from 0 on")
+    version = int(cast("int", value))
+    if not 0 <= version <= MAX_ID:
+        raise bad(name, f"{name}: {version}; an int from 0 to 2^63 - 1", "0" if version < 0 else str(MAX_ID))
+    return version
+
+
+T = TypeVar("T", bound=str)
+
+
+def check_choice(name: str, value: T, known: Sequence[str]) -> T:
+    """One of a few words."""
+    if value not in known:
+        raise bad(name, f"{name}: {value!r}; one of {', '.join(known)}", ", ".join(known))
+    return value
+
+
+def check_name(value: Any) -> str:
+    """The name of a weight."""
+    if not isinstance(value, str) or not value:
+        shown = "empty" if isinstance(value, str) else kind(value)
+        raise bad("name", f"name: {shown}; the name of a weight in the checkpoint")
+    utf8("name", value)
+    return value
+
+
+def check_group(value: Any) -> str:
+    """The name of a group, or ""."""
+    if not isinstance(value, str):
+        raise bad("group", f"group: {kind(value)}; the name of a group, or '' where there is one")
+    utf8("group", value)
+    return value

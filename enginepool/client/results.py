@@ -1,0 +1,93 @@
+"""What calls return: the arrays and figures in an answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.errors import EngineFailed, Malformed
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import Result
+from enginepool.protocol.updates import WeightsReport
+
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+
+class Usage(NamedTuple):
+    """Rows scored and prompt tokens computed, over all parts of a request."""
+
+    items: int
+    tokens: int
+
+
+class ScoreTimings(NamedTuple):
+    """Seconds from arrival to first dispatch on the coordinator's clock; longest time of a part in an engine."""
+
+    queued_s: float
+    run_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreResult:
+    """The answer of a score request.
+
+    Attributes:
+        scores: float32 [items, labels]. CausalLM: the probability of each label token, in the order asked. Classifiers and
+            reward models: one column for each output of the head.
+        hidden: pooled hidden states, float32 [items, size], if asked for.
+        version: version of the weights that computed every row.
+        forwards: for each batch that held rows of this request, the forward passes that it took, as measured in the engine:
+            1 is whole.
+        timings: time in the queue and in the engine.
+        usage: rows and tokens.
+    """
+
+    scores: Floats
+    hidden: Floats | None
+    version: int
+    forwards: tuple[int, ...]
+    timings: ScoreTimings
+    usage: Usage
+
+
+def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
+    """The result in an answer whose frames are of the announced lengths; the arrays are the caller's to change.
+
+    Raises:
+        Malformed: there are no scores, or they are no numbers.
+    """
+    arrays = {
+        spec.name: np.frombuffer(frame, np.float32).reshape(spec.shape)
+        for spec, frame in zip(result.frames, frames, strict=True)
+        if spec.dtype == "float32"
+    }
+    scores = arrays.get("scores")
+    if scores is None or scores.ndim != 2:
+        raise Malformed("the answer holds no scores float32 [items, labels]", field="scores")
+    hidden = arrays.get("hidden")
+    return ScoreResult(
+        scores if scores.flags.writeable else scores.copy(),
+        hidden if hidden is None or hidden.flags.writeable else hidden.copy(),
+        result.version,
+        tuple(result.forwards),
+        ScoreTimings(result.timings.queued_us / 1e6, result.timings.run_us / 1e6),
+        Usage(result.usage.items, result.usage.tokens),
+    )
+
+
+def read_weight(report: WeightsReport, frames: Sequence[Buffer]) -> Floats:
+    """The weight in a report that was asked for one.
+
+    Raises:
+        EngineFailed: the worker that was asked has none of that name, or could not say.
+        Malformed: there is none, and no reason.
+    """
+    for spec, frame in zip(report.frames, frames, strict=True):
+        if spec.name == "tensor" and spec.dtype == "float32":
+            return np.frombuffer(frame, np.float32).reshape(spec.shape).copy()
+    for worker in report.workers:
+        if worker.message:
+            raise EngineFailed(f"{worker.name}: {worker.message}")
+    raise Malformed("the answer holds no tensor", field="tensor")
