@@ -2,11 +2,8 @@
 
 Time is in events, randomness comes through `jitter`; no sockets, clocks or tasks here. How it thinks:
 
-The *link* goes new → greeting → welcomed, and back to greeting whenever the coordinator does not know this client (it answers
-`hello_required`, or speaks of a higher epoch) or says nothing for `silence_s`; at last it is ended. Silence counts from the
-first ping without an answer, and a tick that comes late forgives it, so a client that was itself stopped does not take its own
-pause for the coordinator's. Each Hello has a higher incarnation than the one before. Silence also opens a new socket: what is
-queued on the old one would otherwise arrive some day. What a coordinator of a lower epoch says does not count.
+The *link* (`link_state.py`) stands or does not. When it is lost it is greeted again, after a silence on a new socket, and what
+needs a standing link waits for the next Welcome.
 
 *Requests* (`calls.py`) are sent while the link is welcomed and the window has room: the largest priority, then the oldest.
 When the link is lost they are sent again after the next Welcome, under the same ids; the coordinator attaches them or starts
@@ -22,7 +19,7 @@ second attempt would make the coordinator forget it.
 
 from collections.abc import Callable
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 from enginepool.client.calls import Calls
 from enginepool.client.events import (
@@ -37,7 +34,6 @@ from enginepool.client.events import (
     Ended,
     Event,
     Fail,
-    OpenLink,
     OpenUpdate,
     Received,
     Send,
@@ -51,6 +47,7 @@ from enginepool.client.events import (
     Wanted,
     Welcomed,
 )
+from enginepool.client.link_state import LinkState
 from enginepool.client.settings import DEFAULTS, Settings
 from enginepool.client.statuses import Statuses
 from enginepool.client.updates import Updates
@@ -60,7 +57,6 @@ from enginepool.protocol.messages import (
     Ack,
     Failure,
     Goodbye,
-    Hello,
     Ping,
     Pong,
     Result,
@@ -68,8 +64,6 @@ from enginepool.protocol.messages import (
     Welcome,
 )
 from enginepool.protocol.updates import Join, Phase, Published, WeightsReport, WeightsWanted
-
-State = Literal["new", "greeting", "welcomed", "ended"]
 
 #: Errors about the link itself, whichever message they answer.
 _LINK_CODES = frozenset({"hello_required", "superseded", "unauthorised", "protocol_version"})
@@ -91,32 +85,18 @@ class ClientSession:
         self, client: bytes, token: bytes, jitter: Callable[[], float], settings: Settings = DEFAULTS, agent: str = ""
     ) -> None:
         self.settings = settings
-        self.state: State = "new"
+        self.link = LinkState(client, token, settings, agent)
         self.calls = Calls(settings, jitter)
         self.statuses = Statuses(settings)
         self.updates = Updates(settings)
-        #: of the coordinator; 0 before the first Welcome; only grows
-        self.epoch: int = 0
-        #: of the last Hello
-        self.incarnation = 0
         #: why it ended
         self.end: Failure | None = None
-        self._client, self._token, self._agent = client, token, agent
         self._now = -inf
         self._out: list[Effect] = []
         self._last_id = 0
         #: final answers that are not acknowledged yet
         self._acks: list[int] = []
-        self._ping_s = 1.0
-        self._strikes = 0
-        self._strike_at = -inf
-        self._hello_after = -inf
-        # When the link has something to do; inf: nothing.
-        self._connect_by = inf  # until the first Welcome
-        self._greet_by = inf  # while greeting
-        self._hello_at = inf  # while greeting
-        self._ping_at = inf  # while welcomed
-        self._silent_at = inf  # while a ping is unanswered
+        # When there is something to do; inf: nothing.
         self._ack_at = inf
         self._sweep_at = inf
         self._on: dict[type[Event], Callable[[Any], None]] = {
@@ -132,7 +112,7 @@ class ClientSession:
             UpdateAbandon: lambda event: self.updates.abandon(event.id, event.reason, self._now, self._out),
             Received: self._on_received,
             Tick: self._on_tick,
-            Abort: self._on_abort,
+            Abort: lambda event: self._finish(event.failure),
             Close: self._on_close,
         }
 
@@ -147,16 +127,15 @@ class ClientSession:
     def wake_at(self) -> float:
         """When the next Tick is due; inf: nothing waits for time."""
         return min(
-            self.calls.wake_at, self.statuses.wake_at, self.updates.wake_at, self._connect_by, self._greet_by, self._hello_at,
-            self._ping_at, self._silent_at, self._ack_at, self._sweep_at,
-        )  # fmt: skip
+            self.link.wake_at, self.calls.wake_at, self.statuses.wake_at, self.updates.wake_at, self._ack_at, self._sweep_at
+        )
 
     # --- the caller's side ---------------------------------------------------------------------------------------------
 
     def _on_start(self, event: Start) -> None:
-        if self.state != "new":
+        if self.link.state != "new":
             raise ValueError("a session starts once")
-        self._connect_by = inf if event.connect_by is None else event.connect_by
+        self.link.connect_by(event.connect_by)
         self._greet(open_link=True)
 
     def _on_submit(self, event: Submit) -> None:
@@ -179,11 +158,8 @@ class ClientSession:
         if self._take_id(event.publish.id):
             self.updates.open(event, self._now, self._out)
 
-    def _on_abort(self, event: Abort) -> None:
-        self._finish(event.failure)
-
     def _on_close(self, event: Close) -> None:
-        if self.state == "welcomed":
+        if self.link.stands:
             self._flush_acks()
             self.updates.end(_CLOSED, self._out)
             self._out.append(Send(Goodbye()))
@@ -200,15 +176,15 @@ class ClientSession:
     # --- the coordinator's side ----------------------------------------------------------------------------------------
 
     def _on_received(self, event: Received) -> None:
-        if self.state in ("new", "ended"):
+        if self.link.state in ("new", "ended"):
             return
         message = event.message
         if isinstance(message, Welcome):
             self._on_welcome(message)
             return
-        if isinstance(message, Pong) and 0 < message.epoch < self.epoch:
+        if isinstance(message, Pong) and 0 < message.epoch < self.link.epoch:
             return
-        self._silent_at = inf
+        self.link.heard()
         if isinstance(message, Result):
             if message.final:
                 self._answered(message.id, Answer(message.id, message, event.frames))
@@ -217,7 +193,7 @@ class ClientSession:
         elif isinstance(message, Ping):
             self._out.append(Send(Pong(at=message.at)))
         elif isinstance(message, Pong):
-            if message.epoch > self.epoch:
+            if message.epoch > self.link.epoch:
                 self._greet_again()
         elif isinstance(message, Join):
             self.updates.joined(message, self._now, self._out)
@@ -236,17 +212,13 @@ class ClientSession:
             text = f"the coordinator answers in protocol {message.protocol}; this client speaks {PROTOCOL_VERSION}"
             self._finish(Failure("protocol_version", text, limit=str(PROTOCOL_VERSION)))
             return
-        if message.epoch < self.epoch:
+        before = self.link.epoch
+        if message.epoch < before:
             return
-        self._silent_at = inf
-        again = self.state == "welcomed" and message.epoch == self.epoch
-        new_epoch = message.epoch > self.epoch
-        self.state = "welcomed"
-        self.epoch = message.epoch
-        self._ping_s = max(message.ping_ms, 1) / 1000
+        new_epoch = message.epoch > before
+        again = self.link.stands and not new_epoch
+        self.link.welcomed(message, self._now)
         if not again:
-            self._connect_by = self._greet_by = self._hello_at = inf
-            self._ping_at = self._now + self._ping_s
             self._sweep_at = self._now + self.settings.resend_s
             self._out.append(Welcomed(message.epoch, tuple(message.groups)))
             if new_epoch:
@@ -265,7 +237,7 @@ class ClientSession:
         elif code in _LINK_CODES:
             self._finish(failure)
         elif failure.id is None:
-            if self.state == "greeting" and code in CODES and not CODES[code].retry:
+            if self.link.state == "greeting" and code in CODES and not CODES[code].retry:
                 self._finish(failure)  # it is the Hello that was refused
             else:
                 self._out.append(Complaint(failure))
@@ -279,16 +251,10 @@ class ClientSession:
             self._answered(failure.id, Fail(failure.id, failure))
 
     def _on_superseded(self, failure: Failure) -> None:
-        """An old link of our own, or somebody with our identity (a fork): the second never stops."""
-        if self._now < self._hello_after:
-            return
-        if self._now - self._strike_at > 10.0:
-            self._strikes = 0
-        self._strike_at = self._now
-        self._strikes += 1
-        if self._strikes > self.settings.superseded_limit:
+        found = self.link.superseded(self._now)
+        if found == "end":
             self._finish(failure)
-        else:
+        elif found == "greet":
             self._greet(open_link=False)
 
     def _answered(self, id_: int, effect: Answer | Fail) -> None:
@@ -298,7 +264,7 @@ class ClientSession:
 
     def _acknowledge(self, id_: int) -> None:
         self._acks.append(id_)
-        if self.state == "welcomed":
+        if self.link.stands:
             if len(self._acks) >= self.settings.ack_batch:
                 self._flush_acks()
             elif self._ack_at == inf:
@@ -309,18 +275,14 @@ class ClientSession:
     def _on_tick(self, event: Tick) -> None:
         now, settings = self._now, self.settings
         if now - self.wake_at > settings.stall_s:
-            self._forgive()
+            self.link.forgive(now)
         self.calls.tick(now, self._out)
-        if now >= self._connect_by:
+        due = self.link.due(now)
+        if due == "never_answered":
             self._finish(Failure("connect", "no coordinator answered"))
-        elif now >= self._greet_by or now >= self._silent_at:
-            self._greet(open_link=True)
-        elif now >= self._hello_at:
-            self._greet(open_link=False)
-        if now >= self._ping_at:
-            self._ping_at = now + self._ping_s
-            self._silent_at = min(self._silent_at, now + settings.silence_s)
-            self._out.append(Send(Ping(at=max(int(now * 1e6), 0))))
+        elif due:
+            self._greet(open_link=due == "silent")
+        self.link.ping(now, self._out)
         if now >= self._ack_at:
             self._flush_acks()
         if now >= self._sweep_at:
@@ -329,38 +291,18 @@ class ClientSession:
         self.statuses.tick(now, self._out)
         self.updates.tick(now, self._out)
 
-    def _forgive(self) -> None:
-        """This side was stopped: what the coordinator said meanwhile may still be on the way, so everybody gets their time."""
-        if self._silent_at < inf:
-            self._silent_at = max(self._silent_at, self._now + self.settings.silence_s)
-        if self._greet_by < inf:
-            self._greet_by = max(self._greet_by, self._now + self.settings.silence_s)
-        if self._connect_by < inf:
-            self._connect_by = max(self._connect_by, self._now + self.settings.hello_s)
-
-    # --- the parts -----------------------------------------------------------------------------------------------------
+    # --- all parts -----------------------------------------------------------------------------------------------------
 
     def _greet_again(self) -> None:
-        """The coordinator does not know this link. What it says within the gap was about messages before the last Hello."""
-        if self.state == "welcomed" and self._now >= self._hello_after:
+        if self.link.forgotten(self._now):
             self._greet(open_link=False)
 
     def _greet(self, open_link: bool) -> None:
-        settings, now = self.settings, self._now
-        if open_link or self.state == "welcomed":
-            self._greet_by = now + settings.silence_s
-        self.state = "greeting"
         self.calls.shelve()
         self.statuses.shelve()
         self.updates.shelve()
-        self.incarnation += 1
-        self._hello_at = now + settings.hello_s
-        self._hello_after = now + settings.hello_gap_s
-        self._ping_at = self._silent_at = self._ack_at = self._sweep_at = inf
-        if open_link:
-            self._out.append(OpenLink())
-        hello = Hello(client=self._client, token=self._token, incarnation=self.incarnation, agent=self._agent)
-        self._out.append(Send(hello))
+        self._ack_at = self._sweep_at = inf
+        self.link.greet(self._now, self._out, open_link=open_link)
 
     def _flush_acks(self) -> None:
         self._ack_at = inf
@@ -371,38 +313,35 @@ class ClientSession:
     def _finish(self, failure: Failure) -> None:
         if self.end is not None:
             return
-        self.state = "ended"
         self.end = failure
         self.calls.end(failure, self._out)
         self.statuses.end(failure, self._out)
         self.updates.end(failure, self._out)
         self._acks.clear()
-        self._connect_by = self._greet_by = self._hello_at = self._ping_at = inf
-        self._silent_at = self._ack_at = self._sweep_at = inf
+        self._ack_at = self._sweep_at = inf
+        self.link.end()
         self._out.append(Ended(failure))
 
     def describe(self) -> str:
         """State, epoch and counts, in a few words: for `repr` and for logs."""
-        words = {"new": "new", "greeting": "reconnecting" if self.epoch else "connecting", "welcomed": "connected"}
-        said = words.get(self.state, "closed")
+        epoch = self.link.epoch
+        words = {"new": "new", "greeting": "reconnecting" if epoch else "connecting", "welcomed": "connected"}
+        said = words.get(self.link.state, "closed")
         if self.end is not None and self.end.code != "closed":
             said = f"failed ({self.end.code})"
-        epoch = f" epoch={self.epoch}" if self.epoch else ""
-        return f"{said}{epoch} pending={len(self.calls.by_id)} sent={self.calls.used} resends={self.calls.resends}"
+        known = f" epoch={epoch}" if epoch else ""
+        return f"{said}{known} pending={len(self.calls.by_id)} sent={self.calls.used} resends={self.calls.resends}"
 
     def check(self) -> None:
         """Raise AssertionError when the state contradicts itself. Costs time in proportion to what is pending."""
-        state = self.state
+        state, stands = self.link.state, self.link.stands
+        self.link.check()
         self.calls.check()
-        self.statuses.check(state == "welcomed")
-        self.updates.check(state == "welcomed")
-        assert self.calls.open == (state == "welcomed"), "requests are sent on a standing link, and then always"
-        assert (state == "greeting") == (self._hello_at < inf), "an unanswered Hello is said again"
-        assert (state == "greeting") == (self._greet_by < inf), "greeting ends"
-        assert (state == "welcomed") == (self._ping_at < inf), "a standing link is pinged"
-        assert state != "welcomed" or self._connect_by == inf, "connected, and still to connect"
-        assert state != "welcomed" or len(self._acks) < self.settings.ack_batch, "acknowledgements pile up"
-        assert state != "welcomed" or bool(self._acks) == (self._ack_at < inf), "acknowledgements have a time"
+        self.statuses.check(stands)
+        self.updates.check(stands)
+        assert self.calls.open == stands, "requests are sent on a standing link, and then always"
+        assert not stands or len(self._acks) < self.settings.ack_batch, "acknowledgements pile up"
+        assert not stands or bool(self._acks) == (self._ack_at < inf), "acknowledgements have a time"
         assert all(id_ <= self._last_id for id_ in self.calls.by_id), "ids only grow"
         assert state != "ended" or not (self.calls.by_id or self.statuses or self.updates or self.wake_at < inf), (
             "an ended session waits"

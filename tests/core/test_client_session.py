@@ -106,7 +106,7 @@ class Driver:
             self.now = max(self.now, self.session.wake_at)
             seen += self(Tick(self.now))
             if answer_pings and any(isinstance(m, Ping) for m in self.sent()):
-                seen += self.hear(Pong(epoch=self.session.epoch))
+                seen += self.hear(Pong(epoch=self.session.link.epoch))
         self.now = end
         self.effects = seen
         return seen
@@ -171,7 +171,7 @@ def test_the_connect_deadline_is_over_with_the_first_welcome():
     driver.start(connect_by=driver.now + 2.0)
     driver.welcome()
     driver.pass_time(10.0)
-    assert driver.session.state == "welcomed"
+    assert driver.session.link.state == "welcomed"
 
 
 @pytest.mark.parametrize("code", ["protocol_version", "unauthorised", "bad_request"])
@@ -458,7 +458,7 @@ def test_a_higher_epoch_makes_everything_unanswered_go_again(driver: Driver, wor
         seen += driver.welcome(epoch=8)
     driver.effects = seen
     assert driver.sent_ids() == [1]
-    assert driver.session.epoch == 8
+    assert driver.session.link.epoch == 8
 
 
 def test_a_lower_epoch_does_not_count_as_a_word_of_the_coordinator(driver: Driver):
@@ -470,7 +470,7 @@ def test_a_lower_epoch_does_not_count_as_a_word_of_the_coordinator(driver: Drive
     silent_at = driver.session.wake_at
     driver.hear(Pong(epoch=6))
     assert driver.session.wake_at == silent_at
-    assert driver.session.epoch == 7
+    assert driver.session.link.epoch == 7
 
 
 def test_the_same_welcome_twice_sends_nothing_twice(driver: Driver):
@@ -503,9 +503,9 @@ def test_a_client_that_was_stopped_does_not_hold_its_own_pause_against_the_coord
     driver.now += 60.0
     driver(Tick(driver.now))
     assert not [effect for effect in driver.effects if isinstance(effect, OpenLink)]
-    assert driver.session.state == "welcomed"
+    assert driver.session.link.state == "welcomed"
     driver.pass_time(5.1, answer_pings=False)
-    assert driver.session.state == "greeting"
+    assert driver.session.link.state == "greeting"
 
 
 def test_a_message_that_was_lost_on_a_good_link_is_sent_again_in_the_end(driver: Driver):

@@ -76,8 +76,8 @@ class Publisher(Driver):
     def restart(self) -> list[Effect]:
         """The coordinator is another one; returns what the session does about it."""
         self.now += 1.0
-        self.hear(Pong(epoch=self.session.epoch + 1))
-        return self.welcome(epoch=self.session.epoch + 1)
+        self.hear(Pong(epoch=self.session.link.epoch + 1))
+        return self.welcome(epoch=self.session.link.epoch + 1)
 
     def ended(self) -> list[str]:
         """How updates ended in the last step."""
