@@ -8,14 +8,9 @@ costs anything, a batch is answered at once.
 
 import asyncio
 import heapq
-import os
 import random
-import signal
 import time
 from typing import Any
-
-import msgspec
-import numpy as np
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities
@@ -26,7 +21,6 @@ from enginepool.workers.engine import (
     EngineError,
     ModelTensors,
     NewWeights,
-    PartScores,
     Report,
     ScoreBatch,
     ScorePart,
@@ -35,7 +29,8 @@ from enginepool.workers.engine import (
 )
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sglang_settings import CACHED_ROOM
-from enginepool.workers.sim_options import Fault, SimOptions
+from enginepool.workers.sim_faults import faults_of, faults_on_load, faults_on_take, spoil, suffer
+from enginepool.workers.sim_options import Fault, read_options
 from enginepool.workers.sim_scores import score_part
 from enginepool.workers.sim_weights import SimWeights
 
@@ -64,17 +59,7 @@ class SimEngine:
         cached_query_tokens: int | None = None,
         nccl_port: int | None = None,
     ) -> None:
-        try:
-            o = msgspec.convert(options or {}, SimOptions)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"options of engine sim: {error}") from None
-        for key in ("vocab", "context", "labels", "batch_tokens", "batch_rows"):
-            if getattr(o, key) < 1:
-                raise ValueError(f"options of engine sim: {key} = {getattr(o, key)}: must be more than 0")
-        for key in ("hidden", "version", "seed", "load_s", "forward_s", "row_s", "token_s", "jitter", "take_s"):
-            if not 0 <= getattr(o, key) < 1 << 62:
-                raise ValueError(f"options of engine sim: {key} = {getattr(o, key)}: must not be negative")
-        self.options = o
+        self.options = o = read_options(options or {})
         try:
             self._weights = SimWeights(o.tensors, o.version)
         except WireError as error:
@@ -138,9 +123,8 @@ class SimEngine:
         """Take `take_s`, and read all bytes: what scores depend on is what really arrived."""
         self._must_live()
         self._taken += 1
-        for fault in self.options.faults:
-            if fault.kind.endswith("_on_take") and fault.at_take in (None, self._taken):
-                await self._suffer_take(fault)
+        for fault in faults_on_take(self.options.faults, self._taken):
+            await self._suffer(fault)
         began = time.monotonic()
         if self.options.take_s:
             await asyncio.sleep(self.options.take_s)
@@ -160,13 +144,8 @@ class SimEngine:
     async def start(self, report: Report) -> Capabilities:
         """Take `load_s` and say what the options say."""
         report("loading", self._capabilities.model)
-        for fault in self.options.faults:
-            if fault.kind == "exit_on_load":
-                os._exit(3)
-            if fault.kind == "crash_on_load":
-                raise EngineDied("sim engine: crash_on_load asked for by options.faults")
-            if fault.kind == "block_on_load":
-                time.sleep(fault.seconds)  # noqa: ASYNC251 - standing still is what this fault is
+        for fault in faults_on_load(self.options.faults):
+            await suffer(fault)
         if self.options.load_s:
             await asyncio.sleep(self.options.load_s)
         report("compiling", "nothing to compile")
@@ -192,7 +171,7 @@ class SimEngine:
         self._must_live()
         if self._capabilities.packed:
             self._must_pack(batch)
-        faults = self._faults_of(batch) if self.options.faults else []
+        faults = faults_of(self.options.faults, batch, self._given) if self.options.faults else []
         if not faults and not self._costs and not self._busy:
             return self._answer(batch)
         await self._turn(batch.priority)
@@ -202,7 +181,7 @@ class SimEngine:
                 await self._suffer(fault)
             if self._costs:
                 await asyncio.sleep(self._seconds(batch))
-            return self._spoil(self._answer(batch), batch, faults)
+            return spoil(self._answer(batch), batch, faults)
         finally:
             self._pass_on()
 
@@ -210,14 +189,24 @@ class SimEngine:
         if self._reason:
             raise EngineDied(self._reason)
 
+    def _die(self, reason: str) -> None:
+        self._reason = reason
+        self._dead.set()
+
     def _must_pack(self, batch: ScoreBatch) -> None:
         try:
             for part in batch.parts:
                 refuse_unpackable(part, self._capabilities)
         except EngineError as error:
-            self._reason = f"sim engine: {error}"
-            self._dead.set()
+            self._die(f"sim engine: {error}")
             raise EngineDied(self._reason) from None
+
+    async def _suffer(self, fault: Fault) -> None:
+        try:
+            await suffer(fault)
+        except EngineDied as error:
+            self._die(str(error))
+            raise
 
     # --- one forward at a time ------------------------------------------------------------------------------------------
 
@@ -287,70 +276,8 @@ class SimEngine:
                 rows, tokens = rows + 1, tokens + len(prompt)
         return forwards
 
-    # --- faults ---------------------------------------------------------------------------------------------------------
-
-    def _faults_of(self, batch: ScoreBatch) -> list[Fault]:
-        return [
-            fault
-            for fault in self.options.faults
-            if not fault.kind.endswith("_on_take")
-            and (fault.at_batch is None or fault.at_batch == self._given)
-            and (fault.on_token is None or any(_has(part, fault.on_token) for part in batch.parts))
-        ]
-
-    async def _suffer_take(self, fault: Fault) -> None:
-        match fault.kind:
-            case "fail_on_take":
-                raise EngineError("sim engine: fail_on_take asked for by options.faults")
-            case "abort_on_take":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "hang_on_take":
-                await asyncio.Event().wait()
-            case _:
-                self._reason = "sim engine: crash_on_take asked for by options.faults"
-                self._dead.set()
-                raise EngineDied(self._reason)
-
-    async def _suffer(self, fault: Fault) -> None:
-        match fault.kind:
-            case "crash":
-                self._reason = "sim engine: crash asked for by options.faults"
-                self._dead.set()
-                raise EngineDied(self._reason)
-            case "abort":
-                os.kill(os.getpid(), signal.SIGKILL)
-            case "hang":
-                await asyncio.Event().wait()
-            case "block":
-                time.sleep(fault.seconds)  # noqa: ASYNC251 - standing still is what this fault is
-            case "slow":
-                await asyncio.sleep(fault.seconds)
-            case "error" if fault.on_token is None:
-                raise EngineError("sim engine: error asked for by options.faults")
-            case _:
-                pass
-
-    def _spoil(self, scores: BatchScores, batch: ScoreBatch, faults: list[Fault]) -> BatchScores:
-        parts = list(scores.parts)
-        forwards = scores.forwards
-        for fault in faults:
-            first = parts[0]
-            if fault.kind == "lie_forwards":
-                forwards += 1
-            elif fault.kind == "wrong_rows" and isinstance(first, PartScores):
-                parts[0] = PartScores(first.scores[:-1], None if first.hidden is None else first.hidden[:-1])
-            elif fault.kind == "error" and fault.on_token is not None:
-                for i, part in enumerate(batch.parts):
-                    if _has(part, fault.on_token):
-                        parts[i] = EngineError(f"sim engine: token {fault.on_token} is refused by options.faults")
-        return BatchScores(tuple(parts), forwards, scores.version)
-
 
 def tokens_of(part: ScorePart) -> int:
     """Prompt tokens of all rows."""
     query = part.query.size if part.query_lengths is not None else part.query.size * part.item_lengths.size
     return query + part.items.size
-
-
-def _has(part: ScorePart, token: int) -> bool:
-    return bool(np.any(part.query == token) or np.any(part.items == token))

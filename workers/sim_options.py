@@ -69,3 +69,22 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     take_s: float = 0.0
     tensors: list[Any] = []
     faults: list[Fault] = []
+
+
+def read_options(options: dict[str, Any]) -> SimOptions:
+    """The options of a configuration.
+
+    Raises:
+        ValueError: an unknown key or an impossible value; one line that names it.
+    """
+    try:
+        read = msgspec.convert(options, SimOptions)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"options of engine sim: {error}") from None
+    for key in ("vocab", "context", "labels", "batch_tokens", "batch_rows"):
+        if getattr(read, key) < 1:
+            raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must be more than 0")
+    for key in ("hidden", "version", "seed", "load_s", "forward_s", "row_s", "token_s", "jitter", "take_s"):
+        if not 0 <= getattr(read, key) < 1 << 62:
+            raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must not be negative")
+    return read

@@ -1,0 +1,78 @@
+"""What goes wrong in a sim engine when its options ask for it: which faults a batch meets, and what each of them does."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from enginepool.workers.engine import BatchScores, EngineDied, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.sim_options import Fault
+
+
+def faults_on_load(faults: Iterable[Fault]) -> list[Fault]:
+    """Those of the start."""
+    return [fault for fault in faults if fault.kind.endswith("_on_load")]
+
+
+def faults_on_take(faults: Iterable[Fault], take: int) -> list[Fault]:
+    """Those of the new weights number `take`, from 1."""
+    return [fault for fault in faults if fault.kind.endswith("_on_take") and fault.at_take in (None, take)]
+
+
+def faults_of(faults: Iterable[Fault], batch: ScoreBatch, number: int) -> list[Fault]:
+    """Those of a batch, the engine's `number`th, from 1."""
+    return [
+        fault
+        for fault in faults
+        if not fault.kind.endswith(("_on_load", "_on_take"))
+        and (fault.at_batch is None or fault.at_batch == number)
+        and (fault.on_token is None or any(_has(part, fault.on_token) for part in batch.parts))
+    ]
+
+
+async def suffer(fault: Fault) -> None:
+    """What a fault does before there is an answer; nothing, if it spoils the answer instead. Raises EngineError, EngineDied."""
+    asked_for = f"sim engine: {fault.kind} asked for by options.faults"
+    match fault.kind:
+        case "crash" | "crash_on_load" | "crash_on_take":
+            raise EngineDied(asked_for)
+        case "exit_on_load":
+            os._exit(3)
+        case "abort" | "abort_on_take":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hang" | "hang_on_take":
+            await asyncio.Event().wait()
+        case "block" | "block_on_load":
+            time.sleep(fault.seconds)  # noqa: ASYNC251 - standing still is what this fault is
+        case "slow":
+            await asyncio.sleep(fault.seconds)
+        case "fail_on_take":
+            raise EngineError(asked_for)
+        case "error" if fault.on_token is None:
+            raise EngineError(asked_for)
+        case "error" | "wrong_rows" | "lie_forwards":
+            pass
+
+
+def spoil(scores: BatchScores, batch: ScoreBatch, faults: Iterable[Fault]) -> BatchScores:
+    """The answer as these faults leave it."""
+    parts = list(scores.parts)
+    forwards = scores.forwards
+    for fault in faults:
+        first = parts[0]
+        if fault.kind == "lie_forwards":
+            forwards += 1
+        elif fault.kind == "wrong_rows" and isinstance(first, PartScores):
+            parts[0] = PartScores(first.scores[:-1], None if first.hidden is None else first.hidden[:-1])
+        elif fault.kind == "error" and fault.on_token is not None:
+            for i, part in enumerate(batch.parts):
+                if _has(part, fault.on_token):
+                    parts[i] = EngineError(f"sim engine: token {fault.on_token} is refused by options.faults")
+    return BatchScores(tuple(parts), forwards, scores.version)
+
+
+def _has(part: ScorePart, token: int) -> bool:
+    return bool(np.any(part.query == token) or np.any(part.items == token))
