@@ -11,6 +11,7 @@ import gc
 import random
 import statistics
 import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -30,6 +31,18 @@ CAPABILITIES = Capabilities(
 )
 SCORES = FrameSpec("scores", "float32", (10, 2))
 CLIENTS = 16
+
+
+def open_pool(handle: Callable[[ev.Event], object], links: Sequence[bytes], workers: int) -> None:
+    """A client on each of these links and `workers` ready workers for the group `g` of a new machine."""
+    handle(ev.Started(0.0, 1, {}))
+    for i, link in enumerate(links):
+        handle(ev.ClientHello(0.0, link, b"%016d" % i, bytes(16), 0))
+    for i in range(workers):
+        link = b"w%d" % i
+        handle(ev.WorkerRegistered(0.0, link, "g", f"w{i}", 1, "h"))
+        handle(ev.WorkerIdle(0.0, link, 1))
+        handle(ev.WorkerReady(0.0, link, CAPABILITIES, 0))
 
 
 class Load:
@@ -59,14 +72,7 @@ class Load:
         ]
         self.work = open_score(Score(1, specs, labels=[1, 2]), frames)
         self.links = [b"c%d" % i for i in range(CLIENTS)]
-        self.handle(ev.Started(0.0, 1, {}))
-        for i, link in enumerate(self.links):
-            self.handle(ev.ClientHello(0.0, link, b"%016d" % i, bytes(16), 0))
-        for i in range(workers):
-            link = b"w%d" % i
-            self.handle(ev.WorkerRegistered(0.0, link, "g", f"w{i}", 1, "h"))
-            self.handle(ev.WorkerIdle(0.0, link, 1))
-            self.handle(ev.WorkerReady(0.0, link, CAPABILITIES, 0))
+        open_pool(self.handle, self.links, workers)
         # Full workers hold 10 requests each; the rest waits.
         for _ in range(depth + 10 * workers):
             self.submit()

@@ -12,7 +12,7 @@ import time
 
 import psutil
 
-from bench.core import CAPABILITIES, SCORES
+from bench.core import SCORES, open_pool
 from bench.table import Row, parser, show, write
 from enginepool.config import GroupConfig, Limits, PoolConfig
 from enginepool.coordinator import events as ev
@@ -48,14 +48,7 @@ class Stream:
         ]
         self.score = Score(1, specs, labels=[1, 2])
         self.links = [b"c%d" % i for i in range(CLIENTS)]
-        self.do(ev.Started(0.0, 1, {}))
-        for i, link in enumerate(self.links):
-            self.do(ev.ClientHello(0.0, link, b"%016d" % i, bytes(16), 0))
-        for i in range(WORKERS):
-            link = b"w%d" % i
-            self.do(ev.WorkerRegistered(0.0, link, "g", f"w{i}", 1, "h"))
-            self.do(ev.WorkerIdle(0.0, link, 1))
-            self.do(ev.WorkerReady(0.0, link, CAPABILITIES, 0))
+        open_pool(self.do, self.links, WORKERS)
 
     def do(self, event: ev.Event) -> list[Effect]:
         effects = self.machine.handle(event)

@@ -182,15 +182,15 @@ def curves_of(found: dict[str, Numbers], rates: Sequence[float]) -> dict[str, li
     return curves
 
 
-def model_for(head: Head, device: str, given: Path | None, scratch: Path) -> Path:
+def model_for(head: Head, device: str, given: Path | None, scratch: Path, size: str = "0.6b") -> Path:
     """The model that was given, or one made on the spot."""
     if given is not None:
         return given
-    directory = scratch / f"model-{head}"
+    directory = scratch / f"model-{head}-{size}"
     if device == "cpu":
         return make_tiny_model(directory, head)
-    say(f"making a {head} model")
-    maker = Child(["-m", "bench.score.model", str(directory), head], scratch=scratch)
+    say(f"making a {head} model of {size}")
+    maker = Child(["-m", "bench.score.model", str(directory), head, size], scratch=scratch)
     try:
         maker.hear(MODEL_S)
     finally:

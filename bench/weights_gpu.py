@@ -16,19 +16,17 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.processes import Child
 from bench.score import plot as curves
 from bench.score.contestants import SHARED, no_engine
 from bench.score.model import SIZES, vocabulary
 from bench.score.workloads import Shape
-from bench.score_gpu import MODEL_S, machine
+from bench.score_gpu import machine, model_for
 from bench.table import Row, Target, parser, show, write
 from bench.weights.field import Burden, Field, Scale
 from bench.weights.figures import FLAT, LOADED, OURS_DIRECT, OURS_STAGED, PER_TENSOR, RAW, size_of, targets
 from bench.weights.plot import Bar, draw
 from bench.wire import leave
 from enginepool.coordinator.supervisor import visible_gpus
-from enginepool.tiny_model import make_tiny_model
 
 #: what is measured, in this order
 STEPS = ("raw", "bare", "staged", "loaded", "direct", "digests", "kill")
@@ -131,22 +129,6 @@ def compared(rows: Sequence[Row], settings: Sequence[tuple[str, int, str]]) -> l
     return more
 
 
-def model_of(size: str, device: str, given: Path | None, scratch: Path) -> Path:
-    """The model that was given, or one made on the spot."""
-    if given is not None:
-        return given
-    directory = scratch / f"model-{size}"
-    if device == "cpu":
-        return make_tiny_model(directory)
-    say(f"making a model of {size}")
-    maker = Child(["-m", "bench.score.model", str(directory), "causal", size], scratch=scratch)
-    try:
-        maker.hear(MODEL_S)
-    finally:
-        maker.stop()
-    return directory
-
-
 def options() -> argparse.Namespace:
     """The command line."""
     found = parser("weights_gpu", (__doc__ or "").split("\n", 1)[0])
@@ -190,7 +172,7 @@ def main() -> None:
         scratch = scratch.resolve()
         models = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="models-", dir=chosen.models)))
         for size in sizes:
-            model = model_of(size, chosen.device, chosen.model, models)
+            model = model_for("causal", chosen.device, chosen.model, models, size)
             amount = scale(chosen.device, chosen.quick, buckets, vocabulary(model), "bare" in steps)
             for count in counts:
                 place = scratch / f"{size}-{count}"

@@ -21,33 +21,22 @@ class Admission:
 
     def submit(self, e: ev.Submit) -> None:
         core = self.core
-        client = core.links.get(e.link)
-        if client is None:
-            self.core.refuse(e.link, e.id, "hello_required", "this link has not said hello to this coordinator")
-            return
-        client.heard = core.now
         work = e.work
-        if self._known_already(client, e):
+        client = core.client_of(e.link, e.id)
+        if client is None or self._known_already(client, e):
             return
-        if core.draining:
-            self.core.refuse(e.link, e.id, "shutting_down", "the coordinator is draining")
-            return
-        group = core.group_of(work.group)
+        group = core.open_group(e.link, e.id, work.group)
         if group is None:
-            core.unknown_group(e.link, e.id, work.group)
-            return
-        if group.down:
-            self.core.refuse(e.link, e.id, "pool_down", group.down)
             return
         classes = classes_of(work, group.plain, group.packed, group.expected)
         if not isinstance(classes, int):
-            self.core.refuse(e.link, e.id, classes.code, classes.message, field=classes.field, limit=classes.limit)
+            core.refuse(e.link, e.id, classes.code, classes.message, field=classes.field, limit=classes.limit)
             return
         if group.gone and (why := group.why_down(classes)):
-            self.core.refuse(e.link, e.id, "pool_down", why)
+            core.refuse(e.link, e.id, "pool_down", why)
             return
         if group.needs and not classes & ~group.needy:
-            self.core.refuse(e.link, e.id, "needs_weights", group.needs)
+            core.refuse(e.link, e.id, "needs_weights", group.needs)
             return
         limits = core.config.limits
         nbytes = work.nbytes
@@ -71,7 +60,7 @@ class Admission:
             return False
         digest = live.work.digest if live is not None else kept.digest if kept is not None else 0
         if digest != e.work.digest:
-            self.core.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
+            core.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
         elif kept is not None:
             core.effects.append(ToClient(e.link, kept.message, kept.frames))
         return True

@@ -57,13 +57,8 @@ class Clients:
 
     def heard(self, e: ev.Heard) -> None:
         """A client is alive; a link that nobody has greeted is told to say Hello."""
-        client = self.core.links.get(e.link)
-        if client is None:
-            self.core.refuse(e.link, None, "hello_required", "this link has not said hello to this coordinator")
-        else:
-            client.heard = e.now
-            if e.at is not None:
-                self.core.effects.append(ToClient(e.link, Pong(e.at, self.core.epoch)))
+        if self.core.client_of(e.link, None) is not None and e.at is not None:
+            self.core.effects.append(ToClient(e.link, Pong(e.at, self.core.epoch)))
 
     def left(self, e: ev.ClientLeft) -> None:
         """A client leaves for good."""

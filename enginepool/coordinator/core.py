@@ -101,11 +101,34 @@ class Core:
         """Answer a client's message that was not accepted."""
         self.effects.append(ToClient(link, Failure(code, message, id, field=field, limit=limit)))
 
+    def client_of(self, link: Link, id: int | None) -> Client | None:
+        """The client on `link`, heard just now; a link that nobody said hello on is told so."""
+        client = self.links.get(link)
+        if client is None:
+            self.refuse(link, id, "hello_required", "this link has not said hello to this coordinator")
+            return None
+        client.heard = self.now
+        return client
+
     def group_of(self, name: str) -> Group | None:
         """The group that a client means by `name`; a pool of one group needs no name."""
         if not name and len(self.groups) == 1:
             return next(iter(self.groups.values()))
         return self.groups.get(name)
+
+    def open_group(self, link: Link, id: int, name: str) -> Group | None:
+        """The group that a client means, if anything new may begin there; else the client is told why not."""
+        if self.draining:
+            self.refuse(link, id, "shutting_down", "the coordinator is draining")
+            return None
+        group = self.group_of(name)
+        if group is None:
+            self.unknown_group(link, id, name)
+            return None
+        if group.down:
+            self.refuse(link, id, "pool_down", group.down)
+            return None
+        return group
 
     def unknown_group(self, link: Link, id: int, name: str) -> None:
         """Refuse a name that means no group."""

@@ -24,22 +24,11 @@ class Publishers:
     def publish(self, e: ev.PublishAsked) -> None:
         """Somebody offers weights: a transaction opens, or a resend is attached to it or its answer."""
         core, offer = self.core, e.message
-        client = core.links.get(e.link)
-        if client is None:
-            core.refuse(e.link, offer.id, "hello_required", "this link has not said hello to this coordinator")
+        client = core.client_of(e.link, offer.id)
+        if client is None or self._known_already(client, e):
             return
-        client.heard = e.now
-        if self._known_already(client, e):
-            return
-        if core.draining:
-            core.refuse(e.link, offer.id, "shutting_down", "the coordinator is draining")
-            return
-        group = core.group_of(offer.group)
+        group = core.open_group(e.link, offer.id, offer.group)
         if group is None:
-            core.unknown_group(e.link, offer.id, offer.group)
-            return
-        if group.down:
-            core.refuse(e.link, offer.id, "pool_down", group.down)
             return
         if (other := group.update) is not None:
             name = other.client.id.hex()[:8]
@@ -91,11 +80,9 @@ class Publishers:
     def said(self, e: ev.PublisherSaid) -> None:
         """The publisher of a transaction lives, and may have more to say."""
         core, message = self.core, e.message
-        client = core.links.get(e.link)
+        client = core.client_of(e.link, message.id)
         if client is None:
-            core.refuse(e.link, message.id, "hello_required", "this link has not said hello to this coordinator")
             return
-        client.heard = e.now
         update = self._of(client, message.id)
         if update is None:
             kept = core.answers.get(client, message.id)

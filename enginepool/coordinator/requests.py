@@ -214,11 +214,9 @@ class Requests:
 
     def cancel(self, e: ev.CancelAsked) -> None:
         """First handled wins: a request that has its answer keeps it."""
-        client = self.core.links.get(e.link)
+        client = self.core.client_of(e.link, e.id)
         if client is None:
-            self.core.refuse(e.link, e.id, "hello_required", "this link has not said hello to this coordinator")
             return
-        client.heard = self.core.now
         request = client.live.get(e.id)
         if request is not None:
             self.fail(request, "cancelled", "the caller cancelled")

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import psutil
+
+from enginepool.coordinator.processes import lives, made_at
 
 #: a stager that ended by itself is started again after this, and after twice as long each further time, up to the second
 AGAIN_S = (0.5, 30.0)
@@ -80,7 +81,7 @@ class Stagers:
         self._ended = True
         for path in self._directory.glob("*.json"):
             record = _read(path)
-            if record is not None and _alive(record):
+            if record is not None and lives(record.pid, record.created):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(record.pid, signal.SIGKILL)
             path.unlink()
@@ -89,7 +90,7 @@ class Stagers:
 
     def _adopt(self, place: str) -> bool:
         record = _read(self._directory / f"{place}.json")
-        if record is None or not _alive(record):
+        if record is None or not lives(record.pid, record.created):
             return False
         stager = self._stagers[place]
         stager.pid = record.pid
@@ -116,7 +117,7 @@ class Stagers:
             self._later(place)  # the worker says so in its answers
             return
         stager.child, stager.pid = child, child.pid
-        record = _Record(place, child.pid, psutil.Process(child.pid).create_time())
+        record = _Record(place, child.pid, made_at(child.pid))
         (self._directory / f"{place}.json").write_bytes(msgspec.json.encode(record))
         self._watch(place, child.pid)
         self._connect(place)
@@ -178,11 +179,3 @@ def _read(path: Path) -> _Record | None:
         return msgspec.json.decode(path.read_bytes(), type=_Record)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None
-
-
-def _alive(record: _Record) -> bool:
-    try:
-        process = psutil.Process(record.pid)
-        return abs(process.create_time() - record.created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -20,6 +20,7 @@ import psutil
 
 from enginepool.config import PoolConfig
 from enginepool.coordinator.events import LiveProcess
+from enginepool.coordinator.processes import lives, made_at
 from enginepool.coordinator.stagers import Stagers
 
 #: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
@@ -94,7 +95,7 @@ class LocalSupervisor:
         found: list[LiveProcess] = []
         for path in sorted(self._records.glob("*.json")):
             record = msgspec.json.decode(path.read_bytes(), type=_Record)
-            if _alive(record):
+            if lives(record.pid, record.created):
                 self._processes[record.incarnation] = record
                 self._watch_leader(record)
                 if record.group in self._config.groups:
@@ -113,7 +114,7 @@ class LocalSupervisor:
             reason = f"the worker process could not be started: {error.strerror}"
             self._loop.call_soon(self._exited, incarnation, reason, False)
             return
-        record = _Record(group, index, incarnation, child.pid, psutil.Process(child.pid).create_time())
+        record = _Record(group, index, incarnation, child.pid, made_at(child.pid))
         self._path(incarnation).write_bytes(msgspec.json.encode(record))
         self._processes[incarnation] = record
         self._children[incarnation] = child
@@ -288,14 +289,6 @@ class LocalSupervisor:
 
     def _log(self, incarnation: str) -> Path:
         return self._logs / f"{incarnation}.log"
-
-
-def _alive(record: _Record) -> bool:
-    try:
-        process = psutil.Process(record.pid)
-        return abs(process.create_time() - record.created) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _kill_group(leader: int) -> None:

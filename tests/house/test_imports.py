@@ -18,7 +18,7 @@ SOURCES = ("enginepool", "protocol", "workers", "bench", "examples", "tests")
 COORDINATOR = "enginepool/coordinator/"
 
 #: Files of the coordinator that own sockets, clocks, files or processes. All others there are pure.
-SHELL = {f"{COORDINATOR}{name}.py" for name in ("daemon", "sockets", "journal", "supervisor", "stagers")}
+SHELL = {f"{COORDINATOR}{name}.py" for name in ("daemon", "sockets", "journal", "supervisor", "stagers", "processes")}
 #: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.
 PURE = {
     f"enginepool/client/{name}.py" for name in ("session", "link_state", "calls", "statuses", "updates", "events", "settings")
