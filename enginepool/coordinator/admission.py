@@ -8,6 +8,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.classes import classes_of
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient
+from enginepool.coordinator.filling import RECENT_S
 from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.state import Client, Group, Request
 from enginepool.protocol.messages import Failure
@@ -86,6 +87,8 @@ class Admission:
         core.live_bytes += work.nbytes
         group.waiting += 1
         group.tokens += work.tokens
+        if e.priority >= group.peak or core.now - group.peak_at > RECENT_S:
+            group.peak, group.peak_at = e.priority, core.now
         if e.deadline is not None:
             core.deadlines.add(request, e.deadline)
         if core.touched is not None:

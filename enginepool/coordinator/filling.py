@@ -17,14 +17,33 @@ from enginepool.coordinator.state import Batch, Request, Slice, Worker
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
 
+#: After a request of a higher priority came, batches of lower ones stay short for this long: the next one may come as well.
+RECENT_S = 1.0
 
-def free_of(worker: Worker, can: Capabilities) -> int:
-    """Tokens that `worker` may be given now. Beside two batches there is room for as much as two forwards at its pace: what has
-    a higher priority than all that waits then waits for the forward that runs and for one more."""
+
+def pace_for(can: Capabilities, head: Request, now: float) -> int:
+    """Tokens of a forward that `head` opens. Half of the worker's pace where a higher priority came lately: the next of that
+    waits for the forward that runs and for one more, and has its own to come."""
+    group = head.group
+    return can.pace // 2 if head.priority < group.peak and now - group.peak_at <= RECENT_S else can.pace
+
+
+def free_of(worker: Worker, can: Capabilities, head: Request, cost: int, pace: int) -> int:
+    """Tokens that `worker` may be given now, when `head` opens a batch with `cost` of them.
+
+    Beside two batches there is room for as much as two forwards at its pace: what has a higher priority than all that waits
+    then waits for the forward that runs and for one more. Where that room is less than a forward and more waits than it holds,
+    there is none: of two forwards that keep the engine busy, three small ones would be made, and stay so.
+    """
     free = can.inflight_tokens - worker.cost
+    if len(worker.batches) < 2:
+        return free
     # Room that is there for queries which have to be computed again is not for more batches.
-    pace = can.pace or (can.batch_tokens if can.cached_query else 0)
-    return min(free, 2 * pace - worker.cost) if pace and len(worker.batches) > 1 else free
+    pace = pace or (can.batch_tokens if can.cached_query else 0)
+    if not pace:
+        return free
+    room = 2 * pace - worker.cost
+    return 0 if room < pace and cost * head.group.waiting > room else min(free, room)
 
 
 def most_of(work: Work, rows: int, can: Capabilities) -> int:
@@ -32,36 +51,35 @@ def most_of(work: Work, rows: int, can: Capabilities) -> int:
     return can.cached_tokens if rows > 1 and 0 < can.cached_query <= work.shared else can.batch_tokens
 
 
-def beyond_pace(can: Capabilities, head: Request, follower: Request, cost: int, more: int) -> bool:
+def beyond_pace(pace: int, head: Request, follower: Request, cost: int, more: int) -> bool:
     """Whether `follower` would make a batch of `cost` too long for its head. Half of a follower may be over the pace, so that
     batches have it on average; those of a lower priority fill half of it at most."""
-    if not can.pace:
+    if not pace:
         return False
-    return cost + more // 2 > can.pace if follower.priority >= head.priority else cost + more > can.pace // 2
+    return cost + more // 2 > pace if follower.priority >= head.priority else cost + more > pace // 2
 
 
 def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch | None:
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
     can = worker.capabilities
     assert can is not None
-    free_tokens = free_of(worker, can)
     free_rows = can.inflight_rows - worker.rows
     extra = can.page - 1
     head = lane[0][2]
+    pace = pace_for(can, head, core.now) if can.pace else 0
     work = head.work
     rows = work.rows
     cost = work.tokens + rows * extra
     if not head.next and cost <= most_of(work, rows, can) and rows <= can.batch_rows:
-        if cost > free_tokens or rows > free_rows:
-            return None
-        slices: list[Slice] = [(head, 0, rows)]
+        slice_: Slice = (head, 0, rows)
     else:
         cost, slice_ = cut_next(head, can)
         rows = slice_[2] - slice_[1]
-        if cost > free_tokens or rows > free_rows:
-            return None
-        slices = [slice_]
-    take(core, slices[0])
+    free_tokens = free_of(worker, can, head, cost, pace)
+    if cost > free_tokens or rows > free_rows:
+        return None
+    slices = [slice_]
+    take(core, slice_)
     if head.state == RUNNING:
         queue.pop(lane)
         free_tokens = min(free_tokens, can.batch_tokens)
@@ -77,7 +95,7 @@ def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch |
                 next_.next
                 or cost + more > free_tokens
                 or rows + work.rows > free_rows
-                or beyond_pace(can, head, next_, cost, more)
+                or beyond_pace(pace, head, next_, cost, more)
             ):
                 break
             cost += more
@@ -93,11 +111,10 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
     """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
     can = worker.capabilities
     assert can is not None
-    free_tokens = free_of(worker, can)
     free_rows = can.inflight_rows - worker.rows
     packing = Packing(can.context, can.page)
     slices: list[Slice] = []
-    rows = 0
+    rows = pace = 0
     most_tokens, most_rows = can.batch_tokens, can.batch_rows
     while lane and rows < most_rows:
         request = lane[0][2]
@@ -106,10 +123,16 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
             continue
         start, end = request.back[0] if request.back else (request.next, request.work.rows)
         stop, cost, length = _pack(packing, request, start, end, most_tokens, most_rows - rows, follows=bool(slices))
-        if slices and (request.next or stop < request.work.rows or beyond_pace(can, slices[0][0], request, packing.cost, cost)):
+        if slices and (
+            request.next or stop < request.work.rows or beyond_pace(pace, slices[0][0], request, packing.cost, cost)
+        ):
             break
-        if not slices and (cost > free_tokens or stop - start > free_rows):
-            return None
+        if not slices:
+            pace = pace_for(can, request, core.now) if can.pace else 0
+            free_tokens = free_of(worker, can, request, cost, pace)
+            if cost > free_tokens or stop - start > free_rows:
+                return None
+            most_tokens, most_rows = min(free_tokens, can.batch_tokens), min(free_rows, can.batch_rows)
         packing.place(_query(request), cost, length)
         slices.append((request, start, stop))
         rows += stop - start
@@ -117,8 +140,6 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
         if request.flying < request.left:
             break
         queue.pop(lane)
-        most_tokens = min(free_tokens, can.batch_tokens)
-        most_rows = min(free_rows, can.batch_rows)
     return Batch(core.task_id(), worker, slices, packing.cost, rows, False)
 
 

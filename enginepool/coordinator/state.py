@@ -29,7 +29,7 @@ from enginepool.coordinator.events import Buffer, GroupWeights, Link, Work
 from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.routing import Routing
-from enginepool.protocol.messages import Capabilities, FrameSpec, TaskId
+from enginepool.protocol.messages import MAX_PRIORITY, Capabilities, FrameSpec, TaskId
 from enginepool.protocol.updates import UpdateRecord
 
 if TYPE_CHECKING:
@@ -332,9 +332,9 @@ class Group:
 
     __slots__ = (
         "answered", "batches", "config", "down", "early", "expected", "failed", "first", "forwards", "gone", "held", "history",
-        "kept_worker", "lost_batches", "name", "needs", "needy", "packed", "packed_routing", "places", "plain", "poisoned",
-        "queue", "ring", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects", "text_turn",
-        "text_waiting", "tokens", "trial", "update", "version", "waiting", "weights", "woken", "workers", "zeros",
+        "kept_worker", "lost_batches", "name", "needs", "needy", "packed", "packed_routing", "peak", "peak_at", "places",
+        "plain", "poisoned", "queue", "ring", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects",
+        "text_turn", "text_waiting", "tokens", "trial", "update", "version", "waiting", "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
@@ -376,6 +376,9 @@ class Group:
         #: the open plain workers, and the open packed ones
         self.routing = Routing()
         self.packed_routing = Routing()
+        #: the highest priority of late, and when a request last came with it
+        self.peak = -MAX_PRIORITY
+        self.peak_at = 0.0
         #: text requests that no worker tokenises yet, in order
         self.text_waiting: dict[Request, None] = {}
         self.text_turn = 0

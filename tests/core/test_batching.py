@@ -151,8 +151,35 @@ def test_followers_of_a_lower_priority_fill_half_of_the_pace() -> None:
     for request in range(1, 8):
         pool.submit(client, request, work(1, 15), priority=5 if request > 5 else 0)
     pool.worker(can=msgspec.structs.replace(CAN, pace=60))
-    found = [(s.message.priority, rows(s)) for s in pool.batches if isinstance(s.message, Batch)]
-    assert found == [(5, [1, 1]), (0, [1, 1, 1, 1]), (0, [1])]
+    assert by_priority(pool) == [(5, [1, 1]), (0, [1, 1])]
+
+
+def test_batches_of_a_lower_priority_are_half_as_long_while_a_higher_one_comes() -> None:
+    pool = Pool()
+    client = pool.client()
+    for request in range(1, 15):
+        pool.submit(client, request, work(1, 15))
+    pool.submit(client, 15, work(1, 15), priority=5)
+    pool.worker(can=msgspec.structs.replace(CAN, pace=60))
+    assert by_priority(pool) == [(5, [1, 1]), (0, [1, 1])]
+    pool.finish(pool.batches[0])
+    assert by_priority(pool) == [(0, [1, 1]), (0, [1, 1])]
+    pool.wait(1.1)
+    pool.finish(pool.batches[0])
+    assert by_priority(pool) == [(0, [1, 1]), (0, [1, 1, 1, 1])], "none came for a second"
+
+
+def test_a_higher_priority_has_the_whole_pace_beside_lower_ones() -> None:
+    pool = Pool()
+    client = pool.client()
+    for request in range(1, 9):
+        pool.submit(client, request, work(1, 15), priority=5 if request > 3 else 0)
+    pool.worker(can=msgspec.structs.replace(CAN, pace=60))
+    assert by_priority(pool) == [(5, [1, 1, 1, 1]), (5, [1, 1])]
+
+
+def by_priority(pool: Pool) -> list[tuple[int, list[int]]]:
+    return [(s.message.priority, rows(s)) for s in pool.batches if isinstance(s.message, Batch)]
 
 
 def test_small_batches_are_put_in_flight_up_to_two_forwards_at_the_pace() -> None:
@@ -162,8 +189,21 @@ def test_small_batches_are_put_in_flight_up_to_two_forwards_at_the_pace() -> Non
     for request in range(1, 9):
         pool.submit(client, request, work(1, 15))
     assert [rows(s) for s in pool.batches] == [[1]] * 5
+
+
+def test_many_small_batches_in_flight_make_way_for_few_whole_ones() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=msgspec.structs.replace(CAN, pace=40))
+    for request in range(1, 15):
+        pool.submit(client, request, work(1, 15))
+    for _ in range(3):
+        pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1], [1], [1, 1, 1]]
     pool.finish(pool.batches[0])
-    assert [rows(s) for s in pool.batches] == [[1]] * 5
+    assert [rows(s) for s in pool.batches] == [[1], [1, 1, 1]], "room for one, which would stay so small for ever"
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1, 1, 1]] * 2
 
 
 def test_a_pace_may_differ_between_workers() -> None:
