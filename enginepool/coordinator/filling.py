@@ -1,8 +1,8 @@
 """Filling: which rows make the next batch of a worker, and what they cost it.
 
-A request stays together while it fits a batch of its worker's declared budget; a larger one is cut, in row order, into as few
-batches as can be, of as many rows each: several workers, and forwards that follow each other, gain nothing by a small last one.
-A row that alone is over `batch_tokens` makes a batch of its own. A plain worker computes every row from
+A request stays together while it fits a batch of its worker's declared budget, and two forwards at its pace. A larger one is
+cut, in row order, into as few batches as can be, of as many rows each: several workers, and forwards that follow each other,
+gain nothing by a small last one. A row that alone is over that makes a batch of its own. A plain worker computes every row from
 its first token; a packed one computes what a row adds to the sequences of its batch, so there the query of one caller is free
 for the next one that has the same. A plain worker that keeps long queries computes such a query once as well, but may have to
 compute it again: there rows count in full, and a batch of one request with such a query may weigh more than others.
@@ -46,9 +46,15 @@ def free_of(worker: Worker, can: Capabilities, head: Request, cost: int, pace: i
     return 0 if room < pace and cost * head.group.waiting > room else min(free, room)
 
 
+def longest(can: Capabilities) -> int:
+    """Tokens that a batch may weigh: with a pace, two forwards of it at most."""
+    return min(can.batch_tokens, 2 * can.pace) if can.pace else can.batch_tokens
+
+
 def most_of(work: Work, rows: int, can: Capabilities) -> int:
-    """Tokens that a batch of so many rows of `work`, and of nothing else, may weigh."""
-    return can.cached_tokens if rows > 1 and 0 < can.cached_query <= work.shared else can.batch_tokens
+    """Tokens that a batch of so many rows of `work`, and of nothing else, may weigh: more where they count a query in every row
+    that is computed once."""
+    return can.cached_tokens if rows > 1 and 0 < can.cached_query <= work.shared else longest(can)
 
 
 def beyond_pace(pace: int, head: Request, follower: Request, cost: int, more: int) -> bool:
@@ -115,7 +121,7 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
     packing = Packing(can.context, can.page)
     slices: list[Slice] = []
     rows = pace = 0
-    most_tokens, most_rows = can.batch_tokens, can.batch_rows
+    most_tokens, most_rows = longest(can), can.batch_rows
     while lane and rows < most_rows:
         request = lane[0][2]
         if request.state != QUEUED or request.lane is not queue:
@@ -132,7 +138,7 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
             free_tokens = free_of(worker, can, request, cost, pace)
             if cost > free_tokens or stop - start > free_rows:
                 return None
-            most_tokens, most_rows = min(free_tokens, can.batch_tokens), min(free_rows, can.batch_rows)
+            most_tokens, most_rows = min(free_tokens, most_tokens), min(free_rows, can.batch_rows)
         packing.place(_query(request), cost, length)
         slices.append((request, start, stop))
         rows += stop - start
@@ -166,7 +172,7 @@ def cut_next(request: Request, can: Capabilities) -> tuple[int, Slice]:
     """The next rows of `request` that fit one batch: (cost, slice). At least one row, whatever it costs."""
     start, end = request.back[0] if request.back else (request.next, request.work.rows)
     if can.packed:
-        end, cost, _ = _pack(Packing(can.context, can.page), request, start, end, can.batch_tokens, can.batch_rows)
+        end, cost, _ = _pack(Packing(can.context, can.page), request, start, end, longest(can), can.batch_rows)
         return cost, (request, start, end)
     extra = can.page - 1
     lengths = row_lengths(request.work)

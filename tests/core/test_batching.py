@@ -124,7 +124,7 @@ def test_batches_of_several_requests_keep_the_pace_of_their_worker() -> None:
     client = pool.client()
     for request in range(1, 8):
         pool.submit(client, request, work(1, 20))
-    pool.submit(client, 8, work(8, 12))
+    pool.submit(client, 8, work(8, 11))
     pool.worker(can=msgspec.structs.replace(CAN, pace=45))
     # Two requests and the half of a third are 50 tokens. Beside two batches there is room up to twice 45.
     assert [rows(s) for s in pool.batches] == [[1, 1], [1, 1]]
@@ -134,6 +134,17 @@ def test_batches_of_several_requests_keep_the_pace_of_their_worker() -> None:
     assert [rows(s) for s in pool.batches] == [[1, 1], [1]], "the eighth request does not join the seventh"
     pool.finish(pool.batches[0])
     assert [rows(s) for s in pool.batches] == [[1], [8]], "a request of more than the pace stays whole"
+
+
+def test_no_forward_takes_longer_than_two_at_the_pace_unless_one_row_does() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work(4, 20))
+    pool.submit(client, 2, work(1, 90))
+    pool.worker(can=msgspec.structs.replace(CAN, pace=30))
+    assert [rows(s) for s in pool.batches] == [[2], [2]], "80 tokens are two forwards of 40; 60 are the most"
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[2], [1]]
 
 
 def test_half_of_the_last_follower_may_be_over_the_pace() -> None:
