@@ -94,7 +94,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpus: list[str] = []
     #: seconds of waiting that weigh as much as one level of priority; none: strict priority
     ageing_s: float | None = 1.0
-    #: caps on one batch, below what the engine's settings give
+    #: caps on one batch, below what the engine's settings give; what follows from them is halved when an engine of the group
+    #: runs out of memory
     max_batch_tokens: int | None = None
     max_batch_rows: int | None = None
     #: forwards of tokens in flight at a worker

@@ -199,7 +199,8 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
 
 class GroupStatus(msgspec.Struct, omit_defaults=True):
     """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward;
-    `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction.
+    `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction. `halvings`: how
+    often its workers' budgets were halved, because engines ran out of memory.
     """
 
     name: str
@@ -221,6 +222,7 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     early: int = 0
     update: str = ""
     needs_weights: str = ""
+    halvings: int = 0
     workers: list[WorkerStatus] = []
 
 
@@ -253,7 +255,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     `pace`: tokens that the engine computes in the time for which a request of high priority may be kept waiting by others (0:
     no matter); batches are filled and put in flight accordingly. Measured, so it may differ between workers of a class.
     `cached_query`: a query of so many tokens or more, shared by several rows, is computed once (0: none is); a batch of one
-    request that has one may weigh `cached_tokens` instead of `batch_tokens`, every row counted in full.
+    request that has one may weigh `cached_tokens` instead of `batch_tokens`, every row counted in full. `halvings`: how often
+    these budgets were halved (`halving.py`), because engines of the group ran out of memory.
     """
 
     kind: Literal["causal", "classifier"]
@@ -274,6 +277,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     pace: int = 0
     cached_query: int = 0
     cached_tokens: int = 0
+    halvings: int = 0
 
     @property
     def packed(self) -> bool:
@@ -342,22 +346,26 @@ class Tokenised(Message, tag="tokenised"):
 
 
 class Bye(Message, tag="bye"):
-    """The worker ends; `reason` is one line for the operator. `permanent`: starting it again cannot help."""
+    """The worker ends; `reason` is one line for the operator. `permanent`: starting it again cannot help. `out_of_memory`: its
+    engine died of a batch for which there was not enough."""
 
     reason: str
     failed: bool = False
     permanent: bool = False
+    out_of_memory: bool = False
 
 
 # --- coordinator to worker ---------------------------------------------------------------------------------------------
 
 
 class Accept(Message, tag="accept"):
-    """Answer to `register`. After `orphan_s` seconds without a word from a coordinator the worker ends itself."""
+    """Answer to `register`. After `orphan_s` seconds without a word from a coordinator the worker ends itself. `halvings`: how
+    often an engine that is started now should halve its budgets."""
 
     epoch: int
     protocol: int = PROTOCOL_VERSION
     orphan_s: float = 60.0
+    halvings: int = 0
 
 
 class Part(msgspec.Struct, omit_defaults=True, gc=False):

@@ -28,6 +28,15 @@ class EngineDied(Exception):
     """The engine is gone or hangs; the process that hosts it must end. The message is one line for the operator."""
 
 
+#: how Python, torch, and CUDA's libraries say that a forward needs more memory than there is
+_OUT_OF_MEMORY = ("MemoryError", "CUDA error: out of memory", "can't allocate memory", "ALLOC_FAILED", "bad_alloc")
+
+
+def ran_out_of_memory(reason: str) -> bool:
+    """Whether an engine that ended with these words died of a batch that was too large for its memory."""
+    return any(mark in reason for mark in _OUT_OF_MEMORY)
+
+
 class EngineUnusable(EngineDied):
     """The engine can never start like this: no such model, settings that it refuses. Starting again cannot help."""
 
@@ -154,8 +163,9 @@ Report = Callable[[str, str], None]
 class Engine(Protocol):
     """One model on one device set, in this process."""
 
-    async def start(self, report: Report) -> Capabilities:
-        """Load the model, warm it up and say what it can do. Raises EngineDied with the reason when it cannot."""
+    async def start(self, report: Report, halvings: int = 0) -> Capabilities:
+        """Load the model, warm it up and say what it can do, with budgets that are halved so many times. Raises EngineDied with
+        the reason when it cannot."""
         ...
 
     @property

@@ -39,6 +39,7 @@ from enginepool.protocol.messages import (
     Tokenise,
 )
 from enginepool.workers import events as ev
+from enginepool.workers.engine import ran_out_of_memory
 from enginepool.workers.events import Asked, Effect, End, Exit, Frame, Note, RunBatch, RunTokenise, Send
 from enginepool.workers.updates import WorkerUpdates
 from enginepool.workers.work import Run, Work, scored, tokenised
@@ -92,6 +93,8 @@ class WorkerMachine:
         self.asked_at = -ASK_AGAIN_S
         self.stage = "starting"
         self.detail = ""
+        #: how often an engine that is started now should halve its budgets
+        self.halvings = 0
         #: set once the engine is loaded
         self.capabilities: Capabilities | None = None
         #: the weights in the engine, and what is asked about them
@@ -179,6 +182,7 @@ class WorkerMachine:
             return [Note(f"ignored: accept of epoch {message.epoch}, a coordinator of epoch {self.epoch} was heard")]
         self.linked = self.registered = True
         self.orphan_s = message.orphan_s
+        self.halvings = message.halvings
         effects: list[Effect] = []
         if message.epoch > self.epoch:
             self.work.drop()
@@ -286,7 +290,9 @@ class WorkerMachine:
         return [self._say_stage()] if self.registered else []
 
     def _engine_lost(self, event: ev.EngineLost) -> list[Effect]:
-        bye = Send(Bye(event.reason, failed=True, permanent=event.unusable))
+        worked = self.stage in ("compiling", "ready", "draining") and not self.updates.busy
+        memory = worked and ran_out_of_memory(event.reason)
+        bye = Send(Bye(event.reason, failed=True, permanent=event.unusable, out_of_memory=memory))
         code = Exit.UNUSABLE if event.unusable else Exit.ENGINE_DIED
         return [bye, *self._end(code, event.reason, close=False)]
 

@@ -209,7 +209,7 @@ class Worker:
             else:
                 self._spawn(making)  # nothing to wait for, but the stager gets ready for its first update
         try:
-            capabilities = await self.engine.start(self._report)
+            capabilities = await self.engine.start(self._report, self.machine.halvings)
         except EngineDied as error:
             self.feed(EngineLost(time.monotonic(), str(error), unusable=isinstance(error, EngineUnusable)))
             return

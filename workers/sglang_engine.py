@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import (
@@ -92,8 +93,9 @@ class SglangEngine:
 
     # --- start -----------------------------------------------------------------------------------------------------
 
-    async def start(self, report: Report) -> Capabilities:
-        """Load the model, warm it up and say what it can do. Raises EngineDied with the reason when it cannot.
+    async def start(self, report: Report, halvings: int = 0) -> Capabilities:
+        """Load the model, warm it up and say what it can do, with budgets that are halved so many times. Raises EngineDied with
+        the reason when it cannot.
 
         EngineUnusable when no later start with the same settings could either.
         """
@@ -117,6 +119,7 @@ class SglangEngine:
             self._receive()
             running = await self._end.unless_over(what_runs(engine))
             capabilities = capabilities_of(self._tm, self._model, prepared.version, prepared.wanted, running)
+            capabilities = halved(capabilities, halvings)
             scoring = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
             report("compiling", "the first forward")
             scoring.capabilities = capabilities = await self._end.unless_over(warm_up(scoring))

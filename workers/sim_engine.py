@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from enginepool.protocol.errors import WireError
+from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import (
@@ -29,7 +30,7 @@ from enginepool.workers.engine import (
 )
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sglang_settings import CACHED_ROOM
-from enginepool.workers.sim_faults import faults_of, faults_on_load, faults_on_take, spoil, suffer
+from enginepool.workers.sim_faults import faults_of, faults_of_first_batch, faults_on_load, faults_on_take, spoil, suffer
 from enginepool.workers.sim_options import Fault, read_options
 from enginepool.workers.sim_scores import score_part
 from enginepool.workers.sim_weights import SimWeights
@@ -141,14 +142,17 @@ class SimEngine:
         self._must_live()
         return self._weights.tensor(name)
 
-    async def start(self, report: Report) -> Capabilities:
+    async def start(self, report: Report, halvings: int = 0) -> Capabilities:
         """Take `load_s` and say what the options say."""
+        self._capabilities = halved(self._capabilities, halvings)
         report("loading", self._capabilities.model)
         for fault in faults_on_load(self.options.faults):
             await suffer(fault)
         if self.options.load_s:
             await asyncio.sleep(self.options.load_s)
         report("compiling", "nothing to compile")
+        for fault in faults_of_first_batch(self.options.faults):
+            await suffer(fault, self._capabilities.inflight_rows)
         return self._capabilities
 
     async def died(self) -> str:
@@ -178,7 +182,7 @@ class SimEngine:
         try:
             self._must_live()
             for fault in faults:
-                await self._suffer(fault)
+                await self._suffer(fault, sum(len(part.item_lengths) for part in batch.parts))
             if self._costs:
                 await asyncio.sleep(self._seconds(batch))
             return spoil(self._answer(batch), batch, faults)
@@ -201,9 +205,9 @@ class SimEngine:
             self._die(f"sim engine: {error}")
             raise EngineDied(self._reason) from None
 
-    async def _suffer(self, fault: Fault) -> None:
+    async def _suffer(self, fault: Fault, rows: int = 0) -> None:
         try:
-            await suffer(fault)
+            await suffer(fault, rows)
         except EngineDied as error:
             self._die(str(error))
             raise

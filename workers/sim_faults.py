@@ -17,6 +17,11 @@ def faults_on_load(faults: Iterable[Fault]) -> list[Fault]:
     return [fault for fault in faults if fault.kind.endswith("_on_load")]
 
 
+def faults_of_first_batch(faults: Iterable[Fault]) -> list[Fault]:
+    """Those of the batch with which an engine would warm up: as large as any."""
+    return [fault for fault in faults if fault.kind == "out_of_memory" and fault.at_batch is None]
+
+
 def faults_on_take(faults: Iterable[Fault], take: int) -> list[Fault]:
     """Those of the new weights number `take`, from 1."""
     return [fault for fault in faults if fault.kind.endswith("_on_take") and fault.at_take in (None, take)]
@@ -33,8 +38,11 @@ def faults_of(faults: Iterable[Fault], batch: ScoreBatch, number: int) -> list[F
     ]
 
 
-async def suffer(fault: Fault) -> None:
-    """What a fault does before there is an answer; nothing, if it spoils the answer instead. Raises EngineError, EngineDied."""
+async def suffer(fault: Fault, rows: int = 0) -> None:
+    """What a fault does before there is an answer to `rows` rows; nothing, if it spoils the answer instead.
+
+    Raises EngineError, EngineDied.
+    """
     asked_for = f"sim engine: {fault.kind} asked for by options.faults"
     match fault.kind:
         case "crash" | "crash_on_load" | "crash_on_take":
@@ -53,7 +61,9 @@ async def suffer(fault: Fault) -> None:
             raise EngineError(asked_for)
         case "error" if fault.on_token is None:
             raise EngineError(asked_for)
-        case "error" | "wrong_rows" | "lie_forwards":
+        case "out_of_memory" if rows > fault.rows:
+            raise EngineDied(f"sim engine: OutOfMemoryError: {rows} rows, with memory for {fault.rows} by options.faults")
+        case "error" | "wrong_rows" | "lie_forwards" | "out_of_memory":
             pass
 
 

@@ -11,6 +11,7 @@ FaultKind = Literal[
     "block",
     "slow",
     "error",
+    "out_of_memory",
     "wrong_rows",
     "lie_forwards",
     "exit_on_load",
@@ -30,9 +31,10 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crash: the engine dies with a reason. abort: the process is killed without a word. hang: the engine never answers again.
     block: the process's main thread stands still for `seconds`. slow: the batch takes `seconds` more. error: the engine refuses
     the parts that have the token, or the whole batch. wrong_rows: the first part lacks a row. lie_forwards: one too many is
-    reported. exit_on_load, crash_on_load, block_on_load: the process exits, the engine dies, the main thread stands still,
-    while it loads. fail_on_take: new weights are refused and the old ones stay; crash_on_take, abort_on_take, hang_on_take: as
-    crash, abort and hang, in place of taking them.
+    reported. out_of_memory: a batch of more than `rows` rows kills the engine; without `at_batch` so does its start, where so
+    many may be in flight. exit_on_load, crash_on_load, block_on_load: the process exits, the engine dies, the main thread
+    stands still, while it loads. fail_on_take: new weights are refused and the old ones stay; crash_on_take, abort_on_take,
+    hang_on_take: as crash, abort and hang, in place of taking them.
     """
 
     kind: FaultKind
@@ -40,6 +42,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_take: int | None = None
     on_token: int | None = None
     seconds: float = 1.0
+    rows: int = 0
 
 
 class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

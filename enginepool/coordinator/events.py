@@ -285,12 +285,13 @@ class WorkerHeard(Event):
 
 
 class WorkerBye(Event):
-    """A worker says that it ends, and why. `permanent`: starting it again cannot help."""
+    """A worker says that it ends, and why. `permanent`: starting it again cannot help. `out_of_memory`: of a batch."""
 
     link: Link
     reason: str
     failed: bool
     permanent: bool = False
+    out_of_memory: bool = False
 
 
 class WorkerBroken(Event):

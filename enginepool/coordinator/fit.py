@@ -5,6 +5,7 @@ Each check returns why not in one line, or "". A worker that does not fit is los
 
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.state import Batch, Worker
+from enginepool.protocol.halving import MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
 
 
@@ -18,6 +19,7 @@ def impossible(can: Capabilities) -> str:
         and can.vocab > 0
         and can.max_item >= 0
         and can.pace >= 0
+        and 0 <= can.halvings <= MOST_HALVINGS
         and can.cached_query >= 0
         and (not can.cached_query or can.batch_tokens <= can.cached_tokens <= can.inflight_tokens)
     ):

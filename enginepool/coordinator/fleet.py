@@ -11,11 +11,13 @@ from enginepool.coordinator.batching import post_batch, post_text, take_text
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import Link
-from enginepool.coordinator.fit import alone_in_class, misfit, stranger
+from enginepool.coordinator.fit import alone_in_class, impossible, misfit, stranger
+from enginepool.coordinator.halving import halve, shrink
 from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Request, Worker
+from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Accept, Drain, Failure, Pong
 
 #: how many refused incarnations of workers that dialled in are remembered
@@ -71,7 +73,8 @@ class Fleet:
             worker.routing.update(worker)
             core.wake(group)
         core.worker_links[e.link] = worker
-        core.effects.append(ToWorker(e.link, Accept(core.epoch, orphan_s=core.config.timing.orphan_s)))
+        orphan_s = core.config.timing.orphan_s
+        core.effects.append(ToWorker(e.link, Accept(core.epoch, orphan_s=orphan_s, halvings=worker.halvings)))
         # What was sent on the old link may be lost with it; the worker runs a batch id once.
         for batch in worker.batches.values():
             post_batch(core, batch)
@@ -112,11 +115,17 @@ class Fleet:
         if worker is None:
             return
         group, can = worker.group, e.capabilities
+        if not impossible(can):
+            if can.halvings > group.halvings:
+                # It was halved under a coordinator that is gone.
+                shrink(group, can.halvings)
+                self.requests.refit(group)
+            can = halved(can, group.halvings - can.halvings)
         if wrong := stranger(worker, can):
             self.lose(worker, wrong, kill=True)
             return
         alone = alone_in_class(worker, can)
-        worker.capabilities = can
+        worker.declared, worker.capabilities = e.capabilities, can
         worker.routing = group.packed_routing if can.packed else group.routing
         worker.version, worker.digest = e.version, e.digest
         worker.stage, worker.detail, worker.since = "ready", "", e.now
@@ -274,6 +283,12 @@ class Fleet:
         if worker is None:
             return
         place = worker.place
+        if e.out_of_memory and halve(worker):
+            worker.group.lost_batches += len(worker.batches)
+            self.recall(worker)
+            self.requests.refit(worker.group)
+            if place is not None:
+                place.blameless = True
         self.lose(worker, e.reason, kill=e.failed)
         if place is not None and not e.failed:
             place.last_words = e.reason

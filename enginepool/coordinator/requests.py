@@ -258,6 +258,14 @@ class Requests:
         group.suspects.sort()
         group.early.sort()
 
+    def refit(self, group: Group) -> None:
+        """Budgets are smaller than they were: what no worker takes any more is told so, also while it runs, or it would wait
+        for ever should it come back."""
+        self.recheck(group)
+        for client in list(self.core.clients.values()):
+            for request in [r for r in client.live.values() if r.group is group and r.state == RUNNING]:
+                self._classify(request)
+
     def reweigh(self, group: Group, before: int) -> None:
         """Other weights than those of version `before` are committed: requests that waited for them may run.
 

@@ -182,9 +182,9 @@ class Worker:
     """One incarnation of a worker process, on its newest link."""
 
     __slots__ = (
-        "batches", "capabilities", "cost", "detail", "digest", "done", "group", "heard", "host", "idle", "incarnation", "kept",
-        "lacks", "late", "link", "lost", "order", "pid", "place", "restore_until", "routing", "rows", "since", "stage", "stamp",
-        "texts", "version",
+        "batches", "capabilities", "cost", "declared", "detail", "digest", "done", "group", "halvings", "heard", "host", "idle",
+        "incarnation", "kept", "lacks", "late", "link", "lost", "order", "pid", "place", "restore_until", "routing", "rows",
+        "since", "stage", "stamp", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
@@ -201,7 +201,11 @@ class Worker:
         #: when the stage began
         self.since = now
         self.heard = now
+        #: what it said it can do, and how much of that it is given; None before it was ready
+        self.declared: Capabilities | None = None
         self.capabilities: Capabilities | None = None
+        #: what it was told to start with
+        self.halvings = group.halvings
         #: of its class; it is told what changes here
         self.routing = group.routing
         #: of the weights in its engine, as it says
@@ -220,7 +224,7 @@ class Worker:
         #: its engine from the old one until the deadline, which would cost a healthy worker its life.
         self.late = False
         self.batches: dict[TaskId, Batch] = {}
-        #: sums over `batches`; never over the capabilities' inflight_tokens and inflight_rows
+        #: sums over `batches`; never over the declared inflight_tokens and inflight_rows
         self.cost = 0
         self.rows = 0
         #: text requests that it tokenises now, and when it must have done so
@@ -270,8 +274,8 @@ class Worker:
         if self.lost:
             assert not self.batches and not self.texts, self
         if self.batches:
-            assert self.capabilities is not None and self.idle, self
-            can = self.capabilities
+            assert self.declared is not None and self.idle, self
+            can = self.declared
             assert self.cost <= can.inflight_tokens and self.rows <= can.inflight_rows, self
             assert self.routing is (self.group.packed_routing if can.packed else self.group.routing), self
         for batch in self.batches.values():
@@ -279,14 +283,14 @@ class Worker:
             if batch.trial:
                 assert len(self.batches) == 1 and len(batch.slices) == 1 and self.group.trial is batch, batch
             if len(batch.slices) > 1 or batch.rows > 1:
-                assert self.capabilities is not None, batch
+                assert self.declared is not None, batch
                 [(request, _, _), *more] = batch.slices
-                cached = not more and 0 < self.capabilities.cached_query <= request.work.shared
-                most = self.capabilities.cached_tokens if cached else self.capabilities.batch_tokens
+                cached = not more and 0 < self.declared.cached_query <= request.work.shared
+                most = self.declared.cached_tokens if cached else self.declared.batch_tokens
                 assert batch.cost <= most, batch
-            assert self.capabilities is not None and batch.rows <= self.capabilities.batch_rows, batch
-            if self.capabilities.packed:
-                assert all(may_pack(request.work, self.capabilities) for request, _, _ in batch.slices), batch
+            assert self.declared is not None and batch.rows <= self.declared.batch_rows, batch
+            if self.declared.packed:
+                assert all(may_pack(request.work, self.declared) for request, _, _ in batch.slices), batch
 
     def __repr__(self) -> str:
         return f"<Worker {self.incarnation} {self.stage} batches={len(self.batches)} cost={self.cost}>"
@@ -331,10 +335,11 @@ class Group:
     """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "answered", "batches", "config", "down", "early", "expected", "failed", "first", "forwards", "gone", "held", "history",
-        "kept_worker", "lost_batches", "name", "needs", "needy", "packed", "packed_routing", "peak", "peak_at", "places",
-        "plain", "poisoned", "queue", "ring", "routing", "running", "spent_s", "spent_tokens", "split_batches", "suspects",
-        "text_turn", "text_waiting", "tokens", "trial", "update", "version", "waiting", "weights", "woken", "workers", "zeros",
+        "answered", "batches", "config", "down", "early", "expected", "failed", "first", "forwards", "gone", "halvings",
+        "held", "history", "kept_worker", "lost_batches", "name", "needs", "needy", "packed", "packed_routing", "peak",
+        "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running", "spent_s", "spent_tokens",
+        "split_batches", "suspects", "text_turn", "text_waiting", "tokens", "trial", "update", "version", "waiting",
+        "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
@@ -358,6 +363,8 @@ class Group:
         self.history: deque[UpdateRecord] = deque(maxlen=HISTORY)
         #: the record that waits for the first answer of its weights, and when the engines had taken them
         self.first: tuple[UpdateRecord, float] | None = None
+        #: how often budgets were halved; all workers' capabilities, and these, are halved as often
+        self.halvings = 0
         #: of the first plain, and the first packed worker that was ready; None before that
         self.plain: Capabilities | None = None
         self.packed: Capabilities | None = None

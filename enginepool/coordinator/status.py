@@ -45,6 +45,7 @@ def _group(core: Core, group: Group) -> GroupStatus:
         early=len(group.early.waiting()),
         update=f"{group.update.phase} of version {group.update.offer.version}" if group.update is not None else "",
         needs_weights=group.needs,
+        halvings=group.halvings,
         workers=[_worker(core, worker) for worker in group.workers.values()] + absent,
     )
 

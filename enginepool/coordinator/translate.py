@@ -165,7 +165,9 @@ _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.HandedOver: _answer,
     m.Restored: lambda now, link, message, _: ev.RestoreFailed(now, link, message.version, message.code, message.message),
     m.Inspected: _inspected,
-    m.Bye: lambda now, link, message, _: ev.WorkerBye(now, link, message.reason, message.failed, message.permanent),
+    m.Bye: lambda now, link, message, _: ev.WorkerBye(
+        now, link, message.reason, message.failed, message.permanent, message.out_of_memory
+    ),
     m.Failure: lambda now, link, message, _: ev.WorkerRefused(now, link, message.id, message.code == "shutting_down"),
     m.Ping: lambda now, link, message, _: ev.WorkerHeard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.WorkerHeard(now, link),

@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.workers.engine import BatchScores, Engine, EngineDied, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.engine import (
+    BatchScores,
+    Engine,
+    EngineDied,
+    EngineError,
+    PartScores,
+    ScoreBatch,
+    ScorePart,
+    ran_out_of_memory,
+)
 from enginepool.workers.sim_engine import BYTE_OFFSET, SimEngine
 from enginepool.workers.sim_scores import expected_scores, score_part
 
@@ -329,6 +338,23 @@ def test_a_token_in_the_query_triggers_too_and_other_batches_are_well() -> None:
 def test_an_engine_that_cannot_load_says_why() -> None:
     with pytest.raises(EngineDied, match="crash_on_load"):
         work(faulty("crash_on_load").start(lambda stage, detail: None))
+
+
+def test_an_engine_without_memory_for_what_may_be_in_flight_starts_with_half_of_it() -> None:
+    sizes = {"inflight_rows": 8, "batch_rows": 4, "faults": [{"kind": "out_of_memory", "rows": 5}]}
+    with pytest.raises(EngineDied, match="OutOfMemoryError: 8 rows") as died:
+        work(engine(**sizes).start(lambda stage, detail: None))
+    assert ran_out_of_memory(str(died.value))
+    can = work(engine(**sizes).start(lambda stage, detail: None, 1))
+    assert (can.inflight_rows, can.batch_rows, can.halvings) == (4, 2, 1)
+
+
+def test_a_batch_without_memory_for_its_rows_kills_the_engine() -> None:
+    sim = engine(faults=[{"kind": "out_of_memory", "rows": 2, "at_batch": 2}])
+    work(sim.start(lambda stage, detail: None))
+    assert score(sim, part([1], [[2]] * 3)).forwards == 1
+    with pytest.raises(EngineDied, match="OutOfMemoryError: 3 rows"):
+        score(sim, part([1], [[2]] * 3))
 
 
 @pytest.mark.parametrize("kind", ["abort", "exit_on_load"])

@@ -314,6 +314,25 @@ def test_a_lost_engine_says_why_and_ends_the_process_with_its_code() -> None:
     assert Exit.ENGINE_DIED == 70
 
 
+@pytest.mark.parametrize(
+    ("stage", "reason", "told"),
+    [
+        ("ready", "the engine's scheduler failed: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("ready", "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes", True),
+        ("compiling", "m: torch.OutOfMemoryError: CUDA out of memory.", True),
+        ("loading", "m: torch.OutOfMemoryError: CUDA out of memory.", False),
+        ("ready", "the engine's scheduler (pid 5) was killed by SIGKILL (out of memory, or by somebody)", False),
+    ],
+)
+def test_an_engine_that_died_of_a_batch_too_large_for_its_memory_is_told_as_that(stage: str, reason: str, told: bool) -> None:
+    w = WorkerMachine("w1", "g", now=0.0)
+    run(w, Connected(0.0), Received(0.0, Accept(5, halvings=2)))
+    assert w.halvings == 2
+    run(w, EngineReady(0.0, CAPABILITIES) if stage == "ready" else EngineStage(0.0, stage))
+    (bye,) = [message for message in sent(run(w, EngineLost(0.0, reason))) if isinstance(message, Bye)]
+    assert bye.out_of_memory == told
+
+
 @pytest.mark.parametrize("ask", [Received(0.0, Drain()), DrainWanted(0.0, "SIGTERM")])
 def test_an_idle_worker_drains_at_once(ask: Event) -> None:
     w = ready()

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from enginepool import Pool, ScoreResult
-from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.config import GroupConfig, PoolConfig, Restart, Timing
 from enginepool.errors import BadRequest, PoolDown
+from enginepool.protocol.messages import GroupStatus
 from tests.engine.reference import Models, Reference
 from tests.process.daemons import Daemon
 from tests.process.processes import Processes
@@ -233,3 +234,37 @@ def test_a_scheduler_that_dies_or_hangs_costs_its_worker_and_no_request(
 
     for row, result in zip(rows * 2, asyncio.run(scenario()), strict=True):
         np.testing.assert_allclose(result.scores[0], reference.label_scores(row, (1,), False), rtol=1e-4, atol=1e-5)
+
+
+def test_a_scheduler_without_memory_for_a_batch_costs_its_worker_and_no_request(
+    processes: Processes, models: Models, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's own process is kept from growing. Its group is given half as much at a time, and nobody is suspected."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = PoolConfig(
+        groups={"policy": GroupConfig(model=str(models.causal), workers=1, device="cpu", dtype="float32")},
+        listen=f"ipc://{tmp_path}/pool.sock",
+        state_dir=str(tmp_path / "state"),
+        timing=Timing(silence_s=60.0, forward_s=15.0),
+        restart=Restart(max_restarts=0),
+    )
+    daemon = Daemon(processes, config).listening()
+    rng = random.Random(4)
+    rows = [[rng.randrange(len(reference.tokenizer)) for _ in range(60)] for _ in range(60)]
+
+    async def scenario() -> tuple[ScoreResult, GroupStatus]:
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
+            await pool.ready(timeout=START_S)
+            [worker] = (await pool.status()).groups[0].workers
+            (scheduler,) = [p for p in psutil.Process(worker.pid).children(recursive=True) if "scheduler" in p.name()]
+            size = scheduler.memory_info().vms
+            scheduler.rlimit(psutil.RLIMIT_AS, (size, size))
+            result = await pool.score([], rows, label_token_ids=[1])
+            return result, (await pool.status()).groups[0]
+
+    result, group = asyncio.run(scenario())
+    want = [reference.label_scores(row, (1,), False) for row in rows]
+    np.testing.assert_allclose(result.scores, want, rtol=1e-4, atol=1e-5)
+    assert set(result.forwards) == {1}
+    assert (group.halvings, group.poisoned, group.workers[0].restarts) == (1, 0, 1)
+    assert daemon.end() == 0

@@ -10,13 +10,14 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from enginepool import Pool
 from enginepool.config import encode_config
 from enginepool.errors import EnginepoolError, RequestCancelled
-from enginepool.protocol.messages import StatusReport
+from enginepool.protocol.messages import GroupStatus, StatusReport
 from enginepool.workers.sim_scores import expected_scores
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
@@ -256,3 +257,27 @@ def test_a_coordinator_whose_log_nobody_reads_still_drains(processes: Processes,
     process.stderr.close()
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0
+
+
+def test_engines_that_run_out_of_memory_get_less_at_a_time_and_lose_nothing(processes: Processes, tmp_path: Path) -> None:
+    """At first what may be in flight is too much, and later a batch."""
+    faults = [{"kind": "out_of_memory", "rows": 9}, {"kind": "out_of_memory", "rows": 3, "at_batch": 5}]
+    config = sim_pool(tmp_path, options=COSTS | {"faults": faults})
+    config = msgspec.structs.replace(config, restart=msgspec.structs.replace(config.restart, max_restarts=0))
+    daemon = Daemon(processes, config).listening()
+
+    async def scenario() -> GroupStatus:
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready(timeout=PATIENCE_S)
+            assert (await pool.status()).groups[0].halvings == 1, "both died of the same"
+            async with Load(daemon.address).running() as load:
+                async with asyncio.timeout(PATIENCE_S):
+                    while (await pool.status()).groups[0].halvings == 1:
+                        await load.answers(1)
+                await load.answers(50)
+            return (await pool.status()).groups[0]
+
+    group = asyncio.run(scenario())
+    assert group.halvings in (2, 3), "the other worker had batches of 4 rows as well"
+    assert group.poisoned == group.failed == 0
+    assert group.down == ""

@@ -351,6 +351,13 @@ def _to_client() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "status-report-halved",
+            way,
+            "a group whose engines ran out of memory twice",
+            {"type": "status_report", "epoch": EPOCH, "groups": [{"name": "policy", "halvings": 2}]},
+            exact=False,
+        ),
+        Valid(
             "status-report-empty",
             way,
             "nothing but the epoch, while it ends",
@@ -439,6 +446,13 @@ def _from_worker() -> list[Valid]:
             {"type": "ready", "capabilities": {**CAUSAL, "cached_query": 8, "cached_tokens": 96}},
             exact=False,
         ),
+        Valid(
+            "ready-halved",
+            way,
+            "a worker whose budgets were halved once",
+            {"type": "ready", "capabilities": {**CAUSAL, "halvings": 1}},
+            exact=False,
+        ),
         Valid("idle", way, "it holds nothing older than this epoch", {"type": "idle", "epoch": EPOCH}),
         Valid(
             "done",
@@ -500,6 +514,12 @@ def _from_worker() -> list[Valid]:
             {"type": "bye", "reason": "no such model", "failed": True, "permanent": True},
         ),
         Valid(
+            "bye-out-of-memory",
+            way,
+            "a batch was too large for the engine's memory",
+            {"type": "bye", "reason": "CUDA out of memory", "failed": True, "out_of_memory": True},
+        ),
+        Valid(
             "error-from-worker",
             way,
             "it drains, and does not take batch 5",
@@ -518,6 +538,7 @@ def _to_worker() -> list[Valid]:
     words = (text("query", "Is it good? "), text("items", "JaGrüße👍"), lengths("item_lengths", 2, 7, 4))
     return [
         Valid("accept", way, "the answer to register", {"type": "accept", "epoch": EPOCH}),
+        Valid("accept-halvings", way, "engines ran out of memory twice", {"type": "accept", "epoch": EPOCH, "halvings": 2}),
         Valid("accept-orphan", way, "with another patience", {"type": "accept", "epoch": EPOCH + 1, "orphan_s": 2.5}),
         Valid(
             "batch",

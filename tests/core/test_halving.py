@@ -1,0 +1,186 @@
+"""Promises about engines that run out of memory: less at a time from then on, for all of the group, and nobody is to blame."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginepool.config import Restart
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.fit import impossible
+from enginepool.protocol.halving import MOST_HALVINGS, halved
+from enginepool.protocol.messages import Accept, Batch, Capabilities
+from tests.core.machines import CAN, Pool, accepts, config, failures, results, work
+from tests.core.test_classes import PACKED
+
+
+def bye(pool: Pool, link: bytes, *, memory: bool = True) -> None:
+    """The worker on `link` says that its engine is lost, and ends."""
+    pool.batches = [sent for sent in pool.batches if sent.link != link]
+    pool.do(ev.WorkerBye(0, link, "OutOfMemoryError", True, False, memory))
+
+
+def in_flight(pool: Pool) -> list[tuple[bytes, list[int]]]:
+    return [
+        (sent.link, [part.frames[-1].shape[0] for part in sent.message.parts])
+        for sent in pool.batches
+        if isinstance(sent.message, Batch)
+    ]
+
+
+@given(
+    page=st.sampled_from([1, 16, 64]),
+    pages=st.integers(1, 3000),
+    more=st.integers(1, 4),
+    rows=st.integers(1, 2048),
+    times=st.integers(0, MOST_HALVINGS),
+    cached=st.booleans(),
+    max_item=st.sampled_from([0, 65_535]),
+)
+def test_halves_are_possible_budgets_in_whichever_steps_they_are_taken(
+    page: int, pages: int, more: int, rows: int, times: int, cached: bool, max_item: int
+) -> None:
+    batch = page * pages
+    can = Capabilities("causal", 1000, batch * more, batch, rows, batch * more, rows * more, page, max_item=max_item)
+    if cached:
+        can = msgspec.structs.replace(can, cached_query=8, cached_tokens=batch * more)
+    once = halved(can, times)
+    stepwise = can
+    for _ in range(times):
+        stepwise = halved(stepwise, 1)
+    assert once == stepwise
+    assert impossible(once) == ""
+    assert once.halvings == times
+    assert once.packed == can.packed
+    assert once.inflight_rows == max(1, (rows * more) >> times)
+    assert once.batch_tokens <= max(page, batch >> times)
+
+
+def test_a_batch_that_was_too_large_runs_in_halves_and_nobody_is_suspected() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, work(8, 10))
+    bye(pool, b"a")
+    pool.worker("b")
+    assert in_flight(pool) == [(b"b", [4]), (b"b", [4])]
+    assert not pool.machine.core.groups["g"].suspects.size
+    assert 1 in results(pool.finish_all())
+
+
+def test_workers_that_run_are_filled_half_as_much_and_those_that_start_are_told() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.worker("b")
+    pool.submit(client, 1, work(4, 10))
+    pool.submit(client, 2, work(4, 10))
+    assert [accept.halvings for accept in told(pool)] == [0, 0]
+    bye(pool, b"a")
+    assert in_flight(pool) == [(b"b", [4]), (b"b", [4])], "half of 200 tokens and of 16 rows have room for both"
+    pool.submit(client, 3, work(1, 10))
+    assert len(pool.batches) == 2, "8 rows in flight are enough now"
+    pool.worker("c")
+    assert [accept.halvings for accept in told(pool)] == [0, 0, 1]
+    assert in_flight(pool)[2:] == [(b"c", [1])]
+    group = pool.machine.core.groups["g"]
+    assert group.plain == halved(CAN, 1)
+    pool.finish_all()
+    assert sorted(results(pool.sent)) == [1, 2, 3]
+
+
+def told(pool: Pool) -> list[Accept]:
+    return [sent.message for sent in accepts(pool.sent) if isinstance(sent.message, Accept)]
+
+
+def test_workers_that_die_of_the_same_budgets_halve_them_once() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.worker("b")
+    for request in (1, 2, 3, 4):
+        pool.submit(client, request, work(8, 10))
+    bye(pool, b"a")
+    bye(pool, b"b")
+    assert pool.machine.core.groups["g"].halvings == 1
+    pool.worker("c")
+    bye(pool, b"c")
+    assert pool.machine.core.groups["g"].halvings == 2
+
+
+def test_an_engine_whose_first_batches_are_too_large_starts_again_with_half() -> None:
+    pool = Pool(config(workers=2, restart=Restart(max_restarts=0)))
+    first, second = (start.incarnation for start in pool.started)
+    pool.worker(first, ready=False)
+    pool.worker(second, ready=False)
+    for name in (first, second):
+        bye(pool, name.encode())
+        pool.do(ev.WorkerExited(0, name, "exit code 70", False))
+    group = pool.machine.core.groups["g"]
+    assert group.halvings == 1
+    pool.wait(2.0)
+    again = [start.incarnation for start in pool.started[2:]]
+    assert len(again) == 2, "that was no fault of the worker, which may be started again"
+    pool.worker(again[0], can=halved(CAN, 1))
+    assert [accept.halvings for accept in told(pool)] == [0, 0, 1]
+    assert group.plain == halved(CAN, 1)
+
+
+def test_what_is_too_large_even_in_small_batches_is_a_loss_like_any_other() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work(1, 1))
+    for life in range(MOST_HALVINGS):
+        pool.worker(f"w{life}")
+        bye(pool, f"w{life}".encode())
+    group = pool.machine.core.groups["g"]
+    assert (group.halvings, group.suspects.size) == (MOST_HALVINGS, 0)
+    for life in range(3):
+        pool.worker(f"x{life}")
+        bye(pool, f"x{life}".encode())
+    assert group.poisoned == 0
+    pool.worker("y")
+    bye(pool, b"y")
+    assert failures(pool.sent)[1].code == "poisoned"
+
+
+def test_an_engine_that_had_nothing_to_run_did_not_die_of_a_batch() -> None:
+    pool = Pool()
+    pool.worker("a")
+    bye(pool, b"a")
+    assert pool.machine.core.groups["g"].halvings == 0
+
+
+def test_rows_that_fit_nowhere_any_more_are_told_so_also_while_they_run() -> None:
+    pool = Pool()
+    client = pool.client()
+    can = msgspec.structs.replace(CAN, context=200)
+    pool.worker("a", can=can)
+    pool.worker("b", can=can)
+    pool.submit(client, 1, work(1, 150))
+    pool.submit(client, 2, work(1, 20))
+    bye(pool, b"b")
+    said = failures(pool.sent)
+    assert (said[1].field, said[1].limit) == ("items[0]", "100")
+    assert 2 not in said
+    pool.finish_all()
+    assert list(results(pool.sent)) == [2]
+
+
+def test_a_worker_that_was_halved_under_another_coordinator_brings_that_along() -> None:
+    pool = Pool()
+    pool.worker("plain")
+    pool.worker("packed", can=halved(PACKED, 2))
+    group = pool.machine.core.groups["g"]
+    assert group.halvings == 2
+    assert (group.plain, group.packed) == (halved(CAN, 2), halved(PACKED, 2))
+    pool.worker("late", can=CAN)
+    assert pool.machine.core.groups["g"].workers["late"].capabilities == halved(CAN, 2)
+
+
+def test_any_other_end_halves_nothing() -> None:
+    pool = Pool()
+    pool.worker("a")
+    pool.submit(pool.client(), 1, work(8, 10))
+    bye(pool, b"a", memory=False)
+    group = pool.machine.core.groups["g"]
+    assert (group.halvings, group.suspects.size) == (0, 1)
