@@ -41,10 +41,12 @@ class Notes(logging.Handler):
         path.write_text(role + "\n", encoding="utf-8")
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Of a traceback, the last line is the error itself."""
-        lines = [line.strip() for line in record.getMessage().splitlines() if line.strip()]
+        """Of a traceback, the first line behind its frames is the error itself; CUDA's errors have advice in further ones."""
+        lines = [line.rstrip() for line in record.getMessage().splitlines() if line.strip()]
         if lines and self._path.parent.is_dir():
-            self._path.write_text(f"{self._role}\n{lines[-1]}\n", encoding="utf-8")
+            frames = [i for i, line in enumerate(lines[:-1]) if line[0].isspace()]
+            error = lines[frames[-1] + 1 if frames else 0]
+            self._path.write_text(f"{self._role}\n{error.strip()}\n", encoding="utf-8")
 
 
 def keep_notes(role: str) -> None:

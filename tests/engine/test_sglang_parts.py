@@ -219,8 +219,13 @@ def test_notes_of_a_process_outlive_a_host_that_is_gone(tmp_path: Path, monkeypa
         keep_notes("scheduler")
         note = tmp_path / "notes" / str(os.getpid())
         assert note.read_text() == "scheduler\n"
-        logger.error("first\nlast")
-        assert note.read_text() == "scheduler\nlast\n"
+        logger.error("one line")
+        assert note.read_text() == "scheduler\none line\n"
+        frames = 'Traceback (most recent call last):\n  File "x.py", line 1\n    f()\n'
+        logger.error(
+            f"hit an exception: {frames}KeyError: 1\n\nDuring handling:\n{frames}CUDA error: out of memory\nSearch for it\n"
+        )
+        assert note.read_text() == "scheduler\nCUDA error: out of memory\n"
         note.unlink()
         note.parent.rmdir()
         logger.error("to nobody")
