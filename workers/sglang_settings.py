@@ -174,6 +174,8 @@ def _defaults(wanted: Wanted) -> dict[str, Any]:
         "disable_cuda_graph": True,
         "disable_prefill_cuda_graph": True,
         "grammar_backend": "none",
+        # Rows seldom begin alike, and each would be looked for and kept; long queries that rows share are asked for by name.
+        "disable_radix_cache": wanted.cached_query_tokens is None,
         # Models with a sliding window keep a second pool; as large as the first, the one rule above covers both.
         "swa_full_tokens_ratio": 1.0,
         "log_level": "error",

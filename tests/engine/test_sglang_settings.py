@@ -301,6 +301,12 @@ def test_a_small_pool_bounds_cached_batches_too() -> None:
         budgets(wanted(cached_query_tokens=10_000), running(kv_tokens=20_000))
 
 
+@pytest.mark.parametrize("cached_query_tokens", [None, 256])
+def test_nothing_is_kept_but_queries_that_were_asked_for(cached_query_tokens: int | None) -> None:
+    kwargs = engine_kwargs(wanted(cached_query_tokens=cached_query_tokens), KNOWN | {"disable_radix_cache"})
+    assert kwargs["disable_radix_cache"] == (cached_query_tokens is None)
+
+
 def test_queries_are_not_kept_without_a_radix_cache() -> None:
     """Whether the options say so, or SGLang resolved its settings to that."""
     asked = wanted(cached_query_tokens=256, options={"disable_radix_cache": True})
