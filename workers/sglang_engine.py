@@ -29,7 +29,7 @@ from enginepool.workers.engine import (
 from enginepool.workers.sglang_build import Prepared, prepare
 from enginepool.workers.sglang_capabilities import capabilities_of, what_runs
 from enginepool.workers.sglang_end import EngineEnd, one_line
-from enginepool.workers.sglang_forwards import Entries
+from enginepool.workers.sglang_entries import Entries
 from enginepool.workers.sglang_host import EngineHost
 from enginepool.workers.sglang_scoring import EngineScoring
 from enginepool.workers.sglang_settings import SettingsError

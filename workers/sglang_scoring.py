@@ -12,7 +12,7 @@ from enginepool.workers.packed import join
 from enginepool.workers.sglang_cached import CachedQueries
 from enginepool.workers.sglang_checks import checked_rows, refuse_oversize
 from enginepool.workers.sglang_end import one_line
-from enginepool.workers.sglang_forwards import Entries
+from enginepool.workers.sglang_entries import Entries
 from enginepool.workers.sglang_packed import DELIMITER, packed_head_scores, packed_heads, packed_label_scores, packed_labels
 from enginepool.workers.sglang_readout import forward_count, head_scores, hidden_rows, label_scores, refuse_aborted
 from enginepool.workers.sglang_requests import Parts, head_request, label_request
@@ -20,7 +20,7 @@ from enginepool.workers.sglang_settings import Running
 
 
 class EngineScoring:
-    """Scores batches on one engine. It does not look whether the engine is gone: the engine would wait for ever.
+    """Scores batches on one engine. Its calls never return once the engine is gone: await them by `EngineEnd.unless_over`.
 
     Args:
         tokenizer_manager: SGLang's, which talks to the scheduler.

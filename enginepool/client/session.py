@@ -10,7 +10,7 @@ When the link is lost they are sent again after the next Welcome, under the same
 anew, and later copies of an answer are dropped here. Deadlines are the coordinator's to keep; a sent request fails here
 `grace_s` after its own, so that no call hangs when nobody answers.
 
-*Questions* (`statuses.py`) are asked again until they are answered. *Updates* (`updates.py`) are said again after a lost link,
+*Questions* (`questions.py`) are asked again until they are answered. *Updates* (`updates.py`) are said again after a lost link,
 and looked up in the journal of a new coordinator.
 
 *Acknowledgements* go out in batches, except for `busy`: that leaves the id free, and an acknowledgement that arrives after the
@@ -48,8 +48,8 @@ from enginepool.client.events import (
     Welcomed,
 )
 from enginepool.client.link_state import LinkState
+from enginepool.client.questions import Questions
 from enginepool.client.settings import DEFAULTS, Settings
-from enginepool.client.statuses import Statuses
 from enginepool.client.updates import Updates
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import (
@@ -87,7 +87,7 @@ class ClientSession:
         self.settings = settings
         self.link = LinkState(client, token, settings, agent)
         self.calls = Calls(settings, jitter)
-        self.statuses = Statuses(settings)
+        self.questions = Questions(settings)
         self.updates = Updates(settings)
         #: why it ended
         self.end: Failure | None = None
@@ -127,7 +127,7 @@ class ClientSession:
     def wake_at(self) -> float:
         """When the next Tick is due; inf: nothing waits for time."""
         return min(
-            self.link.wake_at, self.calls.wake_at, self.statuses.wake_at, self.updates.wake_at, self._ack_at, self._sweep_at
+            self.link.wake_at, self.calls.wake_at, self.questions.wake_at, self.updates.wake_at, self._ack_at, self._sweep_at
         )
 
     # --- the caller's side ---------------------------------------------------------------------------------------------
@@ -143,16 +143,16 @@ class ClientSession:
             self.calls.submit(event, self._now, self._out)
 
     def _on_abandon(self, event: Abandon) -> None:
-        if not self.statuses.abandon(event.id):
+        if not self.questions.abandon(event.id):
             self.calls.abandon(event.id, self._now, self._out)
 
     def _on_ask_status(self, event: AskStatus) -> None:
         if self._take_id(event.id):
-            self.statuses.ask(event.id, Status(event.id), event.deadline, self._now, self._out)
+            self.questions.ask(event.id, Status(event.id), event.deadline, self._now, self._out)
 
     def _on_ask_weights(self, event: AskWeights) -> None:
         if self._take_id(event.question.id):
-            self.statuses.ask(event.question.id, event.question, event.deadline, self._now, self._out)
+            self.questions.ask(event.question.id, event.question, event.deadline, self._now, self._out)
 
     def _on_open_update(self, event: OpenUpdate) -> None:
         if self._take_id(event.publish.id):
@@ -205,7 +205,7 @@ class ClientSession:
         elif isinstance(message, WeightsWanted):
             self._out.append(Wanted(message.group, message.version))
         elif not (isinstance(message, WeightsReport) and self.updates.reported(message, self._out)):
-            self.statuses.answered(message, event.frames, self._out)
+            self.questions.answered(message, event.frames, self._out)
 
     def _on_welcome(self, message: Welcome) -> None:
         if message.protocol != PROTOCOL_VERSION:
@@ -224,7 +224,7 @@ class ClientSession:
             if new_epoch:
                 self._acks.clear()
             self._flush_acks()
-            self.statuses.welcome(self._out)
+            self.questions.welcome(self._out)
             self.updates.welcome(new_epoch, self._now, self._out)
         self.calls.welcome(message, new_epoch, self._now, self._out)
 
@@ -243,7 +243,7 @@ class ClientSession:
                 self._out.append(Complaint(failure))
         elif self.updates.refused(failure.id, failure, self._now, self._out):
             self._acknowledge(failure.id)
-        elif self.statuses.refused(failure.id, failure, self._out):
+        elif self.questions.refused(failure.id, failure, self._out):
             return  # the coordinator keeps no question, so nothing is acknowledged
         elif code == "busy":
             self.calls.busy(failure, failure.id, self._now, self._out)
@@ -288,7 +288,7 @@ class ClientSession:
         if now >= self._sweep_at:
             self._sweep_at = now + settings.resend_s
             self.calls.sweep(now, self._out)
-        self.statuses.tick(now, self._out)
+        self.questions.tick(now, self._out)
         self.updates.tick(now, self._out)
 
     # --- all parts -----------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ class ClientSession:
 
     def _greet(self, open_link: bool) -> None:
         self.calls.shelve()
-        self.statuses.shelve()
+        self.questions.shelve()
         self.updates.shelve()
         self._ack_at = self._sweep_at = inf
         self.link.greet(self._now, self._out, open_link=open_link)
@@ -315,7 +315,7 @@ class ClientSession:
             return
         self.end = failure
         self.calls.end(failure, self._out)
-        self.statuses.end(failure, self._out)
+        self.questions.end(failure, self._out)
         self.updates.end(failure, self._out)
         self._acks.clear()
         self._ack_at = self._sweep_at = inf
@@ -337,12 +337,12 @@ class ClientSession:
         state, stands = self.link.state, self.link.stands
         self.link.check()
         self.calls.check()
-        self.statuses.check(stands)
+        self.questions.check(stands)
         self.updates.check(stands)
         assert self.calls.open == stands, "requests are sent on a standing link, and then always"
         assert not stands or len(self._acks) < self.settings.ack_batch, "acknowledgements pile up"
         assert not stands or bool(self._acks) == (self._ack_at < inf), "acknowledgements have a time"
         assert all(id_ <= self._last_id for id_ in self.calls.by_id), "ids only grow"
-        assert state != "ended" or not (self.calls.by_id or self.statuses or self.updates or self.wake_at < inf), (
+        assert state != "ended" or not (self.calls.by_id or self.questions or self.updates or self.wake_at < inf), (
             "an ended session waits"
         )

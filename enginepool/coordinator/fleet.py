@@ -27,7 +27,7 @@ GOODBYE_S = 30.0
 
 
 class Fleet:
-    """The worker side of the machine."""
+    """The workers that have registered."""
 
     def __init__(self, core: Core, requests: Requests, places: Places) -> None:
         self.core = core

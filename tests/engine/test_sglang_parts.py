@@ -19,7 +19,7 @@ import torch
 
 from enginepool.workers.cpu_bridge import sgl_kernel
 from enginepool.workers.engine import EngineError
-from enginepool.workers.sglang_forwards import Entries
+from enginepool.workers.sglang_entries import Entries
 from enginepool.workers.sglang_host import EngineHost
 from enginepool.workers.sglang_process import NOTES_VARIABLE, keep_notes
 from enginepool.workers.sglang_readout import forward_count, head_scores, label_scores, refuse_aborted

@@ -21,7 +21,7 @@ COORDINATOR = "enginepool/coordinator/"
 SHELL = {f"{COORDINATOR}{name}.py" for name in ("daemon", "sockets", "journal", "supervisor", "stagers", "processes")}
 #: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.
 PURE = {
-    f"enginepool/client/{name}.py" for name in ("session", "link_state", "calls", "statuses", "updates", "events", "settings")
+    f"enginepool/client/{name}.py" for name in ("session", "link_state", "calls", "questions", "updates", "events", "settings")
 } | {f"workers/{name}.py" for name in ("machine", "engine", "events", "updates", "work")}
 
 #: Files of the client that a trainer imports, with torch; nothing else of the client imports them before it is asked to.

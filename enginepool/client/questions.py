@@ -16,7 +16,7 @@ from enginepool.protocol.updates import WeightsQuestion, WeightsReport
 Question = Status | WeightsQuestion
 
 
-class Statuses:
+class Questions:
     """All questions of one client without an answer."""
 
     def __init__(self, settings: Settings) -> None:
