@@ -217,7 +217,7 @@ class WorkerMachine:
             why = f"work {task} is refused: epoch {self.epoch} is accepted here, stage {self.stage}"
             refusal: list[Effect] = [Send(Failure("hello_required", why, id=task[1]))]
             return refusal if self.registered else refusal + self._ask()
-        return [*work.begin(task, parts, run, hold=self.updates.busy)]
+        return work.begin(task, parts, run, hold=self.updates.busy)
 
     def _finished(self, task: TaskId, answer: Send) -> list[Effect]:
         """`task` has left the engine. Its answer is sent, kept or, when its epoch is over, dropped."""

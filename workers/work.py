@@ -6,7 +6,7 @@
 from collections.abc import Iterable
 
 from enginepool.protocol.messages import Done, FrameSpec, PartDone, TaskId, Tokenised
-from enginepool.workers.events import BatchDone, RunBatch, RunTokenise, Send, TextDone, WorkFailed
+from enginepool.workers.events import BatchDone, Effect, RunBatch, RunTokenise, Send, TextDone, WorkFailed
 
 #: finished answers kept for a batch that is delivered again, and their payload bytes in all
 KEPT_ANSWERS = 64
@@ -39,7 +39,7 @@ class Work:
         """Answers that somebody waits for."""
         return len(self.running) + len(self.unsent)
 
-    def begin(self, task: TaskId, parts: int | None, run: Run, *, hold: bool) -> list[Run]:
+    def begin(self, task: TaskId, parts: int | None, run: Run, *, hold: bool) -> list[Effect]:
         """Take work, which goes into the engine at once unless it is to be held, or something is still leaving the engine."""
         self.running[task] = parts
         if self.leaving or hold:
@@ -58,19 +58,16 @@ class Work:
         if task not in self.running:
             return False
         del self.running[task]
-        self._keep(task, answer)
         if not said:
             self.unsent[task] = answer
-        return True
-
-    def _keep(self, task: TaskId, answer: Send) -> None:
-        self.answers[task] = answer
+        answers = self.answers
+        answers[task] = answer
         for frame in answer.frames:
             self.answer_bytes += len(frame)
-        while len(self.answers) > KEPT_ANSWERS or self.answer_bytes > KEPT_BYTES:
-            oldest = next(iter(self.answers))
-            for frame in self.answers.pop(oldest).frames:
+        while len(answers) > KEPT_ANSWERS or self.answer_bytes > KEPT_BYTES:
+            for frame in answers.pop(next(iter(answers))).frames:
                 self.answer_bytes -= len(frame)
+        return True
 
     def unsaid(self) -> Iterable[Send]:
         """The answers that are not sent yet; they are now."""
