@@ -96,6 +96,8 @@ class Daemon:
     def start(self) -> None:
         """Take up the epoch, adopt or start workers, listen."""
         epoch = max(self.journal.record.epoch + 1, time.time_ns() // 1000)
+        if self.journal.torn:
+            say("the journal was cut off in the middle of a write: what it held before holds")
         self.journal.write(Record(epoch, self.journal.record.weights))
         alive = self.supervisor.survivors()
         self.handle(ev.Started(time.monotonic(), epoch, dict(self.journal.record.weights), alive, self._snapshots))
@@ -206,8 +208,7 @@ class Daemon:
         elif type(effect) is ef.KillWorker:
             self.supervisor.kill(effect.incarnation)
         elif type(effect) is ef.WriteJournal:
-            written = self.loop.run_in_executor(self._writer, self._commit, effect)
-            written.add_done_callback(lambda done: self._written(effect, done))
+            self._writer.submit(self._commit, effect)
         elif type(effect) is ef.Drained:
             self._end_all()  # the workers are gone; their stagers are not
             if not self.ended.done():
@@ -216,17 +217,20 @@ class Daemon:
             raise AssertionError(f"no way to perform {effect}")
 
     def _commit(self, effect: ef.WriteJournal) -> None:
-        """In the writer's thread, the only one that writes after the start."""
-        record = self.journal.record
-        self.journal.write(Record(record.epoch, {**record.weights, effect.group: effect.weights}))
+        """In the writer's thread, the only one that writes after the start. A held group waits: the loop is told straight."""
+        record, why = self.journal.record, ""
+        try:
+            self.journal.write(Record(record.epoch, {**record.weights, effect.group: effect.weights}))
+        except Exception as error:  # whatever it is: a group is held until it is answered
+            why = str(error)
+        self.loop.call_soon_threadsafe(self._written, effect, why)
 
-    def _written(self, effect: ef.WriteJournal, done: asyncio.Future[None]) -> None:
-        error = done.exception()
+    def _written(self, effect: ef.WriteJournal, why: str) -> None:
         if self.ended.done():
             return
-        if error is not None:
-            say(f"the journal could not be written: {error}")
-        self.handle(ev.JournalWritten(time.monotonic(), effect.update, str(error) if error is not None else ""))
+        if why:
+            say(f"the journal could not be written: {why}")
+        self.handle(ev.JournalWritten(time.monotonic(), effect.update, why))
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:

@@ -1,11 +1,17 @@
-"""The journal: what must survive the coordinator. One small file, replaced atomically and synced; one pool at a time.
+"""The journal: what must survive the coordinator. One small file of two slots, written in turn; one pool at a time.
 
-It holds the epoch and, for each group, the committed weights. Writing it is the commit point of whatever changes it.
-The queue is not journalled: clients resend.
+It holds the epoch and, for each group, the committed weights. Writing it is the commit point of whatever changes it, and a held
+group waits for it. The queue is not journalled: clients resend.
+
+`journal.json` has two lines of equal length, a record in each, as JSON. A write goes over the older one, in place, and is
+synced: nothing but these bytes has to reach the disk, no directory and no new file. One that a crash has torn shows in its
+checksum, and the other line holds. What does not fit in a line goes into a new file, which takes the old one's name.
 """
 
+import contextlib
 import fcntl
 import os
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO
 
@@ -13,6 +19,9 @@ import msgspec
 
 from enginepool.coordinator.events import GroupWeights
 from enginepool.errors import ConfigError
+
+#: Bytes of a slot at least, and what its size is a multiple of: no write to one slot touches a block of the other.
+BLOCK = 4096
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -22,46 +31,158 @@ class Record(msgspec.Struct, frozen=True):
     weights: dict[str, GroupWeights] = {}
 
 
+class _Slot(msgspec.Struct, frozen=True):
+    """One line. `sequence`: the highest one holds. `checksum`: over it and the text of the record."""
+
+    sequence: int
+    checksum: str
+    record: msgspec.Raw
+
+
 class Journal:
-    """The journal in `directory`, locked for as long as this object lives."""
+    """The journal in `directory`, locked for as long as this object lives.
+
+    Attributes:
+        record: what it holds.
+        torn: one of its lines is damaged, as by a crash in the middle of a write; the other one holds.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._path = directory / "journal.json"
+        self._file: int | None = None
+        self._slot_bytes = BLOCK
+        #: the line that holds, and the highest number that was ever written
+        self._newest = 0
+        self._sequence = 0
+        self.torn = False
         try:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock: IO[str] = open(directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"state_dir = {str(directory)!r}: in use by another pool (its lock is held)") from None
         except OSError as error:
             raise ConfigError(f"state_dir = {str(directory)!r}: {error.strerror}") from None
-        self.record = self._read()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.close)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                why = "in use by another pool (its lock is held)" if isinstance(error, BlockingIOError) else error.strerror
+                raise ConfigError(f"state_dir = {str(directory)!r}: {why}") from None
+            try:
+                self.record = self._read()
+            except OSError as error:
+                raise ConfigError(f"{self._path}: {error.strerror}") from None
+            stack.pop_all()
 
     def _read(self) -> Record:
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
             return Record()
+        half = len(data) // 2
+        found = [(slot.sequence, at, slot.record) for at in (0, 1) if (slot := _whole(data[at * half : (at + 1) * half]))]
+        if not found:
+            raise ConfigError(
+                f"{self._path}: not a journal of this pool, or damaged: neither of its two lines is a whole record"
+            )
+        self._sequence, self._newest, text = max(found, key=lambda one: one[0])
+        self._slot_bytes = half
+        other = data[half:] if self._newest == 0 else data[:half]
+        self.torn = len(found) == 1 and bool(other.strip())
         try:
-            return msgspec.json.decode(data, type=Record)
+            record = msgspec.json.decode(text, type=Record)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"{self._path}: not a journal of this pool: {error}") from None
+        self._file = os.open(self._path, os.O_RDWR)
+        return record
 
     def write(self, record: Record) -> None:
-        """Replace the content. When this returns, it survives a crash of the machine."""
-        fresh = self._path.with_suffix(".new")
-        with open(fresh, "wb") as file:
-            file.write(msgspec.json.encode(record))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, self._path)
-        directory = os.open(self._directory, os.O_RDONLY)
+        """Replace the content. When this returns, it survives a crash of the machine.
+
+        Raises:
+            OSError: it could not be written, and what was there before holds.
+        """
+        line = self._line(record)
         try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+            if self._file is None or len(line) > self._slot_bytes:
+                self._begin(line)
+            else:
+                self._overwrite(self._file, line)
+        except OSError:
+            # It may have reached the file nevertheless, and a successor must not find what nobody was told: what holds is
+            # written again, elsewhere. If that fails, too, nothing can be promised, and the next write begins a new file.
+            with contextlib.suppress(OSError):
+                self._leave()
+                self._begin(self._line(self.record))
+            raise
         self.record = record
 
+    def _line(self, record: Record) -> bytes:
+        self._sequence += 1
+        text = msgspec.json.encode(record)
+        return msgspec.json.encode(_Slot(self._sequence, _checksum(self._sequence, text), msgspec.Raw(text))) + b"\n"
+
+    def _overwrite(self, file: int, line: bytes) -> None:
+        """Write over the older line. The other one stays as it is until this one is on the disk."""
+        older = 1 - self._newest
+        _put(file, _padded(line, self._slot_bytes), older * self._slot_bytes)
+        os.fdatasync(file)
+        self._newest = older
+
+    def _begin(self, line: bytes) -> None:
+        """A new file, whose lines have room for this one. All its blocks are written now, and not allocated later."""
+        if len(line) > self._slot_bytes:
+            self._slot_bytes = -(-2 * len(line) // BLOCK) * BLOCK
+        fresh = self._path.with_suffix(".new")
+        file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            _put(file, _padded(line, self._slot_bytes) + _padded(b"\n", self._slot_bytes), 0)
+            os.fsync(file)
+            os.replace(fresh, self._path)
+            self._leave()
+            directory = os.open(self._directory, os.O_RDONLY)
+            try:
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+        except OSError:
+            # A file whose name is not on the disk is written to no more.
+            os.close(file)
+            raise
+        self._file, self._newest = file, 0
+
+    def _leave(self) -> None:
+        """Nothing is written to this file any more."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
     def close(self) -> None:
+        """Let go of the file and the lock."""
+        self._leave()
         self._lock.close()
+
+
+def _checksum(sequence: int, text: bytes) -> str:
+    return blake2b(b"%d %b" % (sequence, text), digest_size=16).hexdigest()
+
+
+def _whole(line: bytes) -> _Slot | None:
+    """What a line holds, unless it is empty or damaged."""
+    try:
+        slot = msgspec.json.decode(line, type=_Slot)
+    except msgspec.MsgspecError:
+        return None
+    return slot if slot.checksum == _checksum(slot.sequence, bytes(slot.record)) else None
+
+
+def _padded(line: bytes, size: int) -> bytes:
+    """The line with blanks before its end."""
+    return line[:-1].ljust(size - 1) + b"\n"
+
+
+def _put(file: int, data: bytes, at: int) -> None:
+    """All of `data`; the system may write less at a time."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], at + done)

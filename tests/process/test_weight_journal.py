@@ -11,7 +11,7 @@ import zmq
 
 from enginepool.coordinator.daemon import snapshot_folders
 from enginepool.coordinator.events import GroupWeights
-from enginepool.coordinator.journal import Record
+from enginepool.coordinator.journal import Journal
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (
     Accept,
@@ -119,9 +119,10 @@ def test_what_was_published_survives_the_coordinator(processes: Processes, tmp_p
     assert worker.hear(Committed).digest == "d" * 32
 
     daemon.kill()
-    record = msgspec.json.decode((Path(config.state_dir) / "journal.json").read_bytes(), type=Record)
+    journal = Journal(Path(config.state_dir))
+    journal.close()
     weights = GroupWeights(7, "d" * 32, "", "/models/seven", publisher=(b"p" * 16).hex())
-    assert record.weights == {"g": weights}
+    assert journal.record.weights == {"g": weights}
 
     successor = Daemon(processes, config).listening()
     restore = worker_of(dial, successor, "second").hear(Restore)
