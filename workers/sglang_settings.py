@@ -34,7 +34,7 @@ CACHED_ROOM = 4
 STATIC_FRACTION = 0.75
 
 #: Settings that the worker gives itself, and where their values come from.
-_FIXED = {
+FIXED = {
     "model_path": "model",
     "model": "model",
     "device": "device",
@@ -134,8 +134,8 @@ def engine_kwargs(wanted: Wanted, known: Collection[str]) -> dict[str, Any]:
     refused. The user's options win over the defaults.
     """
     for name in wanted.options:
-        if name in _FIXED:
-            raise SettingsError(f"engine option {name!r} is not set here: it comes from {_FIXED[name]}")
+        if name in FIXED:
+            raise SettingsError(f"engine option {name!r} is not set here: it comes from {FIXED[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""

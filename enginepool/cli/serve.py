@@ -1,6 +1,8 @@
 """`enginepool serve`: the pool as a daemon, described by a file or by a few flags."""
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +13,9 @@ from enginepool.cli.failure import BAD_USAGE, CommandFailed
 
 if TYPE_CHECKING:
     from enginepool.config import PoolConfig
+
+#: the process that knows the options of engines has answered by then
+OPTIONS_S = 60.0
 
 
 def serve(
@@ -48,6 +53,7 @@ def serve(
         raise CommandFailed(f"--config and {given[0]} exclude each other: write it in {config}", BAD_USAGE)
     pool = load_config(config) if config is not None else _from_flags(flags)
     _check_engines(pool)
+    _check_options(pool, str(config or "configuration"))
     if check:
         groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
         typer.echo(f"{config or 'configuration'}: good; groups: {groups}; listens on {pool.listen}")
@@ -85,3 +91,24 @@ def _check_engines(pool: "PoolConfig") -> None:
         if group.model.startswith(("/", "./", "../", "~")) and not (path / "config.json").is_file():
             what = "has no config.json" if path.is_dir() else "does not exist"
             raise CommandFailed(f"groups.{name}.model = {group.model!r}: that path {what}", BAD_USAGE)
+
+
+def _check_options(pool: "PoolConfig", where: str) -> None:
+    """Refuse an engine's options that it does not have. Workers know which these are, and one of them is asked."""
+    import msgspec
+
+    groups = {name: group for name, group in pool.groups.items() if group.options}
+    if not groups:
+        return
+    asked = msgspec.json.encode([(group.engine, group.options) for group in groups.values()])
+    command = [sys.executable, "-m", "enginepool.workers.options"]
+    done = subprocess.run(command, input=asked, capture_output=True, timeout=OPTIONS_S, check=False)
+    if done.returncode:
+        raise CommandFailed(f"{where}: the options could not be checked: {_last_line(done.stderr)}")
+    for name, (key, why) in zip(groups, msgspec.json.decode(done.stdout, type=list[tuple[str, str]]), strict=True):
+        if why:
+            raise CommandFailed(f"{where}: groups.{name}.options{f'.{key}' if key else ''}: {why}", BAD_USAGE)
+
+
+def _last_line(output: bytes) -> str:
+    return (output.decode(errors="replace").strip().splitlines() or ["it said nothing"])[-1]

@@ -1,5 +1,8 @@
 """What SGLang is started with, what is refused, and the budgets inside which no batch is ever cut."""
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -321,3 +324,19 @@ def test_a_packed_worker_keeps_no_queries() -> None:
         wanted(packed=True, cached_query_tokens=256)
     with pytest.raises(SettingsError, match="cached_query_tokens is 0; it must be at least 1"):
         wanted(cached_query_tokens=0)
+
+
+def test_the_settings_that_are_read_from_its_source_are_those_that_sglang_takes() -> None:
+    """`enginepool serve` asks the source, the worker asks the class."""
+    code = (
+        "from enginepool.workers import cpu_bridge, options, sglang_build\n"
+        "cpu_bridge.install()\n"
+        "from sglang.srt.server_args import ServerArgs\n"
+        "takes = sglang_build._setting_names(ServerArgs)\n"
+        "print(len(takes) > 100, sorted(takes - options.sglang_settings()))"
+    )
+    environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True, env=environment
+    )
+    assert done.stdout.splitlines()[-1] == "True []"

@@ -82,6 +82,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("bytes.toml").write_bytes(b"\xff\xfe")
     Path("negative.toml").write_text('[groups.a]\nmodel = "x"\nworkers = -3\n')
     Path("kind.toml").write_text('[groups.a]\nmodel = "x"\nworkers = "two"\n')
+    Path("key_of_sim.toml").write_text('[groups.a]\nmodel = "x"\nengine = "sim"\noptions = { vocap = 300 }\n')
+    Path("value_of_sim.toml").write_text('[groups.a]\nmodel = "x"\nengine = "sim"\noptions = { vocab = 0 }\n')
     Path("full").mkdir()
     Path("full/file").touch()
     return tmp_path
@@ -117,6 +119,12 @@ BAD_USAGE = [
     ("serve --config bytes.toml", "bytes.toml: not TOML"),
     ("serve --config negative.toml", "negative.toml: groups.a.workers = -3: 0 to 4096"),
     ("serve --config kind.toml", "kind.toml: groups.a.workers: Expected `int`, got `str`"),
+    (
+        "serve --config key_of_sim.toml",
+        "key_of_sim.toml: groups.a.options.vocap: the engine sim has no such option; did you mean 'vocab'?",
+    ),
+    ("serve --check --config key_of_sim.toml", "key_of_sim.toml: groups.a.options.vocap: "),
+    ("serve --check --config value_of_sim.toml", "value_of_sim.toml: groups.a.options: options of engine sim: vocab = 0"),
     ("serve --engine sim --state-dir in.jsonl", "state_dir = 'in.jsonl': File exists"),
     ("serve --engine sim --state-dir st --listen ipc://none/pool.sock", "ipc://none/pool.sock: cannot lock"),
     ("status --connect tcp://127.0.0.1:0", "write tcp://HOST:PORT"),
@@ -156,6 +164,17 @@ def test_the_real_engine_without_its_packages_names_what_to_install(monkeypatch:
         assert (code, err.count("\n")) == (1, 1)
         assert "sglang" in err
         assert "sim" in err
+
+
+@pytest.mark.skipif(examination.find_spec("sglang") is None, reason="asks the SGLang that is installed")
+def test_an_option_that_the_installed_sglang_lacks_is_found_before_a_worker_starts(tmp_path: Path) -> None:
+    config = tmp_path / "pool.toml"
+    config.write_text('[groups.a]\nmodel = "some/model"\noptions = { tp_size = 2, mem_fraction = 0.5 }\n')
+    code, _, err = call("serve", "--config", config, "--check")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{config}: groups.a.options.mem_fraction: " in err and "did you mean 'mem_fraction_static'?" in err
+    config.write_text('[groups.a]\nmodel = "some/model"\noptions = { tp_size = 2, mem_fraction_static = 0.5 }\n')
+    assert call("serve", "--config", config, "--check")[0] == 0
 
 
 def test_a_bug_of_ours_is_one_line_that_says_how_to_see_more(monkeypatch: pytest.MonkeyPatch) -> None:
