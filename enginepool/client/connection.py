@@ -34,6 +34,7 @@ from enginepool.client.events import (
     Welcomed,
 )
 from enginepool.client.link import Link
+from enginepool.client.names import follow_name
 from enginepool.client.session import ClientSession
 from enginepool.errors import ConnectError, EnginepoolError, error_from
 from enginepool.protocol.frames import Buffer
@@ -70,6 +71,9 @@ class Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = math.inf
         self._opened: asyncio.Future[Failure | None] = self._loop.create_future()
+        #: why its host cannot be found by its name; "": it can, or has none; and who finds out
+        self._unnamed = ""
+        self._lookup: asyncio.Task[None] | None = None
         #: the log was told that the coordinator is silent
         self._lost = False
 
@@ -90,12 +94,17 @@ class Connection:
             EnginepoolError: there is none, or it wants no such client; the connection is to be closed.
         """
         now = self._loop.time()
+        self._lookup = self._loop.create_task(follow_name(self.address, self._named))
         self._handle(Start(now, None if within is None else now + within))
-        failure = await self._opened
+        try:
+            failure = await self._opened
+        finally:
+            self._lookup.cancel()
         if failure is None:
             return
         if failure.code == "connect" and within is not None:
-            failure = Failure("connect", f"{failure.message} within {within:g} s")
+            unnamed = f": {self._unnamed}" if self._unnamed else ""
+            failure = Failure("connect", f"{failure.message} within {within:g} s{unnamed}")
         raise self._error(failure)
 
     async def ask(self, question: Callable[[int], Event], answer: type[T], names: Mapping[str, str] | None = None) -> T:
@@ -151,6 +160,9 @@ class Connection:
             return ConnectError(f"{self.address}: {failure.message}")
         return error_from(failure, names)
 
+    def _named(self, why: str) -> None:
+        self._unnamed = why
+
     # --- the session's side --------------------------------------------------------------------------------------------
 
     def _handle(self, event: Event) -> None:
@@ -196,6 +208,9 @@ class Connection:
             self._link.open()
         except OSError as error:
             failure = Failure("connect", f"cannot connect: {error.strerror or error}")
+            if self._lookup is not None:
+                # It is no address, whatever names it has.
+                self._lookup.cancel()
             self._loop.call_soon(self.abort, failure)
 
     def _end(self, failure: Failure) -> None:

@@ -91,7 +91,8 @@ class Pool:
             async with Pool.connect(address) as pool:     # closed at the end
 
         Raises:
-            ConnectError: nobody answered within `connect_timeout` seconds, or the address is none; the message names it.
+            ConnectError: nobody answered within `connect_timeout` seconds, perhaps because nobody knows the host's name, or
+                the address is none; the message says which, and names it.
         """
         connect_timeout = check_timeout(connect_timeout, "connect_timeout")
 
