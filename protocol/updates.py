@@ -134,7 +134,7 @@ class Published(Message, tag="published"):
 
 
 class WeightsWanted(Message, tag="weights_wanted"):
-    """To a connected publisher of `group`: its committed `version` is held nowhere any more. Publish that or more."""
+    """To every client: the committed `version` of `group` is held nowhere any more. Who has it publishes that or more."""
 
     group: str
     version: int

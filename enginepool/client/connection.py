@@ -65,7 +65,7 @@ class Connection:
         self._link = Link(address, self._received, self._complain)
         self._futures: dict[int, asyncio.Future[Answer | Report | WeightsAnswer | Fail]] = {}
         self._updates: dict[int, Callable[[UpdateEffect], None]] = {}
-        #: called when the committed weights of a group that this client published last exist nowhere any more
+        #: called when the committed weights of a group exist nowhere any more
         self.wanted: list[Callable[[Wanted], None]] = []
         self._last_id = 0
         self._timer: asyncio.TimerHandle | None = None

@@ -15,7 +15,7 @@ from enginepool.client.streaming import Buffers
 from enginepool.client.tensors import Described, Gather, Plan, Rename, Source, make_plan
 from enginepool.client.unsent import publish_message
 from enginepool.client.update import Desk, UpdateHandle
-from enginepool.errors import BadRequest
+from enginepool.errors import BadRequest, EnginepoolError
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.updates import InFlight, UpdateRecord
 
@@ -61,7 +61,8 @@ class WeightPublisher:
         timeout: seconds for `start` until all is sent, and for `finish`.
         lease: seconds of silence after which the pool gives an update of this publisher up and serves on.
         collective_timeout: seconds for the process group to form, and for each bucket.
-        on_wanted: called with the version when the pool has lost its weights and needs them again; `wanted` is set then too.
+        on_wanted: called with the version when the pool has lost its weights and needs them again, also when that was so before
+            this publisher was made; `wanted` is set then too. Every publisher of the group hears it.
     """
 
     def __init__(
@@ -104,8 +105,11 @@ class WeightPublisher:
             collective_timeout=check_timeout(collective_timeout, "collective_timeout") or 60.0,
             committed=self.wanted.clear,
         )
-        if self._desk.connection is not None:
-            self._desk.connection.wanted.append(self._hear_wanted)
+        self._asking: asyncio.Task[None] | None = None
+        if pool is not None:
+            pool.connection.wanted.append(self._hear_wanted)
+            # It may have been said before there was anybody to hear it.
+            self._asking = self._desk.loop.create_task(self._ask_whether_wanted(pool))
 
     def __repr__(self) -> str:
         return f"<WeightPublisher group={self.group!r} rank={self.rank} {self._desk.open or 'idle'}>"
@@ -183,9 +187,21 @@ class WeightPublisher:
         """Give up what is under way and leave the process group. Twice is once."""
         if self._desk.open is not None:
             await self._desk.open.abandon("the publisher closed")
+        if self._asking is not None:
+            self._asking.cancel()
         if self._desk.connection is not None and self._hear_wanted in self._desk.connection.wanted:
             self._desk.connection.wanted.remove(self._hear_wanted)
         await self._desk.leave()
+
+    async def _ask_whether_wanted(self, pool: "Pool") -> None:
+        try:
+            report = await pool.status(timeout=None)
+        except EnginepoolError:
+            # The pool is closed: its weights are nobody's concern.
+            return
+        for status in report.groups:
+            if status.needs_weights and not self.wanted.is_set():
+                self._hear_wanted(Wanted(status.name, status.version or 0))
 
     def _hear_wanted(self, wanted: Wanted) -> None:
         if wanted.group == self.group or not self.group:

@@ -36,16 +36,15 @@ class Ending:
         group, offer = update.group, update.offer
         before = group.weights
         run = before.run + offer.new_run
-        publisher = update.client.id.hex()
         if offer.transfer == "relabel":
-            return GroupWeights(offer.version, before.digest, before.snapshot, before.path, run, publisher)
+            return GroupWeights(offer.version, before.digest, before.snapshot, before.path, run)
         if offer.partial:
             # Nobody's bytes are all of it: whoever holds less than both must not be asked to restore it.
-            return GroupWeights(offer.version, layered(before.digest, digest), run=run, publisher=publisher)
+            return GroupWeights(offer.version, layered(before.digest, digest), run=run)
         folder = self.snapshots.get(group.config.snapshot, "")
         keeps = bool(folder) and offer.transfer == "staged"
         snapshot = f"{folder}/{group.name}-{digest}" if keeps else ""
-        return GroupWeights(offer.version, digest, snapshot, offer.path, run, publisher)
+        return GroupWeights(offer.version, digest, snapshot, offer.path, run)
 
     def commit(self, update: Update, weights: GroupWeights) -> None:
         """The journal has it: these are the weights of the group from now on."""

@@ -73,8 +73,7 @@ class GroupWeights(msgspec.Struct, frozen=True):
     """The committed weights of a group, as the journal keeps them.
 
     `digest`: "" for those of the checkpoint that engines start with. `snapshot`: the file that holds them, `path`: the
-    checkpoint that they came from, where there is one. `run`: grows with each new run; versions grow within one. `publisher`:
-    the client that brought them, in hex.
+    checkpoint that they came from, where there is one. `run`: grows with each new run; versions grow within one.
     """
 
     version: int = 0
@@ -82,7 +81,6 @@ class GroupWeights(msgspec.Struct, frozen=True):
     snapshot: str = ""
     path: str = ""
     run: int = 0
-    publisher: str = ""
 
 
 class Started(Event):

@@ -2,11 +2,9 @@
 
 It is told where they may lie: with its stager, in a snapshot, in a checkpoint. One that cannot have them says so, and tries
 again after a while. When every worker of a class has said so and none is still to come, the weights exist nowhere: requests
-that only they could serve are answered with needs_weights, and the last publisher is asked for them, until a publish succeeds
-or a worker finds them.
+that only they could serve are answered with needs_weights, and every client is asked for them, until a publish succeeds or a
+worker finds them.
 """
-
-from collections.abc import Iterator
 
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.classes import PACKED
@@ -110,17 +108,16 @@ class Restoring:
         )
         group.needy |= class_
         self.requests.fail_all(group, "needs_weights", group.needs, group.needy)
-        publisher = self.core.clients.get(bytes.fromhex(group.weights.publisher))
-        if publisher is not None:
-            self.hello(publisher)
+        for client in self.core.clients.values():
+            self._ask_for(client, group)
 
     def hello(self, client: Client) -> None:
-        """A publisher is on a link: groups that lost its weights want them again."""
-        if client.link is None:
-            return
-        for group in self._wanting(client):
-            self.core.effects.append(ToClient(client.link, WeightsWanted(group.name, group.version)))
+        """A client is on a link: groups that lost their weights want them of whoever has them."""
+        for group in self.core.groups.values():
+            if group.needs:
+                self._ask_for(client, group)
 
-    def _wanting(self, client: Client) -> Iterator[Group]:
-        name = client.id.hex()
-        return (group for group in self.core.groups.values() if group.needs and group.weights.publisher == name)
+    def _ask_for(self, client: Client, group: Group) -> None:
+        # Of all clients: a trainer that was restarted is another one than that which published them.
+        if client.link is not None:
+            self.core.effects.append(ToClient(client.link, WeightsWanted(group.name, group.version)))

@@ -78,7 +78,7 @@ def test_the_straight_path_of_a_staged_update() -> None:
     handed = trainer.commit()
     assert [s.link for s in handed if isinstance(s.message, HandOver)] == links
     assert of_type(pool.answer(handed), Published) == []
-    assert pool.journal[-1].weights == GroupWeights(1, DIGEST, publisher=trainer.link.ljust(16, b".").hex())
+    assert pool.journal[-1].weights == GroupWeights(1, DIGEST)
     end = pool.written()
     assert [s.link for s in end if isinstance(s.message, Committed)] == links
     (published,) = of_type(end, Published)
@@ -724,7 +724,7 @@ def test_parts_of_other_weights_are_never_put_together_even_under_one_version(ve
 def committed_before(**kwargs: Any) -> UpdatePool:
     """A coordinator that starts with a journal."""
     pool = UpdatePool(**kwargs)
-    weights = {"g": GroupWeights(3, DIGEST, "/snapshots/g", "/models/3", publisher=b"trainer".ljust(16, b".").hex())}
+    weights = {"g": GroupWeights(3, DIGEST, "/snapshots/g", "/models/3")}
     pool.machine = pool.machine.__class__(pool.machine.core.config, checked=True)
     pool.do(ev.Started(0, EPOCH, weights))
     return pool
@@ -760,7 +760,15 @@ def test_a_restore_is_said_again_on_a_new_link_and_has_a_deadline() -> None:
     assert not pool.machine.core.groups["g"].workers
 
 
-def test_weights_that_exist_nowhere_are_wanted_from_their_publisher() -> None:
+def test_weights_that_exist_nowhere_are_wanted_of_every_client_that_is_there_or_comes() -> None:
+    """Who published them may have been restarted, and be another client now."""
+    pool, _, _ = lost_everywhere()
+    assert [s.link for s in pool.sent if isinstance(s.message, WeightsWanted)] == [b"trainer"]
+    sent = pool.do(ev.ClientHello(0, b"other", b"restarted.......", b"t" * 16, 1))
+    assert [(s.link, s.message) for s in sent[1:]] == [(b"other", WeightsWanted("g", 3))]
+
+
+def test_weights_that_exist_nowhere_are_wanted_until_they_are_published() -> None:
     pool = committed_before()
     trainer = Trainer(pool)
     first, second = pool.worker("a"), pool.worker("b")

@@ -121,7 +121,7 @@ def test_what_was_published_survives_the_coordinator(processes: Processes, tmp_p
     daemon.kill()
     journal = Journal(Path(config.state_dir))
     journal.close()
-    weights = GroupWeights(7, "d" * 32, "", "/models/seven", publisher=(b"p" * 16).hex())
+    weights = GroupWeights(7, "d" * 32, "", "/models/seven")
     assert journal.record.weights == {"g": weights}
 
     successor = Daemon(processes, config).listening()

@@ -269,7 +269,7 @@ def test_workers_come_back_on_the_committed_weights_also_after_the_whole_pool_wa
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
-def test_weights_that_are_held_nowhere_any_more_are_asked_of_their_publisher(processes: Processes, tmp_path: Path) -> None:
+def test_weights_that_are_held_nowhere_any_more_are_asked_of_whoever_publishes(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=2, options=COSTS, snapshot="none", **TIMES)
 
     async def main() -> None:
@@ -284,6 +284,12 @@ def test_weights_that_are_held_nowhere_any_more_are_asked_of_their_publisher(pro
             assert publisher.wanted_version == 3
             with pytest.raises(errors.NeedsWeights, match="3"):
                 await pool.score([1], [[2]], label_token_ids=[3])
+            # A trainer that was restarted is another client, and may come when the weights are lost already.
+            async with Pool.connect(daemon.address) as again, WeightPublisher(again, **OPTIONS) as restarted:
+                await asyncio.wait_for(restarted.wanted.wait(), PATIENCE_S)
+                assert restarted.wanted_version == 3
+            with pytest.raises(errors.VersionBackwards, match="4 or above"):
+                await publisher.publish(some_weights(4), 3)
             await stage.publish(3)
             async with stage.load.running():
                 assert not publisher.wanted.is_set()

@@ -17,6 +17,7 @@ import torch
 
 from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublisher, errors
 from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.messages import GroupStatus
 from enginepool.protocol.updates import UpdateRecord
 from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
 from tests.wire.fake_updates import FakeUpdates, Receiver
@@ -161,6 +162,31 @@ def test_weights_without_a_broadcast_are_a_version_or_a_directory(updates: FakeU
 
     play(updates, scene)
     assert [publish.path for publish in updates.published] == ["", "some/model", ""]
+
+
+def test_a_publisher_that_comes_later_hears_what_the_pool_has_lost_before(updates: FakeUpdates) -> None:
+    updates.coordinator.groups = [
+        GroupStatus("another", version=9, needs_weights="lost"),
+        GroupStatus("g", version=4, needs_weights="lost"),
+    ]
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        await publisher.wanted.wait()
+        assert publisher.wanted_version == 4
+
+    play(updates, scene, group="g")
+
+
+def test_a_pool_that_is_closed_before_it_says_what_it_needs_needs_nothing(updates: FakeUpdates) -> None:
+    async def main() -> None:
+        async with Pool.connect(updates.coordinator.address) as pool:
+            updates.coordinator.silent = True
+            publisher = WeightPublisher(pool, group="g")
+            await asyncio.sleep(0)
+        await publisher.close()
+        assert not publisher.wanted.is_set()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
 
 
 def test_weights_that_the_pool_lost_are_asked_for_until_an_update_is_committed(updates: FakeUpdates) -> None:
