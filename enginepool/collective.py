@@ -30,8 +30,13 @@ _NEVER = timedelta(days=1)
 _ABORT_S = 5.0
 #: Asked for its end so often, a broadcast on a GPU costs little more than it takes.
 _POLL_S = 0.0001
-#: By default torch ends the process, a trainer too, when NCCL reports a lost peer.
-_CALM = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
+#: By default torch ends the process, a trainer too, when NCCL reports a lost peer; and it asks rank 0's store every second
+#: whether to write a report, which it says it cannot for as long as a stager outlives its trainer.
+_CALM = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 #: SGLang sets these for its engines, and all ranks of a group must agree.
 _LIKE_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 

@@ -274,10 +274,9 @@ class LocalSupervisor:
         try:
             with open(self._log(incarnation), "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - 4096))
-                lines = log.read().decode(errors="replace").split("\n")
+                return last_line(log.read())
         except FileNotFoundError:
             return ""
-        return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")
 
     def _tidy_logs(self) -> None:
         ended = [path for path in self._logs.glob("*.log") if path.stem not in self._processes]
@@ -289,6 +288,12 @@ class LocalSupervisor:
 
     def _log(self, incarnation: str) -> Path:
         return self._logs / f"{incarnation}.log"
+
+
+def last_line(log: bytes) -> str:
+    """The last line, as a terminal shows it: a bar of progress writes one over the other, with a return between them."""
+    lines = log.decode(errors="replace").replace("\r", "\n").split("\n")
+    return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")
 
 
 def _kill_group(leader: int) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from enginepool import collective
 from enginepool.collective import Broadcast, CollectiveError, Group, Rendezvous, join
 
 torch: Any = importlib.import_module("torch")
@@ -170,3 +171,17 @@ def test_a_broadcast_whose_error_cannot_be_told_in_python_ends_well() -> None:
             raise TypeError("Unable to convert function return value to a Python type!")
 
     Broadcast(Work(), Group(None, "g", 2, 0, "nccl", "cpu")).wait(SHORT_S)
+
+
+def test_what_torch_is_told_of_nccl_is_for_this_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
+    calm = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
+    with collective._environment("nccl"):  # pyright: ignore[reportPrivateUsage]
+        assert [os.environ.get(name) for name in calm] == ["0", "0", "0"]
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
+    with collective._environment("gloo"):  # pyright: ignore[reportPrivateUsage]
+        assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
