@@ -76,8 +76,9 @@ class Ending:
             self.core.effects.append(ToWorker(worker.link, message))
         for worker in list(group.workers.values()):
             if worker.incarnation not in update.members and worker.capabilities is not None:
-                # Its answers would be of the old version.
-                self.fleet.recall(worker)
+                if not worker.holds:
+                    # Its answers would be of the old version. One that holds these weights runs on: it would not drop its work.
+                    self.fleet.recall(worker)
                 self.restoring.changed(worker)
         self.requests.reweigh(group, before)
         release(self.core, group)

@@ -900,6 +900,26 @@ def test_a_part_is_only_for_workers_that_hold_the_rest() -> None:
     assert refusal(trainer.publish(4, partial=True), 1).code == "update_aborted"
 
 
+def test_who_holds_what_is_committed_once_more_keeps_its_work() -> None:
+    """A new run may begin with the version and the weights that are there: who was no member has no reason to stop."""
+    pool, trainer, _ = ready(1)
+    pool.answer(trainer.publish(0, transfer="relabel", new_run=True))
+    late = pool.worker("late")
+    pool.submit(trainer.link, 50, work(16))
+    sent = trainer.commit()
+    for batch in list(pool.batches):
+        if batch.link != late:
+            sent += pool.finish(batch)
+    (asked,) = of_type(sent, HandOver)
+    pool.tell(b"w0", HandedOver(asked.update, 0))
+    worker = pool.machine.core.groups["g"].workers["late"]
+    before = dict(worker.batches)
+    pool.written()
+    assert pool.machine.core.groups["g"].weights.run == 1
+    assert before and worker.batches == before
+    assert 50 in results(pool.finish_all())
+
+
 # --- questions ---------------------------------------------------------------------------------------------------------
 
 
