@@ -471,6 +471,7 @@ def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
     pool.answer(asked)
     pool.written()
     rows = 0
+    sent: list[Any] = []
     while pool.batches:
         rows += sum(part.frames[-1].shape[0] for part in pool.batches[0].message.parts)  # type: ignore[union-attr]
         sent = pool.finish(pool.batches[0], version=1)
