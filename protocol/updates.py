@@ -110,7 +110,8 @@ class Phase(Message, tag="phase"):
 
 class UpdateRecord(msgspec.Struct, omit_defaults=True):
     """One transaction in the history. `outcome`: `committed`, or the error's code. `phases`: µs, by phase; `drain` is
-    from the hold to the last answer of old work, `first_answer` from the hand-over's end to the first answer after it."""
+    from the hold to the last answer of old work, `first_answer` from the hand-over's end to the first answer after it; `load`,
+    `flush` and `ready` are those of `handed_over`, of the worker that took longest."""
 
     version: int
     outcome: str
@@ -285,14 +286,16 @@ class Staged(Message, tag="staged"):
 
 
 class HandedOver(Message, tag="handed_over"):
-    """The engine runs on `version`: `load_us` took the weights, `flush_us` the caches. An error: its weights are as before,
-    and whole. A worker that cannot promise that ends itself instead."""
+    """The engine runs on `version`: `load_us` took the weights, `flush_us` the caches; `ready_us` of preparation had kept it
+    from its work before. An error: its weights are as before, and whole. A worker that cannot promise that ends itself instead.
+    """
 
     update: TaskId
     version: int = 0
     digest: str = ""
     load_us: int = 0
     flush_us: int = 0
+    ready_us: int = 0
     code: str = ""
     message: str = ""
 

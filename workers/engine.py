@@ -150,7 +150,7 @@ class NewWeights:
 
 @dataclass(frozen=True, slots=True)
 class TakeTimes:
-    """What taking weights cost, in seconds: the load itself, and flushing the caches before and after."""
+    """What taking weights cost inside the engine, in seconds: the load itself, and flushing the caches before and after."""
 
     load_s: float
     flush_s: float
@@ -189,6 +189,18 @@ class Engine(Protocol):
 
     async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
         """Be ranks `rank` to `rank + ranks - 1` of process group `name`; rank 0 listens at `address`. Raises EngineError."""
+        ...
+
+    async def ready(self, weights: NewWeights) -> float:
+        """Get ready to `take` what will lie in the spaces of `weights`, while the engine serves and they may be written to.
+
+        Returns for how many seconds that kept the engine from its work. The spaces' memory is referred to from now on, until
+        `let_go` or the engine's end, also beyond a `take`. Raises EngineError when it cannot; `take` then does it all.
+        """
+        ...
+
+    async def let_go(self) -> None:
+        """Refer to no memory of spaces any more; what was made ready is not. Raises EngineError."""
         ...
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:

@@ -84,6 +84,7 @@ class DeviceMemory:
         """Raises OSError: no room."""
         self.nbytes = nbytes
         self.tensors: list[Any] = []
+        self._spaces: list[Space] = []
         torch.cuda.empty_cache()
         for gpu in range(gpus):
             free, _ = torch.cuda.mem_get_info(gpu)
@@ -95,8 +96,13 @@ class DeviceMemory:
                 raise OSError(str(error).splitlines()[0]) from None
 
     def spaces(self) -> list[Space]:
-        """As the engine's processes open them."""
-        return [Space("cuda", self.nbytes, handle=_handle(tensor), device=gpu) for gpu, tensor in enumerate(self.tensors)]
+        """As the engine's processes open them. Always the same: torch counts each time that memory is shared, and keeps it for
+        ever where somebody never opened what was shared."""
+        if not self._spaces:
+            self._spaces = [
+                Space("cuda", self.nbytes, handle=_handle(tensor), device=gpu) for gpu, tensor in enumerate(self.tensors)
+            ]
+        return self._spaces
 
     def save(self, path: str, footer: Footer) -> None:
         """Keep it as a snapshot. Raises OSError."""

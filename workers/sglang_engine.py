@@ -192,6 +192,14 @@ class SglangEngine:
         """Join a process group while the engine serves. Raises EngineError."""
         await self._updates().join(name, address, world, rank, backend)
 
+    async def ready(self, weights: NewWeights) -> float:
+        """Get ready to take what will lie in these spaces; seconds that this kept it from forwards. Raises EngineError."""
+        return await self._updates().ready(weights)
+
+    async def let_go(self) -> None:
+        """Refer to no memory of spaces any more. Raises EngineError."""
+        await self._updates().let_go()
+
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Run on these weights from now on; the engine is empty. Raises EngineError: the old ones stay; EngineDied."""
         try:

@@ -16,6 +16,7 @@ from enginepool.workers.sglang_scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
     gather_labels_without_waiting,
+    note_scheduler,
     report_every_forward,
 )
 
@@ -118,6 +119,7 @@ def run_scheduler(
     gather_labels_without_waiting(processor, packed_processor)
     answer_before_the_next_launch(scheduler)
     note_own_load(loader)
+    note_scheduler(scheduler)
     if attention:
         changes: Any = importlib.import_module("enginepool.workers.sglang_attention")  # it needs torch
         module: Any = importlib.import_module(attention)

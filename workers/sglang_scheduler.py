@@ -6,6 +6,7 @@ needs; here it would have an answer wait for the launch of its successor.
 
 import copy
 import importlib
+import inspect
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,32 @@ from typing import Any
 
 #: An answer that is at most this far away is awaited before the next forward is launched, which takes ten times that.
 NEARLY_DONE_S = 0.001
+
+
+#: the scheduler of this process, once it is made
+_schedulers: list[Any] = []
+
+
+def note_scheduler(scheduler: Any) -> None:
+    """Keep the scheduler that this process makes, for `flush_caches`. `scheduler` is SGLang's class."""
+    init = scheduler.__init__
+
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        _schedulers[:] = [self]
+
+    scheduler.__init__ = initialise
+
+
+def flush_caches() -> bool:
+    """Have SGLang empty its caches; False: it has work in hand, and nothing was done. Called on the scheduler's own thread.
+
+    Memory that torch keeps for the next forward stays: to give it back to the device and to get it again takes milliseconds in
+    which a weight update holds the engine.
+    """
+    [scheduler] = _schedulers
+    flush = scheduler.flush_cache
+    return bool(flush(empty_cache=False) if "empty_cache" in inspect.signature(flush).parameters else flush())
 
 
 def report_every_forward(stats: Any) -> None:

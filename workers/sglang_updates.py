@@ -1,18 +1,17 @@
 """Weight updates of an SGLang engine, from the side of the worker's process: tickets to the loader in its schedulers.
 
-The recipe: nothing is in the engine; flush the caches; one `update_weights_from_tensor` without a flush of its own, whose
-assertion would end the engine; flush again. Every answer is looked at. No SGLang here.
+The recipe: nothing is in the engine; one `update_weights_from_tensor`, without a flush of SGLang's own, whose assertion would
+end the engine; our loader has the caches flushed before and after. Every answer is looked at. What can be done before the
+engine stands still is done by `ready`; the ticket to `take` is tiny then. No SGLang here.
 """
 
 import asyncio
 import importlib
 import itertools
-import json
 import os
 import pickle
 import shutil
 import tempfile
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,16 @@ import msgspec
 import numpy as np
 
 from enginepool.protocol.layout import digest_text
-from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, Space, TakeTimes
 from enginepool.workers.sglang_settings import LOADER
 
-FLUSH_S = 30.0
+#: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
+IDLE_S = 30.0
+#: how long that moment is at first, and at most, before the engine is asked again
+_MOMENT_S = 0.001
+_MOMENTS_S = 0.1
 #: an engine that takes longer hangs
 TAKE_S = 300.0
 JOIN_S = 90.0
@@ -50,7 +53,11 @@ class EngineWeights:
         self._requests = requests
         self._unless_over = unless_over
         self._numbers = itertools.count()
-        self._answers = Path(tempfile.mkdtemp(prefix="enginepool-"))
+        #: where answers are left: in memory, where the host has a place for that
+        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        self._answers = Path(tempfile.mkdtemp(prefix="enginepool-", dir=shared))
+        #: what the schedulers have ready to take, and its name
+        self._ready: tuple[NewWeights, int] | None = None
         self._model: ModelTensors | None = None
         self._refused = "not loaded yet"
         self.ranks = ranks
@@ -99,40 +106,77 @@ class EngineWeights:
             raise EngineError(f"group {name}: the engine did not join within {JOIN_S:g} s") from None
         _raise_first([msgspec.msgpack.decode(path.read_bytes()) for path in joined])
 
+    async def ready(self, weights: NewWeights) -> float:
+        """Get ready to take what will lie in these spaces, a moment at a time, while the engine serves.
+
+        Returns for how many seconds that kept a scheduler from its forwards. Raises EngineError: `take` then does it all.
+        """
+        self._ready = None
+        name = next(self._numbers)
+        manifest = encode_manifest(weights.tensors).decode()
+        asked: dict[str, Any] = {"do": "ready", "name": name}
+        tickets = [asked | {"space": _described(space), "manifest": manifest} for space in self._spaces(weights)]
+        while True:
+            answers = await self._ask(*tickets)
+            _raise_first(answers)
+            if all(answer["done"] for answer in answers):
+                self._ready = weights, name
+                return max(answer["seconds"] for answer in answers)
+            tickets = [asked]
+
+    async def let_go(self) -> None:
+        """Let go of what was made ready, and of the memory that it refers to. Raises EngineError."""
+        self._ready = None
+        await self._ask({"do": "let_go"})
+
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: nobody knows."""
-        began = time.monotonic()
-        ticket: dict[str, Any] = {"manifest": msgspec.to_builtins(weights.tensors)}
-        if weights.checkpoint:
-            tickets = [ticket | {"do": "checkpoint", "path": weights.checkpoint}] * self.ranks
-        elif weights.group:
-            tickets = [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}] * self.ranks
-        elif weights.spaces:
-            spaces = weights.spaces if len(weights.spaces) == self.ranks else weights.spaces[:1] * self.ranks
-            tickets = [ticket | {"do": "take", "space": _described(space)} for space in spaces]
-        else:
+        if not (weights.spaces or weights.checkpoint or weights.group):
             # The tokenizer's side keeps the version; 0.5.17 to 0.5.23 have this method for it.
             self._tm._update_weight_version_if_provided(str(version))
             self.version, self.digest = version, digest
             return TakeTimes(0.0, 0.0)
-        if refused := await self._flush():
-            raise EngineError(f"the engine is not empty: {refused}")
-        flushed = time.monotonic()
-        answers = await self._ask(*tickets, version=version)
+        ready, self._ready = self._ready, None
+        answers: list[dict[str, Any]] = []
+        if ready is not None and ready[0] == weights:
+            answers = await self._exchange([{"do": "take", "name": ready[1]}], version)
+        if not answers or all(answer.get("kind") == "NotReady" for answer in answers):
+            answers = await self._exchange(self._tickets(weights), version)
         failed = [answer for answer in answers if "error" in answer]
         if failed and (len(failed) < len(answers) or any(answer["touched"] for answer in failed)):
             raise EngineDied(f"the engine failed while it took new weights: {failed[0]['error']}")
         if failed:
             raise EngineError(f"the engine refused the new weights: {failed[0]['error']}")
-        taken = time.monotonic()
-        if refused := await self._flush():
-            raise EngineDied(f"the engine has new weights and caches of the old ones: {refused}")
         if weights.checkpoint:
             digest = (await self.inspect("digest"))[0]
         elif weights.group:
             digest = answers[0]["digest"]
         self.version, self.digest = version, digest
-        return TakeTimes(taken - flushed, flushed - began + time.monotonic() - taken)
+        return TakeTimes(max(answer["load_s"] for answer in answers), max(answer["flush_s"] for answer in answers))
+
+    async def _exchange(self, tickets: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
+        """The answers to tickets that change weights, for which the engine must be idle."""
+        loop = asyncio.get_running_loop()
+        end, moment = loop.time() + IDLE_S, _MOMENT_S
+        while True:
+            answers = await self._ask(*tickets, version=version)
+            if loop.time() >= end or not all(answer.get("kind") == "Busy" for answer in answers):
+                return answers
+            await self._unless_over(asyncio.sleep(moment))
+            moment = min(2 * moment, _MOMENTS_S)
+
+    def _tickets(self, weights: NewWeights) -> list[dict[str, Any]]:
+        """What each rank is asked that takes them unprepared."""
+        ticket: dict[str, Any] = {"manifest": encode_manifest(weights.tensors).decode()}
+        if weights.checkpoint:
+            return [ticket | {"do": "checkpoint", "path": weights.checkpoint}]
+        if weights.group:
+            return [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}]
+        return [ticket | {"do": "take", "space": _described(space)} for space in self._spaces(weights)]
+
+    def _spaces(self, weights: NewWeights) -> tuple[Space, ...]:
+        """That of each rank."""
+        return weights.spaces if len(weights.spaces) == self.ranks else weights.spaces[:1] * self.ranks
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of what is in all ranks together. Raises EngineError."""
@@ -158,21 +202,15 @@ class EngineWeights:
             tensor = np.where(here, part, tensor)
         return tensor, answers[0]["dtype"]
 
-    async def _flush(self) -> str:
-        """Empty the caches; why not, or ""."""
-        flushed = await self._within(self._tm.flush_cache(timeout_s=FLUSH_S), 2 * FLUSH_S)
-        return "" if flushed.success else str(getattr(flushed, "message", "")) or "requests are running"
-
     async def _ask(self, *tickets: dict[str, Any], version: int | None = None) -> list[dict[str, Any]]:
         """The answers of all ranks to their tickets, or to the same one. `version`: the ticket changes weights."""
-        torch: Any = importlib.import_module("torch")
         all_tickets = list(tickets) if len(tickets) == self.ranks else list(tickets) * self.ranks
         paths = [self._answers / f"answer-{next(self._numbers)}" for _ in all_tickets]
         payloads: list[bytes] = []
         for ticket, path in zip(all_tickets, paths, strict=True):
-            text = json.dumps(ticket | {"answer": str(path)}).encode()
+            text = msgspec.json.encode(ticket | {"answer": str(path)}).decode()
             # The form that SGLang's own call wants for its pipe to its schedulers. It is only written here, never read.
-            payloads.append(pickle.dumps([("ticket", torch.frombuffer(bytearray(text), dtype=torch.uint8))]))
+            payloads.append(pickle.dumps([(text, _NoTensor())]))
         request = self._requests.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=payloads,
             load_format=LOADER,
@@ -199,6 +237,14 @@ class EngineWeights:
                 return await self._unless_over(work)
         except TimeoutError:
             raise EngineDied(f"the engine hangs: no answer about its weights within {seconds:g} s") from None
+
+
+class _NoTensor:
+    """Becomes an empty tensor where it is read. One that is pickled itself takes torch's own way, a hundred times as long."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        torch: Any = importlib.import_module("torch")
+        return torch.Tensor, ()
 
 
 def _described(space: Space) -> dict[str, Any]:

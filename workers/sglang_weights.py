@@ -1,11 +1,14 @@
 """Weights inside the engine's own processes: the loader that SGLang calls for an update, and what it can tell of the model.
 
-SGLang hands the loader one tiny tensor, a *ticket*: JSON that says what to do and where the bytes lie, one for each rank. The
-answer goes to a file that the ticket names: an exception here would end the engine. No SGLang here.
+SGLang hands the loader one empty tensor, whose name is a *ticket*: JSON that says what to do and where the bytes lie, one for
+each rank. (Bytes of a tensor would have to come back from the GPU, behind a forward.) The answer goes to a file that the ticket
+names: an exception here would end the engine. No SGLang here.
+
+New weights begin and end with a flush of SGLang's caches, in the same call: the engine stands still meanwhile, and a call of
+its own takes longer than a flush. Where the first one is refused, for the scheduler has work in hand, nothing has changed.
 """
 
 import importlib
-import json
 import os
 import threading
 import time
@@ -20,18 +23,22 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
 from enginepool.workers.sglang_plan import Plan, Unplannable
 from enginepool.workers.sglang_process import own_load
+from enginepool.workers.sglang_ready import Ready, manifest_of, open_space
+from enginepool.workers.sglang_scheduler import flush_caches
 
 torch: Any = importlib.import_module("torch")
 
 #: a bucket that takes longer never comes
 BUCKET_S = 60.0
+#: what one ticket to get ready takes from the forwards, about
+READY_S = 0.001
 
 Pairs = Callable[[], Iterable[tuple[str, Any]]]
 
 
 def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     """The `custom_weight_loader`."""
-    ticket: dict[str, Any] = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
+    ticket: dict[str, Any] = msgspec.json.decode(named_tensors[0][0])
     weights = _weights.setdefault(id(model), ModelWeights(model))
     weights.touched = False
     try:
@@ -39,6 +46,7 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     except Exception as error:
         lines = str(error).strip().splitlines()
         answer = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}", "touched": weights.touched}
+        answer["kind"] = type(error).__name__
     _leave(ticket["answer"], answer)
 
 
@@ -46,6 +54,14 @@ def _leave(path: str, answer: dict[str, Any]) -> None:
     with open(f"{path}.part", "wb") as file:
         file.write(msgspec.msgpack.encode(answer))
     os.replace(f"{path}.part", path)
+
+
+class Busy(Exception):
+    """The scheduler has work in hand."""
+
+
+class NotReady(Exception):
+    """What was made ready is not there, or would not do any more."""
 
 
 class ModelWeights:
@@ -61,6 +77,7 @@ class ModelWeights:
         #: what the model holds, as far as names and order go
         self._manifest: list[Tensor] = []
         self._group: Any = None
+        self._ready: Ready | None = None
 
     # --- what there is --------------------------------------------------------------------------------------------------
 
@@ -104,16 +121,46 @@ class ModelWeights:
 
     # --- new weights ----------------------------------------------------------------------------------------------------
 
+    def do_ready(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Get ready to take all tensors out of a space, or go on with it: a moment of it, while the engine serves."""
+        if self._plan is None:
+            raise ValueError(f"updates are loaded plainly: {self._plain}")
+        name, space, before = ticket["name"], ticket.get("space"), self._ready
+        try:
+            if space is not None and (before is None or not before.serves(name, space, ticket["manifest"])):
+                # The one before is there until this one is: memory that both use stays open.
+                self._ready = Ready(name, self._plan, space, ticket["manifest"])
+                if before is not None:
+                    before.close()
+            if self._ready is None or self._ready.name != name:
+                raise NotReady(f"{name} was let go of meanwhile")
+            self._ready.go_on(READY_S)
+        except (ValueError, OSError, RuntimeError):
+            self.do_let_go(ticket)
+            raise
+        return {"done": self._ready.done, "seconds": self._ready.seconds}
+
+    def do_let_go(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Let go of what was made ready, and of the memory that it refers to."""
+        if self._ready is not None:
+            self._ready.close()
+        self._ready = None
+        return {}
+
     def do_take(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Take all tensors out of a space."""
-        manifest = _manifest(ticket)
-        began = time.perf_counter()
-        space = _open(ticket["space"])
-        if space.numel() < layout(manifest).nbytes:
-            raise ValueError(f"a space of {space.numel()} bytes for {layout(manifest).nbytes}")
+        """Take what was made ready by that name, or all tensors out of a space."""
+        if "space" not in ticket:
+            return self._take_ready(ticket["name"])
+        manifest = manifest_of(ticket["manifest"])
+        space = open_space(ticket["space"], layout(manifest).nbytes)
         tensors = views(space, manifest)
-        self._load(manifest, lambda: zip((tensor.name for tensor in manifest), tensors, strict=True))
-        return {"seconds": time.perf_counter() - began, "plain": self._plain}
+        return self._load(manifest, lambda: zip((tensor.name for tensor in manifest), tensors, strict=True))
+
+    def _take_ready(self, name: int) -> dict[str, Any]:
+        ready = self._ready
+        if ready is None or not ready.done or ready.name != name or self._plan is None or not self._plan.stays():
+            raise NotReady(f"{name} is not ready here, or not any more")
+        return self._exchange(ready.manifest, ready.copies.replay)
 
     def do_checkpoint(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Read all tensors of a checkpoint directory."""
@@ -126,30 +173,40 @@ class ModelWeights:
                     for name in opened.keys():  # noqa: SIM118 (no dict)
                         yield name, opened.get_tensor(name)
 
-        self._load(_manifest(ticket) or checkpoint_tensors(ticket["path"]), pairs)
-        return {}
+        return self._load(manifest_of(ticket["manifest"]) or checkpoint_tensors(ticket["path"]), pairs)
 
     def do_receive(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Take all tensors as they are broadcast."""
-        manifest = _manifest(ticket)
+        manifest = manifest_of(ticket["manifest"])
         if self._group is None or self._group.name != ticket["group"]:
             raise ValueError(f"not in group {ticket['group']}")
         digest = Digest()
-        self.touched = True
-        self._load(manifest, lambda: self._received(manifest, ticket["bucket_bytes"], digest))
-        return {"digest": digest.text()}
+        times = self._load(manifest, lambda: self._received(manifest, ticket["bucket_bytes"], digest))
+        return times | {"digest": digest.text()}
 
-    def _load(self, manifest: list[Tensor], pairs: Pairs) -> None:
+    def _load(self, manifest: list[Tensor], pairs: Pairs) -> dict[str, Any]:
+        plan = self._plan
+        if plan is not None and plan.holds(tensor.name for tensor in manifest):
+            return self._exchange(manifest, lambda: plan.replay(pairs()))
+        return self._exchange(manifest, lambda: self._model.load_weights(iter(pairs())))
+
+    def _exchange(self, manifest: list[Tensor], load: Callable[[], Any]) -> dict[str, Any]:
+        """What the engine stands still for. Raises Busy: nothing has changed."""
+        began = time.perf_counter()
+        if not flush_caches():
+            raise Busy("requests are running")
+        flushed = time.perf_counter()
         _synchronise()
         self.touched = True
-        names = [tensor.name for tensor in manifest]
-        if self._plan is not None and self._plan.holds(names):
-            self._plan.replay(pairs())
-        else:
-            self._model.load_weights(iter(pairs()))
+        load()
         _synchronise()
-        if {tensor.name for tensor in self._manifest} <= set(names):
+        loaded = time.perf_counter()
+        if not flush_caches():
+            raise RuntimeError("it has new weights and caches of the old ones")
+        if {tensor.name for tensor in self._manifest} <= {tensor.name for tensor in manifest}:
             self._manifest = manifest
+        ended = time.perf_counter()
+        return {"load_s": loaded - flushed, "flush_s": flushed - began + ended - loaded}
 
     def _received(self, manifest: list[Tensor], bucket_bytes: int, digest: Digest) -> Iterator[tuple[str, Any]]:
         """Each tensor as soon as it is whole; the next bucket is on its way meanwhile.
@@ -279,20 +336,6 @@ class ModelWeights:
 
 
 _weights: dict[int, ModelWeights] = {}
-
-
-def _manifest(ticket: dict[str, Any]) -> list[Tensor]:
-    return [Tensor(name, dtype, tuple(shape)) for name, dtype, shape in ticket["manifest"]]
-
-
-def _open(space: dict[str, Any]) -> Any:
-    """The bytes of a `Space`, in this process."""
-    if space["kind"] == "file":
-        return torch.from_file(space["path"], shared=False, size=space["nbytes"], dtype=torch.uint8)
-    shared = msgspec.msgpack.decode(bytes.fromhex(space["handle"]))
-    torch.cuda.init()
-    storage = torch.UntypedStorage._new_shared_cuda(*shared)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space["nbytes"]]
 
 
 def _synchronise() -> None:

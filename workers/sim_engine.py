@@ -120,6 +120,13 @@ class SimEngine:
         """Join a process group. Raises EngineError."""
         await self._weights.join(name, address, world, rank, backend)
 
+    async def ready(self, weights: NewWeights) -> float:
+        """It has nothing to get ready."""
+        return 0.0
+
+    async def let_go(self) -> None:
+        """It refers to no space beyond a `take`."""
+
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Take `take_s`, and read all bytes: what scores depend on is what really arrived."""
         self._must_live()

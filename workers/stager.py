@@ -201,7 +201,7 @@ class Stager:
         except (OSError, RuntimeError) as error:
             return Reserved(message.update, message=f"no room for {nbytes} bytes of weights: {error}")
         self.update = Update(message, memory)
-        return Reserved(message.update, memory.kind, self.peer)
+        return Reserved(message.update, memory.kind, self.peer, spaces=memory.spaces())
 
     # --- receiving ------------------------------------------------------------------------------------------------------
 

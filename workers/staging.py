@@ -121,12 +121,15 @@ FromWorker = Worker | Room | Reserve | JoinGroup | Forget | Keep | AskHeld
 
 
 class Reserved(Message, tag="reserved"):
-    """There is room of kind `staging`; none: `message` says why. `peer` names this side of the process group."""
+    """There is room of kind `staging`, in `spaces`; none: `message` says why. `peer` names this side of the process group.
+
+    A stager has one room of kind `device`: its space is the same in each update, until one needs more."""
 
     update: TaskId = (0, 0)
     staging: Literal["", "device", "host"] = ""
     peer: str = ""
     message: str = ""
+    spaces: list[Space] = []
 
 
 class InGroup(Message, tag="in_group"):

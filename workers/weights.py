@@ -1,7 +1,8 @@
 """Weight updates in the worker's process: drives the stager and the engine as the machine's `RunWeights` effects say.
 
 Nothing is decided here that the coordinator should decide: every message is carried out and answered, in the order in which
-they came, except that a release is carried out at once.
+they came, except that a release is carried out at once. While bytes flow into a stager's space, the engine gets ready to take
+them; `staged` is said when both are done, so that the hold finds as little to do as can be.
 """
 
 import asyncio
@@ -34,10 +35,11 @@ from enginepool.protocol.updates import (
 )
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, Space
-from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered, WeightsTaken
-from enginepool.workers.snapshot import SnapshotError, digest_of_file, read_footer
+from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered
+from enginepool.workers.opened import Opened
+from enginepool.workers.restoring import restore
 from enginepool.workers.stager_link import StagerGone, StagerLink
-from enginepool.workers.staging import AskHeld, Forget, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
+from enginepool.workers.staging import Forget, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
 
 #: the other ranks have a minute to come
 JOIN_S = 90.0
@@ -53,6 +55,13 @@ class Pending:
         self.tensors = tensors
         #: in staged transfer: `joined` is said, and nothing has failed since
         self.joined = False
+        #: where its bytes will lie
+        self.spaces: tuple[Space, ...] = ()
+        #: those of the next update lie there too
+        self.stays = False
+        #: the engine is ready to take them, or cannot be, and how long that kept it from its work
+        self.readied = False
+        self.ready_s = 0.0
         #: the stager's last word
         self.received: Received | None = None
         #: the engine has it, or tries to take it
@@ -85,6 +94,7 @@ class Weights:
         self._turn = asyncio.Lock()
         #: names the engine's side of a process group in direct transfer
         self._peer = ""
+        self._opened = Opened(engine)
 
     async def make_room(self, nbytes: int) -> str:
         """Have the stager take device memory for so many bytes before the engine takes what there is; a line to say, or ""."""
@@ -128,7 +138,8 @@ class Weights:
                     # The same weights, by the name that all know them by.
                     await self._engine.take(NewWeights(), message.version, message.digest)
                 else:
-                    self._feed(await self._restore(message))
+                    await self._opened.close()  # whatever was staged, another coordinator knows nothing of it
+                    self._feed(await restore(self._engine, self._stager, message))
             except EngineDied as error:
                 self._feed(EngineLost(time.monotonic(), str(error)))
             except Exception as error:
@@ -142,16 +153,21 @@ class Weights:
         self._feed(WeightsAnswered(time.monotonic(), answer, frames))
 
     def _committed(self, message: Committed) -> None:
-        if self._pending is not None and self._pending.prepare.update == message.update:
-            self._pending = None
+        self._over(message.update)
         self._stager.tell(Keep(message.update, message.version, message.digest, message.snapshot))
         if self._engine.version == message.version and self._engine.digest != message.digest:
             self._spawn(self._in_turn(message, ()))
 
     def _release(self, message: Release) -> None:
-        if self._pending is not None and self._pending.prepare.update == message.update:
-            self._pending = None
+        self._over(message.update)
         self._stager.tell(Forget(message.update))
+
+    def _over(self, update: TaskId) -> None:
+        """It is committed or aborted."""
+        pending = self._known(update)
+        self._pending = None if pending is not None else self._pending
+        if pending is not None and not pending.stays:
+            self._spawn(self._let_go())
 
     # --- prepare --------------------------------------------------------------------------------------------------------
 
@@ -175,7 +191,9 @@ class Weights:
         if message.transfer == "direct":
             self._peer = self._peer or secrets.token_hex(8)
             prepared = Prepared(message.update, peer=self._peer, ranks=self._engine.ranks)
-        elif message.transfer == "staged":
+        pending = Pending(message, tensors)
+        if message.transfer == "staged":
+            await self._opened.close_smaller(layout(tensors).nbytes)
             try:
                 await self._stager.alive()
                 reserved = await self._stager.ask(Reserve(message.update, list(tensors), message.bucket_bytes), Reserved)
@@ -185,7 +203,8 @@ class Weights:
             if not reserved.staging:
                 return refused(f"no staged transfer: {reserved.message}")
             prepared = Prepared(message.update, peer=reserved.peer, staging=reserved.staging)
-        self._pending = Pending(message, tensors)
+            pending.spaces, pending.stays = tuple(reserved.spaces), reserved.staging == "device"
+        self._pending = pending
         return prepared
 
     # --- transfer -------------------------------------------------------------------------------------------------------
@@ -202,6 +221,7 @@ class Weights:
             except EngineError as error:
                 failed, self._peer = str(error), ""
         else:
+            self._spawn(self._get_ready(pending))
             ask = JoinGroup(message.update, message.rendezvous, message.address, message.world, message.rank, message.backend)
             try:
                 failed = (await self._stager.ask(ask, InGroup, JOIN_S)).message
@@ -210,24 +230,26 @@ class Weights:
         self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
         if pending is not None and not failed and pending.prepare.transfer == "staged":
             pending.joined = True
-            if pending.received is not None:
-                self._say_staged(pending)
+            self._say_staged(pending)
 
     def _received(self, message: Received) -> None:
         pending = self._known(message.update)
         if pending is not None:
             pending.received = message
-            if pending.joined:
-                self._say_staged(pending)
+            self._say_staged(pending)
 
     def _say_staged(self, pending: Pending) -> None:
+        """Say it if it is so."""
         received = pending.received
-        assert received is not None
+        if received is None or not pending.joined or not (pending.readied or received.message):
+            return
         pending.joined = not received.message
         code = "update_aborted" if received.message else ""
         self._answer(Staged(received.update, received.digest, received.findings, code, received.message))
 
     def _stager_lost(self, reason: str) -> None:
+        # What it had for the engine to open, nobody else has.
+        self._spawn(self._let_go())
         pending = self._pending
         if pending is not None and pending.joined and not pending.taken:
             # Also when all was received: it is lost again.
@@ -237,6 +259,27 @@ class Weights:
     def _known(self, update: TaskId) -> Pending | None:
         pending = self._pending
         return pending if pending is not None and pending.prepare.update == update else None
+
+    # --- beside the engine's work ---------------------------------------------------------------------------------------
+
+    async def _get_ready(self, pending: Pending) -> None:
+        try:
+            pending.ready_s = await self._opened.get_ready(NewWeights(pending.tensors, pending.spaces))
+        except EngineDied as error:
+            self._feed(EngineLost(time.monotonic(), str(error)))
+            return
+        pending.readied = True
+        if self._pending is pending:
+            self._say_staged(pending)
+        elif not pending.stays:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        async with self._turn:
+            try:
+                await self._opened.close()
+            except EngineDied as error:
+                self._feed(EngineLost(time.monotonic(), str(error)))
 
     # --- into the engine ------------------------------------------------------------------------------------------------
 
@@ -261,51 +304,13 @@ class Weights:
         except EngineError as error:
             return HandedOver(message.update, code="engine_error", message=str(error))
         return HandedOver(
-            message.update, message.version, self._engine.digest, int(times.load_s * 1e6), int(times.flush_s * 1e6)
+            message.update,
+            message.version,
+            self._engine.digest,
+            int(times.load_s * 1e6),
+            int(times.flush_s * 1e6),
+            int(pending.ready_s * 1e6),
         )
-
-    async def _restore(self, message: Restore) -> Event:
-        reasons: list[str] = []
-        if self._engine.digest == message.digest:
-            await self._engine.take(NewWeights(), message.version, message.digest)
-            return WeightsTaken(time.monotonic(), message.version, message.digest)
-        if not message.digest:
-            raise EngineDied("the committed weights are those of the checkpoint; the engine starts with them again")
-        if (held := await self._held(message, reasons)) is not None:
-            weights = NewWeights(tuple(held.manifest), tuple(held.spaces))
-        elif (saved := await asyncio.to_thread(_saved, message, reasons)) is not None:
-            weights = saved
-        elif message.path:
-            try:
-                weights = NewWeights(tuple(await asyncio.to_thread(checkpoint_tensors, message.path)), checkpoint=message.path)
-            except CheckpointError as error:
-                reasons.append(str(error))
-                weights = None
-        else:
-            weights = None
-        try:
-            if weights is not None:
-                await self._engine.take(weights, message.version, "" if weights.checkpoint else message.digest)
-                if self._engine.digest == message.digest:
-                    return WeightsTaken(time.monotonic(), message.version, message.digest)
-                reasons.append(f"{message.path} holds other weights now: digest {self._engine.digest}, not {message.digest}")
-                # What is loaded is a checkpoint of no version.
-                await self._engine.take(NewWeights(), 0, self._engine.digest)
-        except EngineError as error:
-            reasons.append(str(error))
-        why = "; ".join(reasons) or "neither stager, snapshot nor checkpoint"
-        return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", why))
-
-    async def _held(self, message: Restore, reasons: list[str]) -> Held | None:
-        try:
-            held = await self._stager.ask(AskHeld(), Held)
-        except StagerGone as error:
-            reasons.append(str(error))
-            return None
-        if held.version and held.digest == message.digest:
-            return held
-        reasons.append(f"the stager holds version {held.version}" if held.version else "the stager holds nothing")
-        return None
 
     # --- questions ------------------------------------------------------------------------------------------------------
 
@@ -322,23 +327,6 @@ class Weights:
             self._answer(Inspected(message.task, code="engine_error", message=str(error)))
         except EngineDied as error:
             self._feed(EngineLost(time.monotonic(), str(error)))
-
-
-def _saved(message: Restore, reasons: list[str]) -> NewWeights | None:
-    """The snapshot that `message` names, if it is what was committed."""
-    if not message.snapshot:
-        return None
-    try:
-        footer = read_footer(message.snapshot)
-        nbytes = layout(footer.manifest).nbytes
-        found = digest_of_file(message.snapshot, nbytes)
-    except SnapshotError as error:
-        reasons.append(str(error))
-        return None
-    if found != message.digest:
-        reasons.append(f"{message.snapshot}: its digest is {found}, that of the committed weights is {message.digest}")
-        return None
-    return NewWeights(tuple(footer.manifest), (Space("file", nbytes, path=message.snapshot),))
 
 
 def checkpoint_bytes(model: str) -> int:

@@ -110,6 +110,9 @@ class Weights:
         else:
             member.loaded = True
             member.digest = message.digest
+            for part, us in (("ready", message.ready_us), ("load", message.load_us), ("flush", message.flush_us)):
+                if us:
+                    update.times[part] = max(us, update.times.get(part, 0))
 
     def returned(self, worker: Worker) -> None:
         """A worker is on a new link: what was sent on the old one may be lost with it."""

@@ -38,10 +38,12 @@ from enginepool.protocol.updates import (
     Staged,
 )
 from enginepool.workers import receiving, stager, staging
+from enginepool.workers.engine import EngineError, NewWeights, TakeTimes
 from enginepool.workers.events import Event, RunWeights, WeightsAnswered, WeightsTaken
 from enginepool.workers.receiving import HostMemory
 from enginepool.workers.sim_engine import SimEngine
 from enginepool.workers.snapshot import Footer, read_footer
+from enginepool.workers.stager_link import StagerLink
 from enginepool.workers.weights import Weights
 from tests.process.processes import Processes
 
@@ -93,7 +95,7 @@ class Worker:
 
     def __init__(self, socket: str, **options: Any) -> None:
         options = {"tensors": msgspec.to_builtins(MODEL), **options}
-        self.engine = SimEngine("sim", options=options)
+        self.engine = NotedEngine(options)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
         self.weights = Weights(socket, "w", self.engine, self.events.put_nowait, self._spawn)
@@ -103,6 +105,12 @@ class Worker:
         task = asyncio.create_task(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+
+    @property
+    def received(self) -> staging.Received | None:
+        """What the stager has said of the update."""
+        pending = self.weights._pending  # pyright: ignore[reportPrivateUsage]
+        return None if pending is None else pending.received
 
     def tell(self, message: Any, *frames: bytes) -> None:
         self.weights.run(RunWeights(message, frames))
@@ -143,6 +151,31 @@ class Worker:
     async def restore(self, version: int, digest: str, **places: str) -> Event:
         self.tell(Restore(version, digest, **places))
         return await self.event()
+
+
+class NotedEngine(SimEngine):
+    """Notes what it is asked to have ready; an update waits for it until `may` is set."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        SimEngine.__init__(self, "sim", options=options)
+        self.asked: list[NewWeights | str] = []
+        self.may = asyncio.Event()
+        self.may.set()
+        self.fails = False
+
+    async def ready(self, weights: NewWeights) -> float:
+        self.asked.append(weights)
+        await self.may.wait()
+        if self.fails:
+            raise EngineError("not today")
+        return 0.002
+
+    async def let_go(self) -> None:
+        self.asked.append("let go")
+
+    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+        self.asked.append(weights)
+        return await SimEngine.take(self, weights, version, digest)
 
 
 class Place:
@@ -212,6 +245,114 @@ def test_what_the_trainer_sends_is_what_the_engine_takes_several_times_over_one_
                 assert tensor.shape == (30, 17) and (tensor == version).all()
                 worker.tell(Committed(worker.update, version, digest))
             assert len(peers) == 1
+
+    asyncio.run(story())
+
+
+def test_the_engine_has_ready_what_it_takes_before_staged_is_said_and_lets_go_of_it_after_the_commit(
+    place: Place, trainer: Trainer
+) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            engine, join = worker.engine, trainer.join()
+            for version in (1, 2):
+                engine.may.clear()
+                assert (await worker.prepare()).code == ""
+                assert engine.asked == []
+                assert (await worker.join(join)).code == ""
+                digest = await asyncio.to_thread(trainer.send, trainer.fill(version))
+                while worker.received is None:
+                    await asyncio.sleep(0.01)
+                assert worker.events.empty()
+                engine.may.set()
+                assert (await worker.answer(Staged)).digest == digest
+                handed = await worker.hand_over(version)
+                assert (handed.code, handed.ready_us) == ("", 2000)
+                worker.tell(Committed(worker.update, version, digest))
+                while len(engine.asked) < 3:
+                    await asyncio.sleep(0.01)
+                ready, taken, last = engine.asked
+                assert isinstance(ready, NewWeights) and ready.spaces and ready == taken and last == "let go"
+                engine.asked.clear()
+
+    asyncio.run(story())
+
+
+def test_an_engine_that_cannot_get_ready_takes_the_weights_all_the_same(place: Place, trainer: Trainer) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            worker.engine.fails = True
+            digest = (await worker.staged(trainer, trainer.fill(1))).digest
+            handed = await worker.hand_over(1)
+            assert (handed.code, handed.digest, handed.ready_us) == ("", digest, 0)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("end", ["release", "stager", "restore"])
+def test_what_was_made_ready_is_let_go_of_when_the_update_ends(place: Place, trainer: Trainer, end: str) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            assert (await worker.staged(trainer, trainer.fill(1))).code == ""
+            assert len(worker.engine.asked) == 1
+            if end == "release":
+                worker.tell(Release(worker.update, "the trainer is gone"))
+            elif end == "stager":
+                place.process.kill()
+                assert (await worker.answer(Staged)).code == "update_aborted"
+            else:
+                await worker.restore(0, "0" * 32)
+            while worker.engine.asked[1:] != ["let go"]:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(story())
+
+
+def test_a_stagers_one_device_space_stays_open_until_it_takes_a_larger_one_or_is_gone(
+    place: Place, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask = StagerLink.ask
+
+    async def on_a_gpu(link: StagerLink, message: Any, kind: type[Any], timeout_s: float = PATIENCE_S) -> Any:
+        answer = await ask(link, message, kind, timeout_s)
+        return msgspec.structs.replace(answer, staging="device") if kind is staging.Reserved else answer
+
+    monkeypatch.setattr(StagerLink, "ask", on_a_gpu)
+
+    async def story() -> None:
+        larger = [*MODEL, Tensor("more", "float32", (9, 9))]
+        async with place.worker(tensors=msgspec.to_builtins(larger)) as worker:
+            asked, join = worker.engine.asked, trainer.join()
+            for version in (1, 2):
+                assert (await worker.prepare(partial=True)).code == ""
+                assert (await worker.join(join)).code == ""
+                digest = await asyncio.to_thread(trainer.send, trainer.fill(version))
+                await worker.answer(Staged)
+                assert (await worker.hand_over(version)).code == ""
+                worker.tell(Committed(worker.update, version, digest))
+            assert await worker.prepare(partial=True)
+            assert len(asked) == 4 and "let go" not in asked
+            assert (await worker.prepare(larger)).code == ""
+            assert asked[4:] == ["let go"]
+            place.process.kill()
+            assert (await worker.join(join)).code == "update_aborted"
+            while asked[6:] != ["let go"]:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(story())
+
+
+def test_an_update_that_is_released_while_the_engine_gets_ready_is_let_go_of_too(place: Place, trainer: Trainer) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            worker.engine.may.clear()
+            assert (await worker.prepare()).code == ""
+            assert (await worker.join(trainer.join())).code == ""
+            worker.tell(Release(worker.update, "the trainer is gone"))
+            worker.engine.may.set()
+            while worker.engine.asked[-1] != "let go":
+                await asyncio.sleep(0.01)
+            trainer.joining.join(PATIENCE_S)
 
     asyncio.run(story())
 

@@ -1,0 +1,148 @@
+"""Made ready before the hold: the same bits as `load_weights` gives, from bytes that come later, and nothing that lives on."""
+
+import gc
+import importlib
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from enginepool.digest import views
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import encode_manifest
+from enginepool.workers.sglang_plan import Plan
+from enginepool.workers.sglang_ready import Copies, Ready, open_space
+from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
+
+torch: Any = importlib.import_module("torch")
+
+NBYTES = layout(TENSORS).nbytes
+TEXT = encode_manifest(TENSORS).decode()
+
+
+@pytest.fixture
+def space(tmp_path: Path) -> dict[str, Any]:
+    """Where the bytes of an update will lie: nothing but zeros yet."""
+    path = tmp_path / "space"
+    path.write_bytes(bytes(NBYTES))
+    return {"kind": "file", "nbytes": NBYTES, "path": str(path), "handle": "", "device": 0}
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """Python looks for cycles when it likes."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def write(space: dict[str, Any], seed: int) -> None:
+    """As a stager does: into the file that others have open."""
+    bytes_ = torch.from_file(space["path"], shared=True, size=space["nbytes"], dtype=torch.uint8)
+    for view, (_, tensor) in zip(views(bytes_, TENSORS), drawn(seed), strict=True):
+        view.copy_(tensor)
+
+
+def copied(model: Any, seed: int) -> None:
+    plan, copies = Plan(model, TENSORS), Copies()
+    for name, tensor in drawn(seed):
+        for copy in plan.copies[name]:
+            copies.add(copy, tensor)
+    copies.replay()
+
+
+def finish(ready: Ready) -> int:
+    """How many moments it took."""
+    moments = 0
+    while not ready.done:
+        ready.go_on(0)
+        moments += 1
+    return moments
+
+
+def test_copies_in_few_calls_give_the_same_bits_as_load_weights() -> None:
+    together, plain = Model(), Model()
+    for seed in (1, 2):
+        copied(together, seed)
+        plain.load_weights(drawn(seed))
+        assert same(state(together), state(plain))
+
+
+def over(model: Any, name: str, tensor: Any) -> None:
+    """Some memory is written twice, filled before, and filled after."""
+    if name == "k":
+        model.norm.data.fill_(2.0)
+        model.qk.data[:3].copy_(tensor[:1].expand(3, 6))
+    elif name == "norm":
+        model.qk.data[5:].fill_(7.0)
+
+
+def test_what_is_written_twice_holds_what_load_weights_leaves() -> None:
+    together, plain = Model(over), Model(over)
+    copied(together, 3)
+    plain.load_weights(drawn(3))
+    assert same(state(together), state(plain))
+    assert bool((together.qk[5:] == 7).all())
+
+
+def test_bytes_that_come_after_it_was_made_ready_are_those_that_are_taken(space: dict[str, Any]) -> None:
+    model, plain = Model(), Model()
+    before = state(model)
+    ready = Ready(1, Plan(model, TENSORS), space, TEXT)
+    assert not ready.done
+    assert finish(ready) > len(TENSORS)
+    assert same(state(model), before)
+    for seed in (1, 2):
+        write(space, seed)
+        ready.copies.replay()
+        plain.load_weights(drawn(seed))
+        assert same(state(model), state(plain))
+
+
+@pytest.mark.parametrize("wrong", [{"nbytes": NBYTES - 1}, {"path": "/gone"}, {"nbytes": NBYTES + 1}])
+def test_a_space_that_is_not_there_whole_is_refused(space: dict[str, Any], wrong: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, RuntimeError)):
+        open_space(space | wrong, NBYTES)
+
+
+def test_a_model_that_was_moved_is_not_made_ready(space: dict[str, Any]) -> None:
+    model = Model()
+    plan = Plan(model, TENSORS)
+    assert plan.stays()
+    model.norm.data = model.norm.data.clone()
+    assert not plan.stays()
+    with pytest.raises(ValueError, match="memory"):
+        finish(Ready(1, plan, space, TEXT))
+
+
+def test_a_parameter_in_the_place_of_another_is_seen() -> None:
+    model = Model()
+    plan = Plan(model, TENSORS)
+    model.norm = torch.nn.Parameter(model.norm.data, requires_grad=False)
+    assert not plan.stays()
+
+
+def test_only_the_one_memory_of_a_gpu_serves_another_update(space: dict[str, Any]) -> None:
+    ready = Ready(1, Plan(Model(), TENSORS), space, TEXT)
+    finish(ready)
+    assert not ready.serves(2, space, TEXT)
+    handle = space | {"kind": "cuda", "handle": "00ff"}
+    ready._source = handle, TEXT  # pyright: ignore[reportPrivateUsage]  (no GPU here)
+    assert not ready.serves(2, handle | {"handle": "00fe"}, TEXT)
+    assert not ready.serves(2, handle, TEXT[:-1])
+    assert ready.serves(2, handle, TEXT) and (ready.name, ready.done) == (2, False)
+    assert finish(ready) == 2
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("moments", [0, 2, 100])
+def test_what_is_let_go_of_is_gone_at_once(space: dict[str, Any], moments: int) -> None:
+    ready = Ready(1, Plan(Model(), TENSORS), space, TEXT)
+    for _ in range(moments):
+        ready.go_on(0)
+    gone = weakref.ref(ready)
+    ready.close()
+    del ready
+    assert gone() is None

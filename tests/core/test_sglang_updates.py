@@ -1,0 +1,298 @@
+"""How an engine takes weights, without SGLang: real tickets to the real loader, in schedulers that are made up."""
+
+import asyncio
+import importlib
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from enginepool.digest import digest_of, views
+from enginepool.protocol.layout import layout
+from enginepool.workers import sglang_process, sglang_scheduler, sglang_updates, sglang_weights
+from enginepool.workers.engine import EngineDied, EngineError, NewWeights, Space
+from enginepool.workers.sglang_updates import EngineWeights
+from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
+
+torch: Any = importlib.import_module("torch")
+
+
+class Scheduler:
+    """SGLang's, as far as a flush goes."""
+
+    def __init__(self, says: Callable[[], bool]) -> None:
+        self.says = says
+        self.flushed = 0
+
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        """Emptying torch's cache as well takes milliseconds."""
+        assert not empty_cache
+        self.flushed += self.says()
+        return self.says()
+
+
+class OlderScheduler(Scheduler):
+    """One that cannot be told what to empty."""
+
+    def flush_cache(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().flush_cache(empty_cache=False)
+
+
+class Engine:
+    """Ranks of an engine in this process, behind the tokenizer manager's calls for weights."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.models = [Model() for _ in range(ranks)]
+        self.idle = [True] * ranks
+        self.schedulers = [Scheduler(lambda rank=rank: self.idle[rank]) for rank in range(ranks)]
+        #: what was asked for, of the first rank
+        self.tickets: list[dict[str, Any]] = []
+        self.before: Callable[[], None] = lambda: None
+        self.weights = EngineWeights(self, SimpleNamespace(UpdateWeightsFromTensorReqInput=SimpleNamespace), ranks, self._over)
+
+    async def _over(self, work: Any) -> Any:
+        return await work
+
+    async def update_weights_from_tensor_communicator(self, request: Any) -> list[Any]:
+        await asyncio.sleep(0)
+        self.before()
+        for rank, payload in enumerate(request.serialized_named_tensors):
+            [(text, tensor)] = pickle.loads(payload)
+            assert tensor.numel() == 0
+            if rank == 0:
+                self.tickets.append(sglang_weights.msgspec.json.decode(text))
+            sglang_scheduler._schedulers[:] = [self.schedulers[rank]]  # pyright: ignore[reportPrivateUsage]
+            sglang_weights.load(self.models[rank], [(text, tensor)])
+        return [SimpleNamespace(success=True, message="")]
+
+    async def update_weights_from_tensor(self, request: Any, _: Any) -> tuple[bool, str]:
+        [result] = await self.update_weights_from_tensor_communicator(request)
+        return result.success, result.message
+
+    def _update_weight_version_if_provided(self, version: str) -> None:
+        pass
+
+    def holds_open(self, path: Path) -> bool:
+        """Whether a file is mapped into this process."""
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    def did(self) -> list[str]:
+        """What was asked for since the last call of this, each several times in a row once."""
+        did = [ticket["do"] for ticket in self.tickets]
+        self.tickets.clear()
+        return [what for i, what in enumerate(did) if i == 0 or did[i - 1] != what]
+
+
+@pytest.fixture
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Engine]]:
+    monkeypatch.setattr(sglang_process, "_own_load", [(one.name, one.dtype, one.shape) for one in TENSORS])
+    monkeypatch.setattr(sglang_scheduler, "_schedulers", [])
+    monkeypatch.setattr(sglang_weights, "_weights", {})
+    engines: list[Engine] = []
+
+    def make(ranks: int = 1) -> Engine:
+        engines.append(Engine(ranks))
+        asyncio.run(engines[-1].weights.describe())
+        assert engines[-1].did() == ["describe"]
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.weights.close()
+
+
+class Drawn:
+    """Weights in a file, and what a model is that has loaded them."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self.model = Model()
+        self.model.load_weights(drawn(seed))
+        space = torch.zeros(layout(TENSORS).nbytes, dtype=torch.uint8)
+        for view, (_, tensor) in zip(views(space, TENSORS), drawn(seed), strict=True):
+            view.copy_(tensor)
+        self.digest = digest_of(space)
+        self.path = directory / f"space-{seed}"
+        self.path.write_bytes(space.numpy().tobytes())
+        self.weights = NewWeights(tuple(TENSORS), (Space("file", space.numel(), path=str(self.path)),))
+
+    def is_in(self, engine: Engine) -> bool:
+        return all(same(state(model), state(self.model)) for model in engine.models)
+
+
+def test_what_was_made_ready_is_taken_by_one_ticket_that_names_it(make: Callable[[int], Engine], tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        engine, weights = make(ranks), Drawn(tmp_path, 1)
+
+        async def story(engine: Engine = engine, weights: Drawn = weights) -> None:
+            before = state(engine.models[0])
+            assert await engine.weights.ready(weights.weights) > 0
+            assert same(before, state(engine.models[0])) and engine.schedulers[0].flushed == 0
+            assert engine.did() == ["ready"]
+            times = await engine.weights.take(weights.weights, 1, weights.digest)
+            assert times.load_s > 0 and times.flush_s > 0
+            assert [ticket.keys() for ticket in engine.tickets] == [{"do", "name", "answer"}]
+            assert (engine.weights.version, engine.weights.digest) == (1, weights.digest)
+
+        asyncio.run(story())
+        assert weights.is_in(engine)
+        assert [scheduler.flushed for scheduler in engine.schedulers] == [2] * ranks
+
+
+def test_other_weights_than_those_that_were_made_ready_are_taken_unprepared(
+    make: Callable[[int], Engine], tmp_path: Path
+) -> None:
+    engine, one, other = make(1), Drawn(tmp_path, 1), Drawn(tmp_path, 2)
+
+    async def story() -> None:
+        await engine.weights.ready(one.weights)
+        await engine.weights.take(other.weights, 1, other.digest)
+        assert other.is_in(engine)
+        assert engine.did() == ["ready", "take"]
+        # And what was ready for the one is not asked for again.
+        await engine.weights.take(one.weights, 2, one.digest)
+        assert [ticket.keys() for ticket in engine.tickets] == [{"do", "space", "manifest", "answer"}]
+
+    asyncio.run(story())
+    assert one.is_in(engine)
+
+
+@pytest.mark.parametrize("lost", ["let go", "moved"])
+def test_what_is_not_ready_any_more_is_taken_unprepared(make: Callable[[int], Engine], tmp_path: Path, lost: str) -> None:
+    engine, weights = make(2), Drawn(tmp_path, 1)
+
+    async def story() -> None:
+        await engine.weights.ready(weights.weights)
+        for model in engine.models:
+            if lost == "moved":
+                model.norm.data = model.norm.data.clone()
+            else:
+                sglang_weights._weights[id(model)].do_let_go({})  # pyright: ignore[reportPrivateUsage]
+        engine.did()
+        await engine.weights.take(weights.weights, 1, weights.digest)
+        assert [sorted(ticket) for ticket in engine.tickets] == [
+            ["answer", "do", "name"],
+            ["answer", "do", "manifest", "space"],
+        ]
+
+    asyncio.run(story())
+    assert weights.is_in(engine)
+
+
+def test_nothing_of_a_space_stays_open_once_it_is_let_go_of(make: Callable[[int], Engine], tmp_path: Path) -> None:
+    engine, weights = make(1), Drawn(tmp_path, 1)
+
+    async def story() -> None:
+        await engine.weights.ready(weights.weights)
+        assert engine.holds_open(weights.path)
+        await engine.weights.let_go()
+        assert not engine.holds_open(weights.path)
+        await engine.weights.ready(weights.weights)
+        await engine.weights.take(weights.weights, 1, weights.digest)
+        assert engine.holds_open(weights.path)
+        await engine.weights.let_go()
+        assert not engine.holds_open(weights.path)
+        await engine.weights.take(weights.weights, 2, weights.digest)
+        assert not engine.holds_open(weights.path)
+
+    asyncio.run(story())
+
+
+def test_what_cannot_be_made_ready_is_refused_and_leaves_nothing(make: Callable[[int], Engine], tmp_path: Path) -> None:
+    engine, weights = make(1), Drawn(tmp_path, 1)
+    before = state(engine.models[0])
+
+    async def story() -> None:
+        await engine.weights.ready(weights.weights)
+        os.rename(weights.path, tmp_path / "gone")
+        with pytest.raises(EngineError, match="space-1"):
+            await engine.weights.ready(weights.weights)
+        assert not engine.holds_open(tmp_path)
+        with pytest.raises(EngineError, match="space-1"):
+            await engine.weights.take(weights.weights, 1, weights.digest)
+
+    asyncio.run(story())
+    assert same(before, state(engine.models[0])) and engine.weights.version == 0
+    assert engine.schedulers[0].flushed == 0
+
+
+def test_a_preparation_that_another_one_overtakes_ends(
+    make: Callable[[int], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, one, other = make(1), Drawn(tmp_path, 1), Drawn(tmp_path, 2)
+    monkeypatch.setattr(sglang_weights, "READY_S", 0.0)
+
+    async def story() -> None:
+        ready = engine.weights.ready
+        overtaken, kept = await asyncio.gather(ready(one.weights), ready(other.weights), return_exceptions=True)
+        assert isinstance(overtaken, EngineError) and "let go of" in str(overtaken) and isinstance(kept, float)
+        engine.tickets.clear()
+        await engine.weights.take(other.weights, 1, other.digest)
+        assert [ticket.keys() for ticket in engine.tickets] == [{"do", "name", "answer"}]
+
+    asyncio.run(story())
+    assert other.is_in(engine)
+
+
+def test_an_engine_that_is_not_idle_is_asked_again_until_it_is(make: Callable[[int], Engine], tmp_path: Path) -> None:
+    engine, weights = make(2), Drawn(tmp_path, 1)
+    before = state(engine.models[0])
+    asked = 0
+
+    def work() -> None:
+        nonlocal asked
+        asked += 1
+        assert same(before, state(engine.models[0]))
+        engine.idle[:] = [asked > 3] * 2
+
+    async def story() -> None:
+        await engine.weights.ready(weights.weights)
+        engine.before = work
+        await engine.weights.take(weights.weights, 1, weights.digest)
+
+    asyncio.run(story())
+    assert asked == 4 and weights.is_in(engine)
+    assert [scheduler.flushed for scheduler in engine.schedulers] == [2, 2]
+
+
+def test_an_engine_that_never_gets_idle_keeps_its_weights(
+    make: Callable[[int], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, weights = make(1), Drawn(tmp_path, 1)
+    before = state(engine.models[0])
+    engine.idle = [False]
+    monkeypatch.setattr(sglang_updates, "IDLE_S", 0.02)
+    with pytest.raises(EngineError, match="requests are running"):
+        asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+    assert same(before, state(engine.models[0])) and engine.weights.version == 0
+
+
+def test_ranks_that_differ_in_what_they_did_are_the_end_of_the_engine(make: Callable[[int], Engine], tmp_path: Path) -> None:
+    engine, weights = make(2), Drawn(tmp_path, 1)
+    engine.idle[1] = False
+    with pytest.raises(EngineDied, match="requests are running"):
+        asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+
+
+def test_new_weights_with_caches_of_the_old_ones_are_the_end_of_the_engine(
+    make: Callable[[int], Engine], tmp_path: Path
+) -> None:
+    engine, weights = make(1), Drawn(tmp_path, 1)
+    answers = iter([True, True, False, False])
+    engine.schedulers[0].says = lambda: next(answers)
+    with pytest.raises(EngineDied, match="caches of the old ones"):
+        asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+
+
+def test_a_scheduler_that_cannot_be_told_what_to_empty_is_flushed_as_well() -> None:
+    class Made(OlderScheduler):
+        pass
+
+    sglang_scheduler.note_scheduler(Made)
+    made = Made(lambda: True)
+    assert sglang_scheduler.flush_caches() and made.flushed == 1
+    made.says = lambda: False
+    assert not sglang_scheduler.flush_caches()

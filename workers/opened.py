@@ -1,0 +1,37 @@
+"""What a worker's engine has ready to take, and open for it: memory of a stager, which lives as long as it is open anywhere.
+
+the stager's one device space   stays open for the next update, until the stager is gone, or about to take a larger one
+any other                       is closed as soon as its update is over
+"""
+
+import contextlib
+
+from enginepool.workers.engine import Engine, EngineError, NewWeights, Space
+
+
+class Opened:
+    """What one engine has open. Each call raises EngineDied."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._spaces: tuple[Space, ...] = ()
+
+    async def get_ready(self, weights: NewWeights) -> float:
+        """Have the engine get ready to take these while it serves; for how many seconds that kept it from its work."""
+        self._spaces = weights.spaces
+        with contextlib.suppress(EngineError):  # taking them takes longer then, and says what is wrong, if that is
+            return await self._engine.ready(weights)
+        return 0.0
+
+    async def close_smaller(self, nbytes: int) -> None:
+        """Close it if it is less: memory that somebody has open cannot make room for more."""
+        if any(space.nbytes < nbytes for space in self._spaces):
+            await self.close()
+
+    async def close(self) -> None:
+        """Have the engine let go of it."""
+        if not self._spaces:
+            return
+        self._spaces = ()
+        with contextlib.suppress(EngineError):  # it has refused to open it, too
+            await self._engine.let_go()

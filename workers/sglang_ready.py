@@ -1,0 +1,180 @@
+"""What a hand-over needs, made ready while the engine serves: a space open, and every copy out of it in a few lists.
+
+What is left for the hold is one look at whether the model's memory still lies where it lay, and as few calls as there are kinds
+of copies. Getting ready takes the scheduler's thread from its forwards, so it is done a moment at a time. Runs in the engine's
+processes; no SGLang here.
+"""
+
+import importlib
+import time
+from bisect import bisect_right
+from collections.abc import Generator
+from typing import Any
+
+import msgspec
+
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.workers.sglang_plan import Copy, Plan
+
+torch: Any = importlib.import_module("torch")
+
+_manifests = msgspec.json.Decoder(list[Tensor])
+#: kinds of copies whose kernels a GPU of this process has loaded
+_warm: set[tuple[Any, ...]] = set()
+
+
+def manifest_of(text: str) -> list[Tensor]:
+    """The tensors of a ticket's manifest, which the worker has looked at."""
+    return _manifests.decode(text)
+
+
+def open_space(space: dict[str, Any], nbytes: int) -> Any:
+    """The bytes of a `Space` in this process, of which at least `nbytes` are there; what is written to it later shows.
+
+    The memory of another process stays as long as anything refers to it here. Raises ValueError, OSError or RuntimeError.
+    """
+    if space["nbytes"] < nbytes:
+        raise ValueError(f"a space of {space['nbytes']} bytes for {nbytes}")
+    if space["kind"] == "file":
+        # Read alone, a private mapping is the file's own pages.
+        return torch.from_file(space["path"], shared=False, size=space["nbytes"], dtype=torch.uint8)
+    shared = msgspec.msgpack.decode(bytes.fromhex(space["handle"]))
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(*shared)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space["nbytes"]]
+
+
+class Copies:
+    """Copies and fills, for as few calls as possible. None of a run touches memory that another one of it writes, so that their
+    order does not matter; a run begins where one would, and runs keep their order."""
+
+    def __init__(self) -> None:
+        self._runs: list[_Run] = []
+
+    def add(self, copy: Copy, tensor: Any) -> None:
+        """One copy of a plan, of elements of `tensor`."""
+        if copy.target.numel() and not (self._runs and self._runs[-1].takes(copy.target)):
+            self._runs.append(_Run())
+            self._runs[-1].takes(copy.target)
+        if copy.target.numel():
+            self._runs[-1].add(copy, tensor)
+
+    def warm(self) -> None:
+        """Have a GPU load the kernels, which it does when they are used first."""
+        for run in self._runs:
+            for kind, (targets, sources) in run.together.items():
+                if kind not in _warm and targets[0].is_cuda:
+                    torch._foreach_copy_([torch.empty_like(targets[0][:1])], [torch.zeros_like(sources[0][:1])])
+                    _warm.add(kind)
+
+    def replay(self) -> None:
+        """Do them all. On a GPU they are only begun."""
+        with torch.no_grad():
+            for run in self._runs:
+                for targets, sources in run.together.values():
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+                for target, source in run.apart:
+                    target.copy_(source, non_blocking=True)
+                for target, value in run.fills:
+                    target.fill_(value)
+
+
+class _Run:
+    """Copies and fills that may be done in any order."""
+
+    def __init__(self) -> None:
+        #: of one kind and without holes: torch does hundreds of them in a few launches, if all are
+        self.together: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
+        self.apart: list[tuple[Any, Any]] = []
+        self.fills: list[tuple[Any, Any]] = []
+        #: where what is written begins and ends, in order
+        self._begins: list[int] = []
+        self._ends: list[int] = []
+
+    def takes(self, target: Any) -> bool:
+        """Whether nothing here writes between the first and the last byte of `target`; from now on it does."""
+        begin = target.data_ptr()
+        last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+        end = begin + (last + 1) * target.element_size()
+        at = bisect_right(self._begins, begin)
+        if (at and self._ends[at - 1] > begin) or (at < len(self._begins) and self._begins[at] < end):
+            return False
+        self._begins.insert(at, begin)
+        self._ends.insert(at, end)
+        return True
+
+    def add(self, copy: Copy, tensor: Any) -> None:
+        target = copy.target
+        if copy.fill is not None:
+            self.fills.append((target, copy.fill))
+            return
+        source = copy.source(tensor)
+        if not (target.is_contiguous() and source.is_contiguous()):
+            self.apart.append((target, source))
+            return
+        kind = (target.dtype, source.dtype, target.device, source.device)
+        targets, sources = self.together.setdefault(kind, ([], []))
+        targets.append(target.view(-1))
+        sources.append(source.view(-1))
+
+
+class Ready:
+    """One update that is, or is being, made ready.
+
+    Args:
+        name: what the worker calls it.
+        space, text: where its bytes will lie, and its manifest as a ticket has them.
+    """
+
+    def __init__(self, name: int, plan: Plan, space: dict[str, Any], text: str) -> None:
+        """Raises ValueError, OSError or RuntimeError: the space cannot be opened."""
+        self.name = name
+        self.done = False
+        #: seconds that were spent on it
+        self.seconds = 0.0
+        self.copies = Copies()
+        began = time.perf_counter()
+        self.manifest = manifest_of(text)
+        self._plan = plan
+        self._source = space, text
+        self._layout = layout(self.manifest)
+        self._opened = open_space(space, self._layout.nbytes)
+        self._steps = self._make()
+        self.seconds += time.perf_counter() - began
+
+    def serves(self, name: int, space: dict[str, Any], text: str) -> bool:
+        """Whether another update with the same tensors in the same memory can use it; it then has that name, and is looked at
+        again. A GPU's handle names one piece of memory for ever; of a file only the path is known."""
+        if not self.done or space["kind"] != "cuda" or self._source != (space, text):
+            return False
+        self.name, self.done, self.seconds = name, False, 0.0
+        self._steps = self._look()
+        return True
+
+    def go_on(self, seconds: float) -> None:
+        """Work for about so long, one step at least, or to the end. Raises ValueError: it cannot be made ready."""
+        began = time.perf_counter()
+        spent = 0.0
+        while not self.done and spent <= seconds:
+            self.done = next(self._steps, True)
+            spent = time.perf_counter() - began
+        self.seconds += spent
+
+    def close(self) -> None:
+        """Make no more of it. What it refers to goes when it goes, and not when Python next looks for cycles."""
+        self._steps.close()
+
+    def _look(self) -> Generator[bool]:
+        if not self._plan.holds(tensor.name for tensor in self.manifest):
+            raise ValueError("the model's memory is not where it was when its load was watched")
+        yield False
+
+    def _make(self) -> Generator[bool]:
+        yield from self._look()
+        for tensor, at in zip(self.manifest, self._layout.offsets, strict=True):
+            view = self._opened[at : at + tensor.nbytes].view(getattr(torch, tensor.dtype)).view(tensor.shape)
+            for copy in self._plan.copies[tensor.name]:
+                self.copies.add(copy, view)
+            yield False
+        self.copies.warm()
