@@ -177,9 +177,11 @@ def relabel(version: Version, connect: Address = DEFAULT_ADDRESS, group: Group =
 
 
 def _committed(record: "UpdateRecord") -> str:
-    times = sum(record.phases.values()) / 1e6
+    from enginepool.cli.weights_tables import taken
+
     note = f"; {record.message}" if record.message else ""
-    return f"version {record.version} is committed on {record.committed} of {record.members} workers, in {times:.2f} s{note}"
+    on = f"{record.committed} of {record.members} workers"
+    return f"version {record.version} is committed on {on}, in {taken(record):.2f} s{note}"
 
 
 def _report(

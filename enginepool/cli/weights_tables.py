@@ -8,9 +8,9 @@ from rich.table import Table
 
 from enginepool.protocol.updates import UpdateRecord, WeightsReport, WorkerWeights
 
-#: phases in which the pool serves, and those in which the group stands still
+#: phases in which the pool serves; in `hold`, of which others are parts, the group stands still
 _SERVING = ("open", "join", "transfer", "staged")
-_STILL = ("hold", "hand_over", "journal")
+_STILL = "hold"
 _COLOURS = {"nan": "red", "infinity": "red", "zero": "yellow"}
 
 
@@ -43,8 +43,8 @@ def history_table(report: WeightsReport) -> RenderableType:
             record.transfer,
             f"{record.committed}/{record.members}",
             f"{record.sent_bytes / 1e6:.1f}",
-            f"{_sum(record, _SERVING):.2f}",
-            f"{1000 * _sum(record, _STILL):.1f}" if good else "-",
+            f"{_us(record, *_SERVING) / 1e6:.2f}",
+            f"{_us(record, _STILL) / 1e3:.1f}" if good else "-",
         )
         if record.message:
             notes.append(f"version {record.version}: {escape(record.message)}")
@@ -80,8 +80,13 @@ def _why(worker: WorkerWeights) -> str:
     return f"[red]{escape(worker.message)}[/]" if worker.message else ""
 
 
-def _sum(record: UpdateRecord, phases: tuple[str, ...]) -> float:
-    return sum(record.phases.get(phase, 0) for phase in phases) / 1e6
+def taken(record: UpdateRecord) -> float:
+    """Seconds from the offer to the commit."""
+    return (_us(record, *_SERVING) + _us(record, _STILL)) / 1e6
+
+
+def _us(record: UpdateRecord, *phases: str) -> int:
+    return sum(record.phases.get(phase, 0) for phase in phases)
 
 
 def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
