@@ -43,9 +43,14 @@ class Given:
         for view, tensor in zip(views(self.space, self.manifest), tensors.values(), strict=True):
             view.copy_(tensor)
         self.digest = digest_of(self.space)
-        path = directory / f"space-{secrets.token_hex(4)}"
-        path.write_bytes(self.space.numpy().tobytes())
-        self.weights = NewWeights(self.manifest, (Space("file", self.space.numel(), path=str(path)),))
+        self.path = directory / f"space-{secrets.token_hex(4)}"
+        self.path.write_bytes(self.space.numpy().tobytes())
+        self.weights = NewWeights(self.manifest, (Space("file", self.space.numel(), path=str(self.path)),))
+
+    def arrives(self, there: bool) -> None:
+        """The bytes are there, or are not yet, in a file that others may have open."""
+        with open(self.path, "r+b") as file:
+            file.write(self.space.numpy().tobytes() if there else bytes(self.space.numel()))
 
 
 class Subject:
@@ -68,6 +73,9 @@ class Subject:
 
     def take(self, weights: NewWeights, version: int, digest: str = "") -> TakeTimes:
         return self.engine.call("do", "take", weights, version, digest)
+
+    def get_ready(self, weights: NewWeights) -> float:
+        return self.engine.call("do", "ready", weights)
 
     def holds(self) -> tuple[int, str]:
         return self.engine.call("do", "version"), self.engine.call("do", "digest")
@@ -129,6 +137,32 @@ def test_after_each_of_several_updates_scores_are_those_of_exactly_these_weights
         assert_computed_with(subject, reference, given.tensors, version)
         [outcome] = subject.engine.score(random_batch(random.Random(1), declared(subject.engine)))
         assert not isinstance(outcome, Exception) and outcome.version == version
+
+
+def test_an_engine_that_got_ready_serves_on_and_takes_what_came_meanwhile(subject: Subject, reference: Reference) -> None:
+    batch = random_batch(random.Random(3), declared(subject.engine))
+    for version in (1, 2):
+        before = subject.scores(batch)
+        given = subject.drawn(30 + version)
+        given.arrives(False)
+        assert subject.get_ready(given.weights) > 0
+        for still, first in zip(subject.scores(batch), before, strict=True):
+            assert_close(still, first)
+        given.arrives(True)
+        times = subject.take(given.weights, version, given.digest)
+        assert times.load_s > 0 and times.flush_s > 0
+        assert subject.holds() == (version, given.digest)
+        assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
+        assert_computed_with(subject, reference, given.tensors, version)
+    # Ready for one, it takes another one, too.
+    ready, other = subject.drawn(33), subject.drawn(34)
+    subject.get_ready(ready.weights)
+    subject.take(other.weights, 3, other.digest)
+    assert_computed_with(subject, reference, other.tensors, 3)
+    subject.get_ready(ready.weights)
+    subject.engine.call("do", "let_go")
+    subject.take(ready.weights, 4, ready.digest)
+    assert_computed_with(subject, reference, ready.tensors, 4)
 
 
 def test_the_first_weights_come_back_bit_by_bit(subject: Subject) -> None:
@@ -254,6 +288,8 @@ def test_an_engine_of_two_ranks_takes_the_same_weights_and_is_asked_as_one(
         assert engine.call("do", "ranks") == 2
         for version in (1, 2):
             given = subject.drawn(20 + version)
+            if version == 2:
+                assert subject.get_ready(given.weights) > 0
             subject.take(given.weights, version, given.digest)
             assert engine.call("do", "inspect", "digest") == (given.digest, [])
             assert_computed_with(subject, reference, given.tensors, version)

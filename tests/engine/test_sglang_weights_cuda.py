@@ -95,11 +95,11 @@ class Trainer:
 
 def with_stager(
     processes: Processes, directory: Path, device: str, story: Callable[[StagerLink, "asyncio.Queue[Received]"], Any]
-) -> None:
+) -> "subprocess.Popen[Any]":
     socket = str(directory / "stager.sock")
     spec = {"socket": socket, "device": device, "orphan_s": PATIENCE_S}
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "ENGINEPOOL_STAGER": msgspec.json.encode(spec).decode()}
-    processes.start([sys.executable, "-m", "enginepool.workers.stager"], env=environment, stdin=subprocess.DEVNULL)
+    stager = processes.start([sys.executable, "-m", "enginepool.workers.stager"], env=environment, stdin=subprocess.DEVNULL)
 
     async def run() -> None:
         received: asyncio.Queue[Received] = asyncio.Queue()
@@ -110,6 +110,7 @@ def with_stager(
             await link.close()
 
     asyncio.run(run())
+    return stager
 
 
 @pytest.mark.parametrize("room", ["device", "host"])
@@ -126,6 +127,8 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             given = subject.drawn(version, torch.bfloat16)
             reserved = await link.ask(Reserve((1, version), list(given.manifest), BUCKET), Reserved, PATIENCE_S)
             assert reserved.staging == room
+            ready = NewWeights(given.manifest, tuple(reserved.spaces))
+            ready_s = subject.get_ready(ready)
             thread = trainer.begin(given)
             ask = JoinGroup((1, version), trainer.name, trainer.rendezvous.address, 2, 1, backend)
             joined = await link.ask(ask, InGroup, PATIENCE_S)
@@ -135,8 +138,10 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
                 came = await received.get()
             thread.join()
             assert (came.message, came.digest, came.findings) == ("", given.digest, [])
-            times = subject.take(NewWeights(given.manifest, tuple(came.spaces)), version, given.digest)
-            print(f"{room} {backend}: load {times.load_s * 1e3:.1f} ms, flush {times.flush_s * 1e3:.1f} ms")  # noqa: T201
+            assert came.spaces == reserved.spaces
+            times = subject.take(ready, version, given.digest)
+            parts = {"ready": ready_s, "load": times.load_s, "flush": times.flush_s}
+            print(f"{room} {backend}:", ", ".join(f"{part} {s * 1e3:.2f} ms" for part, s in parts.items()))  # noqa: T201
             assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
             after = subject.scores(batch)
             assert before is None or any((a != b).any() for a, b in zip(after, before, strict=True))
@@ -146,12 +151,38 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             held = await link.ask(AskHeld(), Held)
             assert (held.version, held.digest) == (version, given.digest)
             subject.take(NewWeights(given.manifest, tuple(held.spaces)), version, given.digest)
+            if room == "host":
+                subject.engine.call("do", "let_go")
             assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
 
     try:
         with_stager(processes, tmp_path, "cuda" if room == "device" else "cpu", story)
     finally:
         trainer.close()
+
+
+def test_memory_of_a_stager_that_died_is_free_once_the_engine_lets_go_of_it(
+    processes: Processes, subject: Subject, tmp_path: Path
+) -> None:
+    nbytes = 512 << 20
+    given = subject.drawn(5, torch.bfloat16)
+
+    def free() -> int:
+        return torch.cuda.mem_get_info(0)[0]
+
+    async def story(link: StagerLink, received: "asyncio.Queue[Received]") -> None:
+        assert (await link.ask(Room(nbytes), Reserved, PATIENCE_S)).staging == "device"
+        for update in (1, 2):
+            reserved = await link.ask(Reserve((1, update), list(given.manifest), BUCKET), Reserved, PATIENCE_S)
+            first_s = subject.get_ready(NewWeights(given.manifest, tuple(reserved.spaces)))
+            print(f"ready {first_s * 1e3:.2f} ms")  # noqa: T201
+
+    stager = with_stager(processes, tmp_path, "cuda", story)
+    stager.kill()
+    stager.wait()
+    held = free()
+    subject.engine.call("do", "let_go")
+    assert free() >= held + nbytes
 
 
 def test_host_memory_is_pinned_where_the_gpu_copies_from() -> None:

@@ -199,7 +199,15 @@ def _from_worker() -> list[Valid]:
             "handed-over",
             way,
             "the engine runs on them",
-            {"type": "handed_over", "update": UPDATE, "version": 4, "digest": DIGEST, "load_us": 6500, "flush_us": 900},
+            {
+                "type": "handed_over",
+                "update": UPDATE,
+                "version": 4,
+                "digest": DIGEST,
+                "load_us": 6500,
+                "flush_us": 900,
+                "ready_us": 5200,
+            },
         ),
         Valid(
             "handed-over-failed",
