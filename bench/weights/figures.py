@@ -120,7 +120,7 @@ def update_rows(setting: str, nbytes: int, passed: Passed, raw: float | None) ->
         tail = f"{size_of(passed.bucket_bytes)}, {name}"
         add(f"{tail}: transfer takes", 1000 * seconds, "ms")
         add(f"{tail}: hold beyond the drain", median(update.hold_ms for update in some), "ms")
-        for phase in ("join", "staged", "drain", "hand_over", "journal", "first_answer"):
+        for phase in ("join", "ready", "staged", "drain", "hand_over", "load", "flush", "journal", "first_answer"):
             values = [update.phases[phase] / 1e3 for update in some if phase in update.phases]
             if values:
                 add(f"{tail}: {phase.replace('_', ' ')}", median(values), "ms")
