@@ -140,12 +140,8 @@ class Weights:
                 else:
                     await self._opened.close()  # whatever was staged, another coordinator knows nothing of it
                     self._feed(await restore(self._engine, self._stager, message))
-            except EngineDied as error:
-                self._feed(EngineLost(time.monotonic(), str(error)))
-            except Exception as error:
-                # What state the engine is in nobody knows then.
-                traceback.print_exc()
-                self._feed(EngineLost(time.monotonic(), f"{type(message).__name__} failed: {error}"))
+            except Exception as error:  # as `_lost` says
+                self._lost(type(message).__name__, error)
 
     def _answer(
         self, answer: Prepared | Joined | Staged | HandedOver | Restored | Inspected, frames: tuple[Frame, ...] = ()
@@ -265,8 +261,8 @@ class Weights:
     async def _get_ready(self, pending: Pending) -> None:
         try:
             pending.ready_s = await self._opened.get_ready(NewWeights(pending.tensors, pending.spaces))
-        except EngineDied as error:
-            self._feed(EngineLost(time.monotonic(), str(error)))
+        except Exception as error:  # as `_lost` says
+            self._lost("getting ready", error)
             return
         pending.readied = True
         if self._pending is pending:
@@ -278,8 +274,16 @@ class Weights:
         async with self._turn:
             try:
                 await self._opened.close()
-            except EngineDied as error:
-                self._feed(EngineLost(time.monotonic(), str(error)))
+            except Exception as error:  # as `_lost` says
+                self._lost("letting go", error)
+
+    def _lost(self, doing: str, error: Exception) -> None:
+        """The engine is gone; or something failed in a way that nobody foresaw, and nobody knows what state it is in."""
+        if isinstance(error, EngineDied):
+            self._feed(EngineLost(time.monotonic(), str(error)))
+            return
+        traceback.print_exception(error)
+        self._feed(EngineLost(time.monotonic(), f"{doing} failed: {error}"))
 
     # --- into the engine ------------------------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ from enginepool.protocol.updates import (
     Staged,
 )
 from enginepool.workers import receiving, stager, staging
-from enginepool.workers.engine import EngineError, NewWeights, TakeTimes
-from enginepool.workers.events import Event, RunWeights, WeightsAnswered, WeightsTaken
+from enginepool.workers.engine import EngineDied, EngineError, NewWeights, TakeTimes
+from enginepool.workers.events import EngineLost, Event, RunWeights, WeightsAnswered, WeightsTaken
 from enginepool.workers.receiving import HostMemory
 from enginepool.workers.sim_engine import SimEngine
 from enginepool.workers.snapshot import Footer, read_footer
@@ -161,13 +161,13 @@ class NotedEngine(SimEngine):
         self.asked: list[NewWeights | str] = []
         self.may = asyncio.Event()
         self.may.set()
-        self.fails = False
+        self.fails: Exception | None = None
 
     async def ready(self, weights: NewWeights) -> float:
         self.asked.append(weights)
         await self.may.wait()
-        if self.fails:
-            raise EngineError("not today")
+        if self.fails is not None:
+            raise self.fails
         return 0.002
 
     async def let_go(self) -> None:
@@ -281,12 +281,27 @@ def test_the_engine_has_ready_what_it_takes_before_staged_is_said_and_lets_go_of
 def test_an_engine_that_cannot_get_ready_takes_the_weights_all_the_same(place: Place, trainer: Trainer) -> None:
     async def story() -> None:
         async with place.worker() as worker:
-            worker.engine.fails = True
+            worker.engine.fails = EngineError("not today")
             digest = (await worker.staged(trainer, trainer.fill(1))).digest
             handed = await worker.hand_over(1)
             assert (handed.code, handed.digest, handed.ready_us) == ("", digest, 0)
 
     asyncio.run(story())
+
+
+def test_an_engine_that_dies_while_it_gets_ready_is_lost(place: Place, trainer: Trainer) -> None:
+    async def story(error: Exception) -> None:
+        async with place.worker() as worker:
+            worker.engine.fails = error
+            assert (await worker.prepare()).code == ""
+            worker.tell(msgspec.structs.replace(trainer.join(), update=worker.update))
+            lost = await worker.event()
+            assert isinstance(lost, EngineLost) and "unforeseen" in lost.reason
+            assert (await worker.answer(Joined)).code == ""
+
+    for error in (EngineDied("unforeseen"), LookupError("unforeseen")):
+        asyncio.run(story(error))
+        trainer.joining.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize("end", ["release", "stager", "restore"])
