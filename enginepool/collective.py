@@ -30,6 +30,8 @@ _NEVER = timedelta(days=1)
 _ABORT_S = 5.0
 #: Asked for its end so often, a broadcast on a GPU costs little more than it takes.
 _POLL_S = 0.0001
+#: Broadcasts that one may begin before one waits for the first of them: a GPU's queues are long, and not endless.
+QUEUED = 32
 #: By default torch ends the process, a trainer too, when NCCL reports a lost peer; and it asks rank 0's store every second
 #: whether to write a report, which it says it cannot for as long as a stager outlives its trainer.
 _CALM = {
@@ -139,6 +141,19 @@ class Broadcast:
     def __init__(self, work: Any, group: Group) -> None:
         self._work = work
         self._group = group
+
+    def order(self, timeout_s: float) -> None:
+        """What the current stream of a GPU does from now on comes after it, and nobody waits here; between CPUs it is `wait`.
+
+        Whether it went well `wait` says. Raises CollectiveError.
+        """
+        if self._group.backend != "nccl":
+            self.wait(timeout_s)
+            return
+        try:
+            self._work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(f"group {self._group.name}: {_one_line(error)}") from error
 
     def wait(self, timeout_s: float) -> None:
         """Until its bytes are here, or sent. Raises CollectiveError: a peer is gone, the time is over, the group is aborted."""

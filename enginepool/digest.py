@@ -1,10 +1,13 @@
 """The digest of an update's bytes, and what is wrong with its tensors, in torch on any device.
 
-The digest is that of `protocol/layout.py`. On a GPU nothing here waits for the device before its result is asked for.
+The digest is that of `protocol/layout.py`. On a GPU nothing here waits for the device before its result is asked for, and the
+digest reads each byte once, by a Triton kernel, where `make_ready` found that it can.
 """
 
 import importlib
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from enginepool.protocol.layout import digest_text, layout
@@ -12,51 +15,100 @@ from enginepool.protocol.manifest import Manifest
 from enginepool.protocol.updates import Finding
 
 torch: Any = importlib.import_module("torch")
+log = logging.getLogger("enginepool")
 
 #: Columns of the matrix that the words of a bucket are arranged in.
 _COLUMNS = 4096
 #: Words that are looked at together: torch widens them to int64 in memory.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
+#: words of one call of the kernel
+_KERNEL_CHUNK = 1 << 28
+#: Words on which the kernel is tried: several of its programs, the last one with less to do.
+_TRIED = 5 * 32_768 + 448
 #: dtypes with a norm of their own in torch
 _NORMED = ("float64", "float32", "float16", "bfloat16")
+
+Sums = Callable[[Any], Any]
+
+#: by device, where `make_ready` was asked: what computes the sums there
+_ready: dict[str, Sums] = {}
+_making = threading.Lock()
+
+
+def make_ready(device: Any) -> None:
+    """Have the kernel compiled for a device, and hold it against torch; once in a process. Before an update's clock runs.
+
+    Where Triton is missing or its kernel does not compile, digests are computed by torch, and one line of the log says so.
+    """
+    device = torch.device(device)
+    with _making:
+        if device.type == "cuda" and str(device) not in _ready:
+            _ready[str(device)] = _tried(device)
+
+
+def _tried(device: Any) -> Sums:
+    """The kernel, if it gives there what torch gives, or torch."""
+    try:
+        sums: Sums = importlib.import_module("enginepool.digest_kernel").sums
+        # Not drawn: a trainer's random numbers are its own.
+        words = (torch.arange(_TRIED, device=device) * 2_654_435_761 % 2**32 - 2**31).to(torch.int32)
+        if sums(words).tolist() != _by_torch(words).tolist():
+            raise RuntimeError("it gives other sums than torch")
+    except Exception as error:
+        # Whatever a compiler, its cache or its driver may raise: an update must not fail for it.
+        why = str(error).strip().partition("\n")[0]
+        log.warning("digests take several passes: no Triton kernel on %s: %s: %s", device, type(error).__name__, why)
+        return _by_torch
+    return sums
 
 
 class Digest:
     """The digest of a space whose buckets are given one after the other, in any order."""
 
     def __init__(self) -> None:
-        self._plain: Any = 0
-        self._weighted: Any = 0
+        #: (the number of its first word, [sum, weighted sum] with words counted from 1) of each part
+        self._parts: list[tuple[int, Any]] = []
 
     def add(self, bucket: Any, at: int) -> None:
         """The bytes from `at` on, a contiguous uint8 tensor; both `at` and its size are multiples of 256."""
         words = bucket.view(torch.int32)
-        first = at // 4
-        size = _CHUNK.get(words.device.type, 1 << 18)
-        for start in range(0, words.numel(), size):
-            chunk = words[start : start + size]
-            whole = chunk.numel() // _COLUMNS * _COLUMNS
-            if whole:
-                self._add(chunk[:whole].view(-1, _COLUMNS), first + start)
-            if whole < chunk.numel():
-                self._add(chunk[whole:].view(1, -1), first + start + whole)
-
-    def _add(self, words: Any, first: int) -> None:
-        """Word [r, c] counts first + r × columns + c + 1 times: rows give the one part of that, columns the other."""
-        rows, columns = words.shape
-        wide = words.to(torch.int64)
-        of_rows, of_columns = wide.sum(1), wide.sum(0)
-        device = words.device
-        self._plain = self._plain + of_rows.sum()
-        self._weighted = (
-            self._weighted
-            + (of_rows * torch.arange(first, first + rows * columns, columns, device=device)).sum()
-            + (of_columns * torch.arange(1, columns + 1, device=device)).sum()
-        )
+        sums = _ready.get(str(words.device), _by_torch)
+        for start in range(0, words.numel(), _KERNEL_CHUNK):
+            self._parts.append((at // 4 + start, sums(words[start : start + _KERNEL_CHUNK])))
 
     def text(self) -> str:
         """The digest of what was added."""
-        return digest_text(int(self._plain), int(self._weighted))
+        plain = weighted = 0
+        if self._parts:
+            found = torch.stack([sums for _, sums in self._parts]).tolist()
+            for (first, _), (own, from_one) in zip(self._parts, found, strict=True):
+                plain += own
+                weighted += from_one + first * own
+        return digest_text(plain, weighted)
+
+
+def _by_torch(words: Any) -> Any:
+    """[Σ x[i], Σ x[i] × (i + 1)] modulo 2^64 of int32 words: int64, on their device."""
+    size = _CHUNK.get(words.device.type, 1 << 18)
+    parts: list[Any] = []
+    for start in range(0, words.numel(), size):
+        chunk = words[start : start + size]
+        whole = chunk.numel() // _COLUMNS * _COLUMNS
+        if whole:
+            parts.append(_sums(chunk[:whole].view(-1, _COLUMNS), start))
+        if whole < chunk.numel():
+            parts.append(_sums(chunk[whole:].view(1, -1), start + whole))
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+
+
+def _sums(words: Any, first: int) -> Any:
+    """Word [r, c] counts first + r × columns + c + 1 times: rows give the one part of that, columns the other."""
+    rows, columns = words.shape
+    wide = words.to(torch.int64)
+    of_rows, of_columns = wide.sum(1), wide.sum(0)
+    by_row = of_rows * torch.arange(first, first + rows * columns, columns, device=words.device)
+    by_column = of_columns * torch.arange(1, columns + 1, device=words.device)
+    return torch.stack([of_rows.sum(), by_row.sum() + by_column.sum()])
 
 
 def digest_of(space: Any) -> str:
@@ -75,64 +127,69 @@ def views(space: Any, manifest: Manifest) -> list[Any]:
     ]
 
 
+class Batch:
+    """Tensors that are looked at together, sorted for it: made once for memory that stays, and looked at in every update."""
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Any]) -> None:
+        #: (name, tensor); nothing is wrong with an empty one
+        self.named = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor.numel()]
+        by_dtype: dict[Any, list[int]] = {}
+        for place, (_, tensor) in enumerate(self.named):
+            by_dtype.setdefault(tensor.dtype, []).append(place)
+        self._sorted = [(places, [self.named[place][1] for place in places]) for places in by_dtype.values()]
+        #: the place that each number of `largest` belongs to
+        self.places = [place for places, _ in self._sorted for place in places]
+
+    def largest(self) -> list[Any]:
+        """The largest magnitude in each tensor, NaN where there is one, as vectors of float64 on the device."""
+        return [torch.stack(_largest(tensors)).to(torch.float64) for _, tensors in self._sorted]
+
+
+def _largest(tensors: Sequence[Any]) -> Sequence[Any]:
+    """Of tensors of one dtype."""
+    dtype = tensors[0].dtype
+    if str(dtype).removeprefix("torch.") in _NORMED:
+        return torch._foreach_norm(tensors, ord=float("inf"))
+    if dtype.is_floating_point:
+        return [torch.linalg.vector_norm(tensor.to(torch.float32), ord=float("inf")) for tensor in tensors]
+    return [tensor.any() for tensor in tensors]
+
+
 class Findings:
     """Tensors with NaN or infinity in them, or with nothing but zeros. One pass over each; only those found are counted."""
 
     def __init__(self) -> None:
-        self._tensors: list[tuple[str, Any]] = []
+        self._batches: list[Batch] = []
         self._largest: list[Any] = []
 
-    def add(self, names: Sequence[str], tensors: Sequence[Any]) -> None:
+    def add(self, batch: Batch) -> None:
         """Look at whole tensors, whose memory stays as it is until `found`."""
-        self._tensors += zip(names, tensors, strict=True)
-        self._largest += _largest(tensors)
+        self._batches.append(batch)
+        self._largest += batch.largest()
 
     def found(self) -> list[Finding]:
         """All findings, in the order of the tensors; `count` of a zero one is its size."""
-        if not self._tensors:
+        if not self._largest:
             return []
-        largest = _numbers(self._largest)
+        numbers: list[float] = torch.cat(self._largest).tolist()
+        if all(0 < number < float("inf") for number in numbers):
+            return []
         found: list[Finding] = []
-        for (name, tensor), most in zip(self._tensors, largest, strict=True):
-            if most == 0:
-                found.append(Finding(name, "zero", tensor.numel()))
-            elif most != most or most == float("inf"):
-                wide = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
-                if count := int(torch.isnan(wide).sum()):
-                    found.append(Finding(name, "nan", count))
-                if count := int(torch.isinf(wide).sum()):
-                    found.append(Finding(name, "infinity", count))
+        at = 0
+        for batch in self._batches:
+            own = dict(zip(batch.places, numbers[at : at + len(batch.places)], strict=True))
+            at += len(batch.places)
+            for place, (name, tensor) in enumerate(batch.named):
+                found += _what_is_wrong(name, tensor, own[place])
         return found
 
 
-def _numbers(scalars: Sequence[Any]) -> list[float]:
-    """What is in them, in one copy for each dtype."""
-    numbers = [0.0] * len(scalars)
-    together: dict[Any, list[int]] = {}
-    for i, scalar in enumerate(scalars):
-        together.setdefault(scalar.dtype, []).append(i)
-    for places in together.values():
-        found = torch.stack([scalars[i] for i in places]).to(torch.float64).tolist()
-        for i, number in zip(places, found, strict=True):
-            numbers[i] = number
-    return numbers
-
-
-def _largest(tensors: Sequence[Any]) -> list[Any]:
-    """The largest magnitude in each tensor; NaN where there is one. Empty tensors count as 1: nothing is wrong with them."""
-    largest: list[Any] = [None] * len(tensors)
-    together: dict[Any, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        if not tensor.numel():
-            largest[i] = torch.ones((), device=tensor.device)
-        elif str(tensor.dtype).removeprefix("torch.") in _NORMED:
-            together.setdefault(tensor.dtype, []).append(i)
-        elif tensor.dtype.is_floating_point:
-            largest[i] = torch.linalg.vector_norm(tensor.to(torch.float32), ord=float("inf"))
-        else:
-            largest[i] = tensor.any()
-    for places in together.values():
-        norms = torch._foreach_norm([tensors[i] for i in places], ord=float("inf"))
-        for i, norm in zip(places, norms, strict=True):
-            largest[i] = norm
-    return largest
+def _what_is_wrong(name: str, tensor: Any, most: float) -> list[Finding]:
+    """Findings of one tensor with this largest magnitude."""
+    if most == 0:
+        return [Finding(name, "zero", tensor.numel())]
+    if 0 < most < float("inf"):
+        return []
+    wide = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
+    counted: list[tuple[Any, int]] = [("nan", int(torch.isnan(wide).sum())), ("infinity", int(torch.isinf(wide).sum()))]
+    return [Finding(name, kind, count) for kind, count in counted if count]

@@ -4,16 +4,15 @@ import contextlib
 import importlib
 import os
 import secrets
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from enginepool.collective import Group
-from enginepool.digest import Digest, Findings, views
+from enginepool.collective import QUEUED, Group
+from enginepool.digest import Batch, Digest, Findings, make_ready, views
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
@@ -56,6 +55,10 @@ class HostMemory:
         #: one for each device of the engine: here all of them map the same
         self.tensors = [space]
 
+    def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str) -> "Reception":
+        """What receives these tensors here."""
+        return Reception(self.tensors, manifest, bucket_bytes, device)
+
     def spaces(self) -> list[Space]:
         """As the engine's processes open it."""
         return [Space("file", self.nbytes, path=f"/proc/{os.getpid()}/fd/{self.fd}")]
@@ -85,6 +88,8 @@ class DeviceMemory:
         self.nbytes = nbytes
         self.tensors: list[Any] = []
         self._spaces: list[Space] = []
+        self._reception: Reception | None = None
+        make_ready("cuda:0")
         torch.cuda.empty_cache()
         for gpu in range(gpus):
             free, _ = torch.cuda.mem_get_info(gpu)
@@ -94,6 +99,13 @@ class DeviceMemory:
                 self.tensors.append(torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{gpu}"))
             except RuntimeError as error:
                 raise OSError(str(error).splitlines()[0]) from None
+
+    def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str) -> "Reception":
+        """What receives these tensors here: that of last time, if they are the same."""
+        kept = self._reception
+        if kept is None or kept.made_for != (list(manifest), bucket_bytes, device):
+            kept = self._reception = Reception(self.tensors, manifest, bucket_bytes, device)
+        return kept
 
     def spaces(self) -> list[Space]:
         """As the engine's processes open them. Always the same: torch counts each time that memory is shared, and keeps it for
@@ -178,62 +190,72 @@ def be_small() -> None:
     torch.set_num_threads(1)
 
 
-class Reception:
-    """One update, from its first byte to its last."""
+class Part(NamedTuple):
+    """One bucket: where it is received, its place in each space, and the tensors that are whole with it."""
 
-    def __init__(self, memory: Memory, manifest: Sequence[Tensor], bucket_bytes: int) -> None:
-        self.memory = memory
-        self.manifest = list(manifest)
-        self._bucket_bytes = bucket_bytes
-        self._layout = layout(manifest)
-        #: before the first byte comes: there are hundreds of them
-        self._tensors = views(memory.tensors[0][: self._layout.nbytes], self.manifest)
+    at: int
+    into: Any
+    spaces: list[Any]
+    batch: Batch
+
+
+class Reception:
+    """What is done with each bucket of an update: made before the first byte comes, and kept for the updates after it.
+
+    Args:
+        memory: a space on each device of the engine; bytes come into the first one, and go on from there.
+        device: of the process group; where the memory is elsewhere, buckets come by way of two buffers there.
+    """
+
+    def __init__(self, memory: Sequence[Any], manifest: Sequence[Tensor], bucket_bytes: int, device: str) -> None:
+        self.made_for = (list(manifest), bucket_bytes, device)
+        where = layout(manifest)
+        space = memory[0][: where.nbytes]
+        make_ready(device)
+        bounce: list[Any] = []
+        if space.device.type != torch.device(device).type:
+            size = min(bucket_bytes, where.nbytes)
+            bounce = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(AHEAD)]
+        self._gpus = range(len(memory) if space.is_cuda or device != "cpu" else 0)
+        names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
+        ends = [*where.offsets[1:], where.nbytes]
+        self._parts: list[Part] = []
+        looked = 0
+        for k, bucket in enumerate(buckets(manifest, bucket_bytes)):
+            end, first = bucket.at + bucket.nbytes, looked
+            while looked < len(ends) and ends[looked] <= end:
+                looked += 1
+            spaces = [other[bucket.at : end] for other in memory]
+            into = bounce[k % AHEAD][: bucket.nbytes] if bounce else spaces[0]
+            self._parts.append(Part(bucket.at, into, spaces, Batch(names[first:looked], tensors[first:looked])))
 
     def receive(self, group: Group) -> tuple[str, list[Finding]]:
-        """Broadcasts into the memory; (digest, findings). Raises CollectiveError."""
+        """Broadcasts into the memory; (digest, findings). Raises CollectiveError.
+
+        On a GPU all of it is put in order at once and nothing waits until the end, save for what is far ahead.
+        """
         digest, findings = Digest(), Findings()
-        space = self.memory.tensors[0][: self._layout.nbytes]
-        tensors = self._tensors
-        names = [tensor.name for tensor in self.manifest]
-        ends = [*self._layout.offsets[1:], self._layout.nbytes]
-        bounce = self._bounce(group)
-        way: deque[tuple[Any, Any, Any]] = deque()
-        looked = 0
-
-        def land() -> None:
-            nonlocal looked
-            broadcast, bucket, into = way.popleft()
-            broadcast.wait(FOREVER_S)
-            whole = space[bucket.at : bucket.at + bucket.nbytes]
-            if into is not whole:
-                # What the processor looks at next must have come.
-                whole.copy_(into, non_blocking=whole.is_cuda)
-            digest.add(into, bucket.at)
-            for other in self.memory.tensors[1:]:
-                other[bucket.at : bucket.at + bucket.nbytes].copy_(whole, non_blocking=True)
-            first = looked
-            while looked < len(ends) and ends[looked] <= bucket.at + bucket.nbytes:
-                looked += 1
-            findings.add(names[first:looked], tensors[first:looked])
-
-        for k, bucket in enumerate(buckets(self.manifest, self._bucket_bytes)):
-            if len(way) == AHEAD:
-                land()
-            into = bounce[k % AHEAD][: bucket.nbytes] if bounce else space[bucket.at : bucket.at + bucket.nbytes]
-            way.append((group.begin(into), bucket, into))
-        while way:
-            land()
-        if space.is_cuda or bounce:
-            for gpu in range(len(self.memory.tensors) if torch.cuda.is_available() else 0):
-                torch.cuda.synchronize(gpu)
+        ways = [group.begin(part.into) for part in self._parts[:AHEAD]]
+        for k, part in enumerate(self._parts):
+            if part.into is part.spaces[0]:
+                ways[k].order(FOREVER_S)
+            else:
+                # What the processor looks at next must have come, and only `wait` hears of a group that is given up.
+                ways[k].wait(FOREVER_S)
+                part.spaces[0].copy_(part.into, non_blocking=part.spaces[0].is_cuda)
+            digest.add(part.into, part.at)
+            for other in part.spaces[1:]:
+                other.copy_(part.spaces[0], non_blocking=True)
+            findings.add(part.batch)
+            if k + AHEAD < len(self._parts):
+                ways.append(group.begin(self._parts[k + AHEAD].into))
+            if k >= QUEUED:
+                ways[k - QUEUED].wait(FOREVER_S)
+        for way in ways[-QUEUED:]:
+            way.wait(FOREVER_S)
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
         return digest.text(), findings.found()
-
-    def _bounce(self, group: Group) -> list[Any]:
-        """Buckets on the group's device, where the memory itself is elsewhere."""
-        if self.memory.tensors[0].device.type == group.device.split(":")[0]:
-            return []
-        size = min(self._bucket_bytes, self._layout.nbytes)
-        return [torch.empty(size, dtype=torch.uint8, device=group.device) for _ in range(AHEAD)]
 
 
 def new_peer() -> str:

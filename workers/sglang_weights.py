@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from enginepool.digest import Digest, Findings, views
+from enginepool.digest import Batch, Digest, Findings, make_ready, views
 from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
@@ -211,8 +211,11 @@ class ModelWeights:
     def _received(self, manifest: list[Tensor], bucket_bytes: int, digest: Digest) -> Iterator[tuple[str, Any]]:
         """Each tensor as soon as it is whole; the next bucket is on its way meanwhile.
 
-        On a GPU a broadcast into a bucket's memory waits for the copies out of it that were begun before.
+        On a GPU a broadcast into a bucket's memory waits for the copies out of it that were begun before, and what is yielded
+        may still be on its way: copies out of it wait by themselves.
         """
+        from enginepool.collective import QUEUED
+
         nbytes = layout(manifest).nbytes
         device = self._group.device
         size = min(bucket_bytes, nbytes)
@@ -226,9 +229,9 @@ class ModelWeights:
                 ways.append(self._group.begin(ring[k % 2][: cuts[k].nbytes]))
 
         begin(0)
+        begin(1)
         for k, bucket in enumerate(cuts):
-            ways[k].wait(BUCKET_S)
-            begin(k + 1)
+            ways[k].order(BUCKET_S)
             came = ring[k % 2][: bucket.nbytes]
             digest.add(came, bucket.at)
             for piece in bucket.pieces:
@@ -242,6 +245,11 @@ class ModelWeights:
                         continue
                     part = torn.pop(piece.tensor)
                 yield tensor.name, part.view(getattr(torch, tensor.dtype)).view(tensor.shape)
+            begin(k + 2)
+            if k >= QUEUED:
+                ways[k - QUEUED].wait(BUCKET_S)
+        for way in ways[-QUEUED:]:
+            way.wait(BUCKET_S)
 
     # --- a process group ------------------------------------------------------------------------------------------------
 
@@ -263,6 +271,7 @@ class ModelWeights:
                 group = None
             if device != "cpu":
                 torch.cuda.set_device(device)  # a thread begins on the first one
+                make_ready(device)
             self._group = group or join(
                 ticket["address"], ticket["group"], ticket["world"], ticket["rank"], backend=ticket["backend"], device=device
             )
@@ -307,11 +316,11 @@ class ModelWeights:
         findings = Findings()
         if self._plan is None:
             named = dict(self._model.named_parameters())
-            findings.add(list(named), [parameter.detach() for parameter in named.values()])
+            findings.add(Batch(list(named), [parameter.detach() for parameter in named.values()]))
         else:
             for name, copies in self._plan.copies.items():
                 targets = [copy.target for copy in copies if copy.fill is None][:1]
-                findings.add([name] * len(targets), targets)
+                findings.add(Batch([name] * len(targets), targets))
         return {"findings": msgspec.to_builtins(findings.found())}
 
     def do_tensor(self, ticket: dict[str, Any]) -> dict[str, Any]:

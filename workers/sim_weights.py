@@ -66,10 +66,10 @@ class SimWeights:
         self.digest = digest_of_bytes(self._space)
 
     def _receive(self, weights: NewWeights) -> npt.NDArray[np.uint8]:
-        from enginepool.workers.receiving import HostMemory, Reception
+        from enginepool.workers.receiving import HostMemory
 
         memory = HostMemory(layout(weights.tensors).nbytes)
-        Reception(memory, weights.tensors, weights.bucket_bytes).receive(self._group)
+        memory.reception(weights.tensors, weights.bucket_bytes, "cpu").receive(self._group)
         return memory.tensors[0].numpy().copy()
 
     def inspect(self) -> tuple[str, list[Finding]]:

@@ -208,15 +208,14 @@ class Stager:
     def _run(self, update: Update, message: JoinGroup) -> None:
         """On a thread of its own: join, receive, say what came."""
         from enginepool.collective import join
-        from enginepool.workers.receiving import Reception
 
         group = self.group
+        device = "cuda:0" if message.backend == "nccl" else "cpu"
         try:
             if group is None or group.name != message.rendezvous:
                 if group is not None:
                     group.abort()
                     self.group = None
-                device = "cuda:0" if message.backend == "nccl" else "cpu"
                 group = join(
                     message.address, message.rendezvous, message.world, message.rank,
                     backend=message.backend, device=device, timeout_s=JOIN_S,
@@ -225,7 +224,9 @@ class Stager:
                     group.abort()
                     return
                 self.group = group
-            reception = Reception(update.memory, update.manifest, update.bucket_bytes)
+            # All that can be done before the first byte comes.
+            reception = update.memory.reception(update.manifest, update.bucket_bytes, device)
+            spaces = update.memory.spaces()
         except Exception as error:  # whatever it is: the worker waits for a word
             self._soon(update, InGroup(update.id, _why(error)))
             return
@@ -235,7 +236,7 @@ class Stager:
         self._soon(update, InGroup(update.id))
         try:
             digest, findings = reception.receive(group)
-            received = Received(update.id, digest, findings, update.memory.spaces())
+            received = Received(update.id, digest, findings, spaces)
         except Exception as error:
             received = Received(update.id, message=_why(error))
         update.received = received

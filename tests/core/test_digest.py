@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.digest import Digest, Findings, digest_of, views
+from enginepool.digest import Batch, Digest, Findings, digest_of, views
 from enginepool.protocol.layout import buckets, digest_text, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
@@ -73,7 +73,7 @@ def filled() -> tuple[Any, dict[str, Any]]:
 
 def findings(tensors: dict[str, Any]) -> list[Finding]:
     look = Findings()
-    look.add(list(tensors), list(tensors.values()))
+    look.add(Batch(list(tensors), list(tensors.values())))
     return look.found()
 
 

@@ -185,3 +185,20 @@ def test_what_torch_is_told_of_nccl_is_for_this_group_alone(monkeypatch: pytest.
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
     with collective._environment("gloo"):  # pyright: ignore[reportPrivateUsage]
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+def test_what_a_gpu_does_next_is_ordered_behind_a_broadcast_without_waiting_for_it() -> None:
+    class Work:
+        """As NCCL's: with a limit, torch would block and abort the group at its end."""
+
+        waits = 0
+
+        def is_completed(self) -> bool:
+            raise AssertionError("nobody asks")
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    work = Work()
+    Broadcast(work, Group(None, "g", 2, 0, "nccl", "cpu")).order(SHORT_S)
+    assert work.waits == 1
