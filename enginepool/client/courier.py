@@ -1,7 +1,8 @@
 """The thread of one update on a trainer rank: it reads the source and sends, so that the event loop lives.
 
-The event loop gives orders (`Join`, transfer, the end) and hears notes. The thread ends after the end, whatever happens: what
-may block it for long, forming a group or a broadcast, has limits of its own and is aborted from outside.
+The event loop gives orders (`Join`, transfer, the end) and hears notes. While the workers join, the thread fills the
+first buckets. It ends after the end, whatever happens: what may block it for long, a broadcast, has a limit of its own and is
+aborted from outside.
 """
 
 import importlib
@@ -13,8 +14,9 @@ from functools import partial
 from typing import Any
 
 from enginepool import threads
+from enginepool.client.buffers import Buffers
 from enginepool.client.lockstep import Lockstep, follow
-from enginepool.client.streaming import Buffers, Stopped, stream
+from enginepool.client.streaming import Sending, Stopped
 from enginepool.client.tensors import Plan
 from enginepool.collective import CollectiveError, Group, Rendezvous
 from enginepool.protocol.messages import Failure
@@ -101,6 +103,7 @@ class Courier:
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._orders: queue.SimpleQueue[Join | Group | Exception | Outcome | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
+        self._forming = False
         self._after: Any = None
         if buffers.stream is not None:
             # The caller's stream may still have to compute what is sent.
@@ -110,8 +113,11 @@ class Courier:
         threads.start(self._run, "weights")
 
     def join_group(self, join: Join) -> None:
-        """Form the group, or keep it."""
-        self._orders.put(join)
+        """All have agreed: form the group, or keep it, and read what is sent first. Told again, it is doing so."""
+        if not self._forming:
+            self._forming = True
+            self._orders.put(join)
+            threads.start(partial(self._form, self.side, join), "weights-join")
 
     def transfer(self) -> None:
         """All members have joined: send."""
@@ -138,27 +144,31 @@ class Courier:
 
     def _serve(self, plan: Plan | None) -> Outcome:
         group: Group | None = None
-        forming = wanted = done = False
+        sending: Sending | None = None
+        wanted = False
         while True:
             order = self._orders.get()
             if isinstance(order, Published | Failure):
                 return order
-            if isinstance(order, Join):
-                if not forming:
-                    forming = True
-                    threads.start(partial(self._form, self.side, order), "weights-join")
-            elif isinstance(order, Exception):
+            if isinstance(order, Exception):
                 self._notes.failed(order)
+            elif isinstance(order, Join):
+                sending = self._prepared(plan) if plan is not None else None
             elif order is None:
                 wanted = True
             else:
                 group = order
-            if wanted and group is not None and plan is not None and not done:
-                done = True
-                self._send(plan, group)
+            if wanted and group is not None and sending is not None:
+                self._went_well(partial(self._send, sending, group))
+                sending = None
+
+    def _prepared(self, plan: Plan) -> Sending | None:
+        """With its first buckets filled; None: it failed, which is told."""
+        sending = Sending(plan, self._buffers, self._bucket_bytes, self._lockstep, self._stopped.is_set, self._after)
+        return sending if self._went_well(sending.prepare) else None
 
     def _form(self, side: Side, join: Join) -> None:
-        """On a thread of its own: the update may end while the others are waited for."""
+        """On a thread of its own: the source is read meanwhile, and the update may end while the others are waited for."""
         try:
             if self._buffers.stream is not None:
                 torch.cuda.set_device(self._buffers.device)
@@ -166,26 +176,20 @@ class Courier:
         except Exception as error:
             self._orders.put(error)
 
-    def _send(self, plan: Plan, group: Group) -> None:
+    def _send(self, sending: Sending, group: Group) -> None:
+        self._notes.sent(*sending.send(group, self._timeout_s, self._notes.progress))
+
+    def _went_well(self, work: Callable[[], None]) -> bool:
+        """Do it; unless the update was given up meanwhile, a failure is told."""
         try:
-            digest, nbytes = stream(
-                plan,
-                group,
-                self._buffers,
-                bucket_bytes=self._bucket_bytes,
-                timeout_s=self._timeout_s,
-                lockstep=self._lockstep,
-                stopped=self._stopped.is_set,
-                progress=self._notes.progress,
-                after=self._after,
-            )
+            work()
         except Stopped:
-            return
+            return False
         except Exception as error:
             if not self._stopped.is_set():
                 self._notes.failed(error)
-        else:
-            self._notes.sent(digest, nbytes)
+            return False
+        return True
 
 
 class Follower:

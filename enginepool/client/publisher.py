@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout
+from enginepool.client.buffers import Buffers
 from enginepool.client.events import Wanted
-from enginepool.client.streaming import Buffers
 from enginepool.client.tensors import Described, Gather, Plan, Rename, Source, make_plan
 from enginepool.client.unsent import publish_message
 from enginepool.client.update import Desk, UpdateHandle

@@ -1,48 +1,37 @@
 """Tensors into buckets, and buckets into the process group: what rank 0 of an update does with its bytes.
 
-Two buffers take turns: while one is broadcast the other is filled and its digest computed. On a GPU all of it runs on a stream
-of its own, after what the caller's stream had to do when the update began.
+Two buffers take turns: while one is broadcast the other is filled. Both are filled, and their digest is computed, before there
+is anybody to send to. On a GPU all of it runs on a stream of its own, after what the caller's stream had to do when the update
+began, and nothing waits for the device but what would be more than a bucket ahead of it.
 """
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+from enginepool.client.buffers import Buffers, Expected, Filling
 from enginepool.client.lockstep import Lockstep
-from enginepool.client.tensors import Plan, fits
+from enginepool.client.tensors import Plan
 from enginepool.collective import Broadcast, Group
 from enginepool.digest import Digest
 from enginepool.errors import BadRequest
-from enginepool.protocol.layout import Bucket, buckets
 
 torch: Any = importlib.import_module("torch")
+
+#: buckets that are filled before the first is sent: those that there are buffers for
+_AHEAD = 2
 
 
 class Stopped(Exception):
     """The update was given up meanwhile."""
 
 
-class Buffers:
-    """The two buffers of a publisher, kept from one update to the next."""
-
-    def __init__(self, device: Any) -> None:
-        self.device = device
-        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pair: list[Any] = []
-
-    def pair(self, nbytes: int) -> list[Any]:
-        """Two uint8 tensors of at least so many bytes."""
-        if not self._pair or self._pair[0].numel() < nbytes:
-            self._pair.clear()
-            self._pair += [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return self._pair
-
-
 class Feed:
     """The tensors of a plan, by their places, pulled in order as buckets need them and dropped when they are through."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._manifest = plan.manifest
+    def __init__(self, plan: Plan, expected: list[Expected]) -> None:
+        self._expected = expected
         self._tensors: Iterator[tuple[str, Any]] = plan.tensors()
         self._held: dict[int, Any] = {}
         self.pulled = 0
@@ -53,18 +42,16 @@ class Feed:
         Raises:
             BadRequest: one is not what was announced, or there are too few.
         """
-        while self.pulled < until:
-            described = self._manifest[self.pulled]
+        for expected in self._expected[self.pulled : until]:
             found = next(self._tensors, None)
             if found is None:
                 raise BadRequest(
-                    f"source: ended after {self.pulled} of {len(self._manifest)} tensors; {described.name} is missing",
-                    field=f"source[{described.name}]",
+                    f"source: ended after {self.pulled} of {len(self._expected)} tensors; {expected.name} is missing",
+                    field=f"source[{expected.name}]",
                 )
-            why = fits(*found, described)
-            if why:
-                raise BadRequest(f"source: {why}", field=f"source[{described.name}]")
-            self._held[self.pulled] = found[1].contiguous().view(-1).view(torch.uint8)
+            words = expected.words(*found)
+            if expected.nbytes:
+                self._held[self.pulled] = words
             self.pulled += 1
 
     def end(self) -> None:
@@ -73,93 +60,126 @@ class Feed:
         if found is not None:
             raise BadRequest(f"source: {found[0]} came after the last tensor that was announced", field=f"source[{found[0]}]")
 
-    def fill(self, bucket: Bucket, buffer: Any) -> None:
+    def fill(self, filling: Filling) -> None:
         """Write the bucket's bytes; what no tensor covers becomes zeros."""
-        end = 0
-        gaps: list[Any] = []
-        to: list[Any] = []
-        from_: list[Any] = []
-        for piece in bucket.pieces:
-            if piece.bucket_at > end:
-                gaps.append(buffer[end : piece.bucket_at])
-            end = piece.bucket_at + piece.nbytes
-            to.append(buffer[piece.bucket_at : end])
-            from_.append(self._held[piece.tensor][piece.tensor_at : piece.tensor_at + piece.nbytes])
-            if piece.tensor_at + piece.nbytes == self._manifest[piece.tensor].nbytes:
-                del self._held[piece.tensor]
-        if end < bucket.nbytes:
-            gaps.append(buffer[end : bucket.nbytes])
-        # On a GPU many small copies are one launch. From memory of the host they are over when this returns.
-        torch._foreach_copy_(to, from_)
-        if gaps:
-            torch._foreach_zero_(gaps)
+        held = self._held
+        for targets, sources in filling.copies:
+            # On a GPU many small copies are one launch. From memory of the host they are over when this returns.
+            torch._foreach_copy_(targets, [held[place] if part is None else held[place][part] for place, part in sources])
+        if filling.gaps:
+            torch._foreach_zero_(filling.gaps)
+        for place in filling.through:
+            del held[place]
 
 
-def stream(
-    plan: Plan,
-    group: Group,
-    buffers: Buffers,
-    *,
-    bucket_bytes: int,
-    timeout_s: float,
-    lockstep: Lockstep,
-    stopped: Callable[[], bool],
-    progress: Callable[[int], None],
-    after: Any = None,
-) -> tuple[str, int]:
-    """Broadcast everything; returns the digest and the bytes of the space. `after`: a CUDA event to wait for first.
+class Sending:
+    """The bytes of one update, on the thread that makes it.
 
-    Raises:
-        BadRequest: the source does not give what was announced.
-        CollectiveError: the group is of no more use.
-        Stopped: `stopped` said so.
+    Args:
+        lockstep: the other trainer ranks.
+        stopped: whether the update was given up.
+        after: a CUDA event to wait for before anything is read.
     """
-    if buffers.stream is None:
-        return _stream(plan, group, buffers, bucket_bytes, timeout_s, lockstep, stopped, progress)
-    with torch.cuda.device(buffers.device), torch.cuda.stream(buffers.stream):
-        if after is not None:
-            buffers.stream.wait_event(after)
-        done = _stream(plan, group, buffers, bucket_bytes, timeout_s, lockstep, stopped, progress)
-        buffers.stream.synchronize()
-        return done
 
+    def __init__(
+        self,
+        plan: Plan,
+        buffers: Buffers,
+        bucket_bytes: int,
+        lockstep: Lockstep,
+        stopped: Callable[[], bool],
+        after: Any = None,
+    ) -> None:
+        self._plan = plan
+        self._buffers = buffers
+        self._bucket_bytes = bucket_bytes
+        self._lockstep = lockstep
+        self._stopped = stopped
+        self._after = after
+        self._digest = Digest()
+        self._fillings: list[Filling] = []
+        self._feed: Feed | None = None
 
-def _stream(
-    plan: Plan,
-    group: Group,
-    buffers: Buffers,
-    bucket_bytes: int,
-    timeout_s: float,
-    lockstep: Lockstep,
-    stopped: Callable[[], bool],
-    progress: Callable[[int], None],
-) -> tuple[str, int]:
-    feed, digest = Feed(plan), Digest()
-    pending: list[tuple[Broadcast, int]] = []
-    sent = 0
+    def prepare(self) -> None:
+        """Read what fits the buffers, before anybody waits for it.
 
-    def settle(most: int) -> None:
-        """Let at most so many broadcasts be on their way."""
-        nonlocal sent
-        while len(pending) > most:
-            broadcast, nbytes = pending.pop(0)
-            broadcast.wait(timeout_s)
-            sent += nbytes
-            progress(sent)
+        Raises:
+            BadRequest, RankFailed: as `send`.
+            Stopped: the update was given up.
+        """
+        with self._on_stream():
+            if self._buffers.stream is not None and self._after is not None:
+                self._buffers.stream.wait_event(self._after)
+            cut = self._buffers.cut(self._plan.manifest, self._bucket_bytes)
+            self._fillings = cut.fillings
+            self._feed = Feed(self._plan, cut.expected)
+            for filling in self._fillings[:_AHEAD]:
+                self._fill(self._feed, filling)
+                self._digest.add(filling.bytes, filling.at)
 
-    total = len(plan.manifest)
-    pair: list[Any] = []
-    for number, bucket in enumerate(buckets(plan.manifest, bucket_bytes)):
-        if stopped():
+    def send(self, group: Group, timeout_s: float, progress: Callable[[int], None]) -> tuple[str, int]:
+        """Broadcast everything; returns the digest and the bytes of the space.
+
+        Args:
+            timeout_s: seconds for each broadcast.
+            progress: called with the bytes that are sent so far.
+
+        Raises:
+            BadRequest: the source does not give what was announced.
+            RankFailed: another trainer rank does not.
+            CollectiveError: the group is of no more use.
+            Stopped: the update was given up.
+        """
+        feed = self._feed
+        assert feed is not None, "prepare comes first"
+        with self._on_stream():
+            sent = self._send(feed, group, timeout_s, progress)
+            digest = self._digest.text()
+            if self._buffers.stream is not None:
+                self._buffers.stream.synchronize()
+        return digest, sent
+
+    def _send(self, feed: Feed, group: Group, timeout_s: float, progress: Callable[[int], None]) -> int:
+        ways: list[Broadcast] = []
+        sent = settled = 0
+
+        def settle(most: int) -> None:
+            """Let at most so many broadcasts be on their way."""
+            nonlocal sent, settled
+            while len(ways) - settled > most:
+                ways[settled].wait(timeout_s)
+                sent += self._fillings[settled].bytes.numel()
+                settled += 1
+                progress(sent)
+
+        for k, filling in enumerate(self._fillings):
+            if k >= _AHEAD:
+                self._fill(feed, filling, lambda k=k: ways[k - _AHEAD].order(timeout_s))
+            elif self._stopped():
+                raise Stopped
+            ways.append(group.begin(filling.bytes))
+            if k >= _AHEAD:
+                self._digest.add(filling.bytes, filling.at)
+            # One more is filled on the device while the last of these is sent.
+            settle(_AHEAD)
+        total = len(self._plan.manifest)
+        self._lockstep.together(total - feed.pulled + 1, lambda: (feed.pull(total), feed.end()))
+        settle(0)
+        return sent
+
+    def _fill(self, feed: Feed, filling: Filling, free: Callable[[], None] | None = None) -> None:
+        """`free`: wait until the bucket's buffer may be written."""
+        if self._stopped():
             raise Stopped
-        until = max((piece.tensor for piece in bucket.pieces), default=feed.pulled - 1) + 1
-        lockstep.together(until - feed.pulled, lambda until=until: feed.pull(until))
-        settle(1)
-        pair = pair or buffers.pair(bucket.nbytes)
-        buffer = pair[number % 2][: bucket.nbytes]
-        feed.fill(bucket, buffer)
-        digest.add(buffer, bucket.at)
-        pending.append((group.begin(buffer), bucket.nbytes))
-    lockstep.together(total - feed.pulled + 1, lambda: (feed.pull(total), feed.end()))
-    settle(0)
-    return digest.text(), sent
+        self._lockstep.together(filling.until - feed.pulled, lambda: feed.pull(filling.until))
+        if free is not None:
+            free()
+        feed.fill(filling)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Generator[None]:
+        if self._buffers.stream is None:
+            yield
+            return
+        with torch.cuda.device(self._buffers.device), torch.cuda.stream(self._buffers.stream):
+            yield

@@ -158,7 +158,8 @@ def _renamed(name: str, tensor: Any, rename: Rename | None) -> Iterable[tuple[st
 def _given(pairs: Iterable[tuple[str, Any]], rename: Rename | None, gather: Gather, dtype: Any) -> Iterator[tuple[str, Any]]:
     for name, tensor in _checked(pairs):
         tensor = tensor.detach()
-        tensor = gather(name, tensor.to(_wire_dtype(tensor.dtype, dtype)))
+        wanted = _wire_dtype(tensor.dtype, dtype)
+        tensor = gather(name, tensor if wanted is tensor.dtype else tensor.to(wanted))
         yield from _renamed(name, tensor, rename)
 
 

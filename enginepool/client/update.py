@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 from enginepool.client.arguments import check_timeout
+from enginepool.client.buffers import Buffers
 from enginepool.client.courier import Courier, Follower, Notes, Outcome, Side
 from enginepool.client.events import (
     JoinGroup,
@@ -18,7 +19,6 @@ from enginepool.client.events import (
     UpdateSent,
 )
 from enginepool.client.lockstep import Lockstep, RankFailed
-from enginepool.client.streaming import Buffers
 from enginepool.client.tensors import Plan
 from enginepool.client.unsent import NAMES
 from enginepool.collective import CollectiveError

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from enginepool.client.buffers import Buffers
 from enginepool.client.lockstep import Lockstep
-from enginepool.client.streaming import Buffers, Stopped, stream
+from enginepool.client.streaming import Sending, Stopped
 from enginepool.client.tensors import Plan, Source, make_plan
 from enginepool.digest import digest_of, views
 from enginepool.errors import BadRequest
@@ -151,21 +152,33 @@ class Late:
     def __init__(self, tape: Tape, place: int, bucket: Any) -> None:
         self.tape, self.place, self.bucket = tape, place, bucket
 
+    def order(self, timeout_s: float) -> None:
+        self.wait(timeout_s)
+
     def wait(self, timeout_s: float) -> None:
         assert timeout_s == 5.0
-        self.tape.buckets[self.place] = self.bucket.clone()
+        if self.tape.buckets[self.place] is None:
+            self.tape.buckets[self.place] = self.bucket.clone()
 
 
 def in_bytes(tensor: Any) -> Any:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def send(plan: Plan, bucket_bytes: int, tape: Tape, progress: list[int] | None = None, stop: int = 10**9) -> tuple[str, int]:
+def send(
+    plan: Plan,
+    bucket_bytes: int,
+    tape: Tape,
+    progress: list[int] | None = None,
+    stop: int = 10**9,
+    buffers: Buffers | None = None,
+) -> tuple[str, int]:
     told: list[int] = []
-    return stream(
-        plan, tape, Buffers(torch.device("cpu")), bucket_bytes=bucket_bytes, timeout_s=5.0, lockstep=Lockstep(),  # type: ignore[arg-type]
-        stopped=lambda: len(tape.buckets) >= stop, progress=told.append if progress is None else progress.append,
-    )  # fmt: skip
+    buffers = buffers or Buffers(torch.device("cpu"))
+    sending = Sending(plan, buffers, bucket_bytes, Lockstep(), stopped=lambda: len(tape.buckets) >= stop)
+    sending.prepare()
+    assert tape.buckets == []
+    return sending.send(tape, 5.0, told.append if progress is None else progress.append)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -203,6 +216,48 @@ def test_the_space_holds_every_tensor_and_its_digest_is_that_of_what_was_sent(se
 def test_a_source_that_gives_other_tensors_than_were_announced_is_stopped(manifest: Any, words: str) -> None:
     with pytest.raises(BadRequest, match=words):
         send(make_plan(pairs, manifest=manifest), 4096, Tape())
+
+
+def test_what_is_kept_from_one_update_serves_the_next_with_other_tensors_and_other_shapes() -> None:
+    buffers = Buffers(torch.device("cpu"))
+    rng = random.Random(4)
+    for shapes in [[(30, 7), (5,), (700,)], [(30, 7), (5,), (700,)], [(3, 3), (1000, 3)], [(30, 7), (5,), (700,)], [()]]:
+        source = {f"t{i}": torch.full(shape, rng.random(), dtype=torch.bfloat16) for i, shape in enumerate(shapes)}
+        plan, tape = make_plan(source), Tape()
+        digest, _ = send(plan, 512, tape, buffers=buffers)
+        space = torch.cat(tape.buckets)
+        assert digest == digest_of(space)
+        for tensor, view in zip(source.values(), views(space, plan.manifest), strict=True):
+            assert torch.equal(view, tensor)
+
+
+def test_tensors_that_no_wide_word_can_be_read_from_are_sent_whole() -> None:
+    base = torch.arange(64, dtype=torch.int16).view(torch.bfloat16)
+    odd = torch.arange(65, dtype=torch.uint8)
+    source = {"aside": base[1:9], "tall": base.view(8, 8).t(), "byte": odd[1:], "strided": base[::2], "nan": base.neg()[:4]}
+    source["nan"].view(torch.int16).copy_(torch.tensor([0x7F81, -1, 0x7FC1, 3]))
+    plan, tape = make_plan(list(source.items())), Tape()
+    send(plan, 256, tape)
+    for tensor, view in zip(source.values(), views(torch.cat(tape.buckets), plan.manifest), strict=True):
+        assert torch.equal(in_bytes(view), in_bytes(tensor))
+
+
+def test_no_more_is_read_ahead_than_two_buckets_hold() -> None:
+    read: list[str] = []
+
+    def source() -> Iterator[tuple[str, Any]]:
+        for i in range(6):
+            read.append(f"t{i}")
+            yield f"t{i}", torch.full((64,), float(i))
+
+    plan = make_plan(source(), manifest=[(f"t{i}", "float32", [64]) for i in range(6)])
+    tape = Tape()
+    sending = Sending(plan, Buffers(torch.device("cpu")), 256, Lockstep(), stopped=lambda: False)
+    sending.prepare()
+    assert read == ["t0", "t1"]
+    sending.send(tape, 5.0, lambda _sent: None)  # type: ignore[arg-type]
+    sent = torch.cat(tape.buckets).view(torch.float32)
+    assert torch.equal(sent[::64], torch.arange(6.0))
 
 
 def test_an_update_that_was_given_up_sends_no_further_bucket() -> None:

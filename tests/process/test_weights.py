@@ -19,9 +19,8 @@ import pytest
 import torch
 
 from enginepool import Pool, WeightPublisher, errors
-from enginepool.client import streaming
+from enginepool.client.buffers import Buffers, Cut
 from enginepool.client.update import UpdateHandle
-from enginepool.protocol.layout import Bucket
 from enginepool.protocol.manifest import Manifest
 from enginepool.protocol.updates import UpdateRecord
 from tests.process.commands import ROOT
@@ -461,15 +460,16 @@ def test_a_coordinator_that_is_killed_has_committed_or_not(play: Play, phase: st
 
 def test_bytes_that_do_not_come_are_missed_in_time(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(stage: Stage) -> None:
-        whole = streaming.buckets
+        whole = Buffers.cut
 
-        def fewer(manifest: Manifest, bucket_bytes: int) -> list[Bucket]:
-            return list(whole(manifest, bucket_bytes))[:-1]
+        def fewer(buffers: Buffers, manifest: Manifest, bucket_bytes: int) -> Cut:
+            cut = whole(buffers, manifest, bucket_bytes)
+            return cut._replace(fillings=cut.fillings[:-1])
 
-        monkeypatch.setattr(streaming, "buckets", fewer)
+        monkeypatch.setattr(Buffers, "cut", fewer)
         with pytest.raises(errors.UpdateAborted):
             await stage.publisher.publish(some_weights(0), stage.old + 1)
-        monkeypatch.setattr(streaming, "buckets", whole)
+        monkeypatch.setattr(Buffers, "cut", whole)
 
     play(scene)
 

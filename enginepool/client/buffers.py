@@ -1,0 +1,127 @@
+"""The two buffers of a publisher, and what goes where in them: made once for a manifest, and kept between updates."""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from enginepool.client.tensors import fits
+from enginepool.digest import make_ready
+from enginepool.errors import BadRequest
+from enginepool.protocol.layout import Bucket, buckets
+from enginepool.protocol.manifest import Tensor
+
+torch: Any = importlib.import_module("torch")
+
+#: Tensors are copied as words of the largest kind that their sizes are multiples of: wide ones go faster, and whole ones keep
+#: every bit, which floating ones need not.
+_WORDS: tuple[Any, ...] = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class Copies(NamedTuple):
+    """Copies that are one call: words of tensors, by their places, into `targets`. A part of None is the whole tensor."""
+
+    targets: list[Any]
+    sources: list[tuple[int, slice | None]]
+
+
+class Filling(NamedTuple):
+    """How one bucket is filled.
+
+    at: of its first byte in the space. bytes: the bucket in its buffer. until: tensors before this place are needed for it.
+    through: places of the tensors that are needed no more after it. gaps: what no tensor covers.
+    """
+
+    at: int
+    bytes: Any
+    until: int
+    through: list[int]
+    copies: list[Copies]
+    gaps: list[Any]
+
+
+class Expected:
+    """One tensor of the manifest, as torch says it."""
+
+    __slots__ = ("described", "dtype", "name", "nbytes", "shape", "word")
+
+    def __init__(self, described: Tensor) -> None:
+        self.described = described
+        self.name, self.shape, self.nbytes = described.name, described.shape, described.nbytes
+        self.dtype = getattr(torch, described.dtype)
+        self.word = next(word for word in _WORDS if self.nbytes % word.itemsize == 0)
+
+    def words(self, name: str, tensor: Any) -> Any:
+        """The tensor's bytes as words. Raises BadRequest: it is not the one that was announced."""
+        if name != self.name or tensor.dtype != self.dtype or tensor.shape != self.shape:
+            raise BadRequest(f"source: {fits(name, tensor, self.described)}", field=f"source[{self.name}]")
+        size = self.word.itemsize
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        elif tensor.data_ptr() % size or tensor.storage_offset() * tensor.element_size() % size:
+            tensor = tensor.clone()
+        return tensor.view(-1).view(self.word)
+
+
+class Cut(NamedTuple):
+    """A manifest as it goes through the buffers."""
+
+    manifest: Sequence[Tensor]
+    bucket_bytes: int
+    expected: list[Expected]
+    fillings: list[Filling]
+
+
+class Buffers:
+    """The two buffers of a publisher."""
+
+    def __init__(self, device: Any) -> None:
+        self.device = device
+        self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pair: list[Any] = []
+        self._cut: Cut | None = None
+
+    def cut(self, manifest: Sequence[Tensor], bucket_bytes: int) -> Cut:
+        """How these tensors go through the buffers, which are there afterwards."""
+        cut = self._cut
+        if cut is None or cut.bucket_bytes != bucket_bytes or cut.manifest != manifest:
+            self._cut = None
+            whole = list(buckets(manifest, bucket_bytes))
+            pair = self._have(max((bucket.nbytes for bucket in whole), default=0))
+            expected = [Expected(tensor) for tensor in manifest]
+            needed = 0
+            fillings: list[Filling] = []
+            for number, bucket in enumerate(whole):
+                needed = max([needed, *(piece.tensor + 1 for piece in bucket.pieces)])
+                fillings.append(_filling(bucket, expected, pair[number % 2][: bucket.nbytes], needed))
+            cut = self._cut = Cut(manifest, bucket_bytes, expected, fillings)
+        return cut
+
+    def _have(self, nbytes: int) -> list[Any]:
+        """Two uint8 tensors of at least so many bytes."""
+        if not self._pair or self._pair[0].numel() < nbytes:
+            make_ready(self.device)
+            self._pair.clear()
+            self._pair += [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return self._pair
+
+
+def _filling(bucket: Bucket, expected: Sequence[Expected], memory: Any, needed: int) -> Filling:
+    copies: dict[Any, Copies] = {}
+    gaps: list[Any] = []
+    through: list[int] = []
+    end = 0
+    for place, tensor_at, bucket_at, nbytes in bucket.pieces:
+        if bucket_at > end:
+            gaps.append(memory[end:bucket_at])
+        end = bucket_at + nbytes
+        tensor = expected[place]
+        size = tensor.word.itemsize
+        whole = nbytes == tensor.nbytes
+        targets, sources = copies.setdefault(tensor.word, Copies([], []))
+        targets.append(memory[bucket_at:end].view(tensor.word))
+        sources.append((place, None if whole else slice(tensor_at // size, (tensor_at + nbytes) // size)))
+        if tensor_at + nbytes == tensor.nbytes:
+            through.append(place)
+    if end < bucket.nbytes:
+        gaps.append(memory[end:])
+    return Filling(bucket.at, memory, needed, through, list(copies.values()), gaps)
