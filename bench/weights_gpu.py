@@ -1,9 +1,10 @@
 """How fast do new weights reach a pool, and what do its clients notice? Beside raw NCCL and SGLang's own updates, in one run.
 
-    python -m bench.weights_gpu [--quick] [--device cpu] [--sizes 4b] [--receivers 1] [--json FILE] [--plot FILE]
+    python -m bench.weights_gpu [--quick] [--device cpu] [--sizes 4b] [--receivers 1] [--time 480] [--json FILE] [--plot FILE]
 
 The trainer has the first GPU, each receiver one of the others. Models of random weights are made on the spot: Qwen3's shapes,
-on a CPU a tiny one, over gloo.
+on a CPU a tiny one, over gloo. Every figure is told when it is found, and after each step printed and written, so that a run
+which is cut off has what it measured; steps for which `--time` does not suffice are left out, and named.
 """
 
 import argparse
@@ -23,13 +24,12 @@ from bench.score.workloads import Shape
 from bench.score_gpu import machine, model_for
 from bench.table import Row, Target, parser, show, write
 from bench.weights.field import Burden, Field, Scale
-from bench.weights.figures import FLAT, LOADED, OURS_DIRECT, OURS_STAGED, PER_TENSOR, RAW, size_of, targets
+from bench.weights.figures import ALONE, FLAT, LOADED, OURS_DIRECT, OURS_STAGED, PER_TENSOR, RAW, size_of, targets
 from bench.weights.plot import Bar, draw
+from bench.weights.steps import STEPS, Steps
 from bench.wire import leave
 from enginepool.coordinator.supervisor import visible_gpus
 
-#: what is measured, in this order
-STEPS = ("raw", "bare", "staged", "loaded", "direct", "digests", "kill")
 BESIDE_ONE = ", to one receiver"
 #: All ranks of a group must agree on these, and SGLang sets them for its engines.
 NCCL = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
@@ -43,14 +43,14 @@ def say(line: str) -> None:
     sys.stderr.flush()
 
 
-def scale(device: str, quick: bool, buckets: Sequence[int], vocab: int, bare: bool) -> Scale:
+def scale(device: str, quick: bool, buckets: Sequence[int], vocab: int) -> Scale:
     """How much is measured on this device. A CPU is there to see that everything works."""
     if device == "cpu":
         burden = Burden("short requests", Shape(8, 2, 8, vocab=vocab), 4, 2 if quick else 8)
-        return Scale(tuple(buckets), (burden,), 2 if quick else 5, 2, bare)
+        return Scale(tuple(buckets), (burden,), 2 if quick else 5, 2, 1.0 if quick else 3.0)
     short = Burden("short requests", Shape(120, 2, 180, vocab=vocab), 4, 4 if quick else 8)
     long = Burden("requests of 10 x 300 tokens", Shape(120, 10, 180, vocab=vocab), 8, 2 if quick else 4)
-    return Scale(tuple(buckets), (short, long), 3 if quick else 5, 3, bare, options={**SHARED, **ROOM})
+    return Scale(tuple(buckets), (short, long), 3 if quick else 5, 3, options={**SHARED, **ROOM})
 
 
 def run(
@@ -61,9 +61,15 @@ def run(
     amount: Scale,
     steps: Sequence[str],
     scratch: Path,
-    save: Callable[[Sequence[Row]], None],
+    until: float,
+    save: Callable[[Sequence[Row], int], None],
 ) -> list[Row]:
-    """All steps with so many receivers. One that fails is named with the reason, and the others are measured."""
+    """All steps with so many receivers. One that fails is named with the reason, and the others are measured.
+
+    Args:
+        until: when to be done, by `time.monotonic`.
+        save: called after each step with all rows, and how many of them were there before it.
+    """
     say(f"{setting}: starting")
     rows: list[Row] = []
     with ExitStack() as stack:
@@ -74,14 +80,18 @@ def run(
             field = Field(setting, model, device, gpus, receivers, amount, scratch, stack, say)
             rows = field.rows
             field.ready()
+            measured = Steps(field)
             for step in (step for step in STEPS if step in steps):
-                began = time.monotonic()
+                began, before = time.monotonic(), len(rows)
+                if began + STEPS[step] > until:
+                    say(f"left out {step}: {max(0.0, until - began):.0f} s are left, it may take {STEPS[step]}")
+                    continue
                 try:
-                    getattr(field, step)()
+                    getattr(measured, step)()
                 except (RuntimeError, OSError) as error:
                     say(f"left out {step}: {error}")
                 say(f"{step} took {time.monotonic() - began:.1f} s")
-                save(rows)
+                save(rows, before)
         except (RuntimeError, OSError) as error:
             say(f"left out {setting}: {error}")
     return rows
@@ -97,7 +107,7 @@ def bars(rows: Sequence[Row], settings: Sequence[str], bucket: str) -> dict[str,
     found = {(row.what, row.who): row.value for row in rows}
     pictured: dict[str, list[Bar]] = {}
     for setting in settings:
-        for who in (RAW, PER_TENSOR, FLAT, OURS_STAGED, LOADED, OURS_DIRECT):
+        for who in (RAW, PER_TENSOR, FLAT, ALONE, OURS_STAGED, LOADED, OURS_DIRECT):
             at = "one call" if who == PER_TENSOR else bucket
             kinds = (f"{setting}, short requests", setting) if who == LOADED else (setting,)
             for kind in kinds:
@@ -138,6 +148,7 @@ def options() -> argparse.Namespace:
     found.add_argument("--receivers", default="1", metavar="COUNTS", help="one pool after the other (default: 1)")
     found.add_argument("--buckets", default="512", metavar="MIB", help="bucket sizes (default: 512)")
     found.add_argument("--steps", default=",".join(STEPS), metavar="NAMES", help=f"default: {','.join(STEPS)}")
+    found.add_argument("--time", type=float, default=480.0, metavar="SECONDS", help="be done by then (default: 480)")
     found.add_argument("--models", type=Path, metavar="DIR", help="make models there (default: a temporary folder)")
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds and holds there (needs matplotlib)")
     found.add_argument("--logs", type=Path, metavar="DIR", help="keep logs of all processes there")
@@ -146,6 +157,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     """Measure what this machine can run, print the table, write the rows and the plot."""
+    began = time.monotonic()
     chosen = options()
     signal.signal(signal.SIGTERM, leave)
     os.environ.update(NCCL)
@@ -161,10 +173,14 @@ def main() -> None:
     settings = [(size, count, setting_of(size, count)) for size in sizes for count in counts]
     rows: list[Row] = []
 
-    def save(more: Sequence[Row]) -> None:
+    def save(more: Sequence[Row], before: int) -> None:
         if chosen.json:
             write(chosen.json, [*rows, *more])
+        if more[before:]:
+            show(f"{time.monotonic() - began:.0f} s after the beginning", more[before:])
+            sys.stdout.flush()
 
+    left = len(settings)
     with ExitStack() as stack:
         scratch = chosen.logs
         if scratch is None:
@@ -173,13 +189,16 @@ def main() -> None:
         models = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="models-", dir=chosen.models)))
         for size in sizes:
             model = model_for("causal", chosen.device, chosen.model, models, size)
-            amount = scale(chosen.device, chosen.quick, buckets, vocabulary(model), "bare" in steps)
+            amount = scale(chosen.device, chosen.quick, buckets, vocabulary(model))
             for count in counts:
+                now = time.monotonic()
+                until = now + (began + chosen.time - now) / left
+                left -= 1
                 place = scratch / f"{size}-{count}"
                 place.mkdir(parents=True)
-                rows += run(setting_of(size, count), model, chosen.device, count, amount, steps, place, save)
+                rows += run(setting_of(size, count), model, chosen.device, count, amount, steps, place, until, save)
     rows += compared(rows, settings)
-    save(())
+    save((), 0)
     title = f"new weights; {machine(chosen.device)}; ratio: to raw broadcast in the same buckets, or as the row says"
     names = [setting for _, _, setting in settings]
     bounds = [target for name in names for target in targets(name, size_of(buckets[0]))]

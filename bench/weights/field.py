@@ -1,9 +1,8 @@
-"""One trainer, so many receivers, one model: the processes of the weights benchmark, and what is measured on them in turn.
+"""One trainer, so many receivers, one model: the processes of the weights benchmark, and how they are spoken to.
 
-All of them start at once, because engines take their time; while one kind is measured the others wait.
+All but SGLang's own engines start at once, because engines take their time; while one kind is measured the others wait.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -19,29 +18,11 @@ from bench.processes import Child, free_port
 from bench.score.contestants import watch
 from bench.score.workloads import Shape
 from bench.table import Row
-from bench.weights.figures import (
-    FLAT,
-    LOADED,
-    OURS_DIRECT,
-    OURS_STAGED,
-    PER_TENSOR,
-    RAW,
-    Answer,
-    Passed,
-    Update,
-    gigabytes,
-    load_rows,
-    longest_gap_ms,
-    size_of,
-    update_rows,
-    wrong_versions,
-)
+from bench.weights.figures import OURS_STAGED, Answer, Update
 from enginepool.config import GroupConfig, PoolConfig, encode_config
 
 #: seconds for engines to start, and for one order to be carried out
 START_S, ORDER_S = 300.0, 60.0
-#: load runs so long before the first update
-STEADY_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -56,13 +37,16 @@ class Burden:
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is measured. `bare`: SGLang's own updates too; `engine`, `options`: of the pool's group."""
+    """How much is measured.
+
+    `beside_s`: seconds for which updates follow each other without pause. `engine`, `options`: of the pool's group.
+    """
 
     buckets: tuple[int, ...]
     burdens: tuple[Burden, ...]
     idle: int = 5
     direct: int = 4
-    bare: bool = True
+    beside_s: float = 3.0
     engine: str = "sglang"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -83,37 +67,31 @@ class Field:
         say: Callable[[str], None],
     ) -> None:
         self.rows: list[Row] = []
-        self._setting = setting
+        self.setting = setting
+        self.scale = scale
+        self.count = receivers
+        self.say = say
+        self.scores: dict[str, Any] = {}
+        self.version = 0
+        self.backend = "nccl" if device == "cuda" else "gloo"
         self._model = model
         self._device = device
         self._gpus = gpus
-        self._count = receivers
-        self._scale = scale
         self._scratch = scratch
         self._stack = stack
-        self._say = say
-        self._backend = "nccl" if device == "cuda" else "gloo"
-        self._raw: dict[int, float] = {}
-        self._scores: dict[str, Any] = {}
-        self._version = 0
         self._groups = 0
         self._began = time.monotonic()
-        self._started_s = 0.0
+        self.started_s = 0.0
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self._trainer = self._child(["-m", "bench.weights.trainer", device, str(model)], 0)
-        self._receivers = [self._child(["-m", "bench.weights.raw", device], 1 + i) for i in range(receivers)]
-        self._bare: list[Child] = []
-        if scale.bare:
-            wanted = {"model": str(model), "device": device, "options": dict(scale.options)}
-            argv = ["-m", "bench.peers.bare_updates", msgspec.json.encode(wanted).decode()]
-            self._bare = [self._child(argv, 1 + i) for i in range(receivers)]
+        self.trainer = self._child(["-m", "bench.weights.trainer", device, str(model)], 0)
+        self.receivers = [self._child(["-m", "bench.peers.receiver", device], 1 + i) for i in range(receivers)]
         self._daemon = self._pool()
-        self._load = self._child(["-m", "bench.weights.load", self.address], None)
-        self.nbytes = int(self._heard(self._trainer.hear(START_S))["bytes"])
-        self._listening: str = self._ask(self._trainer, do="listen")["address"]
-        for receiver in self._receivers:
+        self.load = self._child(["-m", "bench.weights.load", self.address], None)
+        self.nbytes = int(self.heard(self.trainer.hear(START_S))["bytes"])
+        self._listening: str = self.ask(self.trainer, do="listen")["address"]
+        for receiver in self.receivers:
             receiver.hear(START_S)
-        self._load.hear(START_S)
+        self.load.hear(START_S)
 
     def _child(self, argv: list[str], rank: int | None) -> Child:
         env = {"CUDA_VISIBLE_DEVICES": "" if rank is None else self._gpus[rank]} if self._device == "cuda" else {}
@@ -122,10 +100,13 @@ class Field:
         return child
 
     def _pool(self) -> Child:
-        scale = self._scale
-        group = GroupConfig(model=str(self._model), device=self._device, options=dict(scale.options), workers=self._count)
+        scale = self.scale
+        # Updates follow each other faster than a snapshot is written, and would wait for it.
+        group = GroupConfig(
+            model=str(self._model), device=self._device, options=dict(scale.options), workers=self.count, snapshot="none",
+        )  # fmt: skip
         if self._device == "cuda":
-            group = msgspec.structs.replace(group, gpus=self._gpus[1 : 1 + self._count])
+            group = msgspec.structs.replace(group, gpus=self._gpus[1 : 1 + self.count])
         group = msgspec.structs.replace(group, engine=scale.engine)
         config = PoolConfig(groups={"score": group}, listen=self.address, state_dir=str(self._scratch / "state"))
         env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
@@ -133,211 +114,96 @@ class Field:
         watch(self._stack, daemon, signal.SIGTERM)
         return daemon
 
+    def engines(self) -> list[Child]:
+        """SGLang's engines without a pool, one beside each of its workers, once they have started."""
+        wanted = {"model": str(self._model), "device": self._device, "options": dict(self.scale.options)}
+        argv = ["-m", "bench.peers.bare_updates", msgspec.json.encode(wanted).decode()]
+        started = [self._child(argv, 1 + i) for i in range(self.count)]
+        for engine in started:
+            engine.hear(START_S)
+        return started
+
+    def ready(self) -> None:
+        """Wait until all is started: nobody who still starts disturbs a measurement."""
+        ready = self.ask(self.load, START_S, do="connect", workers=self.count)
+        self.started_s = ready["at"] - self._began
+        self.add("start of the pool", OURS_STAGED, self.started_s, "s")
+        self.ask(self.trainer, do="connect", address=self.address)
+        self.scores["pool, as loaded"] = self.score()
+
     # --- talking --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, child: Child, timeout: float = ORDER_S, **order: object) -> Any:
-        return self._heard(child.ask(order, timeout))
+    def ask(self, child: Child, timeout: float = ORDER_S, **order: object) -> Any:
+        """The answer to an order. Raises RuntimeError: it failed."""
+        return self.heard(child.ask(order, timeout))
 
-    def _heard(self, answer: Any) -> Any:
+    def heard(self, answer: Any) -> Any:
+        """An answer. Raises RuntimeError: it tells of a failure."""
         if isinstance(answer, dict) and "error" in answer:
             raise RuntimeError(str(answer["error"]))  # pyright: ignore[reportUnknownArgumentType]
         return answer  # pyright: ignore[reportUnknownVariableType]
 
-    def _add(self, what: str, who: str, value: float, unit: str, ratio: float | None = None) -> None:
-        self._keep([Row(f"{self._setting}, {what}", who, value, unit, ratio)])
-
-    def _keep(self, rows: list[Row]) -> None:
-        for row in rows:
-            ratio = "" if row.ratio is None else f" ({row.ratio:.3g} x)"
-            self._say(f"  {row.what}, {row.who}: {row.value:.4g} {row.unit}{ratio}")
-        self.rows += rows
-
-    def _join(self, children: list[Child], *, engines: bool = False) -> str:
+    def join(self, children: list[Child], *, engines: bool = False) -> str:
+        """Form a group of the trainer and these; its name. Engines join in SGLang's own way."""
         self._groups += 1
         name, world = f"group-{self._groups}", 1 + len(children)
         for rank, child in enumerate(children, 1):
             child.tell({
-                "do": "join", "address": self._listening, "name": name, "world": world, "rank": rank, "backend": self._backend,
+                "do": "join", "address": self._listening, "name": name, "world": world, "rank": rank, "backend": self.backend,
             })  # fmt: skip
-        self._ask(self._trainer, do="join", name=name, world=world, backend=self._backend, engines=engines)
+        self.ask(self.trainer, do="join", name=name, world=world, backend=self.backend, engines=engines)
         for child in children:
-            self._heard(child.hear(ORDER_S))
+            self.heard(child.hear(ORDER_S))
         return name
 
-    def ready(self) -> None:
-        """Wait until all is started: nobody who still starts disturbs a measurement."""
-        ready = self._ask(self._load, START_S, do="connect", workers=self._count)
-        self._started_s = ready["at"] - self._began
-        self._add("start of the pool", OURS_STAGED, self._started_s, "s")
-        self._ask(self._trainer, do="connect", address=self.address)
-        self._scores["pool, as loaded"] = self._score()
-        for engine in self._bare:
-            engine.hear(START_S)
-
-    # --- the others -----------------------------------------------------------------------------------------------------
-
-    def raw(self) -> None:
-        """The same bytes, broadcast in the same buckets."""
-        name = self._join(self._receivers)
-        for bucket in self._scale.buckets:
-            order = {"nbytes": self.nbytes, "bucket_bytes": bucket, "times": 6}
-            for receiver in self._receivers:
-                receiver.tell({"do": "receive"} | order)
-            took: list[list[float]] = [self._ask(self._trainer, do="raw", name=name, **order)["seconds"]]
-            took += [self._heard(receiver.hear(ORDER_S))["seconds"] for receiver in self._receivers]
-            seconds = float(np.median(np.max(took, axis=0)[1:]))
-            speed = self._raw[bucket] = gigabytes(self.nbytes, seconds)
-            self._add(f"{size_of(bucket)}, repeated: transfer", RAW, speed, "GB/s", 1.0)
-            self._add(f"{size_of(bucket)}, repeated: transfer takes", RAW, 1000 * seconds, "ms")
-        self._ask(self._trainer, do="leave", name=name)
-        for receiver in self._receivers:
-            self._ask(receiver, do="leave")
-            receiver.stop()
-
-    def bare(self) -> None:
-        """SGLang's own updates, into engines without a pool."""
-        self._scores["bare, as loaded"] = self._ask(self._bare[0], do="score", shape=self._shape())["scores"]
-        name = self._join(self._bare, engines=True)
-        which = "other"
-        for who, bucket, flat in [(PER_TENSOR, 0, False), *((FLAT, bucket, True) for bucket in self._scale.buckets)]:
-            calls = self._ask(self._trainer, do="calls", bucket_bytes=bucket)["calls"]
-            took: list[float] = []
-            for _ in range(1 + self._scale.idle):
-                for engine in self._bare:
-                    engine.tell({"do": "update", "group": name, "calls": calls, "flat": flat})
-                self._ask(self._trainer, do="send", name=name, which=which, bucket_bytes=bucket, flat=flat)
-                took.append(max(self._heard(engine.hear(ORDER_S))["seconds"] for engine in self._bare))
-                if which == "other" and "bare, other" not in self._scores:
-                    self._scores["bare, other"] = self._ask(self._bare[0], do="score", shape=self._shape())["scores"]
-                which = "first" if which == "other" else "other"
-            for kind, seconds in (("first", took[0]), ("repeated", float(np.median(took[1:])))):
-                speed = gigabytes(self.nbytes, seconds)
-                raw = self._raw.get(bucket or self._scale.buckets[0])
-                self._add(f"{size_of(bucket)}, {kind}: transfer", who, speed, "GB/s", speed / raw if raw else None)
-                self._add(f"{size_of(bucket)}, {kind}: transfer takes", who, 1000 * seconds, "ms")
-        self._ask(self._trainer, do="leave", name=name)
-        for engine in self._bare:
-            self._ask(engine, do="end")
-            engine.stop()
-
-    # --- the pool -------------------------------------------------------------------------------------------------------
-
-    def staged(self) -> None:
-        """Updates of a pool that nobody asks anything, and what its engines say then."""
-        for bucket in self._scale.buckets:
-            updates = [self._publish("staged", bucket) for _ in range(1 + self._scale.idle)]
-            self._keep(update_rows(self._setting, self.nbytes, Passed(OURS_STAGED, bucket, updates), self._raw.get(bucket)))
-            if "pool, other" not in self._scores:
-                self._scores["pool, other"] = self._score_after("other", bucket)
-                self._scores["pool, first"] = self._score_after("first", bucket)
-                self._same("weights published again, against those loaded by the same engine", "pool, first", "pool, as loaded")
-                self._same("other weights, against SGLang's own update", "pool, other", "bare, other")
-                self._same("weights published, against those loaded by another engine", "pool, first", "bare, as loaded")
-                self._differ()
-
-    def loaded(self) -> None:
-        """Updates under load."""
-        bucket = self._scale.buckets[0]
-        for burden in self._scale.burdens:
-            before = self._version
-            shape = msgspec.to_builtins(burden.shape)
-            self._ask(self._load, do="begin", shape=shape, in_flight=burden.in_flight)
-            time.sleep(STEADY_S)  # what is measured is a length of time
-            updates = [self._publish("staged", bucket) for _ in range(burden.updates)]
-            time.sleep(1.0)
-            answers, failures = self._stopped()
-            phases: dict[int, dict[str, int]] = dict(self._ask(self._load, do="history")["phases"])
-            updates = [msgspec.structs.replace(update, phases=phases[update.version]) for update in updates]
-            # The group has formed already: none of these is a first one.
-            passed = Passed(LOADED, bucket, [updates[0], *updates])
-            whole = f"{self._setting}, {burden.name}"
-            rows = update_rows(whole, self.nbytes, passed, self._raw.get(bucket))
-            self._keep([row for row in rows if ", first: " not in row.what])
-            self._keep(load_rows(whole, answers, failures, updates, before))
-
-    def direct(self) -> None:
-        """Straight into the engines."""
-        bucket = self._scale.buckets[0]
-        updates = [self._publish("direct", bucket) for _ in range(1 + self._scale.direct)]
-        self._keep(update_rows(self._setting, self.nbytes, Passed(OURS_DIRECT, bucket, updates), self._raw.get(bucket)))
-
-    def digests(self) -> None:
-        """What every engine holds now is what was sent last."""
-        sent = self._publish("staged", self._scale.buckets[0]).digest
-        held = self._ask(self._load, do="digests")["digests"]
-        wrong = sum(digest != sent for digest in held) + self._count - len(held)
-        self._add("engines with another digest than was sent", OURS_STAGED, wrong, "")
-
-    def kill(self) -> None:
-        """A worker dies in the middle of an update: who goes on, and when is it back?"""
-        bucket, burden = self._scale.buckets[0], self._scale.burdens[0]
-        # Of what went straight into the engines nobody keeps a copy.
-        self._publish("staged", bucket)
-        committed = self._version
-        self._ask(self._load, do="begin", shape=msgspec.to_builtins(burden.shape), in_flight=burden.in_flight)
-        time.sleep(STEADY_S)
-        self._ask(self._trainer, do="start", version=committed + 1, which="other", bucket_bytes=bucket)
-        victim = next(pid for pid, stage, _ in self._workers() if stage == "ready")
-        killed = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        ended = self._trainer.ask({"do": "finish"}, ORDER_S)
-        self._say(f"  the update ended: {ended}")
-        self._add("worker killed: the update was aborted after", OURS_STAGED, time.monotonic() - killed, "s")
-        while not self._back(victim, committed):
-            if time.monotonic() - killed > START_S:
-                raise RuntimeError(f"the killed worker is not back: {self._workers()}")
-            time.sleep(0.1)
-        back = time.monotonic()
-        again = self._publish("staged", bucket)
-        answers, failures = self._stopped()
-        self._add("the killed worker is back on the committed weights after", OURS_STAGED, back - killed, "s")
-        later = back - killed - self._started_s
-        self._add("the killed worker is back after more than its start", OURS_STAGED, later, "s")
-        gap = longest_gap_ms(answers, (killed, back))
-        self._add("worker killed: longest time without an answer of the pool", OURS_STAGED, gap, "ms")
-        self._add("worker killed: requests without an answer", OURS_STAGED, failures, "")
-        self._add("worker killed: answers of a wrong version", OURS_STAGED, wrong_versions(answers, [again], committed), "")
-        self._add("worker killed: the next update takes", OURS_STAGED, again.ended - again.began, "s")
-
-    # --- pieces ---------------------------------------------------------------------------------------------------------
-
-    def _shape(self) -> object:
-        return msgspec.to_builtins(self._scale.burdens[0].shape)
-
-    def _score(self) -> Any:
-        return self._ask(self._load, do="score", shape=self._shape())["scores"]
-
-    def _score_after(self, which: str, bucket: int) -> Any:
-        self._publish("staged", bucket, which)
-        return self._score()
-
-    def _publish(self, transfer: str, bucket: int, which: str = "") -> Update:
-        version = self._version + 1
+    def publish(self, transfer: str, bucket: int, which: str = "") -> Update:
+        """One update of the pool."""
+        version = self.version + 1
         which = which or ("other", "first")[version % 2]
-        said = self._ask(self._trainer, do="publish", version=version, which=which, transfer=transfer, bucket_bytes=bucket)
-        self._version = version
+        said = self.ask(self.trainer, do="publish", version=version, which=which, transfer=transfer, bucket_bytes=bucket)
+        self.version = version
         record = said["record"]
-        self._say(f"  version {version}, {transfer}: {record.get('phases')} {record.get('message', '')}")
+        self.say(f"  version {version}, {transfer}: {record.get('phases')} {record.get('message', '')}")
         return Update(said["began"], said["flowing"], said["ended"], version, record["phases"], record.get("digest", ""))
 
-    def _stopped(self) -> tuple[list[Answer], int]:
-        said = self._ask(self._load, do="stop")
+    def begin(self, burden: Burden) -> None:
+        """Ask without pause from now on."""
+        self.ask(self.load, do="begin", shape=msgspec.to_builtins(burden.shape), in_flight=burden.in_flight)
+
+    def stopped(self) -> tuple[list[Answer], int]:
+        """Ask no more; every answer, and how many requests failed."""
+        said = self.ask(self.load, do="stop")
         for failure in said["failures"][:3]:
-            self._say(f"  a request failed: {failure}")
+            self.say(f"  a request failed: {failure}")
         return msgspec.convert(said["answers"], list[Answer]), len(said["failures"])
 
-    def _workers(self) -> list[tuple[int, str, int | None]]:
-        return self._ask(self._load, do="workers")["workers"]
+    def workers(self) -> list[tuple[int, str, int | None]]:
+        """(process, stage, version) of each worker."""
+        return self.ask(self.load, do="workers")["workers"]
 
-    def _back(self, victim: int, version: int) -> bool:
-        ready = [pid for pid, stage, holds in self._workers() if stage == "ready" and holds == version]
-        return victim not in ready and len(ready) == self._count
+    # --- figures --------------------------------------------------------------------------------------------------------
 
-    def _same(self, what: str, mine: str, theirs: str) -> None:
-        if mine in self._scores and theirs in self._scores:
-            difference = float(np.abs(np.subtract(self._scores[mine], self._scores[theirs])).max())
-            self._add(f"largest difference of scores: {what}", OURS_STAGED, difference, "")
+    def add(self, what: str, who: str, value: float, unit: str, ratio: float | None = None) -> None:
+        """Keep one figure."""
+        self.keep([Row(f"{self.setting}, {what}", who, value, unit, ratio)])
 
-    def _differ(self) -> None:
-        difference = float(np.abs(np.subtract(self._scores["pool, other"], self._scores["pool, first"])).max())
-        self._add("largest difference of scores: the other weights, against the first", OURS_STAGED, difference, "")
+    def keep(self, rows: list[Row]) -> None:
+        """Keep rows, and tell them at once."""
+        for row in rows:
+            ratio = "" if row.ratio is None else f" ({row.ratio:.3g} x)"
+            self.say(f"  {row.what}, {row.who}: {row.value:.4g} {row.unit}{ratio}")
+        self.rows += rows
+
+    def shape(self) -> object:
+        """Of the request whose scores are compared."""
+        return msgspec.to_builtins(self.scale.burdens[0].shape)
+
+    def score(self) -> Any:
+        """What the pool answers to it now."""
+        return self.ask(self.load, do="score", shape=self.shape())["scores"]
+
+    def same(self, what: str, mine: str, theirs: str) -> None:
+        """How far apart two of the scores are that were kept."""
+        if mine in self.scores and theirs in self.scores:
+            difference = float(np.abs(np.subtract(self.scores[mine], self.scores[theirs])).max())
+            self.add(f"largest difference of scores: {what}", OURS_STAGED, difference, "")

@@ -19,6 +19,10 @@ from bench.score.load import own_voice
 from bench.weights.obeying import obey_awaited
 from bench.weights.raw import BUCKET_S, broadcast
 from enginepool import Pool, WeightPublisher
+from enginepool.client.buffers import Buffers
+from enginepool.client.lockstep import Lockstep
+from enginepool.client.streaming import Sending
+from enginepool.client.tensors import make_plan
 from enginepool.client.update import UpdateHandle
 from enginepool.collective import Group, Rendezvous
 
@@ -53,6 +57,7 @@ class Trainer:
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
         self._rendezvous = Rendezvous()
         self._groups: dict[str, Group] = {}
+        self._buffers: Buffers | None = None
         self._pool: Pool | None = None
         self._publishers: dict[int, WeightPublisher] = {}
         self._handle: UpdateHandle | None = None
@@ -79,6 +84,25 @@ class Trainer:
         """Broadcast so many bytes so many times."""
         space = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         return {"seconds": await asyncio.to_thread(broadcast, self._groups[name], space, bucket_bytes, times)}
+
+    async def do_manifest(self) -> dict[str, object]:
+        """What tensors there are."""
+        return {"manifest": msgspec.to_builtins(make_plan(self._weights["first"]).manifest)}
+
+    async def do_stream(self, name: str, bucket_bytes: int, times: int) -> dict[str, object]:
+        """Send all tensors so many times as a publisher does: when each began, by `time.monotonic`, and the digests."""
+        return await asyncio.to_thread(self._stream, self._groups[name], bucket_bytes, times)
+
+    def _stream(self, group: Group, bucket_bytes: int, times: int) -> dict[str, object]:
+        buffers = self._buffers = self._buffers or Buffers(torch.device(self._device))
+        starts: list[float] = []
+        digests: list[str] = []
+        for _ in range(times):
+            sending = Sending(make_plan(self._weights["first"]), buffers, bucket_bytes, Lockstep(), lambda: False)
+            sending.prepare()
+            starts.append(time.monotonic())
+            digests.append(sending.send(group, BUCKET_S, lambda _sent: None)[0])
+        return {"starts": starts, "digests": digests}
 
     # --- SGLang's own ---------------------------------------------------------------------------------------------------
 

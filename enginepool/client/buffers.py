@@ -80,6 +80,10 @@ class Buffers:
         self._pair: list[Any] = []
         self._cut: Cut | None = None
 
+    def make_ready(self) -> None:
+        """What takes seconds the first time, and is not to be waited for by a pool."""
+        make_ready(self.device)
+
     def cut(self, manifest: Sequence[Tensor], bucket_bytes: int) -> Cut:
         """How these tensors go through the buffers, which are there afterwards."""
         cut = self._cut
@@ -99,7 +103,6 @@ class Buffers:
     def _have(self, nbytes: int) -> list[Any]:
         """Two uint8 tensors of at least so many bytes."""
         if not self._pair or self._pair[0].numel() < nbytes:
-            make_ready(self.device)
             self._pair.clear()
             self._pair += [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         return self._pair

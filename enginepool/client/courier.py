@@ -130,6 +130,7 @@ class Courier:
 
     def _run(self) -> None:
         try:
+            self._buffers.make_ready()
             plan = self._plan()
         except Exception as error:
             self._notes.failed(error)

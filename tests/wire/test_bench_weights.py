@@ -2,6 +2,7 @@
 
 import importlib
 import io
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from bench import weights_gpu
 from bench.score import plot as curves
 from bench.score.workloads import Shape
 from bench.table import Row, judge
-from bench.weights import field as fields
+from bench.weights import steps
 from bench.weights.field import Burden, Field, Scale
 from bench.weights.figures import (
+    ALONE,
     FLAT,
     LOADED,
     OURS_DIRECT,
@@ -24,6 +26,7 @@ from bench.weights.figures import (
     Answer,
     Passed,
     Update,
+    beside_rows,
     items_per_second,
     load_rows,
     longest_gap_ms,
@@ -93,6 +96,14 @@ def test_load_during_transfers_is_held_against_load_before_them() -> None:
     assert rows["x: answers of a wrong version"].value == 0
 
 
+def test_scoring_beside_bytes_is_held_against_the_same_time_without() -> None:
+    answers = [Answer(at - 0.1, at, 0.1, 0, 10) for at in (1.1, 1.2, 1.3, 1.4, 2.2, 2.4)]
+    rows = {row.what: row for row in beside_rows("x", answers, (1.0, 1.5), (2.0, 2.5), (150.0, 300.0))}
+    assert rows["x: scoring beside bytes that never cease"].ratio == pytest.approx(0.5)
+    assert rows["x: seconds of it"].value == pytest.approx(0.5)
+    assert rows["x: transfer beside scoring"].ratio == pytest.approx(0.5)
+
+
 def test_flattened_buckets_hold_whole_tensors() -> None:
     from bench.weights.trainer import cut
 
@@ -122,7 +133,7 @@ def sim_field(directory: Path, receivers: int, stack: ExitStack) -> Field:
     tensors = {name: torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for name, dtype, shape in TENSORS}
     safetensors.save_file(tensors, str(directory / "model.safetensors"))
     burden = Burden("short requests", Shape(3, 2, 4, vocab=50), 3, 2)
-    scale = Scale((BUCKET,), (burden,), idle=2, direct=1, bare=False, engine="sim", options={**SIM, "tensors": TENSORS})
+    scale = Scale((BUCKET,), (burden,), idle=2, direct=1, beside_s=1.0, engine="sim", options={**SIM, "tensors": TENSORS})
     logs = directory / "logs"
     logs.mkdir()
     return Field("sim", directory, "cpu", [], receivers, scale, logs, stack, lambda _line: None)
@@ -132,14 +143,15 @@ def sim_field(directory: Path, receivers: int, stack: ExitStack) -> Field:
 def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fields, "STEADY_S", 0.5)
+    monkeypatch.setattr(steps, "STEADY_S", 0.5)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with ExitStack() as stack:
         field = sim_field(tmp_path, 2, stack)
         field.ready()
-        for step in weights_gpu.STEPS:
+        measured = steps.Steps(field)
+        for step in steps.STEPS:
             if step != "bare":
-                getattr(field, step)()
+                getattr(measured, step)()
     rows = {(row.what, row.who): row for row in field.rows}
     warm = f"sim, {size_of(BUCKET)}, repeated"
     for who in (RAW, OURS_STAGED, OURS_DIRECT):
@@ -151,6 +163,9 @@ def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
         "drain", "hand over", "first answer",
     }  # fmt: skip
     assert rows["sim, short requests: answers", LOADED].value > 0
+    assert rows[f"{warm}: transfer", ALONE].ratio is not None
+    assert rows["sim, short requests: seconds of it", ALONE].value > 0
+    assert rows["sim, short requests: transfer beside scoring", ALONE].value > 0
     for what in ("short requests: answers of a wrong version", "short requests: requests without an answer"):
         assert rows[f"sim, {what}", LOADED].value == 0
     for what in (
@@ -169,12 +184,16 @@ def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
 def test_a_step_that_fails_is_named_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Broken:
+    class Standing:
         def __init__(self, *_: object) -> None:
             self.rows = [Row("ready", "nobody", 1.0, "")]
 
         def ready(self) -> None:
             pass
+
+    class Broken:
+        def __init__(self, field: Standing) -> None:
+            self.rows = field.rows
 
         def raw(self) -> None:
             raise RuntimeError("no luck")
@@ -182,13 +201,20 @@ def test_a_step_that_fails_is_named_and_the_others_are_measured(
         def direct(self) -> None:
             self.rows.append(Row("direct", "nobody", 2.0, ""))
 
-    monkeypatch.setattr(weights_gpu, "Field", Broken)
-    saved: list[int] = []
-    scale = weights_gpu.scale("cpu", True, [1], 50, False)
-    rows = weights_gpu.run("x", tmp_path, "cpu", 1, scale, ["raw", "direct"], tmp_path, lambda rows: saved.append(len(rows)))
+    monkeypatch.setattr(weights_gpu, "Field", Standing)
+    monkeypatch.setattr(weights_gpu, "Steps", Broken)
+    saved: list[tuple[int, int]] = []
+    scale = weights_gpu.scale("cpu", True, [1], 50)
+    until = time.monotonic() + steps.STEPS["kill"] - 1
+    wanted = ["raw", "direct", "kill"]
+    rows = weights_gpu.run(
+        "x", tmp_path, "cpu", 1, scale, wanted, tmp_path, until, lambda rows, before: saved.append((len(rows), before))
+    )
     assert [row.what for row in rows] == ["ready", "direct"]
-    assert saved == [1, 2]
-    assert "left out raw: no luck" in capsys.readouterr().err
+    assert saved == [(1, 1), (2, 1)]
+    said = capsys.readouterr().err
+    assert "left out raw: no luck" in said
+    assert "left out kill: " in said and "s are left, it may take 60" in said
 
 
 def test_several_receivers_are_held_against_one() -> None:

@@ -1,0 +1,208 @@
+"""What is measured on a field of the weights benchmark, step by step; the figures that are promised come first."""
+
+import math
+import os
+import signal
+import time
+from contextlib import suppress
+
+import msgspec
+import numpy as np
+
+from bench.weights.field import ORDER_S, START_S, Field
+from bench.weights.figures import (
+    ALONE,
+    FLAT,
+    LOADED,
+    OURS_DIRECT,
+    OURS_STAGED,
+    PER_TENSOR,
+    RAW,
+    Passed,
+    Window,
+    beside_rows,
+    gigabytes,
+    load_rows,
+    longest_gap_ms,
+    size_of,
+    update_rows,
+    wrong_versions,
+)
+
+#: load runs so long before anything is measured beside it
+STEADY_S = 2.0
+#: what is measured, in this order, and seconds that a step may take: with fewer left it is not begun
+STEPS = {"raw": 10, "staged": 20, "loaded": 25, "beside": 20, "direct": 15, "kill": 60, "digests": 15, "bare": 90}
+
+
+class Steps:
+    """Each method of a name in STEPS measures one thing, and leaves its rows in the field."""
+
+    def __init__(self, field: Field) -> None:
+        self._field = field
+        self._bucket = field.scale.buckets[0]
+        #: GB/s of the raw broadcast, by bucket size
+        self._raw: dict[int, float] = {}
+        self._group = ""
+
+    def raw(self) -> None:
+        """The same bytes, broadcast in the same buckets."""
+        field = self._field
+        self._group = field.join(field.receivers)
+        for bucket in field.scale.buckets:
+            order = {"nbytes": field.nbytes, "bucket_bytes": bucket, "times": 6}
+            for receiver in field.receivers:
+                receiver.tell({"do": "receive"} | order)
+            took: list[list[float]] = [field.ask(field.trainer, do="raw", name=self._group, **order)["seconds"]]
+            took += [field.heard(receiver.hear(ORDER_S))["seconds"] for receiver in field.receivers]
+            seconds = float(np.median(np.max(took, axis=0)[1:]))
+            speed = self._raw[bucket] = gigabytes(field.nbytes, seconds)
+            field.add(f"{size_of(bucket)}, repeated: transfer", RAW, speed, "GB/s", 1.0)
+            field.add(f"{size_of(bucket)}, repeated: transfer takes", RAW, 1000 * seconds, "ms")
+
+    def staged(self) -> None:
+        """Updates of a pool that nobody asks anything, and what its engines say then."""
+        field = self._field
+        for bucket in field.scale.buckets:
+            updates = [field.publish("staged", bucket) for _ in range(1 + field.scale.idle)]
+            passed = Passed(OURS_STAGED, bucket, updates)
+            field.keep(update_rows(field.setting, field.nbytes, passed, self._raw.get(bucket)))
+        for which in ("other", "first"):
+            field.publish("staged", self._bucket, which)
+            field.scores[f"pool, {which}"] = field.score()
+        field.same("weights published again, against those loaded by the same engine", "pool, first", "pool, as loaded")
+        field.same("the other weights, against the first", "pool, other", "pool, first")
+
+    def loaded(self) -> None:
+        """Updates under load."""
+        field, bucket = self._field, self._bucket
+        for burden in field.scale.burdens:
+            before = field.version
+            field.begin(burden)
+            time.sleep(STEADY_S)  # what is measured is a length of time
+            updates = [field.publish("staged", bucket) for _ in range(burden.updates)]
+            time.sleep(1.0)
+            answers, failures = field.stopped()
+            phases: dict[int, dict[str, int]] = dict(field.ask(field.load, do="history")["phases"])
+            updates = [msgspec.structs.replace(update, phases=phases[update.version]) for update in updates]
+            # The group has formed already: none of these is a first one.
+            passed = Passed(LOADED, bucket, [updates[0], *updates])
+            whole = f"{field.setting}, {burden.name}"
+            rows = update_rows(whole, field.nbytes, passed, self._raw.get(bucket))
+            field.keep([row for row in rows if ", first: " not in row.what])
+            field.keep(load_rows(whole, answers, failures, updates, before))
+
+    def beside(self) -> None:
+        """Bytes of updates that follow each other, sent and received as a publisher and a stager do it, and nothing around
+        them: alone, and for seconds beside engines that are asked all the time. An update alone is too short to be noticed."""
+        field, raw = self._field, self._raw.get(self._bucket)
+        self._streamed(2)  # makes ready
+        seconds = self._streamed(6)[1]
+        speed = gigabytes(field.nbytes, seconds)
+        field.add(f"{size_of(self._bucket)}, repeated: transfer", ALONE, speed, "GB/s", speed / raw if raw else None)
+        for burden in field.scale.burdens:
+            field.begin(burden)
+            time.sleep(STEADY_S)
+            quiet = (time.monotonic(), time.monotonic() + field.scale.beside_s)
+            time.sleep(field.scale.beside_s)
+            window, seconds = self._streamed(max(2, math.ceil(field.scale.beside_s / seconds)))
+            answers, _ = field.stopped()
+            speed = gigabytes(field.nbytes, seconds)
+            field.keep(beside_rows(f"{field.setting}, {burden.name}", answers, quiet, window, (speed, raw)))
+
+    def _streamed(self, times: int) -> tuple[Window, float]:
+        """So many updates' bytes, one after the other: when, and the median of the seconds until all have them."""
+        field = self._field
+        if not self._group:
+            raise RuntimeError("raw, which forms the group, was left out")
+        manifest = field.ask(field.trainer, do="manifest")["manifest"]
+        for receiver in field.receivers:
+            receiver.tell({"do": "take_in", "manifest": manifest, "bucket_bytes": self._bucket, "times": times})
+        sent = field.ask(field.trainer, do="stream", name=self._group, bucket_bytes=self._bucket, times=times)
+        came = [field.heard(receiver.hear(ORDER_S)) for receiver in field.receivers]
+        for receiver in came:
+            if receiver["digests"] != sent["digests"]:
+                raise RuntimeError(f"{receiver['digests'][0]} came, {sent['digests'][0]} was sent")
+        ends = np.max([receiver["ends"] for receiver in came], axis=0)
+        return (sent["starts"][0], float(ends[-1])), float(np.median(ends - sent["starts"]))
+
+    def direct(self) -> None:
+        """Straight into the engines."""
+        field = self._field
+        updates = [field.publish("direct", self._bucket) for _ in range(1 + field.scale.direct)]
+        passed = Passed(OURS_DIRECT, self._bucket, updates)
+        field.keep(update_rows(field.setting, field.nbytes, passed, self._raw.get(self._bucket)))
+
+    def kill(self) -> None:
+        """A worker dies in the middle of an update: who goes on, and when is it back?"""
+        field, bucket = self._field, self._bucket
+        # Of what went straight into the engines nobody keeps a copy.
+        field.publish("staged", bucket)
+        committed = field.version
+        field.begin(field.scale.burdens[0])
+        time.sleep(STEADY_S)
+        field.ask(field.trainer, do="start", version=committed + 1, which="other", bucket_bytes=bucket)
+        victim = next(pid for pid, stage, _ in field.workers() if stage == "ready")
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        ended = field.trainer.ask({"do": "finish"}, ORDER_S)
+        field.say(f"  the update ended: {ended}")
+        field.add("worker killed: the update was aborted after", OURS_STAGED, time.monotonic() - killed, "s")
+        while not self._back(victim, committed):
+            if time.monotonic() - killed > START_S:
+                raise RuntimeError(f"the killed worker is not back: {field.workers()}")
+            time.sleep(0.1)
+        back = time.monotonic()
+        field.add("the killed worker is back on the committed weights after", OURS_STAGED, back - killed, "s")
+        later = back - killed - field.started_s
+        field.add("the killed worker is back after more than its start", OURS_STAGED, later, "s")
+        again = field.publish("staged", bucket)
+        answers, failures = field.stopped()
+        gap = longest_gap_ms(answers, (killed, back))
+        field.add("worker killed: longest time without an answer of the pool", OURS_STAGED, gap, "ms")
+        field.add("worker killed: requests without an answer", OURS_STAGED, failures, "")
+        field.add("worker killed: answers of a wrong version", OURS_STAGED, wrong_versions(answers, [again], committed), "")
+        field.add("worker killed: the next update takes", OURS_STAGED, again.ended - again.began, "s")
+
+    def _back(self, victim: int, version: int) -> bool:
+        ready = [pid for pid, stage, holds in self._field.workers() if stage == "ready" and holds == version]
+        return victim not in ready and len(ready) == self._field.count
+
+    def digests(self) -> None:
+        """What every engine holds now is what was sent last."""
+        field = self._field
+        sent = field.publish("staged", self._bucket).digest
+        held = field.ask(field.load, do="digests")["digests"]
+        wrong = sum(digest != sent for digest in held) + field.count - len(held)
+        field.add("engines with another digest than was sent", OURS_STAGED, wrong, "")
+
+    def bare(self) -> None:
+        """SGLang's own updates, into engines without a pool."""
+        field = self._field
+        engines = field.engines()
+        field.scores["bare, as loaded"] = field.ask(engines[0], do="score", shape=field.shape())["scores"]
+        name = field.join(engines, engines=True)
+        which = "other"
+        for who, bucket, flat in [(PER_TENSOR, 0, False), *((FLAT, bucket, True) for bucket in field.scale.buckets)]:
+            calls = field.ask(field.trainer, do="calls", bucket_bytes=bucket)["calls"]
+            took: list[float] = []
+            for _ in range(1 + field.scale.idle):
+                for engine in engines:
+                    engine.tell({"do": "update", "group": name, "calls": calls, "flat": flat})
+                field.ask(field.trainer, do="send", name=name, which=which, bucket_bytes=bucket, flat=flat)
+                took.append(max(field.heard(engine.hear(ORDER_S))["seconds"] for engine in engines))
+                if which == "other" and "bare, other" not in field.scores:
+                    field.scores["bare, other"] = field.ask(engines[0], do="score", shape=field.shape())["scores"]
+                which = "first" if which == "other" else "other"
+            raw = self._raw.get(bucket or self._bucket)
+            for kind, seconds in (("first", took[0]), ("repeated", float(np.median(took[1:])))):
+                speed = gigabytes(field.nbytes, seconds)
+                field.add(f"{size_of(bucket)}, {kind}: transfer", who, speed, "GB/s", speed / raw if raw else None)
+                field.add(f"{size_of(bucket)}, {kind}: transfer takes", who, 1000 * seconds, "ms")
+        field.same("other weights, against SGLang's own update", "pool, other", "bare, other")
+        field.same("weights published, against those loaded by another engine", "pool, first", "bare, as loaded")
+        field.ask(field.trainer, do="leave", name=name)
+        for engine in engines:
+            with suppress(RuntimeError):  # it ends with the field at the latest
+                field.ask(engine, do="end")
+            engine.stop()
