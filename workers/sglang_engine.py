@@ -192,6 +192,14 @@ class SglangEngine:
         """Join a process group while the engine serves. Raises EngineError."""
         await self._updates().join(name, address, world, rank, backend)
 
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open `weights.spaces` and look at every byte, while the engine serves. Raises EngineError."""
+        return await self._updates().examine(weights)
+
+    async def forget(self) -> None:
+        """Close what was examined."""
+        await self._updates().forget()
+
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Run on these weights from now on; the engine is empty. Raises EngineError: the old ones stay; EngineDied."""
         try:

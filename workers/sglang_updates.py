@@ -23,13 +23,14 @@ import numpy as np
 from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, Space, TakeTimes
+from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, TakeTimes
 from enginepool.workers.sglang_settings import LOADER
 
 FLUSH_S = 30.0
 #: an engine that takes longer hangs
 TAKE_S = 300.0
 JOIN_S = 90.0
+EXAMINE_S = 90.0
 _LOOK_S = 0.02
 
 #: `EngineEnd.unless_over`: EngineDied as soon as the engine is gone
@@ -74,7 +75,7 @@ class EngineWeights:
         if not self._refused:
             self.plain = next((one["plain"] for one in answers if one["plain"]), "")
             tensors = tuple(Tensor(name, dtype, tuple(shape)) for name, dtype, shape in answer["tensors"])
-            self._model = ModelTensors(tensors, frozenset(answer["optional"]))
+            self._model = ModelTensors(tensors, frozenset(answer["optional"]), tuple(answer["gpus"]))
 
     def model_tensors(self) -> ModelTensors:
         """What an update of this model consists of. Raises EngineError."""
@@ -84,20 +85,42 @@ class EngineWeights:
 
     async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
         """Join a process group while the engine serves. Raises EngineError."""
-        joined = [self._answers / f"joined-{next(self._numbers)}" for _ in range(self.ranks)]
-        tickets = [
-            {"do": "join", "group": name, "address": address, "world": world, "rank": rank + i, "backend": backend}
-            | {"joined": str(path)}
-            for i, path in enumerate(joined)
-        ]
-        _raise_first(await self._ask(*tickets))
+        ticket = {"do": "join", "group": name, "address": address, "world": world, "backend": backend}
+        tickets = [ticket | {"rank": rank + i} for i in range(self.ranks)]
+        await self._ask_for_later(tickets, JOIN_S, f"group {name}: the engine did not join")
+
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open spaces and look at them while the engine serves. Raises EngineError."""
+        ticket: dict[str, Any] = {"do": "examine", "manifest": msgspec.to_builtins(weights.tensors)}
+        tickets = [ticket | {"space": space} for space in self._of_each_rank(weights)]
+        answers = await self._ask_for_later(tickets, EXAMINE_S, "the engine did not look at the new weights")
+        digests = {answer["digest"] for answer in answers}
+        if len(digests) > 1:
+            raise EngineError(f"the engine's processes see different weights: digests {', '.join(sorted(digests))}")
+        return answers[0]["digest"], [Finding(**finding) for finding in answers[0]["findings"]]
+
+    async def forget(self) -> None:
+        """Close what was examined."""
+        await self._ask({"do": "forget"})
+
+    def _of_each_rank(self, weights: NewWeights) -> list[dict[str, Any]]:
+        """The space for each rank, as a ticket says it. One does for all: on a GPU they read it across."""
+        spaces = weights.spaces if len(weights.spaces) == self.ranks else weights.spaces[:1] * self.ranks
+        return [msgspec.to_builtins(space) for space in spaces]
+
+    async def _ask_for_later(self, tickets: list[dict[str, Any]], seconds: float, late: str) -> list[dict[str, Any]]:
+        """The second answers to tickets that are carried out beside the engine's work. Raises EngineError."""
+        paths = [self._answers / f"later-{next(self._numbers)}" for _ in tickets]
+        _raise_first(await self._ask(*(ticket | {"later": str(path)} for ticket, path in zip(tickets, paths, strict=True))))
         try:
-            async with asyncio.timeout(JOIN_S):
-                while not all(path.exists() for path in joined):
+            async with asyncio.timeout(seconds):
+                while not all(path.exists() for path in paths):
                     await self._unless_over(asyncio.sleep(_LOOK_S))
         except TimeoutError:
-            raise EngineError(f"group {name}: the engine did not join within {JOIN_S:g} s") from None
-        _raise_first([msgspec.msgpack.decode(path.read_bytes()) for path in joined])
+            raise EngineError(f"{late} within {seconds:g} s") from None
+        answers = [msgspec.msgpack.decode(path.read_bytes()) for path in paths]
+        _raise_first(answers)
+        return answers
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: nobody knows."""
@@ -108,8 +131,7 @@ class EngineWeights:
         elif weights.group:
             tickets = [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}] * self.ranks
         elif weights.spaces:
-            spaces = weights.spaces if len(weights.spaces) == self.ranks else weights.spaces[:1] * self.ranks
-            tickets = [ticket | {"do": "take", "space": _described(space)} for space in spaces]
+            tickets = [ticket | {"do": "take", "space": space} for space in self._of_each_rank(weights)]
         else:
             # The tokenizer's side keeps the version; 0.5.17 to 0.5.23 have this method for it.
             self._tm._update_weight_version_if_provided(str(version))
@@ -199,16 +221,6 @@ class EngineWeights:
                 return await self._unless_over(work)
         except TimeoutError:
             raise EngineDied(f"the engine hangs: no answer about its weights within {seconds:g} s") from None
-
-
-def _described(space: Space) -> dict[str, Any]:
-    return {
-        "kind": space.kind,
-        "nbytes": space.nbytes,
-        "path": space.path,
-        "handle": space.handle.hex(),
-        "device": space.device,
-    }
 
 
 def _raise_first(answers: list[dict[str, Any]]) -> None:

@@ -17,6 +17,8 @@ import msgspec
 from enginepool.digest import Digest, Findings, views
 from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Space
+from enginepool.spaces import examined, open_space, sealed, visible_gpus
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
 from enginepool.workers.sglang_plan import Plan, Unplannable
 from enginepool.workers.sglang_process import own_load
@@ -37,9 +39,13 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     try:
         answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        answer = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}", "touched": weights.touched}
+        answer = {"error": _line(error), "touched": weights.touched}
     _leave(ticket["answer"], answer)
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _leave(path: str, answer: dict[str, Any]) -> None:
@@ -61,6 +67,10 @@ class ModelWeights:
         #: what the model holds, as far as names and order go
         self._manifest: list[Tensor] = []
         self._group: Any = None
+        #: the ticket of the latest examination; the space that it has opened, by what the ticket says of it
+        self._examining: dict[str, Any] | None = None
+        self._opened: tuple[dict[str, Any], Any] | None = None
+        self._lock = threading.Lock()
 
     # --- what there is --------------------------------------------------------------------------------------------------
 
@@ -88,6 +98,7 @@ class ModelWeights:
         return {
             "tensors": [list(tensor) for tensor in msgspec.to_builtins(own)],
             "optional": sorted(optional),
+            "gpus": visible_gpus(),
             "plain": self._plain,
         }
 
@@ -108,12 +119,44 @@ class ModelWeights:
         """Take all tensors out of a space."""
         manifest = _manifest(ticket)
         began = time.perf_counter()
-        space = _open(ticket["space"])
+        opened = self._opened
+        space = opened[1] if opened is not None and opened[0] == ticket["space"] else _open(ticket["space"])
         if space.numel() < layout(manifest).nbytes:
             raise ValueError(f"a space of {space.numel()} bytes for {layout(manifest).nbytes}")
         tensors = views(space, manifest)
         self._load(manifest, lambda: zip((tensor.name for tensor in manifest), tensors, strict=True))
+        if not sealed(space, msgspec.convert(ticket["space"], Space).seal):
+            raise ValueError("the memory that the weights came from was given to something else meanwhile")
         return {"seconds": time.perf_counter() - began, "plain": self._plain}
+
+    def do_examine(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Begin to open a space and to look at every byte of it; the other answer says what was found: the engine serves
+        meanwhile."""
+        self.do_forget(ticket)
+        self._examining = ticket
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        threading.Thread(target=self._examine, args=(ticket, device), name="examine", daemon=True).start()
+        return {}
+
+    def _examine(self, ticket: dict[str, Any], device: int | None) -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread begins on the first one
+            space = _open(ticket["space"])
+            digest, findings = examined(space, _manifest(ticket))
+            answer: dict[str, Any] = {"digest": digest, "findings": msgspec.to_builtins(findings)}
+            with self._lock:
+                if self._examining is ticket:
+                    self._opened = ticket["space"], space
+        except Exception as error:
+            answer = {"error": _line(error)}
+        _leave(ticket["later"], answer)
+
+    def do_forget(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Close what was examined."""
+        with self._lock:
+            self._examining = self._opened = None
+        return {}
 
     def do_checkpoint(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Read all tensors of a checkpoint directory."""
@@ -211,7 +254,7 @@ class ModelWeights:
             )
         except (CollectiveError, RuntimeError, ValueError) as error:
             answer = {"error": str(error)}
-        _leave(ticket["joined"], answer)
+        _leave(ticket["later"], answer)
 
     # --- questions ------------------------------------------------------------------------------------------------------
 
@@ -286,13 +329,8 @@ def _manifest(ticket: dict[str, Any]) -> list[Tensor]:
 
 
 def _open(space: dict[str, Any]) -> Any:
-    """The bytes of a `Space`, in this process."""
-    if space["kind"] == "file":
-        return torch.from_file(space["path"], shared=False, size=space["nbytes"], dtype=torch.uint8)
-    shared = msgspec.msgpack.decode(bytes.fromhex(space["handle"]))
-    torch.cuda.init()
-    storage = torch.UntypedStorage._new_shared_cuda(*shared)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space["nbytes"]]
+    """The bytes of a space, in this process."""
+    return open_space(msgspec.convert(space, Space))
 
 
 def _synchronise() -> None:

@@ -120,6 +120,14 @@ class SimEngine:
         """Join a process group. Raises EngineError."""
         await self._weights.join(name, address, world, rank, backend)
 
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open `weights.spaces` and look at every byte, with torch. Raises EngineError."""
+        return await self._weights.examine(weights)
+
+    async def forget(self) -> None:
+        """Close what was examined."""
+        self._weights.forget()
+
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Take `take_s`, and read all bytes: what scores depend on is what really arrived."""
         self._must_live()

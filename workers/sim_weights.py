@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.updates import Finding, Space
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_space
-from enginepool.workers.engine import EngineError, ModelTensors, NewWeights, Scores
+from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores
 from enginepool.workers.snapshot import digest_of_bytes
 
 
@@ -31,6 +31,8 @@ class SimWeights:
         self._tensors: tuple[Tensor, ...] = ()
         self._space: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._group: Any = None
+        #: what was examined, and stays open
+        self._opened: tuple[tuple[Space, ...], Any] | None = None
 
     def model_tensors(self) -> ModelTensors:
         """What an update consists of. Raises EngineError."""
@@ -43,10 +45,25 @@ class SimWeights:
         if self._group is None or self._group.name != name:
             self._group = await asyncio.to_thread(_join, name, address, world, rank, backend)
 
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open spaces, with torch, and look at them. Raises EngineError."""
+        self.forget()
+        found, space = await asyncio.to_thread(_examined, weights)
+        self._opened = weights.spaces, space
+        return found
+
+    def forget(self) -> None:
+        """Close what was examined."""
+        self._opened = None
+
     async def take(self, weights: NewWeights, version: int, digest: str) -> None:
-        """Hold these weights. Raises EngineError: the old ones stay."""
+        """Hold these weights. Raises EngineError: the old ones stay; EngineDied: what was copied out of may have changed."""
         try:
-            if weights.spaces:
+            if self._opened is not None and self._opened[0] == weights.spaces:
+                self._load(weights.tensors, self._opened[1].numpy().copy())
+                if not _sealed(weights.spaces[0], self._opened[1]):
+                    raise EngineDied("sim engine: the memory that the weights came from was given to something else meanwhile")
+            elif weights.spaces:
                 self._load(weights.tensors, np.fromfile(weights.spaces[0].path, np.uint8, weights.spaces[0].nbytes))
             elif weights.checkpoint:
                 self._load(weights.tensors, np.frombuffer(checkpoint_space(weights.checkpoint), np.uint8))
@@ -92,3 +109,19 @@ def _join(name: str, address: str, world: int, rank: int, backend: str) -> Any:
         return join(address, name, world, rank, backend=backend)
     except CollectiveError as error:
         raise EngineError(str(error)) from None
+
+
+def _examined(weights: NewWeights) -> tuple[tuple[str, list[Finding]], Any]:
+    from enginepool.spaces import examined, open_space
+
+    try:
+        space = open_space(weights.spaces[0])
+        return examined(space, weights.tensors), space
+    except (OSError, RuntimeError, ValueError, IndexError) as error:
+        raise EngineError(f"sim engine: {str(error).splitlines()[0]}") from None
+
+
+def _sealed(space: Space, opened: Any) -> bool:
+    from enginepool.spaces import sealed
+
+    return sealed(opened, space.seal)

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Any
 
 from enginepool import threads
+from enginepool.client.lending import Loan
 from enginepool.client.lockstep import Lockstep, follow
 from enginepool.client.streaming import Buffers, Stopped, stream
 from enginepool.client.tensors import Plan
 from enginepool.collective import CollectiveError, Group, Rendezvous
 from enginepool.protocol.messages import Failure
-from enginepool.protocol.updates import Join, Published
+from enginepool.protocol.updates import Join, Published, Space
 
 torch: Any = importlib.import_module("torch")
 
@@ -69,7 +70,7 @@ class Notes:
         self,
         planned: Callable[[Plan], None],
         progress: Callable[[int], None],
-        sent: Callable[[str, int], None],
+        sent: Callable[[str, int, list[Space]], None],
         failed: Callable[[Exception], None],
         ended: Callable[[], None],
     ) -> None:
@@ -81,7 +82,7 @@ class Courier:
 
     Args:
         plan: makes the plan; may gather.
-        side: this rank's side of the process group.
+        side: this rank's side of the process group, or the memory that is lent instead.
         lockstep: the other trainer ranks.
         notes: `planned` comes first, `sent` after the transfer, `failed` at most once, `ended` last, whatever happened.
     """
@@ -89,7 +90,7 @@ class Courier:
     def __init__(
         self,
         plan: Callable[[], Plan],
-        side: Side,
+        side: Side | Loan,
         buffers: Buffers,
         lockstep: Lockstep,
         notes: Notes,
@@ -132,19 +133,21 @@ class Courier:
             self._notes.planned(plan)
         outcome = self._serve(plan)
         try:
+            if isinstance(self.side, Loan):
+                self.side.end()
             self._lockstep.end(outcome)
         finally:
             self._notes.ended()
 
     def _serve(self, plan: Plan | None) -> Outcome:
-        group: Group | None = None
+        group: Group | Loan | None = self.side if isinstance(self.side, Loan) else None
         forming = wanted = done = False
         while True:
             order = self._orders.get()
             if isinstance(order, Published | Failure):
                 return order
             if isinstance(order, Join):
-                if not forming:
+                if not forming and isinstance(self.side, Side):
                     forming = True
                     threads.start(partial(self._form, self.side, order), "weights-join")
             elif isinstance(order, Exception):
@@ -166,26 +169,27 @@ class Courier:
         except Exception as error:
             self._orders.put(error)
 
-    def _send(self, plan: Plan, group: Group) -> None:
+    def _send(self, plan: Plan, group: Group | Loan) -> None:
+        how: dict[str, Any] = {
+            "bucket_bytes": self._bucket_bytes,
+            "lockstep": self._lockstep,
+            "stopped": self._stopped.is_set,
+            "progress": self._notes.progress,
+            "after": self._after,
+        }
+        spaces: list[Space] = []
         try:
-            digest, nbytes = stream(
-                plan,
-                group,
-                self._buffers,
-                bucket_bytes=self._bucket_bytes,
-                timeout_s=self._timeout_s,
-                lockstep=self._lockstep,
-                stopped=self._stopped.is_set,
-                progress=self._notes.progress,
-                after=self._after,
-            )
+            if isinstance(group, Loan):
+                digest, nbytes, spaces = group.fill(plan, **how)
+            else:
+                digest, nbytes = stream(plan, group, self._buffers, timeout_s=self._timeout_s, **how)
         except Stopped:
             return
         except Exception as error:
             if not self._stopped.is_set():
                 self._notes.failed(error)
         else:
-            self._notes.sent(digest, nbytes)
+            self._notes.sent(digest, nbytes, spaces)
 
 
 class Follower:

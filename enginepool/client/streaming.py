@@ -5,7 +5,8 @@ of its own, after what the caller's stream had to do when the update began.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from enginepool.client.lockstep import Lockstep
@@ -36,6 +37,19 @@ class Buffers:
             self._pair.clear()
             self._pair += [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         return self._pair
+
+    @contextmanager
+    def aside(self, after: Any) -> Generator[None]:
+        """On a GPU the block runs on the stream of these buffers, behind the event `after` if there is one, and is over when it
+        is left."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            if after is not None:
+                self.stream.wait_event(after)
+            yield
+            self.stream.synchronize()
 
 
 class Feed:
@@ -114,14 +128,8 @@ def stream(
         CollectiveError: the group is of no more use.
         Stopped: `stopped` said so.
     """
-    if buffers.stream is None:
+    with buffers.aside(after):
         return _stream(plan, group, buffers, bucket_bytes, timeout_s, lockstep, stopped, progress)
-    with torch.cuda.device(buffers.device), torch.cuda.stream(buffers.stream):
-        if after is not None:
-            buffers.stream.wait_event(after)
-        done = _stream(plan, group, buffers, bucket_bytes, timeout_s, lockstep, stopped, progress)
-        buffers.stream.synchronize()
-        return done
 
 
 def _stream(
