@@ -121,7 +121,7 @@ class SimEngine:
         await self._weights.join(name, address, world, rank, backend)
 
     async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open `weights.spaces` and look at every byte, with torch. Raises EngineError."""
+        """Open `weights.spaces` and look at every byte. Raises EngineError."""
         return await self._weights.examine(weights)
 
     async def forget(self) -> None:
