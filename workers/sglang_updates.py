@@ -104,7 +104,9 @@ class EngineWeights:
         await self._ask({"do": "forget"})
 
     def _of_each_rank(self, weights: NewWeights) -> list[dict[str, Any]]:
-        """The space for each rank, as a ticket says it. One does for all: on a GPU they read it across."""
+        """The space for each rank, as a ticket says it. One does for all: on a GPU they read it across. Raises EngineError."""
+        if not weights.spaces:
+            raise EngineError("nobody says where the new weights lie")
         spaces = weights.spaces if len(weights.spaces) == self.ranks else weights.spaces[:1] * self.ranks
         return [msgspec.to_builtins(space) for space in spaces]
 

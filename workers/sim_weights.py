@@ -112,8 +112,10 @@ def _join(name: str, address: str, world: int, rank: int, backend: str) -> Any:
 
 
 def _open(weights: NewWeights) -> npt.NDArray[np.uint8]:
+    if not weights.spaces:
+        raise EngineError("sim engine: nobody says where the new weights lie")
+    space = weights.spaces[0]
     try:
-        [space, *_] = weights.spaces
         opened = np.memmap(space.path, np.uint8, "r", shape=(space.nbytes,))
     except (OSError, ValueError) as error:
         raise EngineError(f"sim engine: {error}") from None

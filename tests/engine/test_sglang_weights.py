@@ -254,6 +254,7 @@ def test_an_engine_of_two_ranks_takes_the_same_weights_and_is_asked_as_one(
         assert engine.call("do", "ranks") == 2
         for version in (1, 2):
             given = subject.drawn(20 + version)
+            assert engine.call("do", "examine", given.weights) == (given.digest, [])
             subject.take(given.weights, version, given.digest)
             assert engine.call("do", "inspect", "digest") == (given.digest, [])
             assert_computed_with(subject, reference, given.tensors, version)
