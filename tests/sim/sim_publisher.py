@@ -223,7 +223,7 @@ class SimPublisher:
         elif isinstance(message, Phase) and message.phase == "transfer" and not self.sending:
             # What it was told to join may have been lost with a link, and comes again.
             self.sending = True
-            if self.ring is not None:
+            if self.ring is not None or self.publish.transfer == "handles":
                 self._transfer(self.publish.id, 4)
         elif isinstance(message, Phase) and message.phase == "join" and self.publish.transfer == "direct":
             # Bytes go straight into engines, which have to stand still before.
