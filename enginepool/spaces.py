@@ -7,7 +7,6 @@ seal there has copied what was there when it was lent.
 
 import importlib
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -90,10 +89,6 @@ class DeviceSpace:
         shared, self._shared = self._shared, []
         for one in shared:
             torch.UntypedStorage._release_ipc_counter(one[4], one[5], device=torch.device("cuda", one[0]))
-
-    def __del__(self) -> None:
-        if hasattr(self, "_shared") and not sys.is_finalizing():
-            self.close()
 
 
 Memory = HostSpace | DeviceSpace
