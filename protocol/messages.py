@@ -21,6 +21,7 @@ from enginepool.protocol.updates import (
     Abandon,
     Commit,
     Committed,
+    Examine,
     HandedOver,
     HandOver,
     Inspect,
@@ -413,6 +414,7 @@ ToWorker = (
     | Drain
     | Prepare
     | Join
+    | Examine
     | HandOver
     | Committed
     | Release

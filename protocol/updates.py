@@ -1,8 +1,9 @@
 """The messages of a weight update: one transaction between a publisher (a client), the coordinator and a group's workers.
 
 PROTOCOL.md, "Life of a weight update", tells the story. Tensors never pass through here: they go from the publisher to the
-workers' side in a process group of their own (NCCL or gloo), whose rank 0 the publisher is, or lie in files; these messages say
-when, where and what. `layout.py` says how tensors become bytes, `manifest.py` how they are described.
+workers' side in a process group of their own (NCCL or gloo), whose rank 0 the publisher is, or lie in memory that it lends, or
+in files; these messages say when, where and what. `layout.py` says how tensors become bytes, `manifest.py` how they are
+described.
 """
 
 from typing import Literal
@@ -14,9 +15,10 @@ from enginepool.protocol.basis import FrameSpec, Message, TaskId
 #: How new weights reach an engine.
 #: staged: broadcast into a stager beside each worker, which serves on meanwhile; handed over inside the device.
 #: direct: broadcast straight into the engines, which stand still meanwhile.
+#: handles: engines of the publisher's own host open memory that it lends, and copy out of it.
 #: checkpoint: each worker reads a directory that it can see.
 #: relabel: the weights stay; only their version changes.
-Transfer = Literal["staged", "direct", "checkpoint", "relabel"]
+Transfer = Literal["staged", "direct", "handles", "checkpoint", "relabel"]
 #: What happens to work in flight when the group is held. drain: begun requests finish, for at most `drain_ms`; then as abort.
 #: abort: it is put back into the queue at once, and runs again on the new weights.
 InFlight = Literal["drain", "abort"]
@@ -24,6 +26,23 @@ InFlight = Literal["drain", "abort"]
 #: verified bytes and wait for `commit`. hold: no new work starts. hand_over: engines take the new weights. Then `published`,
 #: or `error`.
 PhaseName = Literal["open", "join", "transfer", "staged", "hold", "hand_over"]
+
+
+class Space(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The bytes of an update in memory that other processes of its host can open, laid out by `layout.py`.
+
+    kind: `file`, a path to map, often shared memory; `cuda`, memory of a GPU, opened by the CUDA IPC `handle`: the values of
+    torch's `_share_cuda_` as a msgpack array. `nbytes`: of all of it. `gpu`: the UUID of the GPU; its index differs between
+    processes. `seal`: stands at the very end as long as the content is what it was; whoever copies out of lent memory looks for
+    it afterwards.
+    """
+
+    kind: Literal["file", "cuda"]
+    nbytes: int
+    path: str = ""
+    handle: bytes = b""
+    gpu: str = ""
+    seal: bytes = b""
 
 
 # --- client to coordinator ---------------------------------------------------------------------------------------------
@@ -36,6 +55,7 @@ class Publish(Message, tag="publish"):
     `address`: HOST:PORT of the publisher's TCP store, `peer`: a random name of the publisher's side of the process group, new
     whenever that side was lost. `path`: the directory of `checkpoint`. `partial`: the manifest may lack names of the model.
     `lease_ms`: without a `renew` for so long the transaction is aborted. `new_run`: versions begin again, as an operator wants.
+    `host`, `gpu`: where the memory of `handles` is: the identity of its host, the UUID of its GPU (empty: memory of the host).
     """
 
     id: int
@@ -53,6 +73,8 @@ class Publish(Message, tag="publish"):
     peer: str = ""
     path: str = ""
     frames: list[FrameSpec] = []
+    host: str = ""
+    gpu: str = ""
 
 
 class Renew(Message, tag="renew"):
@@ -63,11 +85,13 @@ class Renew(Message, tag="renew"):
 
 
 class Sent(Message, tag="sent"):
-    """All bytes of transaction `id` are broadcast; `digest` is that of `layout.py` over them."""
+    """All bytes of transaction `id` are broadcast; `digest` is that of `layout.py` over them. In `handles` they lie in
+    `spaces`, each of which holds all of them, unchanged until the final answer: one, or one for each GPU of an engine."""
 
     id: int
     digest: str
     sent_bytes: int
+    spaces: list[Space] = []
 
 
 class Commit(Message, tag="commit"):
@@ -195,7 +219,8 @@ class Join(Message, tag="join"):
 
 
 class Prepare(Message, tag="prepare"):
-    """Can you take these weights? Nothing moves yet. Frame: `manifest`, as in `publish`. Answered by `prepared`."""
+    """Can you take these weights? Nothing moves yet. Frame: `manifest`; this and all others as in `publish`. Answered by
+    `prepared`."""
 
     update: TaskId
     version: int
@@ -204,6 +229,16 @@ class Prepare(Message, tag="prepare"):
     bucket_bytes: int = 512 << 20
     path: str = ""
     frames: list[FrameSpec] = []
+    host: str = ""
+    gpu: str = ""
+
+
+class Examine(Message, tag="examine"):
+    """In `handles`: the bytes of the update lie in `spaces`. Open them, keep them open, and look at every byte while the engine
+    serves. Answered by `staged`."""
+
+    update: TaskId
+    spaces: list[Space]
 
 
 class HandOver(Message, tag="hand_over"):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.updates import Finding, Space
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.uint32]
@@ -114,25 +114,12 @@ class BatchScores:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """The tensors that the engine's own load took from its checkpoint, in that order, and names that it may do without."""
+    """The tensors that the engine's own load took from its checkpoint, in that order, and names that it may do without; `gpus`:
+    UUIDs of the GPUs that the engine sees, in whose memory an update may lie."""
 
     tensors: tuple[Tensor, ...]
     optional: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Space:
-    """Bytes of an update in memory that the engine's own processes can open, laid out by `protocol.layout`.
-
-    kind: `file`, a path on this host (often shared memory) to map; `cuda`, memory of the engine's GPU `device`, opened
-    by the CUDA IPC `handle`.
-    """
-
-    kind: str
-    nbytes: int
-    path: str = ""
-    handle: bytes = b""
-    device: int = 0
+    gpus: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +186,11 @@ class Engine(Protocol):
         """
         ...
 
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open `weights.spaces`, and look at every byte while the engine serves: (digest, findings). They stay open, also when
+        who made them is gone, until others are examined, or `let_go`. Raises EngineError."""
+        ...
+
     async def let_go(self) -> None:
         """Refer to no memory of spaces any more; what was made ready is not. Raises EngineError."""
         ...
@@ -206,7 +198,8 @@ class Engine(Protocol):
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Run on these weights from now on; called while the engine is empty.
 
-        Raises EngineError when the old weights are whole and stay, EngineDied when nobody knows what is loaded.
+        Raises EngineError when the old weights are whole and stay, EngineDied when nobody knows what is loaded, also when a
+        space lost its seal meanwhile.
         """
         ...
 

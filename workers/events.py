@@ -8,6 +8,7 @@ from enginepool.protocol.basis import Message, TaskId
 from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenise
 from enginepool.protocol.updates import (
     Committed,
+    Examine,
     HandedOver,
     HandOver,
     Inspect,
@@ -24,7 +25,7 @@ from enginepool.protocol.updates import (
 
 Frame = bytes | memoryview
 #: what a coordinator asks about weights, and what is answered
-Asked = Prepare | Join | HandOver | Committed | Release | Restore | Inspect
+Asked = Prepare | Join | Examine | HandOver | Committed | Release | Restore | Inspect
 Answered = Prepared | Joined | Staged | HandedOver | Restored | Inspected
 
 
@@ -117,7 +118,8 @@ class EngineLost(Event, frozen=True):
 
 
 class WeightsAnswered(Event, frozen=True):
-    """What came of a `RunWeights`, as the coordinator is to hear it. `staged` comes by itself, some time after `joined`."""
+    """What came of a `RunWeights`, as the coordinator is to hear it. `staged` comes by itself, some time after `joined`, or is
+    the answer to `examine`."""
 
     answer: Answered
     frames: tuple[Frame, ...] = ()
@@ -173,7 +175,7 @@ class RunTokenise(Effect, frozen=True):
 
 
 class RunWeights(Effect, frozen=True):
-    """Do what the coordinator asks about weights. `prepare`, `join`, `hand_over` and `inspect` are answered by one
+    """Do what the coordinator asks about weights. `prepare`, `join`, `examine`, `hand_over` and `inspect` are answered by one
     `WeightsAnswered` each; `restore` by `WeightsTaken`, or by `WeightsAnswered` with `restored`; `committed` and `release` by
     nothing. `hand_over` and `restore` come only while the engine is empty, and nothing enters it before their answer."""
 

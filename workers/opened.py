@@ -1,4 +1,4 @@
-"""What a worker's engine has ready to take, and open for it: memory of a stager, which lives as long as it is open anywhere.
+"""What a worker's engine has ready to take, and open for it: memory of others, which lives as long as it is open anywhere.
 
 the stager's one device space   stays open for the next update, until the stager is gone, or about to take a larger one
 any other                       is closed as soon as its update is over
@@ -6,6 +6,7 @@ any other                       is closed as soon as its update is over
 
 import contextlib
 
+from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import Engine, EngineError, NewWeights, Space
 
 
@@ -22,6 +23,11 @@ class Opened:
         with contextlib.suppress(EngineError):  # taking them takes longer then, and says what is wrong, if that is
             return await self._engine.ready(weights)
         return 0.0
+
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Have the engine open these and look at every byte, while it serves: (digest, findings). Raises EngineError."""
+        self._spaces = weights.spaces
+        return await self._engine.examine(weights)
 
     async def close_smaller(self, nbytes: int) -> None:
         """Close it if it is less: memory that somebody has open cannot make room for more."""

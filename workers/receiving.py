@@ -7,17 +7,16 @@ import secrets
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-
-import msgspec
+from typing import Any, NamedTuple
 
 from enginepool.collective import QUEUED, Group
 from enginepool.digest import Batch, Digest, Findings, make_ready, views
+from enginepool.host import SHARED, unnamed_file
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.workers.engine import Space
-from enginepool.workers.snapshot import Footer, copy_snapshot, link, unnamed_file, write_footer
+from enginepool.spaces import DeviceSpace, HostSpace
+from enginepool.workers.snapshot import Footer, copy_snapshot, link, write_footer
 
 torch: Any = importlib.import_module("torch")
 
@@ -27,41 +26,19 @@ AHEAD = 2
 FOREVER_S = 24 * 3600.0
 #: of a GPU's memory, left to whoever needs a little more
 MARGIN = 256 << 20
-SHARED = Path("/dev/shm")
 #: threads that write a snapshot, and bytes that each writes at once
 WRITERS = 4
 WRITTEN = 32 << 20
 
 
-class HostMemory:
-    """A space in memory of this host that other processes map: an unnamed file, gone with its last user."""
+class HostMemory(HostSpace):
+    """A space in memory of this host."""
 
-    kind: Literal["host"] = "host"
-
-    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
-        """Raises OSError: no room."""
-        try:
-            self.fd = unnamed_file(SHARED)
-            os.posix_fallocate(self.fd, 0, nbytes)
-        except OSError:
-            # The file system may be kept small where memory is not.
-            self.fd = os.memfd_create("enginepool-weights", os.MFD_CLOEXEC)
-            os.posix_fallocate(self.fd, 0, nbytes)
-        self.nbytes = nbytes
-        self._complete = False
-        space = torch.from_file(f"/proc/self/fd/{self.fd}", shared=True, size=nbytes, dtype=torch.uint8)
-        if pinned:
-            torch.cuda.cudart().cudaHostRegister(space.data_ptr(), nbytes, 0)
-        #: one for each device of the engine: here all of them map the same
-        self.tensors = [space]
+    _complete = False
 
     def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str) -> "Reception":
         """What receives these tensors here."""
         return Reception(self.tensors, manifest, bucket_bytes, device)
-
-    def spaces(self) -> list[Space]:
-        """As the engine's processes open it."""
-        return [Space("file", self.nbytes, path=f"/proc/{os.getpid()}/fd/{self.fd}")]
 
     def save(self, path: str, footer: Footer) -> None:
         """Keep it as a snapshot. Raises OSError."""
@@ -72,22 +49,12 @@ class HostMemory:
         if not link(self.fd, path):
             copy_snapshot(self.fd, path)
 
-    def __del__(self) -> None:
-        # Its mapping may live on in a view; the memory goes with the last of them.
-        if hasattr(self, "fd"):
-            os.close(self.fd)
 
-
-class DeviceMemory:
+class DeviceMemory(DeviceSpace):
     """A space on each GPU of the engine."""
-
-    kind: Literal["device"] = "device"
 
     def __init__(self, nbytes: int, gpus: int) -> None:
         """Raises OSError: no room."""
-        self.nbytes = nbytes
-        self.tensors: list[Any] = []
-        self._spaces: list[Space] = []
         self._reception: Reception | None = None
         make_ready("cuda:0")
         torch.cuda.empty_cache()
@@ -95,10 +62,7 @@ class DeviceMemory:
             free, _ = torch.cuda.mem_get_info(gpu)
             if free < nbytes + MARGIN:
                 raise OSError(f"GPU {gpu} has {free >> 20} MiB left for {nbytes >> 20} MiB of weights")
-            try:
-                self.tensors.append(torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{gpu}"))
-            except RuntimeError as error:
-                raise OSError(str(error).splitlines()[0]) from None
+        DeviceSpace.__init__(self, nbytes, [f"cuda:{gpu}" for gpu in range(gpus)])
 
     def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str) -> "Reception":
         """What receives these tensors here: that of last time, if they are the same."""
@@ -106,15 +70,6 @@ class DeviceMemory:
         if kept is None or kept.made_for != (list(manifest), bucket_bytes, device):
             kept = self._reception = Reception(self.tensors, manifest, bucket_bytes, device)
         return kept
-
-    def spaces(self) -> list[Space]:
-        """As the engine's processes open them. Always the same: torch counts each time that memory is shared, and keeps it for
-        ever where somebody never opened what was shared."""
-        if not self._spaces:
-            self._spaces = [
-                Space("cuda", self.nbytes, handle=_handle(tensor), device=gpu) for gpu, tensor in enumerate(self.tensors)
-            ]
-        return self._spaces
 
     def save(self, path: str, footer: Footer) -> None:
         """Keep it as a snapshot. Raises OSError."""
@@ -171,11 +126,6 @@ def make_memory(nbytes: int, *, gpus: int) -> Memory:
         with contextlib.suppress(OSError):
             return DeviceMemory(nbytes, gpus)
     return HostMemory(nbytes, pinned=bool(gpus))
-
-
-def _handle(tensor: Any) -> bytes:
-    """What `sglang_weights` opens again, by torch's own way of sharing CUDA memory."""
-    return msgspec.msgpack.encode(list(tensor.untyped_storage()._share_cuda_()))
 
 
 def gpus_of(device: str, wanted: int) -> int:

@@ -196,6 +196,10 @@ class SglangEngine:
         """Get ready to take what will lie in these spaces; seconds that this kept it from forwards. Raises EngineError."""
         return await self._updates().ready(weights)
 
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open `weights.spaces` and look at every byte, while the engine serves. Raises EngineError."""
+        return await self._updates().examine(weights)
+
     async def let_go(self) -> None:
         """Refer to no memory of spaces any more. Raises EngineError."""
         await self._updates().let_go()

@@ -13,8 +13,10 @@ from typing import Any
 
 import msgspec
 
+from enginepool import spaces
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Space
 from enginepool.workers.sglang_plan import Copy, Plan
 
 torch: Any = importlib.import_module("torch")
@@ -30,19 +32,13 @@ def manifest_of(text: str) -> list[Tensor]:
 
 
 def open_space(space: dict[str, Any], nbytes: int) -> Any:
-    """The bytes of a `Space` in this process, of which at least `nbytes` are there; what is written to it later shows.
+    """The bytes of a ticket's `Space` in this process, of which at least `nbytes` are there; what is written to it later shows.
 
     The memory of another process stays as long as anything refers to it here. Raises ValueError, OSError or RuntimeError.
     """
     if space["nbytes"] < nbytes:
         raise ValueError(f"a space of {space['nbytes']} bytes for {nbytes}")
-    if space["kind"] == "file":
-        # Read alone, a private mapping is the file's own pages.
-        return torch.from_file(space["path"], shared=False, size=space["nbytes"], dtype=torch.uint8)
-    shared = msgspec.msgpack.decode(bytes.fromhex(space["handle"]))
-    torch.cuda.init()
-    storage = torch.UntypedStorage._new_shared_cuda(*shared)
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space["nbytes"]]
+    return spaces.open_space(msgspec.convert(space, Space))
 
 
 class Copies:
@@ -125,9 +121,10 @@ class Ready:
     Args:
         name: what the worker calls it.
         space, text: where its bytes will lie, and its manifest as a ticket has them.
+        opened: the bytes of that space, where it is open already.
     """
 
-    def __init__(self, name: int, plan: Plan, space: dict[str, Any], text: str) -> None:
+    def __init__(self, name: int, plan: Plan, space: dict[str, Any], text: str, opened: Any = None) -> None:
         """Raises ValueError, OSError or RuntimeError: the space cannot be opened."""
         self.name = name
         self.done = False
@@ -139,7 +136,7 @@ class Ready:
         self._plan = plan
         self._source = space, text
         self._layout = layout(self.manifest)
-        self._opened = open_space(space, self._layout.nbytes)
+        self._opened = open_space(space, self._layout.nbytes) if opened is None else opened
         self._steps = self._make()
         self.seconds += time.perf_counter() - began
 
@@ -151,6 +148,11 @@ class Ready:
         self.name, self.done, self.seconds = name, False, 0.0
         self._steps = self._look()
         return True
+
+    @property
+    def sealed(self) -> bool:
+        """Whether what was copied out of the space is what had been lent there."""
+        return spaces.sealed(self._opened, msgspec.convert(self._source[0], Space).seal)
 
     def go_on(self, seconds: float) -> None:
         """Work for about so long, one step at least, or to the end. Raises ValueError: it cannot be made ready."""

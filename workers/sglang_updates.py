@@ -22,7 +22,7 @@ import numpy as np
 from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding
-from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, Space, TakeTimes
+from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, TakeTimes
 from enginepool.workers.sglang_settings import LOADER
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
@@ -33,6 +33,7 @@ _MOMENTS_S = 0.1
 #: an engine that takes longer hangs
 TAKE_S = 300.0
 JOIN_S = 90.0
+EXAMINE_S = 90.0
 _LOOK_S = 0.02
 
 #: `EngineEnd.unless_over`: EngineDied as soon as the engine is gone
@@ -81,7 +82,7 @@ class EngineWeights:
         if not self._refused:
             self.plain = next((one["plain"] for one in answers if one["plain"]), "")
             tensors = tuple(Tensor(name, dtype, tuple(shape)) for name, dtype, shape in answer["tensors"])
-            self._model = ModelTensors(tensors, frozenset(answer["optional"]))
+            self._model = ModelTensors(tensors, frozenset(answer["optional"]), tuple(answer["gpus"]))
 
     def model_tensors(self) -> ModelTensors:
         """What an update of this model consists of. Raises EngineError."""
@@ -91,20 +92,40 @@ class EngineWeights:
 
     async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
         """Join a process group while the engine serves. Raises EngineError."""
-        joined = [self._answers / f"joined-{next(self._numbers)}" for _ in range(self.ranks)]
-        tickets = [
-            {"do": "join", "group": name, "address": address, "world": world, "rank": rank + i, "backend": backend}
-            | {"joined": str(path)}
-            for i, path in enumerate(joined)
-        ]
-        _raise_first(await self._ask(*tickets))
+        ticket = {"do": "join", "group": name, "address": address, "world": world, "backend": backend}
+        tickets = [ticket | {"rank": rank + i} for i in range(self.ranks)]
+        await self._ask_for_later(tickets, JOIN_S, f"group {name}: the engine did not join")
+
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open spaces and look at them while the engine serves. Raises EngineError."""
+        ticket: dict[str, Any] = {"do": "examine", "manifest": encode_manifest(weights.tensors).decode()}
+        tickets = [ticket | {"space": space} for space in self._of_each_rank(weights)]
+        answers = await self._ask_for_later(tickets, EXAMINE_S, "the engine did not look at the new weights")
+        digests = {answer["digest"] for answer in answers}
+        if len(digests) > 1:
+            raise EngineError(f"the engine's processes see different weights: digests {', '.join(sorted(digests))}")
+        return answers[0]["digest"], [Finding(**finding) for finding in answers[0]["findings"]]
+
+    def _of_each_rank(self, weights: NewWeights) -> list[dict[str, Any]]:
+        """The space for each rank, as a ticket says it. One does for all: on a GPU they read it across. Raises EngineError."""
+        if not weights.spaces:
+            raise EngineError("nobody says where the new weights lie")
+        spaces = weights.spaces if len(weights.spaces) == self.ranks else weights.spaces[:1] * self.ranks
+        return [msgspec.to_builtins(space) for space in spaces]
+
+    async def _ask_for_later(self, tickets: list[dict[str, Any]], seconds: float, late: str) -> list[dict[str, Any]]:
+        """The second answers to tickets that are carried out beside the engine's work. Raises EngineError."""
+        paths = [self._answers / f"later-{next(self._numbers)}" for _ in tickets]
+        _raise_first(await self._ask(*(ticket | {"later": str(path)} for ticket, path in zip(tickets, paths, strict=True))))
         try:
-            async with asyncio.timeout(JOIN_S):
-                while not all(path.exists() for path in joined):
+            async with asyncio.timeout(seconds):
+                while not all(path.exists() for path in paths):
                     await self._unless_over(asyncio.sleep(_LOOK_S))
         except TimeoutError:
-            raise EngineError(f"group {name}: the engine did not join within {JOIN_S:g} s") from None
-        _raise_first([msgspec.msgpack.decode(path.read_bytes()) for path in joined])
+            raise EngineError(f"{late} within {seconds:g} s") from None
+        answers = [msgspec.msgpack.decode(path.read_bytes()) for path in paths]
+        _raise_first(answers)
+        return answers
 
     async def ready(self, weights: NewWeights) -> float:
         """Get ready to take what will lie in these spaces, a moment at a time, while the engine serves.
@@ -115,7 +136,7 @@ class EngineWeights:
         name = next(self._numbers)
         manifest = encode_manifest(weights.tensors).decode()
         asked: dict[str, Any] = {"do": "ready", "name": name}
-        tickets = [asked | {"space": _described(space), "manifest": manifest} for space in self._spaces(weights)]
+        tickets = [asked | {"space": space, "manifest": manifest} for space in self._of_each_rank(weights)]
         while True:
             answers = await self._ask(*tickets)
             _raise_first(answers)
@@ -125,7 +146,7 @@ class EngineWeights:
             tickets = [asked]
 
     async def let_go(self) -> None:
-        """Let go of what was made ready, and of the memory that it refers to. Raises EngineError."""
+        """Let go of what was made ready or examined, and of the memory that it refers to. Raises EngineError."""
         self._ready = None
         await self._ask({"do": "let_go"})
 
@@ -172,11 +193,7 @@ class EngineWeights:
             return [ticket | {"do": "checkpoint", "path": weights.checkpoint}]
         if weights.group:
             return [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}]
-        return [ticket | {"do": "take", "space": _described(space)} for space in self._spaces(weights)]
-
-    def _spaces(self, weights: NewWeights) -> tuple[Space, ...]:
-        """That of each rank."""
-        return weights.spaces if len(weights.spaces) == self.ranks else weights.spaces[:1] * self.ranks
+        return [ticket | {"do": "take", "space": space} for space in self._of_each_rank(weights)]
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of what is in all ranks together. Raises EngineError."""
@@ -245,16 +262,6 @@ class _NoTensor:
     def __reduce__(self) -> tuple[Any, tuple[()]]:
         torch: Any = importlib.import_module("torch")
         return torch.Tensor, ()
-
-
-def _described(space: Space) -> dict[str, Any]:
-    return {
-        "kind": space.kind,
-        "nbytes": space.nbytes,
-        "path": space.path,
-        "handle": space.handle.hex(),
-        "device": space.device,
-    }
 
 
 def _raise_first(answers: list[dict[str, Any]]) -> None:

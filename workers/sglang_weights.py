@@ -20,6 +20,8 @@ import msgspec
 from enginepool.digest import Batch, Digest, Findings, make_ready, views
 from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Space
+from enginepool.spaces import examined, sealed, visible_gpus
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
 from enginepool.workers.sglang_plan import Plan, Unplannable
 from enginepool.workers.sglang_process import own_load
@@ -44,10 +46,13 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     try:
         answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        answer = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}", "touched": weights.touched}
-        answer["kind"] = type(error).__name__
+        answer = {"error": _line(error), "touched": weights.touched, "kind": type(error).__name__}
     _leave(ticket["answer"], answer)
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _leave(path: str, answer: dict[str, Any]) -> None:
@@ -78,6 +83,10 @@ class ModelWeights:
         self._manifest: list[Tensor] = []
         self._group: Any = None
         self._ready: Ready | None = None
+        #: the ticket of the latest examination; the space that it has opened, by what the ticket says of it
+        self._examining: dict[str, Any] | None = None
+        self._opened: tuple[dict[str, Any], Any] | None = None
+        self._lock = threading.Lock()
 
     # --- what there is --------------------------------------------------------------------------------------------------
 
@@ -105,6 +114,7 @@ class ModelWeights:
         return {
             "tensors": [list(tensor) for tensor in msgspec.to_builtins(own)],
             "optional": sorted(optional),
+            "gpus": visible_gpus(),
             "plain": self._plain,
         }
 
@@ -129,38 +139,80 @@ class ModelWeights:
         try:
             if space is not None and (before is None or not before.serves(name, space, ticket["manifest"])):
                 # The one before is there until this one is: memory that both use stays open.
-                self._ready = Ready(name, self._plan, space, ticket["manifest"])
+                self._ready = Ready(name, self._plan, space, ticket["manifest"], self._examined(space))
                 if before is not None:
                     before.close()
             if self._ready is None or self._ready.name != name:
                 raise NotReady(f"{name} was let go of meanwhile")
             self._ready.go_on(READY_S)
         except (ValueError, OSError, RuntimeError):
-            self.do_let_go(ticket)
+            self._unready()
             raise
         return {"done": self._ready.done, "seconds": self._ready.seconds}
 
     def do_let_go(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Let go of what was made ready, and of the memory that it refers to."""
+        """Let go of what was made ready or examined, and of the memory that it refers to."""
+        self._unready()
+        with self._lock:
+            self._examining = self._opened = None
+        return {}
+
+    def _unready(self) -> None:
         if self._ready is not None:
             self._ready.close()
         self._ready = None
-        return {}
 
     def do_take(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Take what was made ready by that name, or all tensors out of a space."""
         if "space" not in ticket:
             return self._take_ready(ticket["name"])
         manifest = manifest_of(ticket["manifest"])
-        space = open_space(ticket["space"], layout(manifest).nbytes)
+        space = self._examined(ticket["space"])
+        if space is None:
+            space = open_space(ticket["space"], layout(manifest).nbytes)
         tensors = views(space, manifest)
-        return self._load(manifest, lambda: zip((tensor.name for tensor in manifest), tensors, strict=True))
+        times = self._load(manifest, lambda: zip((tensor.name for tensor in manifest), tensors, strict=True))
+        _still(sealed(space, msgspec.convert(ticket["space"], Space).seal))
+        return times
 
     def _take_ready(self, name: int) -> dict[str, Any]:
         ready = self._ready
         if ready is None or not ready.done or ready.name != name or self._plan is None or not self._plan.stays():
             raise NotReady(f"{name} is not ready here, or not any more")
-        return self._exchange(ready.manifest, ready.copies.replay)
+        times = self._exchange(ready.manifest, ready.copies.replay)
+        _still(ready.sealed)
+        return times
+
+    # --- memory that is lent --------------------------------------------------------------------------------------------
+
+    def _examined(self, space: dict[str, Any]) -> Any:
+        """The bytes of a space that was examined and is still open, or None."""
+        opened = self._opened
+        return opened[1] if opened is not None and opened[0] == space else None
+
+    def do_examine(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Begin to open a space and to look at every byte of it; the other answer says what was found: the engine serves
+        meanwhile."""
+        self.do_let_go(ticket)
+        self._examining = ticket
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        threading.Thread(target=self._examine, args=(ticket, device), name="examine", daemon=True).start()
+        return {}
+
+    def _examine(self, ticket: dict[str, Any], device: int | None) -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread begins on the first one
+            manifest = manifest_of(ticket["manifest"])
+            space = open_space(ticket["space"], layout(manifest).nbytes)
+            digest, findings = examined(space, manifest)
+            answer: dict[str, Any] = {"digest": digest, "findings": msgspec.to_builtins(findings)}
+            with self._lock:
+                if self._examining is ticket:
+                    self._opened = ticket["space"], space
+        except Exception as error:
+            answer = {"error": _line(error)}
+        _leave(ticket["later"], answer)
 
     def do_checkpoint(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Read all tensors of a checkpoint directory."""
@@ -277,7 +329,7 @@ class ModelWeights:
             )
         except (CollectiveError, RuntimeError, ValueError) as error:
             answer = {"error": str(error)}
-        _leave(ticket["joined"], answer)
+        _leave(ticket["later"], answer)
 
     # --- questions ------------------------------------------------------------------------------------------------------
 
@@ -345,6 +397,12 @@ class ModelWeights:
 
 
 _weights: dict[int, ModelWeights] = {}
+
+
+def _still(sealed: bool) -> None:
+    """Raises ValueError: nobody knows what has been copied."""
+    if not sealed:
+        raise ValueError("the memory that the weights came from was given to something else meanwhile")
 
 
 def _synchronise() -> None:

@@ -124,8 +124,13 @@ class SimEngine:
         """It has nothing to get ready."""
         return 0.0
 
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open `weights.spaces` and look at every byte. Raises EngineError."""
+        return await self._weights.examine(weights)
+
     async def let_go(self) -> None:
-        """It refers to no space beyond a `take`."""
+        """Close what was examined."""
+        self._weights.let_go()
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Take `take_s`, and read all bytes: what scores depend on is what really arrived."""

@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.updates import Finding, Space
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_space
-from enginepool.workers.engine import EngineError, ModelTensors, NewWeights, Scores
+from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores
 from enginepool.workers.snapshot import digest_of_bytes
 
 
@@ -31,6 +31,8 @@ class SimWeights:
         self._tensors: tuple[Tensor, ...] = ()
         self._space: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._group: Any = None
+        #: what was examined, and stays open
+        self._opened: tuple[tuple[Space, ...], npt.NDArray[np.uint8]] | None = None
 
     def model_tensors(self) -> ModelTensors:
         """What an update consists of. Raises EngineError."""
@@ -43,10 +45,25 @@ class SimWeights:
         if self._group is None or self._group.name != name:
             self._group = await asyncio.to_thread(_join, name, address, world, rank, backend)
 
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open spaces, and look at them. Raises EngineError."""
+        self.let_go()
+        self._opened = weights.spaces, await asyncio.to_thread(_open, weights)
+        return await asyncio.to_thread(_examined, weights.tensors, self._opened[1])
+
+    def let_go(self) -> None:
+        """Close what was examined."""
+        self._opened = None
+
     async def take(self, weights: NewWeights, version: int, digest: str) -> None:
-        """Hold these weights. Raises EngineError: the old ones stay."""
+        """Hold these weights. Raises EngineError: the old ones stay; EngineDied: what was copied out of may have changed."""
         try:
-            if weights.spaces:
+            if self._opened is not None and self._opened[0] == weights.spaces:
+                opened, seal = self._opened[1], weights.spaces[0].seal
+                self._load(weights.tensors, opened.copy())
+                if opened[len(opened) - len(seal) :].tobytes() != seal:
+                    raise EngineDied("sim engine: the memory that the weights came from was given to something else meanwhile")
+            elif weights.spaces:
                 self._load(weights.tensors, np.fromfile(weights.spaces[0].path, np.uint8, weights.spaces[0].nbytes))
             elif weights.checkpoint:
                 self._load(weights.tensors, np.frombuffer(checkpoint_space(weights.checkpoint), np.uint8))
@@ -92,3 +109,28 @@ def _join(name: str, address: str, world: int, rank: int, backend: str) -> Any:
         return join(address, name, world, rank, backend=backend)
     except CollectiveError as error:
         raise EngineError(str(error)) from None
+
+
+def _open(weights: NewWeights) -> npt.NDArray[np.uint8]:
+    if not weights.spaces:
+        raise EngineError("sim engine: nobody says where the new weights lie")
+    space = weights.spaces[0]
+    try:
+        opened = np.memmap(space.path, np.uint8, "r", shape=(space.nbytes,))
+    except (OSError, ValueError) as error:
+        raise EngineError(f"sim engine: {error}") from None
+    if len(opened) < layout(weights.tensors).nbytes:
+        raise EngineError(f"sim engine: {len(opened)} bytes for {layout(weights.tensors).nbytes}")
+    return opened
+
+
+def _examined(tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8]) -> tuple[str, list[Finding]]:
+    """The digest, and what is wrong with float32 tensors; others are as good as any bytes."""
+    where = layout(tensors)
+    findings: list[Finding] = []
+    for tensor, at in zip(tensors, where.offsets, strict=True):
+        if tensor.dtype == "float32":
+            values = space[at : at + tensor.nbytes].view(np.float32)
+            findings += [Finding(tensor.name, "nan", int(np.isnan(values).sum()))] * bool(np.isnan(values).any())
+            findings += [Finding(tensor.name, "infinity", int(np.isinf(values).sum()))] * bool(np.isinf(values).any())
+    return digest_of_bytes(space[: where.nbytes]), findings

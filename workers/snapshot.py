@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from enginepool.host import unnamed_file
 from enginepool.protocol.layout import digest_text, layout
 from enginepool.protocol.manifest import Tensor
 
@@ -82,11 +83,6 @@ def remove_older(path: str) -> None:
         with contextlib.suppress(SnapshotError, FileNotFoundError):
             if read_footer(str(other)).version < newest:
                 other.unlink()
-
-
-def unnamed_file(directory: Path) -> int:
-    """A new file without a name in `directory`: it is gone with the last process that has it open. Raises OSError."""
-    return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
 
 
 def copy_snapshot(fd: int, path: str) -> None:

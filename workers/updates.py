@@ -4,7 +4,7 @@ How it thinks. One update is open at a time, the one of the latest `prepare`. Ea
 (`RunWeights`); a copy of it is answered with the kept answer, or ignored while the first is still with the shell. After each
 `accept` all answers of the open update are said again: one of them may be lost with its link, and the coordinator drops copies.
 
-    prepare → prepared    join → joined    (by itself) staged    hand_over → handed_over    committed | release
+    prepare → prepared    join → joined    (by itself, or: examine →) staged    hand_over → handed_over    committed | release
 
 `hand_over` and `restore` need the engine to themselves: they are `wanted` until what is inside has left, and `taking` until
 their answer; the machine holds work back meanwhile. A `restore` that comes while another one is taken waits for it.
@@ -18,6 +18,7 @@ from enginepool.protocol.basis import TaskId
 from enginepool.protocol.layout import layered
 from enginepool.protocol.updates import (
     Committed,
+    Examine,
     HandedOver,
     HandOver,
     Inspected,
@@ -28,11 +29,17 @@ from enginepool.protocol.updates import (
     Release,
     Restore,
     Restored,
+    Staged,
 )
 from enginepool.workers.events import Answered, Asked, Effect, Frame, RunWeights, Send
 
 #: the answer to each question of an update
-_ANSWER: dict[type, type[Prepared | Joined | HandedOver]] = {Prepare: Prepared, Join: Joined, HandOver: HandedOver}
+_ANSWER: dict[type, type[Prepared | Joined | Staged | HandedOver]] = {
+    Prepare: Prepared,
+    Join: Joined,
+    Examine: Staged,
+    HandOver: HandedOver,
+}
 
 
 class WorkerUpdates:
@@ -74,7 +81,7 @@ class WorkerUpdates:
         """The coordinator wants something."""
         if isinstance(message, Prepare):
             return self._prepare(message, frames, epoch, ready)
-        if isinstance(message, Join | HandOver):
+        if isinstance(message, Join | Examine | HandOver):
             return self._next(message, epoch)
         if isinstance(message, Committed):
             return self._committed(message)
@@ -114,7 +121,7 @@ class WorkerUpdates:
         mine = self.prepare is not None and self.prepare.update == update and answer in self.answers
         return [self.answers[answer]] if mine else []
 
-    def _next(self, message: Join | HandOver, epoch: int) -> list[Effect]:
+    def _next(self, message: Join | Examine | HandOver, epoch: int) -> list[Effect]:
         kind = type(message)
         if self.prepare is None or self.prepare.update != message.update:
             if message.update[0] != epoch:

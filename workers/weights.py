@@ -14,12 +14,14 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from enginepool.host import host_identity
 from enginepool.protocol.basis import FrameSpec, TaskId
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, difference
 from enginepool.protocol.updates import (
     Committed,
+    Examine,
     HandedOver,
     HandOver,
     Inspect,
@@ -125,13 +127,17 @@ class Weights:
         else:
             self._spawn(self._in_turn(message, effect.frames))
 
-    async def _in_turn(self, message: Prepare | Join | HandOver | Committed | Restore, frames: tuple[Frame, ...]) -> None:
+    async def _in_turn(
+        self, message: Prepare | Join | Examine | HandOver | Committed | Restore, frames: tuple[Frame, ...]
+    ) -> None:
         async with self._turn:
             try:
                 if isinstance(message, Prepare):
                     self._answer(await self._prepare(message, frames))
                 elif isinstance(message, Join):
                     await self._join(message)
+                elif isinstance(message, Examine):
+                    self._answer(await self._examine(message))
                 elif isinstance(message, HandOver):
                     self._answer(await self._hand_over(message))
                 elif isinstance(message, Committed):
@@ -184,7 +190,10 @@ class Weights:
         except (WireError, CheckpointError, EngineError) as error:
             return refused(str(error))
         prepared = Prepared(message.update)
-        if message.transfer == "direct":
+        if message.transfer == "handles":
+            if why := self._out_of_reach(message):
+                return Prepared(message.update, code="unsupported", message=f"no transfer by handles: {why}")
+        elif message.transfer == "direct":
             self._peer = self._peer or secrets.token_hex(8)
             prepared = Prepared(message.update, peer=self._peer, ranks=self._engine.ranks)
         pending = Pending(message, tensors)
@@ -202,6 +211,15 @@ class Weights:
             pending.spaces, pending.stays = tuple(reserved.spaces), reserved.staging == "device"
         self._pending = pending
         return prepared
+
+    def _out_of_reach(self, message: Prepare) -> str:
+        """Why the engine cannot open the publisher's memory, or ""."""
+        if message.host != host_identity():
+            return "the publisher is on another host than this worker, or in another container"
+        gpus = self._engine.model_tensors().gpus
+        if message.gpu and message.gpu not in gpus:
+            return f"the engine sees {' and '.join(gpus) or 'no GPU'}, and the publisher's memory is on {message.gpu}"
+        return ""
 
     # --- transfer -------------------------------------------------------------------------------------------------------
 
@@ -233,6 +251,19 @@ class Weights:
         if pending is not None:
             pending.received = message
             self._say_staged(pending)
+
+    async def _examine(self, message: Examine) -> Staged:
+        pending = self._known(message.update)
+        if pending is None:
+            return Staged(message.update, code="update_aborted", message="this update is not known here")
+        weights = NewWeights(pending.tensors, tuple(message.spaces))
+        try:
+            digest, findings = await self._opened.examine(weights)
+        except EngineError as error:
+            return Staged(message.update, code="update_aborted", message=str(error))
+        pending.ready_s = await self._opened.get_ready(weights)
+        pending.received = Received(message.update, digest, findings, message.spaces)
+        return Staged(message.update, digest, findings)
 
     def _say_staged(self, pending: Pending) -> None:
         """Say it if it is so."""
@@ -294,7 +325,7 @@ class Weights:
         pending.taken = True
         prepare, digest = pending.prepare, self._engine.digest
         weights = NewWeights()
-        if prepare.transfer == "staged":
+        if prepare.transfer in ("staged", "handles"):
             received = pending.received
             if received is None or received.message:
                 return HandedOver(message.update, code="update_aborted", message="nothing is staged here")

@@ -1,13 +1,17 @@
-"""The two buffers of a publisher, and what goes where in them: made once for a manifest, and kept between updates."""
+"""The two buffers of a publisher, and what goes where in memory that takes buckets.
+
+For the two buffers that is made once for a manifest, and kept between updates.
+"""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from enginepool.client.tensors import fits
 from enginepool.digest import make_ready
 from enginepool.errors import BadRequest
-from enginepool.protocol.layout import Bucket, buckets
+from enginepool.protocol.layout import Bucket, buckets, layout
 from enginepool.protocol.manifest import Tensor
 
 torch: Any = importlib.import_module("torch")
@@ -27,7 +31,7 @@ class Copies(NamedTuple):
 class Filling(NamedTuple):
     """How one bucket is filled.
 
-    at: of its first byte in the space. bytes: the bucket in its buffer. until: tensors before this place are needed for it.
+    at: of its first byte in the space. bytes: the bucket in its memory. until: tensors before this place are needed for it.
     through: places of the tensors that are needed no more after it. gaps: what no tensor covers.
     """
 
@@ -63,7 +67,7 @@ class Expected:
 
 
 class Cut(NamedTuple):
-    """A manifest as it goes through the buffers."""
+    """A manifest in buckets."""
 
     manifest: Sequence[Tensor]
     bucket_bytes: int
@@ -84,20 +88,29 @@ class Buffers:
         """What takes seconds the first time, and is not to be waited for by a pool."""
         make_ready(self.device)
 
+    @contextmanager
+    def aside(self, after: Any = None) -> Generator[None]:
+        """On a GPU the block runs on the stream of these buffers, behind the event `after` if there is one. What it leaves to
+        the device may go on when it is left."""
+        if self.stream is None:
+            yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            if after is not None:
+                self.stream.wait_event(after)
+            yield
+
     def cut(self, manifest: Sequence[Tensor], bucket_bytes: int) -> Cut:
         """How these tensors go through the buffers, which are there afterwards."""
         cut = self._cut
         if cut is None or cut.bucket_bytes != bucket_bytes or cut.manifest != manifest:
             self._cut = None
-            whole = list(buckets(manifest, bucket_bytes))
-            pair = self._have(max((bucket.nbytes for bucket in whole), default=0))
-            expected = [Expected(tensor) for tensor in manifest]
-            needed = 0
-            fillings: list[Filling] = []
-            for number, bucket in enumerate(whole):
-                needed = max([needed, *(piece.tensor + 1 for piece in bucket.pieces)])
-                fillings.append(_filling(bucket, expected, pair[number % 2][: bucket.nbytes], needed))
-            cut = self._cut = Cut(manifest, bucket_bytes, expected, fillings)
+            pair = self._have(min(bucket_bytes, layout(manifest).nbytes))
+
+            def in_turn(bucket: Bucket) -> Any:
+                return pair[bucket.at // bucket_bytes % 2][: bucket.nbytes]
+
+            cut = self._cut = cut_up(manifest, bucket_bytes, in_turn)
         return cut
 
     def _have(self, nbytes: int) -> list[Any]:
@@ -106,6 +119,17 @@ class Buffers:
             self._pair.clear()
             self._pair += [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         return self._pair
+
+
+def cut_up(manifest: Sequence[Tensor], bucket_bytes: int, memory: Callable[[Bucket], Any]) -> Cut:
+    """How these tensors fill buckets, each in the uint8 tensor of its size that `memory` gives for it."""
+    expected = [Expected(tensor) for tensor in manifest]
+    needed = 0
+    fillings: list[Filling] = []
+    for bucket in buckets(manifest, bucket_bytes):
+        needed = max([needed, *(piece.tensor + 1 for piece in bucket.pieces)])
+        fillings.append(_filling(bucket, expected, memory(bucket), needed))
+    return Cut(manifest, bucket_bytes, expected, fillings)
 
 
 def _filling(bucket: Bucket, expected: Sequence[Expected], memory: Any, needed: int) -> Filling:

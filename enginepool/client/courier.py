@@ -15,12 +15,13 @@ from typing import Any
 
 from enginepool import threads
 from enginepool.client.buffers import Buffers
+from enginepool.client.lending import Loan
 from enginepool.client.lockstep import Lockstep, follow
 from enginepool.client.streaming import Sending, Stopped
 from enginepool.client.tensors import Plan
 from enginepool.collective import CollectiveError, Group, Rendezvous
 from enginepool.protocol.messages import Failure
-from enginepool.protocol.updates import Join, Published
+from enginepool.protocol.updates import Join, Published, Space
 
 torch: Any = importlib.import_module("torch")
 
@@ -71,7 +72,7 @@ class Notes:
         self,
         planned: Callable[[Plan], None],
         progress: Callable[[int], None],
-        sent: Callable[[str, int], None],
+        sent: Callable[[str, int, list[Space]], None],
         failed: Callable[[Exception], None],
         ended: Callable[[], None],
     ) -> None:
@@ -83,7 +84,7 @@ class Courier:
 
     Args:
         plan: makes the plan; may gather.
-        side: this rank's side of the process group.
+        side: this rank's side of the process group, or the memory that is lent instead.
         lockstep: the other trainer ranks.
         notes: `planned` comes first, `sent` after the transfer, `failed` at most once, `ended` last, whatever happened.
     """
@@ -91,7 +92,7 @@ class Courier:
     def __init__(
         self,
         plan: Callable[[], Plan],
-        side: Side,
+        side: Side | Loan,
         buffers: Buffers,
         lockstep: Lockstep,
         notes: Notes,
@@ -113,14 +114,17 @@ class Courier:
         threads.start(self._run, "weights")
 
     def join_group(self, join: Join) -> None:
-        """All have agreed: form the group, or keep it, and read what is sent first. Told again, it is doing so."""
-        if not self._forming:
+        """All have agreed: form the group, or keep it, and read what is sent first. Told again, it is doing so.
+
+        What is lent has no group.
+        """
+        if not self._forming and isinstance(self.side, Side):
             self._forming = True
             self._orders.put(join)
             threads.start(partial(self._form, self.side, join), "weights-join")
 
     def transfer(self) -> None:
-        """All members have joined: send."""
+        """All members have joined: send. What is lent is laid out now, once all have agreed."""
         self._orders.put(None)
 
     def end(self, outcome: Outcome) -> None:
@@ -139,6 +143,8 @@ class Courier:
             self._notes.planned(plan)
         outcome = self._serve(plan)
         try:
+            if isinstance(self.side, Loan):
+                self.side.end()
             self._lockstep.end(outcome)
         finally:
             self._notes.ended()
@@ -156,6 +162,8 @@ class Courier:
             elif isinstance(order, Join):
                 sending = self._prepared(plan) if plan is not None else None
             elif order is None:
+                if isinstance(self.side, Loan) and plan is not None and not wanted:
+                    self._went_well(partial(self._lend, self.side, plan))
                 wanted = True
             else:
                 group = order
@@ -178,7 +186,18 @@ class Courier:
             self._orders.put(error)
 
     def _send(self, sending: Sending, group: Group) -> None:
-        self._notes.sent(*sending.send(group, self._timeout_s, self._notes.progress))
+        self._notes.sent(*sending.send(group, self._timeout_s, self._notes.progress), [])
+
+    def _lend(self, loan: Loan, plan: Plan) -> None:
+        lent = loan.fill(
+            plan,
+            bucket_bytes=self._bucket_bytes,
+            lockstep=self._lockstep,
+            stopped=self._stopped.is_set,
+            progress=self._notes.progress,
+            after=self._after,
+        )
+        self._notes.sent(*lent)
 
     def _went_well(self, work: Callable[[], None]) -> bool:
         """Do it; unless the update was given up meanwhile, a failure is told."""

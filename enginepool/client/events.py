@@ -9,7 +9,7 @@ import msgspec
 
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Failure, Message, Result, Score, StatusReport, ToClient
-from enginepool.protocol.updates import Join, Phase, Publish, Published, WeightsQuestion, WeightsReport
+from enginepool.protocol.updates import Join, Phase, Publish, Published, Space, WeightsQuestion, WeightsReport
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
@@ -76,11 +76,12 @@ class UpdateProgress(Event, frozen=True):
 
 
 class UpdateSent(Event, frozen=True):
-    """Everything of update `id` is broadcast."""
+    """Everything of update `id` is broadcast, or lies in `spaces`."""
 
     id: int
     digest: str
     sent_bytes: int
+    spaces: list[Space] = []
 
 
 class UpdateCommit(Event, frozen=True):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout
 from enginepool.client.buffers import Buffers
 from enginepool.client.events import Wanted
+from enginepool.client.lending import Lender
 from enginepool.client.tensors import Described, Gather, Plan, Rename, Source, make_plan
 from enginepool.client.unsent import publish_message
 from enginepool.client.update import Desk, UpdateHandle
@@ -28,7 +29,7 @@ torch: Any = importlib.import_module("torch")
 class UpdateOptions(TypedDict, total=False):
     """The options of `WeightPublisher.start` and `publish`, which say what each one does."""
 
-    transfer: Literal["staged", "direct"]
+    transfer: Literal["staged", "direct", "handles"]
     in_flight: InFlight
     drain: float
     partial: bool
@@ -63,6 +64,7 @@ class WeightPublisher:
         collective_timeout: seconds for the process group to form, and for each bucket.
         on_wanted: called with the version when the pool has lost its weights and needs them again, also when that was so before
             this publisher was made; `wanted` is set then too. Every publisher of the group hears it.
+        keep_memory: what `handles` lays tensors out in stays for the next update; else it goes back after each.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class WeightPublisher:
         lease: float = 10.0,
         collective_timeout: float = 60.0,
         on_wanted: Callable[[int], None] | None = None,
+        keep_memory: bool = False,
     ) -> None:
         if bucket_bytes <= 0 or bucket_bytes % ALIGNMENT:
             raise BadRequest(f"bucket_bytes: {bucket_bytes}; a positive multiple of {ALIGNMENT}", field="bucket_bytes")
@@ -95,10 +98,12 @@ class WeightPublisher:
         self._hooks: dict[str, Any] = {"rename": rename, "gather": gather, "dtype": dtype}
         self._lease_ms = int((check_timeout(lease, "lease") or 10.0) * 1000)
         self._on_wanted = on_wanted
+        buffers = Buffers(_device(device))
         self._desk = Desk(
             None if pool is None else pool.connection,
             trainer_group,
-            Buffers(_device(device)),
+            buffers,
+            Lender(buffers, keep=check_flag("keep_memory", keep_memory)),
             host=host,
             bucket_bytes=bucket_bytes,
             timeout=check_timeout(timeout) or 600.0,
@@ -134,7 +139,7 @@ class WeightPublisher:
         source: Source,
         version: int,
         *,
-        transfer: Literal["staged", "direct"] = "staged",
+        transfer: Literal["staged", "direct", "handles"] = "staged",
         in_flight: InFlight = "drain",
         drain: float = 10.0,
         partial: bool = False,
@@ -152,7 +157,9 @@ class WeightPublisher:
                 callable without one is called twice.
             version: above the committed one; a pool that has lost its weights takes them again under their own.
             transfer: `staged`: into memory beside each engine, which serves meanwhile; `direct`: straight into the engines,
-                which stand still from `finish` on, for when there is no room.
+                which stand still from `finish` on, for when there is no room; `handles`: into memory on this publisher's
+                `device`, as large as all tensors together, out of which the engines copy them. For that the workers are on the
+                same host, and their engines see that GPU: a trainer that shares GPUs with its engines.
             in_flight: at the hand-over, requests that an engine has begun finish (`drain`), or run again on the new weights
                 (`abort`).
             drain: seconds that `drain` waits for at most; then as `abort`.
@@ -166,7 +173,7 @@ class WeightPublisher:
             WeightsRefused: names, shapes or dtypes do not fit the model; the message names one.
             BadRequest: the source cannot be sent; `field` names the tensor.
         """
-        check_choice("transfer", transfer, ("staged", "direct"))
+        check_choice("transfer", transfer, ("staged", "direct", "handles"))
         publish = publish_message(
             version, group=self.group, transfer=transfer, in_flight=in_flight, drain=drain, new_run=new_run
         )
@@ -184,7 +191,7 @@ class WeightPublisher:
         return handle
 
     async def close(self) -> None:
-        """Give up what is under way and leave the process group. Twice is once."""
+        """Give up what is under way, leave the process group, give memory back. Twice is once."""
         if self._desk.open is not None:
             await self._desk.open.abandon("the publisher closed")
         if self._asking is not None:

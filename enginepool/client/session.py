@@ -107,7 +107,7 @@ class ClientSession:
             AskWeights: self._on_ask_weights,
             OpenUpdate: self._on_open_update,
             UpdateProgress: lambda event: self.updates.progress(event.id, event.sent_bytes),
-            UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, self._out),
+            UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, event.spaces, self._out),
             UpdateCommit: lambda event: self.updates.allow(event.id, event.deadline, self._out),
             UpdateAbandon: lambda event: self.updates.abandon(event.id, event.reason, self._now, self._out),
             Received: self._on_received,

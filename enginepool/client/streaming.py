@@ -5,9 +5,8 @@ is anybody to send to. On a GPU all of it runs on a stream of its own, after wha
 began, and nothing waits for the device but what would be more than a bucket ahead of it.
 """
 
-import contextlib
 import importlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from enginepool.client.buffers import Buffers, Expected, Filling
@@ -28,40 +27,34 @@ class Stopped(Exception):
 
 
 class Feed:
-    """The tensors of a plan, by their places, pulled in order as buckets need them and dropped when they are through."""
+    """The tensors of a plan, by their places, pulled in order as buckets need them and dropped when they are through.
 
-    def __init__(self, plan: Plan, expected: list[Expected]) -> None:
+    Args:
+        lockstep: the other trainer ranks, which pull theirs at the same time.
+        stopped: whether the update was given up.
+    """
+
+    def __init__(self, plan: Plan, expected: list[Expected], lockstep: Lockstep, stopped: Callable[[], bool]) -> None:
         self._expected = expected
+        self._lockstep = lockstep
+        self._stopped = stopped
         self._tensors: Iterator[tuple[str, Any]] = plan.tensors()
         self._held: dict[int, Any] = {}
-        self.pulled = 0
+        self._pulled = 0
 
-    def pull(self, until: int) -> None:
-        """Have all tensors before place `until`.
+    def fill(self, filling: Filling, free: Callable[[], None] | None = None) -> None:
+        """Write the bucket's bytes; what no tensor covers becomes zeros. `free`: waits until its memory may be written.
 
         Raises:
-            BadRequest: one is not what was announced, or there are too few.
+            BadRequest: a tensor is not what was announced, or there are too few.
+            RankFailed: another trainer rank could not give its part.
+            Stopped: the update was given up.
         """
-        for expected in self._expected[self.pulled : until]:
-            found = next(self._tensors, None)
-            if found is None:
-                raise BadRequest(
-                    f"source: ended after {self.pulled} of {len(self._expected)} tensors; {expected.name} is missing",
-                    field=f"source[{expected.name}]",
-                )
-            words = expected.words(*found)
-            if expected.nbytes:
-                self._held[self.pulled] = words
-            self.pulled += 1
-
-    def end(self) -> None:
-        """Raises BadRequest if the source has more than was announced."""
-        found = next(self._tensors, None)
-        if found is not None:
-            raise BadRequest(f"source: {found[0]} came after the last tensor that was announced", field=f"source[{found[0]}]")
-
-    def fill(self, filling: Filling) -> None:
-        """Write the bucket's bytes; what no tensor covers becomes zeros."""
+        if self._stopped():
+            raise Stopped
+        self._lockstep.together(filling.until - self._pulled, lambda: self._pull(filling.until))
+        if free is not None:
+            free()
         held = self._held
         for targets, sources in filling.copies:
             # On a GPU many small copies are one launch. From memory of the host they are over when this returns.
@@ -70,6 +63,30 @@ class Feed:
             torch._foreach_zero_(filling.gaps)
         for place in filling.through:
             del held[place]
+
+    def end(self) -> None:
+        """All buckets are filled: only tensors without bytes may be left. Raises BadRequest and RankFailed as `fill`."""
+        total = len(self._expected)
+        self._lockstep.together(total - self._pulled + 1, lambda: (self._pull(total), self._have_no_more()))
+
+    def _pull(self, until: int) -> None:
+        """Have all tensors before place `until`."""
+        for expected in self._expected[self._pulled : until]:
+            found = next(self._tensors, None)
+            if found is None:
+                raise BadRequest(
+                    f"source: ended after {self._pulled} of {len(self._expected)} tensors; {expected.name} is missing",
+                    field=f"source[{expected.name}]",
+                )
+            words = expected.words(*found)
+            if expected.nbytes:
+                self._held[self._pulled] = words
+            self._pulled += 1
+
+    def _have_no_more(self) -> None:
+        found = next(self._tensors, None)
+        if found is not None:
+            raise BadRequest(f"source: {found[0]} came after the last tensor that was announced", field=f"source[{found[0]}]")
 
 
 class Sending:
@@ -107,14 +124,12 @@ class Sending:
             BadRequest, RankFailed: as `send`.
             Stopped: the update was given up.
         """
-        with self._on_stream():
-            if self._buffers.stream is not None and self._after is not None:
-                self._buffers.stream.wait_event(self._after)
+        with self._buffers.aside(self._after):
             cut = self._buffers.cut(self._plan.manifest, self._bucket_bytes)
             self._fillings = cut.fillings
-            self._feed = Feed(self._plan, cut.expected)
+            self._feed = Feed(self._plan, cut.expected, self._lockstep, self._stopped)
             for filling in self._fillings[:_AHEAD]:
-                self._fill(self._feed, filling)
+                self._feed.fill(filling)
                 self._digest.add(filling.bytes, filling.at)
 
     def send(self, group: Group, timeout_s: float, progress: Callable[[int], None]) -> tuple[str, int]:
@@ -132,7 +147,7 @@ class Sending:
         """
         feed = self._feed
         assert feed is not None, "prepare comes first"
-        with self._on_stream():
+        with self._buffers.aside():
             sent = self._send(feed, group, timeout_s, progress)
             digest = self._digest.text()
             if self._buffers.stream is not None:
@@ -154,7 +169,7 @@ class Sending:
 
         for k, filling in enumerate(self._fillings):
             if k >= _AHEAD:
-                self._fill(feed, filling, lambda k=k: ways[k - _AHEAD].order(timeout_s))
+                feed.fill(filling, lambda k=k: ways[k - _AHEAD].order(timeout_s))
             elif self._stopped():
                 raise Stopped
             ways.append(group.begin(filling.bytes))
@@ -162,24 +177,6 @@ class Sending:
                 self._digest.add(filling.bytes, filling.at)
             # One more is filled on the device while the last of these is sent.
             settle(_AHEAD)
-        total = len(self._plan.manifest)
-        self._lockstep.together(total - feed.pulled + 1, lambda: (feed.pull(total), feed.end()))
+        feed.end()
         settle(0)
         return sent
-
-    def _fill(self, feed: Feed, filling: Filling, free: Callable[[], None] | None = None) -> None:
-        """`free`: wait until the bucket's buffer may be written."""
-        if self._stopped():
-            raise Stopped
-        self._lockstep.together(filling.until - feed.pulled, lambda: feed.pull(filling.until))
-        if free is not None:
-            free()
-        feed.fill(filling)
-
-    @contextlib.contextmanager
-    def _on_stream(self) -> Generator[None]:
-        if self._buffers.stream is None:
-            yield
-            return
-        with torch.cuda.device(self._buffers.device), torch.cuda.stream(self._buffers.stream):
-            yield

@@ -18,14 +18,16 @@ from enginepool.client.events import (
     UpdateProgress,
     UpdateSent,
 )
+from enginepool.client.lending import Lender, Loan
 from enginepool.client.lockstep import Lockstep, RankFailed
 from enginepool.client.tensors import Plan
 from enginepool.client.unsent import NAMES
 from enginepool.collective import CollectiveError
 from enginepool.errors import EnginepoolError, Publishing, error_from
+from enginepool.host import host_identity
 from enginepool.protocol.manifest import encode_manifest
 from enginepool.protocol.messages import Failure, FrameSpec
-from enginepool.protocol.updates import PhaseName, Publish, Published, UpdateRecord
+from enginepool.protocol.updates import PhaseName, Publish, Published, Space, UpdateRecord
 
 if TYPE_CHECKING:
     from enginepool.client.connection import Connection, UpdateEffect
@@ -47,6 +49,7 @@ class Desk:
         collective_timeout: seconds for the process group to form, and for each bucket.
         committed: called when an update is committed.
         side: this rank's side of the process group, if there is one.
+        lender: this rank's memory for what is lent.
         open: the update that is under way.
     """
 
@@ -55,6 +58,7 @@ class Desk:
         connection: "Connection | None",
         trainer_group: Any,
         buffers: Buffers,
+        lender: Lender,
         *,
         host: str,
         bucket_bytes: int,
@@ -66,6 +70,7 @@ class Desk:
         self.connection = connection
         self.trainer_group = trainer_group
         self.buffers = buffers
+        self.lender = lender
         self.host = host
         self.bucket_bytes = bucket_bytes
         self.timeout = timeout
@@ -81,10 +86,11 @@ class Desk:
         return self.side
 
     async def leave(self) -> None:
-        """Leave the process group."""
+        """Leave the process group, and lend nothing."""
         side, self.side = self.side, None
         if side is not None:
             await asyncio.to_thread(side.abandon)
+        self.lender.close()
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
         """From another thread to the loop. On one that is closed nobody waits."""
@@ -177,17 +183,21 @@ class UpdateHandle:
     async def begin(self, publish: Publish, plan: Callable[[], Plan]) -> None:
         """On rank 0: make the plan, open the transaction, and wait until it is agreed to."""
         desk = self._desk
+        side: Side | Loan = Loan(desk.lender)
         try:
-            side = await desk.have_side()
+            if publish.transfer == "handles":
+                publish.host, publish.gpu = host_identity(), desk.lender.gpu
+            else:
+                side = await desk.have_side()
+                publish.backend, publish.address, publish.peer = side.backend, side.address, side.peer
         except BaseException:
             # Cancelled too: whoever waits for this update's end must see it. It is raised again.
             self._leave()
             raise
-        publish.backend, publish.address, publish.peer = side.backend, side.address, side.peer
         notes = Notes(
             planned=lambda plan: desk.post(self._planned, publish, plan),
             progress=lambda sent: desk.post(self._progress, sent),
-            sent=lambda digest, sent: desk.post(self._all_sent, digest, sent),
+            sent=lambda digest, sent, spaces: desk.post(self._all_sent, digest, sent, spaces),
             failed=lambda error: desk.post(self._failed, error),
             ended=lambda: desk.post(self._leave),
         )
@@ -224,22 +234,26 @@ class UpdateHandle:
         if isinstance(effect, JoinGroup):
             self._joining = True
             self._courier.join_group(effect.join)
-            if not self._opened.done():
-                self._opened.set_result(None)
+            self._agreed()
         elif isinstance(effect, PhaseReached):
             phase = effect.phase
             self.phase, self.members, self.done = phase.phase, phase.members, phase.done
             if phase.phase == "transfer":
                 self._courier.transfer()
+                self._agreed()
         elif isinstance(effect, UpdateDone):
             self._end(effect.published)
         else:
             self._end(effect.failure)
 
+    def _agreed(self) -> None:
+        if not self._opened.done():
+            self._opened.set_result(None)
+
     def _end(self, outcome: Outcome) -> None:
         """The last word is spoken. After a failure the process group is of no more use, and who waits in it has to leave."""
-        if isinstance(outcome, Failure) and self._joining and self._courier is not None:
-            side = self._courier.side
+        side = None if self._courier is None else self._courier.side
+        if isinstance(outcome, Failure) and self._joining and isinstance(side, Side):
             side.lost = True
             self._desk.loop.run_in_executor(None, side.abandon)
         if self._courier is not None:
@@ -293,10 +307,10 @@ class UpdateHandle:
         if self._desk.connection is not None and self._id is not None:
             self._desk.connection.tell(UpdateProgress(self._desk.loop.time(), self._id, sent))
 
-    def _all_sent(self, digest: str, sent: int) -> None:
+    def _all_sent(self, digest: str, sent: int, spaces: list[Space]) -> None:
         self.sent_bytes = sent
         if self._desk.connection is not None and self._id is not None:
-            self._desk.connection.tell(UpdateSent(self._desk.loop.time(), self._id, digest, sent))
+            self._desk.connection.tell(UpdateSent(self._desk.loop.time(), self._id, digest, sent, spaces))
         if not self._sent.done():
             self._sent.set_result(None)
 

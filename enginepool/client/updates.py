@@ -29,6 +29,7 @@ from enginepool.protocol.updates import (
     Published,
     Renew,
     Sent,
+    Space,
     UpdateRecord,
     WeightsQuestion,
     WeightsReport,
@@ -100,11 +101,11 @@ class Updates:
         if update is not None:
             update.sent_bytes = max(update.sent_bytes, sent_bytes)
 
-    def all_sent(self, id_: int, digest: str, sent_bytes: int, out: list[Effect]) -> None:
+    def all_sent(self, id_: int, digest: str, sent_bytes: int, spaces: list[Space], out: list[Effect]) -> None:
         update = self.by_id.get(id_)
         if update is not None and update.sent is None:
             update.sent_bytes = sent_bytes
-            update.sent = Sent(id_, digest, sent_bytes)
+            update.sent = Sent(id_, digest, sent_bytes, spaces)
             self._say(update, update.sent, out)
             if not update.commit and update.abandon is None:
                 # It may wait for its caller's `commit` now, which brings a deadline of its own.

@@ -4,7 +4,7 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient, ToWorker
 from enginepool.coordinator.update import HAND_OVER, JOIN, JOURNAL, OPEN, TRANSFER, Member, Update
 from enginepool.protocol.messages import Message
-from enginepool.protocol.updates import HandOver, Join, Phase, Prepare
+from enginepool.protocol.updates import Examine, HandOver, Join, Phase, Prepare
 
 
 def tell(core: Core, update: Update, message: Message) -> None:
@@ -35,10 +35,13 @@ def ask(core: Core, update: Update, member: Member) -> None:
     offer, id_, link = update.offer, update.id, member.worker.link
     if update.phase == OPEN:
         prepare = Prepare(id_, offer.version, offer.transfer, offer.partial, offer.bucket_bytes, offer.path, offer.frames)
+        prepare.host, prepare.gpu = offer.host, offer.gpu
         core.effects.append(ToWorker(link, prepare, update.frames))
     elif update.phase == JOIN and update.ring is not None:
         ring = update.ring
         join = Join(ring.name, ring.world, member.rank, ring.address, ring.backend, update=id_)
         core.effects.append(ToWorker(link, join))
+    elif update.phase == TRANSFER and update.lent and update.sent_digest is not None:
+        core.effects.append(ToWorker(link, Examine(id_, update.spaces)))
     elif update.phase == HAND_OVER:
         core.effects.append(ToWorker(link, HandOver(id_, offer.version)))

@@ -38,6 +38,8 @@ def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
         raise WireError("malformed", f"frames: {publish.transfer} has one, `manifest` utf8", field="frames", limit="1")
     if publish.transfer in BROADCAST and not publish.address:
         raise WireError("bad_request", f"address: {publish.transfer} needs the publisher's HOST:PORT", field="address")
+    if publish.transfer == "handles" and not publish.host:
+        raise WireError("bad_request", "host: handles needs the identity of the publisher's host", field="host")
     size = publish.bucket_bytes
     if size <= 0 or size % ALIGNMENT:
         text = f"bucket_bytes: {size} is no positive multiple of {ALIGNMENT}"

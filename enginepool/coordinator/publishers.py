@@ -106,8 +106,7 @@ class Publishers:
                 update.sent_bytes = message.sent_bytes
                 self.weights.moves(update)
             if isinstance(message, Sent) and update.sent_digest is None:
-                update.sent_digest = message.digest
-                self.weights.moves(update)
+                self.weights.sent(update, message)
 
 
 def _over(offer: Publish) -> bool:

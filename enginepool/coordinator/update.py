@@ -7,7 +7,7 @@ from enginepool.coordinator.events import Buffer, GroupWeights
 from enginepool.coordinator.state import Client, Group, Request, Worker
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import TaskId
-from enginepool.protocol.updates import Finding, PhaseName, Publish
+from enginepool.protocol.updates import Finding, PhaseName, Publish, Space
 
 OPEN: Final = "open"
 JOIN: Final = "join"
@@ -102,6 +102,8 @@ class Update:
         self.sent_bytes = 0
         #: of all bytes that the publisher broadcast; None before it said so
         self.sent_digest: str | None = None
+        #: where they lie, if they lie in memory of the publisher
+        self.spaces: list[Space] = []
         #: the publisher wants it committed
         self.commit = False
         #: requests that had begun when the group was held
@@ -121,6 +123,11 @@ class Update:
         return self.offer.transfer == "direct"
 
     @property
+    def lent(self) -> bool:
+        """The bytes lie in memory of the publisher, out of which engines take them."""
+        return self.offer.transfer == "handles"
+
+    @property
     def broadcasts(self) -> bool:
         """The publisher sends bytes."""
         return bool(self.manifest)
@@ -128,7 +135,7 @@ class Update:
     @property
     def rings(self) -> bool:
         """Its bytes go through a process group."""
-        return self.broadcasts and bool(self.offer.address)
+        return self.broadcasts and bool(self.offer.address) and not self.lent
 
     @property
     def holds(self) -> bool:
@@ -143,7 +150,7 @@ class Update:
     @property
     def needs_publisher(self) -> bool:
         """It cannot go on without its publisher."""
-        return not self.commit or (self.broadcasts and self.sent_digest is None)
+        return not self.commit or (self.broadcasts and (self.sent_digest is None or self.lent))
 
     def clash(self, digest: str) -> str:
         """Why weights of this digest cannot have this version, or "". A version names one set of weights: the committed one may

@@ -1,8 +1,9 @@
 """Weight updates: the transaction between a publisher, this coordinator and a group's workers, decided here and nowhere else.
 
-How it thinks. Tensors pass by: they go from the publisher to the workers' side in a process group of their own. What is decided
-here is who takes part, when engines change weights, and which version the group is on. Members are the workers that are ready
-when it opens; nobody joins later. Each phase waits for one answer of each member, `pending`, and has a deadline.
+How it thinks. Tensors pass by: they go from the publisher to the workers' side in a process group of their own, or lie in
+memory that it lends (`handles`), which members look at when `sent` says where. What is decided here is who takes part, when
+engines change weights, and which version the group is on. Members are the workers that are ready when it opens; nobody joins
+later. Each phase waits for one answer of each member, `pending`, and has a deadline.
 
     phase       it waits for                      then                                     too late, a refusal or a loss
     open        prepared of all                   join, or without a process group:        abort
@@ -22,8 +23,9 @@ The journal is the commit point: before it the group is on the old version, and 
 commit is killed; after it on the new one, and whoever did not load is killed or restored. A group is held from the hold to the
 end, and nobody gets work on any but the committed weights (`Worker.able`), so that no answer mixes versions.
 
-The lease: as long as a transaction needs its publisher (until `sent` and `commit`), the publisher must say something about it
-every `lease_ms`. Its last words are kept like other answers. A publish that comes again under its id is attached.
+The lease: as long as a transaction needs its publisher (until `sent` and `commit`; if it lends memory, until the hand-over),
+the publisher must say something about it every `lease_ms`. Its last words are kept like other answers. A publish that comes
+again under its id is attached.
 """
 
 from enginepool.coordinator import events as ev
@@ -48,7 +50,7 @@ from enginepool.coordinator.update import (
     failures,
     zero_matrices,
 )
-from enginepool.protocol.updates import HandedOver, Inspect, Inspected, Joined, Prepared, Staged
+from enginepool.protocol.updates import HandedOver, Inspect, Inspected, Joined, Prepared, Sent, Staged
 
 #: codes with which a member may refuse, that are the publisher's to hear; all others become `update_aborted`
 _TOLD = frozenset({"weights_refused", "unsupported", "bad_request"})
@@ -70,8 +72,7 @@ class Weights:
         update.group.update = update
         self.open[update.group.name] = update
         self._enter(update, OPEN, self.core.config.timing.update_prepare_s)
-        for member in update.members.values():
-            ask(self.core, update, member)
+        self._ask_all(update)
 
     # --- the members ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +141,17 @@ class Weights:
         elif update.phase == HAND_OVER and update.direct:
             update.until = self.core.now + self.core.config.timing.update_hand_over_s
 
+    def sent(self, update: Update, message: Sent) -> None:
+        """The publisher has sent everything. What it lends instead, the members look at now."""
+        update.sent_digest, update.spaces = message.digest, message.spaces
+        self.moves(update)
+        if update.phase == TRANSFER:
+            self._ask_all(update)
+
+    def _ask_all(self, update: Update) -> None:
+        for member in update.pending.values():
+            ask(self.core, update, member)
+
     # --- the phases ----------------------------------------------------------------------------------------------------
 
     def _enter(self, update: Update, phase: Stand, seconds: float = float("inf")) -> None:
@@ -170,6 +182,7 @@ class Weights:
                 self._join(update)
             elif update.broadcasts:
                 self._enter(update, TRANSFER, timing.update_stall_s)
+                self._ask_all(update)
             else:
                 self._enter(update, STAGED)
         elif update.phase == JOIN:
@@ -211,8 +224,7 @@ class Weights:
         group.ring = None
         self._enter(update, JOIN, self.core.config.timing.update_join_s)
         say_join(self.core, update)
-        for member in update.members.values():
-            ask(self.core, update, member)
+        self._ask_all(update)
 
     def _verified(self, update: Update) -> bool:
         """Whether all members staged what was sent, and nothing in it is wrong; otherwise the transaction is aborted."""
@@ -285,8 +297,7 @@ class Weights:
 
     def _hand_over(self, update: Update) -> None:
         self._enter(update, HAND_OVER, self.core.config.timing.update_hand_over_s)
-        for member in update.members.values():
-            ask(self.core, update, member)
+        self._ask_all(update)
 
     def _handed_over(self, update: Update) -> None:
         """All members have answered: is it a commit?"""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from enginepool.digest import digest_of
+from enginepool.host import unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.tiny_model import make_tiny_model
@@ -24,7 +25,6 @@ from enginepool.workers.snapshot import (
     link,
     read_footer,
     remove_older,
-    unnamed_file,
     write_footer,
 )
 

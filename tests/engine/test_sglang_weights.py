@@ -290,6 +290,7 @@ def test_an_engine_of_two_ranks_takes_the_same_weights_and_is_asked_as_one(
             given = subject.drawn(20 + version)
             if version == 2:
                 assert subject.get_ready(given.weights) > 0
+            assert engine.call("do", "examine", given.weights) == (given.digest, [])
             subject.take(given.weights, version, given.digest)
             assert engine.call("do", "inspect", "digest") == (given.digest, [])
             assert_computed_with(subject, reference, given.tensors, version)

@@ -17,12 +17,13 @@ import pytest
 
 from enginepool.collective import Group, Rendezvous
 from enginepool.protocol.layout import buckets
-from enginepool.workers.engine import NewWeights
+from enginepool.workers.engine import EngineDied, EngineError, NewWeights
 from enginepool.workers.receiving import HostMemory
 from enginepool.workers.stager_link import StagerLink
 from enginepool.workers.staging import AskHeld, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models
+from tests.engine.test_sglang_lent import Lending
 from tests.engine.test_sglang_scores import declared, full_batch, whole
 from tests.engine.test_sglang_weights import Subject
 from tests.process.processes import Processes
@@ -192,6 +193,46 @@ def test_host_memory_is_pinned_where_the_gpu_copies_from() -> None:
     torch.cuda.synchronize()
     assert torch.equal(memory.tensors[0], sent.cpu())
     assert memory.tensors[0].is_pinned()
+
+
+@pytest.mark.parametrize("lender", ["cuda:0", "cpu", "cuda:1"])
+def test_lent_weights_are_in_the_engine_bit_by_bit_and_their_memory_comes_back(subject: Subject, lender: str) -> None:
+    """This process is the trainer, and on `cuda:0` shares the engine's GPU. The engine does not see `cuda:1`."""
+    if lender == "cuda:1" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    batch = full_batch(declared(subject.engine), rows=4, seed=2)
+    before = torch.cuda.memory_allocated(0)
+    for version in (1, 2, 3):
+        lent = Lending(subject.drawn(30 + version, torch.bfloat16).tensors, lender)
+        [space] = lent.weights.spaces
+        gpus = subject.engine.call("do", "model_tensors").gpus
+        assert len(gpus) == 1 and (space.gpu in gpus) == (lender == "cuda:0")
+        if lender == "cuda:1":
+            with pytest.raises(EngineError, match=f"GPU {space.gpu} is not visible here"):
+                subject.engine.call("do", "examine", lent.weights)
+            lent.end()
+            return
+        assert subject.engine.call("do", "examine", lent.weights) == (lent.digest, [])
+        whole(subject.engine.score(batch))
+        times = subject.take(lent.weights, version, lent.digest)
+        print(f"lent on {lender}: load {times.load_s * 1e3:.1f} ms, flush {times.flush_s * 1e3:.1f} ms")  # noqa: T201
+        subject.engine.call("do", "let_go")
+        lent.end()
+        assert subject.engine.call("do", "inspect", "digest") == (lent.digest, [])
+        del lent
+        assert torch.cuda.memory_allocated(0) == before, "torch keeps what it thinks that somebody still uses"
+
+
+def test_a_lender_on_a_gpu_that_uses_its_memory_again_is_noticed(subject: Subject) -> None:
+    lent = Lending(subject.drawn(40, torch.bfloat16).tensors, "cuda:0")
+    subject.engine.call("do", "examine", lent.weights)
+    lent.end()
+    with pytest.raises(EngineDied, match="given to something else meanwhile"):
+        subject.take(lent.weights, 4, lent.digest)
+    subject.engine.call("do", "let_go")
+    given = subject.drawn(41, torch.bfloat16)
+    subject.take(given.weights, 5, given.digest)
+    assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
 
 
 def test_direct_weights_are_in_the_engine_bit_by_bit(subject: Subject, backend: str) -> None:

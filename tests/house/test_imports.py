@@ -26,7 +26,8 @@ PURE = {
 
 #: Files of the client that a trainer imports, with torch; nothing else of the client imports them before it is asked to.
 TRAINER = {
-    f"enginepool/client/{name}.py" for name in ("publisher", "update", "courier", "streaming", "buffers", "lockstep", "tensors")
+    f"enginepool/client/{name}.py"
+    for name in ("publisher", "update", "courier", "streaming", "buffers", "lending", "lockstep", "tensors")
 } | {"enginepool/client/blocking_publisher.py"}
 
 #: What would let time, chance, other threads or the outside world into a decision.
@@ -53,8 +54,8 @@ PURE_LIBRARIES = {"msgspec", "numpy"}
 #: The rooms that a pure file may import beside the pure files of its own.
 PURE_ROOMS = ("enginepool.protocol", "enginepool.errors", "enginepool.config")
 
-#: What workers may import beside their own room: the protocol, and the two files that publisher and stager have in common.
-SHARED = ("enginepool.protocol", "enginepool.collective", "enginepool.digest")
+#: What workers may import beside their own room: the protocol, and the files that publisher, stager and engine have in common.
+SHARED = ("enginepool.protocol", "enginepool.collective", "enginepool.digest", "enginepool.host", "enginepool.spaces")
 
 #: Library -> the only files of the product that may import it.
 ONLY = {

@@ -1,13 +1,15 @@
 """A trainer as a process of its own, to be killed: publishes a version and stops where it is told to.
 
-`python -m tests.process.trainer ADDRESS VERSION WHERE`; WHERE: `transfer`, in the middle of its bytes; `staged`, when all are
-sent and nothing is committed. Says `there` on stdout when it has come so far, and waits for its end.
+`python -m tests.process.trainer ADDRESS VERSION WHERE [TRANSFER]`; WHERE: `transfer`, in the middle of its bytes; `staged`,
+when all are sent and nothing is committed; `hand_over`, while engines take them. Says `there` on stdout when it is so far,
+and waits for its end.
 """
 
 import asyncio
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -17,7 +19,8 @@ from tests.process.weights import MANIFEST, some_weights
 
 def main() -> None:
     """Never ends by itself."""
-    address, version, where = sys.argv[1:4]
+    address, version, where, *rest = sys.argv[1:]
+    transfer: Any = rest[0] if rest else "staged"
 
     def there() -> None:
         sys.stdout.write("there\n")
@@ -33,8 +36,13 @@ def main() -> None:
     async def run() -> None:
         async with Pool.connect(address) as pool:
             publisher = WeightPublisher(pool, device="cpu", bucket_bytes=4096, lease=2.0)
-            handle = await publisher.start(source, int(version), manifest=MANIFEST)
+            handle = await publisher.start(source, int(version), manifest=MANIFEST, transfer=transfer)
             await handle.sent()
+            if where == "hand_over":
+                finish = asyncio.create_task(handle.finish())
+                while handle.phase != "hand_over":
+                    assert not finish.done()
+                    await asyncio.sleep(0.002)
             there()
             await asyncio.Event().wait()
 

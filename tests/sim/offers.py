@@ -16,7 +16,7 @@ class Offer:
         self.new_run = False
         #: the committed weights once more, under the version that they had
         self.again = False
-        #: nan, zero, unknown, missing, shape, backwards, truncated
+        #: nan, zero, unknown, missing, shape, backwards, truncated; elsewhere: it lends memory of another host
         self.flaw = ""
         #: commit, never, abandon, vanish: what the publisher does in the end, or on the way
         self.fate = "commit"
@@ -33,10 +33,10 @@ class Offer:
 def make_offer(random: Random, group: str, span: float, *, calm: bool) -> Offer:
     """Something to publish; with `calm` nothing is wrong with it."""
     offer = Offer(span * random.random(), group)
-    offer.transfer = random.choices(("staged", "direct", "checkpoint", "relabel"), (60, 15, 10, 15))[0]
+    offer.transfer = random.choices(("staged", "direct", "handles", "checkpoint", "relabel"), (45, 13, 20, 9, 13))[0]
     offer.in_flight = random.choice(("drain", "abort"))
     offer.drain_s = random.choice((0.0, 0.05, 0.5, 3.0))
-    offer.partial = offer.transfer in ("staged", "direct") and random.random() < 0.12
+    offer.partial = offer.transfer in ("staged", "direct", "handles") and random.random() < 0.12
     offer.new_run = not calm and random.random() < 0.1
     offer.seconds = random.choice((0.05, 0.5, 3.0))
     offer.early = random.random() < 0.3
@@ -53,6 +53,8 @@ def make_offer(random: Random, group: str, span: float, *, calm: bool) -> Offer:
                 offer.flaw = ""
             if offer.flaw == "backwards":
                 offer.new_run = False
+        if offer.transfer == "handles" and not offer.flaw and random.random() < 0.06:
+            offer.flaw = "elsewhere"
         offer.fate = random.choices(("commit", "never", "abandon", "vanish"), (76, 8, 8, 8))[0]
         if offer.transfer in ("checkpoint", "relabel") and offer.fate == "never":
             offer.fate = "abandon"

@@ -167,6 +167,8 @@ class Oracle:
             assert offer.flaw in ("nan", "zero", "unknown", "missing", "shape"), told
         elif code == "bad_request":
             assert offer.transfer == "checkpoint" and offer.flaw == "unknown", told
+        elif code == "unsupported":
+            assert offer.flaw == "elsewhere", told
         elif code == "shutting_down":
             assert self.draining, told
         elif code == "pool_down":

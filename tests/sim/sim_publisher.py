@@ -17,6 +17,7 @@ from enginepool.protocol.updates import (
     Published,
     Renew,
     Sent,
+    Space,
     WeightsQuestion,
     WeightsReport,
     WeightsWanted,
@@ -24,7 +25,7 @@ from enginepool.protocol.updates import (
 from tests.sim.network import Dealer, Network
 from tests.sim.offers import Offer
 from tests.sim.oracle import Oracle
-from tests.sim.sim_stager import MODEL, Disks, Ring, Side
+from tests.sim.sim_stager import HOST, MODEL, Disks, Lent, Ring, Side
 
 _decoder = msgspec.msgpack.Decoder(ToClient)
 TICK_S = 0.4
@@ -60,6 +61,9 @@ class SimPublisher:
         #: process groups that it is in, and the one of the present offer
         self.rings: dict[str, Ring] = {}
         self.ring: Ring | None = None
+        #: what it lends, and where
+        self.lent: Lent | None = None
+        self.spaces: list[Space] = []
         self.sent = 0
         self.all_sent = self.committed = self.asking = self.sending = self.abandoned = False
         self._held: list[Sequence[Buffer]] = []
@@ -103,10 +107,13 @@ class SimPublisher:
             if offer.flaw != "unknown":
                 self.disks.checkpoints[publish.path] = self.digest
         elif offer.transfer != "relabel":
-            publish.address, publish.peer = f"{self.name}:1", self.peer
+            if offer.transfer == "handles":
+                publish.host = "another" if offer.flaw == "elsewhere" else HOST
+            else:
+                publish.address, publish.peer = f"{self.name}:1", self.peer
             self.frames = (encode_manifest(_manifest(offer)),)
             publish.frames = [FrameSpec("manifest", "utf8", (len(self.frames[0]),))]
-        self.sent = 0
+        self.sent, self.spaces = 0, []
         self.all_sent = self.committed = self.asking = self.sending = self.abandoned = False
         self._say(publish, self.frames)
         if offer.early and offer.fate == "commit":
@@ -120,6 +127,10 @@ class SimPublisher:
         self.offer.outcome = outcome
         if outcome != "published":
             self._leave_rings()
+        if self.lent is not None:
+            # Its memory is for something else now, whatever engines still do with it.
+            self.disks.take_back(self.lent)
+            self.lent = None
         self.ring = None
         self.offer = self.publish = None
         self._next()
@@ -212,7 +223,7 @@ class SimPublisher:
         elif isinstance(message, Phase) and message.phase == "transfer" and not self.sending:
             # What it was told to join may have been lost with a link, and comes again.
             self.sending = True
-            if self.ring is not None:
+            if self.ring is not None or self.publish.transfer == "handles":
                 self._transfer(self.publish.id, 4)
         elif isinstance(message, Phase) and message.phase == "join" and self.publish.transfer == "direct":
             # Bytes go straight into engines, which have to stand still before.
@@ -231,7 +242,7 @@ class SimPublisher:
             return
         self._say(self.publish, self.frames)
         if self.all_sent:
-            self._say(Sent(self.publish.id, self.told, self.sent))
+            self._say(Sent(self.publish.id, self.told, self.sent, self.spaces))
         if self.committed:
             self._say(Commit(self.publish.id))
         if self.abandoned:
@@ -273,7 +284,7 @@ class SimPublisher:
         if self.stalled:
             self.world.after(0.2, self._transfer, id_, steps)
             return
-        if self.ring is None or self.ring.broken:
+        if offer.transfer != "handles" and (self.ring is None or self.ring.broken):
             self._abandon("the process group broke")
             return
         if steps == 2 and offer.fate == "vanish":
@@ -285,11 +296,16 @@ class SimPublisher:
             self.world.after(offer.seconds * self.world.between(0.1, 0.4), self._transfer, id_, steps - 1)
             return
         found = {"nan": [Finding("w", "nan", 1)], "zero": [Finding("v", "zero", 9)]}
-        self.ring.broadcast(self.digest, found.get(offer.flaw, []))
+        findings = found.get(offer.flaw, [])
+        if self.ring is None:
+            self.lent = self.disks.lend(self.digest, findings)
+            self.spaces = [Space("file", 1, path=self.lent.path)]
+        else:
+            self.ring.broadcast(self.digest, findings)
         self.all_sent = True
         if offer.flaw == "truncated":
             self.told = self.disks.fresh("other")
-        self._say(Sent(id_, self.told, self.sent))
+        self._say(Sent(id_, self.told, self.sent, self.spaces))
         self.world.after(self.world.between(0.0, 0.5), self._decide, id_)
 
     def _decide(self, id_: int) -> None:
@@ -342,6 +358,8 @@ class SimPublisher:
         for offer in (*self.waiting, *filter(None, [self.offer])):
             offer.outcome = "gone"
         self._leave_rings()
+        if self.lent is not None:
+            self.disks.lent.pop(self.lent.path, None)
         if self.dealer is not None:
             self.dealer.close()
 

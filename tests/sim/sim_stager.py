@@ -13,6 +13,7 @@ from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import Tensor, decode_manifest, difference
 from enginepool.protocol.updates import (
     Committed,
+    Examine,
     Finding,
     HandedOver,
     HandOver,
@@ -33,6 +34,8 @@ from tests.sim.world import World
 if TYPE_CHECKING:
     from tests.sim.sim_worker import SimWorker
 
+#: where every worker is
+HOST = "sim"
 #: what every simulated model consists of
 MODEL = [Tensor("w", "float32", (4, 3)), Tensor("b", "float32", (3,)), Tensor("v", "bfloat16", (3, 3))]
 
@@ -95,14 +98,25 @@ class Ring:
             self.world.after(self.world.between(0.001, 1.0), side.told, "broken", "", [])
 
 
+class Lent:
+    """Memory of a publisher. Who has opened it keeps it when its owner dies; when its owner uses it again, its seal is gone."""
+
+    def __init__(self, path: str, digest: str, findings: list[Finding]) -> None:
+        self.path = path
+        self.digest = digest
+        self.findings = findings
+        self.sealed = True
+
+
 class Disks:
-    """What outlives processes: process groups by name, snapshots and checkpoints by path (each a digest)."""
+    """What outlives processes: process groups by name, snapshots and checkpoints by path (each a digest); and what is lent."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.rings: dict[str, Ring] = {}
         self.snapshots: dict[str, str] = {}
         self.checkpoints: dict[str, str] = {}
+        self.lent: dict[str, Lent] = {}
         self.count = 0
 
     def ring(self, name: str, size: int) -> Ring:
@@ -111,6 +125,18 @@ class Disks:
             ring = self.rings[name] = Ring(self.world, name, size)
         assert ring.size == size, f"{name}: {size} ranks, and it has {ring.size}"
         return ring
+
+    def lend(self, digest: str, findings: list[Finding]) -> Lent:
+        """Memory that can be opened by its path."""
+        lent = Lent(self.fresh("/lent"), digest, findings)
+        self.lent[lent.path] = lent
+        return lent
+
+    def take_back(self, lent: Lent) -> None:
+        """Its owner uses it for something else."""
+        lent.sealed = False
+        lent.digest = self.fresh("reused")
+        self.lent.pop(lent.path, None)
 
     def fresh(self, what: str) -> str:
         """A name that nobody has had."""
@@ -139,19 +165,23 @@ class Stager:
         self.direct: HandOver | None = None
         #: what was broadcast to it before that: a collective waits for everybody
         self.early = ""
+        #: what the engine has open of a publisher's memory
+        self.opened: Lent | None = None
 
     def host(self, worker: "SimWorker") -> None:
         """A worker starts beside it: what was asked by the one before is over."""
         self.worker, self.prepare, self.direct, self.early = worker, None, None, ""
+        self.opened = None
 
     def kill(self) -> None:
         """The process dies, and another one takes its place."""
-        ring, prepare, worker = self.ring, self.prepare, self.worker
+        ring, prepare, worker, opened = self.ring, self.prepare, self.worker, self.opened
         self.__init__(self.disks, self.name)  # type: ignore[misc]
+        self.opened = opened
         if ring is not None:
             ring.leave()
         self.prepare, self.worker = prepare, worker
-        if prepare is not None:
+        if prepare is not None and prepare.transfer != "handles":
             self._say(Staged(prepare.update, code="engine_error", message="the stager died"))
 
     def _say(self, answer: "Prepared | Joined | Staged | HandedOver | Restored | Inspected") -> None:
@@ -169,6 +199,8 @@ class Stager:
             self._later(0.02, self._prepare, message, manifest)
         elif isinstance(message, Join):
             self._later(0.01, self._join, message)
+        elif isinstance(message, Examine):
+            self._later(0.2, self._examine, message)
         elif isinstance(message, HandOver):
             assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken beside work"
             self._later(0.1, self._hand_over, message)
@@ -205,7 +237,19 @@ class Stager:
         elif message.transfer == "checkpoint" and message.path not in self.disks.checkpoints:
             self._say(Prepared(message.update, code="bad_request", message=f"path: {message.path} is not there"))
             return
+        if message.transfer == "handles" and message.host != HOST:
+            self._say(Prepared(message.update, code="unsupported", message="the publisher is on another host"))
+            return
         self._say(Prepared(message.update, peer=self.peer, staging="host"))
+
+    def _examine(self, message: Examine) -> None:
+        if not self._mine(message.update):
+            return
+        self.opened = lent = self.disks.lent.get(message.spaces[0].path)
+        if lent is None:
+            self._say(Staged(message.update, code="update_aborted", message="there is no such memory"))
+        else:
+            self._say(Staged(message.update, lent.digest, lent.findings))
 
     def _join(self, message: Join) -> None:
         if not self._mine(message.update):
@@ -263,6 +307,8 @@ class Stager:
                 self._take(message, self.early)
             elif self.ring is None:
                 self._break_engine()
+        elif self.prepare.transfer == "handles":
+            self._take_lent(message)
         elif self.prepare.transfer == "checkpoint":
             self._take(message, self.disks.checkpoints[self.prepare.path])
         elif self.prepare.transfer == "relabel":
@@ -272,6 +318,15 @@ class Stager:
             self._say(HandedOver(message.update, code="engine_error", message="nothing is staged"))
         else:
             self._take(message, self.staged)
+
+    def _take_lent(self, message: HandOver) -> None:
+        assert self.worker is not None and self.opened is not None
+        engine, lent = self.worker.engine, self.opened
+        if lent.sealed:
+            self._take(message, lent.digest)
+        else:
+            engine.digest = lent.digest
+            engine.crash("the memory that the weights came from was given to something else meanwhile")
 
     def _take(self, message: HandOver, digest: str) -> None:
         assert self.worker is not None and self.prepare is not None
@@ -283,7 +338,7 @@ class Stager:
 
     def _committed(self, message: Committed) -> None:
         if self._mine(message.update):
-            self.prepare = None
+            self.prepare = self.opened = None
         if self.staged == message.digest:
             self.kept, self.staged = self.staged, ""
             if message.snapshot:
@@ -295,7 +350,7 @@ class Stager:
 
     def _release(self, message: Release) -> None:
         if self._mine(message.update):
-            self.prepare, self.staged = None, ""
+            self.prepare, self.staged, self.opened = None, "", None
             if self.ring is not None:
                 self.ring.leave()
                 self.ring = None

@@ -54,7 +54,7 @@ def test_the_schedules_show_every_end_of_an_update_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):
         seen |= simulate(seed, 1 + seed % 8, updates=True).updates.keys()
-    assert seen >= {"published", "update_aborted", "publishing", "version_backwards", "weights_refused"}
+    assert seen >= {"published", "update_aborted", "publishing", "version_backwards", "weights_refused", "unsupported"}
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + 20))

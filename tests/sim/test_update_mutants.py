@@ -14,6 +14,7 @@ from enginepool.coordinator.restoring import Restoring
 from enginepool.coordinator.state import Group, Request, Worker
 from enginepool.coordinator.update import Stand, Update
 from enginepool.coordinator.weights import Weights
+from enginepool.protocol.updates import Sent
 from enginepool.workers.events import Send
 from enginepool.workers.updates import WorkerUpdates
 from enginepool.workers.work import Work
@@ -164,6 +165,30 @@ def a_process_group_is_kept_whoever_is_in_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Weights, "_join", join)
 
 
+def a_publisher_that_lends_is_believed(patch: pytest.MonkeyPatch) -> None:
+    """Nobody looks at the bytes."""
+    real = Weights.sent
+
+    def sent(self: Weights, update: Update, message: Sent) -> None:
+        real(self, update, message)
+        if update.lent:
+            for member in update.members.values():
+                member.digest = message.digest
+            update.pending.clear()
+
+    patch.setattr(Weights, "sent", sent)
+
+
+def nobody_says_where_lent_memory_is(patch: pytest.MonkeyPatch) -> None:
+    real = weights.ask
+
+    def ask(core: Any, update: Update, member: Any) -> None:
+        if update.phase != "transfer":
+            real(core, update, member)
+
+    patch.setattr(weights, "ask", ask)
+
+
 def early_requests_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     def sort(self: Any, group: Group) -> None:
         """Nothing."""
@@ -211,6 +236,8 @@ def a_drained_group_begins_new_requests(patch: pytest.MonkeyPatch) -> None:
         the_group_stays_held,
         versions_may_go_back,
         a_process_group_is_kept_whoever_is_in_it,
+        a_publisher_that_lends_is_believed,
+        nobody_says_where_lent_memory_is,
         early_requests_are_forgotten,
         recalled_work_is_not_put_back,
         a_drained_group_begins_new_requests,

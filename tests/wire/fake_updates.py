@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.manifest import Tensor, decode_manifest
 from enginepool.protocol.messages import Failure, FromClient, Message
@@ -93,6 +95,8 @@ class FakeUpdates:
         #: of what the receivers hold
         self.digest = ""
         self._group = ""
+        #: the manifest of what is lent
+        self._text = ""
         self._sent: Sent | None = None
         self._allowed: set[int] = set()
         self._lock = threading.RLock()
@@ -115,6 +119,8 @@ class FakeUpdates:
                 self.renewed.append(message)
             elif isinstance(message, Sent):
                 self._sent = message
+                if self._open is not None and self._open.transfer == "handles":
+                    threading.Thread(target=self._look, args=(self._open, message), daemon=True).start()
                 self._consider()
             elif isinstance(message, Abandon):
                 self.abandoned.append(message)
@@ -167,6 +173,9 @@ class FakeUpdates:
         self.joined.clear()
         if message.transfer in ("staged", "direct"):
             threading.Thread(target=self._lead, args=(message, payload[0].decode()), daemon=True).start()
+        elif message.transfer == "handles":
+            self._text = payload[0].decode()
+            self._write(Phase(message.id, "transfer", len(self.receivers), 0))
         else:
             self.digest = "as it was"
             self._consider()
@@ -186,7 +195,15 @@ class FakeUpdates:
         for receiver in self.receivers:
             receiver.tell(manifest=manifest, bucket_bytes=publish.bucket_bytes)
         self._write(Phase(publish.id, "transfer", len(self.receivers), 0))
-        said = [receiver.read() for receiver in self.receivers]
+        self._all_staged(publish, [receiver.read() for receiver in self.receivers])
+
+    def _look(self, publish: Publish, sent: Sent) -> None:
+        """Have all receivers open what is lent."""
+        for receiver in self.receivers:
+            receiver.tell(manifest=self._text, space=msgspec.to_builtins(sent.spaces[0]))
+        self._all_staged(publish, [receiver.read() for receiver in self.receivers])
+
+    def _all_staged(self, publish: Publish, said: list[dict[str, Any]]) -> None:
         if not self._failed(publish, said):
             assert len({word["staged"] for word in said}) == 1
             with self._lock:
@@ -207,7 +224,7 @@ class FakeUpdates:
         update = self._open
         if update is None or update.id not in self._allowed or not self.digest or self.deaf:
             return
-        if update.transfer in ("staged", "direct"):
+        if update.transfer in ("staged", "direct", "handles"):
             if self._sent is None:
                 return
             if self._sent.digest != self.digest:

@@ -608,6 +608,7 @@ def _updates() -> list[Invalid]:
         publish("publish-relabel-manifest", "relabel has none", "malformed", "frames", good, transfer="relabel"),
         publish("publish-checkpoint-where", "read what?", bad, "path", transfer="checkpoint"),
         publish("publish-address", "broadcast where?", bad, "address", good, address=""),
+        publish("publish-handles-host", "on which host?", bad, "host", good, transfer="handles"),
         publish("publish-bucket", "buckets are aligned", bad, "bucket_bytes", good, bucket_bytes=100),
         publish("publish-version-negative", "versions begin at 0", bad, "version", good, version=-1),
         publish("publish-lease", "a lease is more than 0", bad, "lease_ms", good, lease_ms=0),

@@ -10,6 +10,15 @@ DIGEST = "0123456789abcdef0123456789abcdef"
 SNAPSHOT = "/dev/shm/enginepool-5f1d7a3c/policy-0123456789abcdef0123456789abcdef"
 MANIFEST = text("manifest", '[["w","bfloat16",[2,3]],["b","float32",[3]]]')
 TENSOR = floats("tensor", (2, 3), 0.5, -0.5, 1.0, -1.0, 0.25, 2.0)
+#: memory of the host, and of a GPU, that a publisher lends; a handle is made of torch's values, here much shorter ones
+SPACE = {"kind": "file", "nbytes": 768, "path": "/proc/4711/fd/12", "seal": bytes(range(16))}
+GPU_SPACE = {
+    "kind": "cuda",
+    "nbytes": 768,
+    "handle": bytes.fromhex("9800c40201024d00c4012f00c4010001"),
+    "gpu": "8f3f2c5e-0b1d-4c57-9e0a-3d1b2c4d5e6f",
+    "seal": bytes(range(16)),
+}
 RECORD: dict[str, Any] = {
     "version": 4,
     "outcome": "committed",
@@ -62,8 +71,25 @@ def _from_client() -> list[Valid]:
                 "peer": "5f1d7a3c",
                 "path": "/models/policy",
                 "frames": _specs(MANIFEST),
+                "host": "7d0c6f0a-9f4e-4d7b-8f58-2f0a5b6c7d8e/pid:[4026531836]",
+                "gpu": "8f3f2c5e-0b1d-4c57-9e0a-3d1b2c4d5e6f",
             },
             (MANIFEST,),
+        ),
+        Valid(
+            "publish-handles",
+            way,
+            "two tensors in memory of the publisher's host",
+            {
+                "type": "publish",
+                "id": 12,
+                "version": 7,
+                "transfer": "handles",
+                "frames": _specs(MANIFEST),
+                "host": "7d0c6f0a-9f4e-4d7b-8f58-2f0a5b6c7d8e/pid:[4026531836]",
+            },
+            (MANIFEST,),
+            exact=False,
         ),
         Valid(
             "publish-checkpoint",
@@ -81,6 +107,12 @@ def _from_client() -> list[Valid]:
         ),
         Valid("renew", way, "the publisher lives", {"type": "renew", "id": 9, "sent_bytes": 256}),
         Valid("sent", way, "all is broadcast", {"type": "sent", "id": 9, "digest": DIGEST, "sent_bytes": 512}),
+        Valid(
+            "sent-spaces",
+            way,
+            "all lies there",
+            {"type": "sent", "id": 12, "digest": DIGEST, "sent_bytes": 512, "spaces": [SPACE]},
+        ),
         Valid("commit", way, "it may be handed over", {"type": "commit", "id": 9}),
         Valid("abandon", way, "the publisher gives up", {"type": "abandon", "id": 9, "reason": "the gather failed"}),
         Valid("weights-question", way, "who holds what?", {"type": "weights_question", "id": 3}),
@@ -279,6 +311,22 @@ def _to_worker() -> list[Valid]:
             "and this directory?",
             {"type": "prepare", "update": UPDATE, "version": 5, "transfer": "checkpoint", "path": "/models/policy-5"},
         ),
+        Valid(
+            "prepare-handles",
+            way,
+            "can you open what lies there?",
+            {
+                "type": "prepare",
+                "update": UPDATE,
+                "version": 7,
+                "transfer": "handles",
+                "frames": _specs(MANIFEST),
+                "host": "7d0c6f0a-9f4e-4d7b-8f58-2f0a5b6c7d8e/pid:[4026531836]",
+                "gpu": "8f3f2c5e-0b1d-4c57-9e0a-3d1b2c4d5e6f",
+            },
+            (MANIFEST,),
+        ),
+        Valid("examine", way, "look at it", {"type": "examine", "update": UPDATE, "spaces": [GPU_SPACE]}),
         Valid(
             "join-to-worker",
             way,

@@ -1,19 +1,23 @@
 """A receiver of broadcasts as a process of its own: what a stager is to a publisher, and no more.
 
 Reads orders as lines of JSON on stdin: {"address", "name", "world", "rank"} joins a group and says `joined`; {"manifest",
-"bucket_bytes"} receives an update, keeps its bytes, and says `staged` with their digest; {"sums"} says the sum of each tensor.
+"bucket_bytes"} receives an update, keeps its bytes, and says `staged` with their digest; {"manifest", "space"} opens what a
+publisher lends, and does the same; {"sums"} says the sum of each tensor.
 """
 
 import json
 import sys
 from typing import Any
 
+import msgspec
 import torch
 
 from enginepool.collective import CollectiveError, Group, join
 from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import decode_manifest
+from enginepool.protocol.updates import Space
+from enginepool.spaces import examined, open_space
 
 TIMEOUT_S = 30.0
 
@@ -36,6 +40,11 @@ def main() -> None:
                     order["address"], order["name"], order["world"], order["rank"], backend="gloo", timeout_s=TIMEOUT_S
                 )
                 say(joined=order["name"])
+            elif "space" in order:
+                manifest = decode_manifest(order["manifest"].encode())
+                opened = open_space(msgspec.convert(order["space"], Space))
+                space = opened[: layout(manifest).nbytes].clone()
+                say(staged=examined(opened, manifest)[0])
             elif "manifest" in order:
                 assert group is not None
                 manifest = decode_manifest(order["manifest"].encode())
@@ -46,7 +55,7 @@ def main() -> None:
             else:
                 tensors = zip(manifest, views(space, manifest), strict=True)
                 say(sums={described.name: float(tensor.double().sum()) for described, tensor in tensors})
-        except CollectiveError as error:
+        except (CollectiveError, OSError, RuntimeError) as error:
             say(failed=str(error))
 
 

@@ -101,6 +101,8 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
     if field.required:
         return "required"
     value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    if value == b"":
+        return "`bin 0`"
     return "`nil`" if value is None else f"`{json.dumps(value)}`"
 
 

@@ -52,8 +52,9 @@ def train(updates: FakeUpdates, fault: str = "") -> list[dict[str, Any]]:
     return said
 
 
-def test_all_ranks_gather_every_tensor_in_step_and_hear_the_outcome(updates: FakeUpdates) -> None:
-    said = train(updates)
+@pytest.mark.parametrize("way", ["", "lent"])
+def test_all_ranks_gather_every_tensor_in_step_and_hear_the_outcome(updates: FakeUpdates, way: str) -> None:
+    said = train(updates, way)
     assert said == [{"done": {"1": "committed", "2": "committed"}, "gathered": NAMES * 2}] * 2
     sums = updates.receivers[0].sums()
     assert sums == {name: float(2 * (2 + i) * 1600) for i, name in enumerate(NAMES)}

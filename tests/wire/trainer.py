@@ -52,7 +52,7 @@ def main() -> None:
                 if fault == "source" and version == 1:
                     source = broken(net, rank)
                 try:
-                    record = await publisher.publish(source, version)
+                    record = await publisher.publish(source, version, transfer="handles" if fault == "lent" else "staged")
                     done[str(version)] = record.outcome
                 except (EnginepoolError, RuntimeError) as error:
                     done[str(version)] = f"{type(error).__name__}: {error}"

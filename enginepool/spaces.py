@@ -1,0 +1,170 @@
+"""The memory that an update's bytes lie in: made by a stager or a publisher, opened by engines. Both ends of a `Space`.
+
+On a host it is an unnamed file in shared memory, on a GPU memory that torch shares by CUDA IPC. A *seal* makes it possible to
+lend it: random bytes at its end, which are gone before its content changes. Whoever has copied out of it and still finds the
+seal there has copied what was there when it was lent.
+"""
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from enginepool.digest import Batch, Findings, digest_of, views
+from enginepool.host import SHARED, unnamed_file
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Finding, Space
+
+torch: Any = importlib.import_module("torch")
+
+#: bytes of a seal
+SEAL = 16
+
+
+class HostSpace:
+    """A space in memory of this host that other processes map: an unnamed file, gone with its last user."""
+
+    kind: Literal["host"] = "host"
+
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
+        """Raises OSError: no room."""
+        try:
+            self.fd = unnamed_file(SHARED)
+            os.posix_fallocate(self.fd, 0, nbytes)
+        except OSError:
+            # The file system may be kept small where memory is not.
+            self.fd = os.memfd_create("enginepool-weights", os.MFD_CLOEXEC)
+            os.posix_fallocate(self.fd, 0, nbytes)
+        self.nbytes = nbytes
+        space = torch.from_file(f"/proc/self/fd/{self.fd}", shared=True, size=nbytes, dtype=torch.uint8)
+        if pinned:
+            torch.cuda.cudart().cudaHostRegister(space.data_ptr(), nbytes, 0)
+        #: one for each device of the engine: here all of them map the same
+        self.tensors = [space]
+
+    def spaces(self) -> list[Space]:
+        """As other processes open it."""
+        return [Space("file", self.nbytes, path=f"/proc/{os.getpid()}/fd/{self.fd}")]
+
+    def close(self) -> None:
+        """Nobody can open it any more; the memory goes with its last mapping, here or elsewhere."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            self.close()
+
+
+class DeviceSpace:
+    """The same space on each of some GPUs."""
+
+    kind: Literal["device"] = "device"
+
+    def __init__(self, nbytes: int, devices: Sequence[Any]) -> None:
+        """Raises OSError: no room."""
+        self.nbytes = nbytes
+        self._shared: list[tuple[Any, ...]] = []
+        try:
+            self.tensors: list[Any] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices]
+        except RuntimeError as error:
+            raise OSError(str(error).splitlines()[0]) from None
+
+    def spaces(self) -> list[Space]:
+        """As other processes open them."""
+        # Once for all: each time torch would count one more user that it waits for.
+        self._shared = self._shared or [tensor.untyped_storage()._share_cuda_() for tensor in self.tensors]
+        return [
+            Space("cuda", self.nbytes, handle=msgspec.msgpack.encode(shared), gpu=gpu_uuid(tensor.device))
+            for tensor, shared in zip(self.tensors, self._shared, strict=True)
+        ]
+
+    def close(self) -> None:
+        """Nobody is to open it any more. Torch waits for one who has opened and closed what was shared, and there may be none:
+        it would keep the memory for ever."""
+        shared, self._shared = self._shared, []
+        for one in shared:
+            torch.UntypedStorage._release_ipc_counter(one[4], one[5], device=torch.device("cuda", one[0]))
+
+
+Memory = HostSpace | DeviceSpace
+
+
+def gpu_uuid(device: Any) -> str:
+    """The UUID of a GPU of this process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def visible_gpus() -> list[str]:
+    """The UUIDs of the GPUs that this process sees, by their index here. It must be one that uses them."""
+    return [gpu_uuid(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+
+
+def open_space(space: Space) -> Any:
+    """Its bytes, in this process: a uint8 tensor. They stay for as long as it lives, whatever becomes of who made them.
+
+    Raises:
+        OSError, RuntimeError: they are not there any more, or cannot be reached from here; one line.
+    """
+    if space.kind == "file":
+        return torch.from_file(space.path, shared=False, size=space.nbytes, dtype=torch.uint8)
+    shared = msgspec.msgpack.decode(space.handle)
+    if space.gpu:
+        # Another process numbers GPUs as it sees them.
+        gpus = visible_gpus()
+        if space.gpu not in gpus:
+            raise RuntimeError(f"GPU {space.gpu} is not visible here")
+        shared[0] = gpus.index(space.gpu)
+    torch.cuda.init()
+    storage = torch.UntypedStorage._new_shared_cuda(*shared)
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space.nbytes]
+
+
+def examined(content: Any, manifest: Sequence[Tensor]) -> tuple[str, list[Finding]]:
+    """(digest, findings) of the bytes at the front of `content`, a space laid out by `protocol.layout`; on a GPU beside
+    whatever else runs there.
+
+    Raises:
+        ValueError: it is too small.
+    """
+    nbytes = layout(manifest).nbytes
+    if content.numel() < nbytes:
+        raise ValueError(f"a space of {content.numel()} bytes for {nbytes}")
+    if content.is_cuda:
+        with torch.cuda.device(content.device), torch.cuda.stream(torch.cuda.Stream(content.device)):
+            return _examined(content[:nbytes], manifest)
+    return _examined(content[:nbytes], manifest)
+
+
+def _examined(content: Any, manifest: Sequence[Tensor]) -> tuple[str, list[Finding]]:
+    findings = Findings()
+    findings.add(Batch([tensor.name for tensor in manifest], views(content, manifest)))
+    return digest_of(content), findings.found()
+
+
+def set_seal(content: Any) -> bytes:
+    """Put a seal on a space whose content stays from now on; the content must be there."""
+    seal = os.urandom(SEAL)
+    content[-SEAL:].copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
+    _wait(content)
+    return seal
+
+
+def break_seal(content: Any) -> None:
+    """The content may change from now on."""
+    content[-SEAL:].zero_()
+    _wait(content)
+
+
+def sealed(content: Any, seal: bytes) -> bool:
+    """Whether what was copied out of `content` before was what had been lent; the copies must be over."""
+    return not seal or content[-len(seal) :].cpu().numpy().tobytes() == seal
+
+
+def _wait(content: Any) -> None:
+    if content.is_cuda:
+        torch.cuda.current_stream(content.device).synchronize()

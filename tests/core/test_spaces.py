@@ -1,0 +1,189 @@
+"""Memory that an update's bytes lie in: made by one process, opened by another, lent with a seal."""
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from enginepool.client.lending import Lender, Loan
+from enginepool.client.lockstep import Lockstep
+from enginepool.client.streaming import Buffers, Stopped
+from enginepool.client.tensors import make_plan
+from enginepool.errors import BadRequest
+from enginepool.host import host_identity
+from enginepool.protocol.layout import layout
+from enginepool.protocol.updates import Finding, Space
+from enginepool.spaces import HostSpace, break_seal, examined, open_space, sealed, set_seal, visible_gpus
+
+torch: Any = importlib.import_module("torch")
+
+#: neither a whole number of blocks nor of buckets
+SOURCE = {"a": torch.arange(1000.0), "b": torch.full((7,), 2.0, dtype=torch.bfloat16), "c": torch.ones(3, 50)}
+
+
+@pytest.fixture
+def lender() -> Lender:
+    return Lender(Buffers(torch.device("cpu")), keep=False)
+
+
+def lend(lender: Lender, source: Any = SOURCE, *, stopped: Callable[[], bool] = lambda: False) -> tuple[Loan, str, Space]:
+    loan = Loan(lender)
+    progress: list[int] = []
+    plan = make_plan(source)
+    digest, nbytes, (space,) = loan.fill(plan, bucket_bytes=512, lockstep=Lockstep(), stopped=stopped, progress=progress.append)
+    assert nbytes == progress[-1] == layout(plan.manifest).nbytes
+    return loan, digest, space
+
+
+def test_another_process_sees_what_was_laid_out(lender: Lender) -> None:
+    loan, digest, space = lend(lender)
+    code = (
+        "import sys, msgspec\n"
+        "from enginepool.protocol.manifest import Tensor\n"
+        "from enginepool.protocol.updates import Space\n"
+        "from enginepool.spaces import examined, open_space, sealed\n"
+        "space, manifest = msgspec.json.decode(sys.argv[1], type=tuple[Space, list[Tensor]])\n"
+        "opened = open_space(space)\n"
+        "print(*examined(opened, manifest), sealed(opened, space.seal))\n"
+    )
+    text = msgspec.json.encode((space, make_plan(SOURCE).manifest)).decode()
+    done = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert done.stdout.split() == [digest, "[]", "True"]
+    loan.end()
+
+
+def test_what_is_open_stays_when_its_owner_gives_it_back_and_can_be_opened_by_nobody_else(lender: Lender) -> None:
+    loan, digest, space = lend(lender)
+    opened = open_space(space)
+    loan.end()
+    manifest = make_plan(SOURCE).manifest
+    assert examined(opened, manifest)[0] == digest
+    assert not sealed(opened, space.seal), "but nobody promises that it is as it was"
+    with pytest.raises((OSError, RuntimeError)):
+        open_space(space)
+
+
+def test_a_seal_is_another_one_each_time_and_breaks_before_the_content_changes() -> None:
+    memory = HostSpace(1024)
+    content = memory.tensors[0]
+    first = set_seal(content)
+    assert sealed(content, first) and sealed(content, b"")
+    break_seal(content)
+    assert not sealed(content, first)
+    assert set_seal(content) != first
+    assert not sealed(content, first)
+
+
+def test_memory_is_given_back_after_each_update_unless_it_is_kept() -> None:
+    def files() -> int:
+        return sum("deleted" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd))
+
+    before = files()
+    buffers = Buffers(torch.device("cpu"))
+    for keep in (False, True):
+        lender = Lender(buffers, keep=keep)
+        places: set[str] = set()
+        for _ in range(3):
+            loan, _, space = lend(lender)
+            assert files() == before + 1
+            loan.end()
+            assert files() == before + keep
+            places.add(space.path)
+        assert len(places) == 1
+        lender.close()
+        assert files() == before
+
+
+def _is_link(fd: str) -> bool:
+    return Path(f"/proc/self/fd/{fd}").is_symlink()
+
+
+def test_kept_memory_that_is_too_small_is_replaced() -> None:
+    lender = Lender(Buffers(torch.device("cpu")), keep=True)
+    loan, _, small = lend(lender, {"a": torch.ones(10)})
+    loan.end()
+    loan, digest, large = lend(lender)
+    assert large.nbytes > small.nbytes
+    assert examined(open_space(large), make_plan(SOURCE).manifest)[0] == digest
+    loan.end()
+    loan, _, again = lend(lender, {"a": torch.ones(10)})
+    assert again.nbytes == large.nbytes
+    loan.end()
+    lender.close()
+
+
+def test_an_update_that_is_stuck_does_not_touch_what_the_next_one_lends() -> None:
+    lender = Lender(Buffers(torch.device("cpu")), keep=True)
+    reached, opened = threading.Event(), threading.Event()
+
+    def stuck() -> Iterator[tuple[str, Any]]:
+        yield "a", torch.zeros(500)
+        reached.set()
+        assert opened.wait(60)
+        yield "b", torch.zeros(500)
+
+    plan = make_plan(stuck, manifest=[("a", torch.float32, (500,)), ("b", torch.float32, (500,))])
+    old = Loan(lender)
+    done: list[object] = []
+
+    def run() -> None:
+        done.append(old.fill(plan, bucket_bytes=256, lockstep=Lockstep(), stopped=lambda: False, progress=lambda _: None))
+        old.end()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert reached.wait(60)
+    loan, digest, space = lend(lender)
+    content = open_space(space)
+    opened.set()
+    thread.join(60)
+    assert done
+    assert examined(content, make_plan(SOURCE).manifest)[0] == digest and sealed(content, space.seal)
+    loan.end()
+    lender.close()
+
+
+def test_what_is_wrong_with_the_content_is_found_where_it_is_opened(lender: Lender) -> None:
+    source = {**SOURCE, "c": torch.full((3, 50), float("nan")), "z": torch.zeros(4)}
+    loan, _, space = lend(lender, source)
+    _, findings = examined(open_space(space), make_plan(source).manifest)
+    assert findings == [Finding("c", "nan", 150), Finding("z", "zero", 4)]
+    loan.end()
+
+
+def test_a_space_that_is_too_small_is_refused() -> None:
+    memory = HostSpace(256)
+    with pytest.raises(ValueError, match="a space of 256 bytes for 4608"):
+        examined(open_space(memory.spaces()[0]), make_plan({"a": torch.ones(1100)}).manifest)
+
+
+def test_a_source_that_gives_something_else_and_one_that_is_given_up_lend_nothing(lender: Lender) -> None:
+    with pytest.raises(Stopped):
+        lend(lender, stopped=lambda: True)
+    plan = make_plan(iter([("a", torch.ones(3))]), manifest=[("a", torch.float32, (4,))])
+    loan = Loan(lender)
+    with pytest.raises(BadRequest, match="shape"):
+        loan.fill(plan, bucket_bytes=256, lockstep=Lockstep(), stopped=lambda: False, progress=lambda _: None)
+    loan.end()
+
+
+def test_a_gpu_that_is_not_visible_is_named() -> None:
+    space = Space("cuda", 256, handle=b"\x90", gpu="a-b")
+    with pytest.raises(RuntimeError, match="GPU a-b is not visible here"):
+        open_space(space)
+
+
+def test_a_host_is_the_same_for_all_its_processes() -> None:
+    code = "from enginepool.host import host_identity; print(host_identity())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path.cwd())
+    assert done.stdout.strip() == host_identity()
+    boot, _, namespace = host_identity().partition("/")
+    assert len(boot) == 36 and namespace.startswith("pid:")
+    assert visible_gpus() == [] or torch.cuda.is_available()

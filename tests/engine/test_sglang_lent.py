@@ -1,0 +1,114 @@
+"""Weights in memory that somebody lends to the real engine: looked at while it serves, copied out of at the hand-over."""
+
+import importlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from enginepool.client import lending
+from enginepool.client.buffers import Buffers
+from enginepool.client.lending import Lender, Loan
+from enginepool.client.lockstep import Lockstep
+from enginepool.client.tensors import make_plan
+from enginepool.protocol.updates import Finding, Space
+from enginepool.workers.engine import EngineDied, EngineError, NewWeights
+from tests.engine.reference import Reference
+from tests.engine.test_sglang_scores import assert_close, declared, random_batch
+from tests.engine.test_sglang_weights import Subject, assert_computed_with, subject
+
+torch: Any = importlib.import_module("torch")
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+__all__ = ["subject"]
+
+
+class Lending:
+    """What a publisher lends for one update."""
+
+    def __init__(self, tensors: dict[str, Any], device: str = "cpu") -> None:
+        self.tensors = tensors
+        self._loan = Loan(Lender(Buffers(torch.device(device)), keep=False))
+        plan = make_plan(tensors)
+        self.digest, _, spaces = self._loan.fill(
+            plan, bucket_bytes=1 << 16, lockstep=Lockstep(), stopped=lambda: False, progress=lambda _: None
+        )
+        self.weights = NewWeights(tuple(plan.manifest), tuple(spaces))
+
+    def end(self) -> None:
+        self._loan.end()
+
+
+@pytest.fixture
+def lent(subject: Subject) -> Iterator[Lending]:
+    lending = Lending(subject.drawn(1).tensors)
+    yield lending
+    lending.end()
+
+
+def test_what_is_lent_is_looked_at_beside_forwards_and_taken(subject: Subject, reference: Reference, lent: Lending) -> None:
+    chance = random.Random(3)
+    batches = [random_batch(chance, declared(subject.engine)) for _ in range(3)]
+    before = subject.scores(*batches)
+    assert subject.engine.call("do", "examine", lent.weights) == (lent.digest, [])
+    for after, first in zip(subject.scores(*batches), before, strict=True):
+        assert_close(after, first)
+    subject.take(lent.weights, 1, lent.digest)
+    subject.engine.call("do", "let_go")
+    assert subject.holds() == (1, lent.digest)
+    assert subject.engine.call("do", "inspect", "digest") == (lent.digest, [])
+    assert_computed_with(subject, reference, lent.tensors, 4)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_what_was_looked_at_can_be_taken_when_its_owner_is_gone(
+    subject: Subject, reference: Reference, lent: Lending, monkeypatch: pytest.MonkeyPatch, ready: bool
+) -> None:
+    subject.engine.call("do", "examine", lent.weights)
+    if ready:
+        assert subject.get_ready(lent.weights) > 0
+    # A process that is killed breaks no seal.
+    monkeypatch.setattr(lending, "break_seal", torch.numel)
+    lent.end()
+    subject.take(lent.weights, 1, lent.digest)
+    assert_computed_with(subject, reference, lent.tensors, 5)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_an_engine_that_copied_out_of_memory_that_was_used_again_has_to_end(
+    subject: Subject, lent: Lending, ready: bool
+) -> None:
+    subject.engine.call("do", "examine", lent.weights)
+    if ready:
+        assert subject.get_ready(lent.weights) > 0
+    lent.end()
+    with pytest.raises(EngineDied, match="given to something else meanwhile"):
+        subject.take(lent.weights, 1, lent.digest)
+
+
+def test_what_is_let_go_of_is_not_open_any_more(subject: Subject, lent: Lending) -> None:
+    subject.engine.call("do", "examine", lent.weights)
+    assert subject.get_ready(lent.weights) > 0
+    subject.engine.call("do", "let_go")
+    lent.end()
+    with pytest.raises(EngineError, match="refused the new weights"):
+        subject.take(lent.weights, 1, lent.digest)
+
+
+def test_what_is_wrong_with_it_is_said_and_the_engine_serves_on(subject: Subject, lent: Lending) -> None:
+    tensors = {name: tensor.clone() for name, tensor in lent.tensors.items()}
+    tensors["model.norm.weight"][3] = float("inf")
+    wrong = Lending(tensors)
+    assert subject.engine.call("do", "examine", wrong.weights)[1] == [Finding("model.norm.weight", "infinity", 1)]
+    wrong.end()
+    [space] = lent.weights.spaces
+    small = Space("file", 256, path=space.path)
+    for bad in (wrong.weights.spaces[0], small, Space("cuda", 256, handle=b"\x90", gpu="a-b")):
+        with pytest.raises(EngineError):
+            subject.engine.call("do", "examine", NewWeights(lent.weights.tensors, (bad,)))
+    with pytest.raises(EngineError, match="nobody says where"):
+        subject.engine.call("do", "examine", NewWeights(lent.weights.tensors))
+    assert subject.engine.call("do", "examine", lent.weights) == (lent.digest, [])
+    subject.scores(random_batch(random.Random(6), declared(subject.engine)))
+    assert subject.holds() == (0, "")

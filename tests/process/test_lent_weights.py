@@ -1,0 +1,190 @@
+"""Weights in memory of a trainer on the same host, and whatever dies while it lends them: committed or aborted, never mixed."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from enginepool import Pool, WeightPublisher, errors
+from enginepool.client import lending, update
+from enginepool.digest import Digest
+from enginepool.protocol.updates import UpdateRecord
+from tests.process.commands import ROOT
+from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.processes import Processes
+from tests.process.test_weights import COSTS, LIMIT_S, OPTIONS, TIMES, Arena, Play, Scene, Stage
+from tests.process.weights import Load, some_weights
+
+
+@pytest.fixture(scope="module")
+def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
+    with Processes() as processes:
+        arena = Arena(processes, lambda: tmp_path_factory.mktemp("pool"))
+        yield arena
+        arena.close()
+
+
+@pytest.fixture
+def play(arena: Arena) -> Play:
+    """Runs a scene, with options of the sim engine. One that fails leaves its pool to nobody."""
+
+    def play(scene: Scene, **options: Any) -> None:
+        try:
+            asyncio.run(asyncio.wait_for(arena.play(scene, options), LIMIT_S))
+        except BaseException:
+            arena.daemon = None
+            raise
+
+    return play
+
+
+async def pids(stage: Stage) -> list[int]:
+    return [await stage.pid(place) for place in range(3)]
+
+
+async def ended(stage: Stage, version: int) -> UpdateRecord:
+    """How the update to this version ended."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (record := (await stage.pool.weights()).history[-1]).version != version:
+            await asyncio.sleep(0.02)
+    return record
+
+
+def lent_here() -> list[str]:
+    """Unnamed files in shared memory that this process has open."""
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return [name for name in names if os.path.islink(name) and os.readlink(name).startswith("/dev/shm/")]
+
+
+def test_every_answer_under_load_is_of_weights_that_were_lent_and_no_memory_stays(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        for version in range(stage.old + 1, stage.old + 5):
+            record = await stage.publish(version, transfer="handles", in_flight="abort" if version % 2 else "drain")
+            assert (record.transfer, record.members, record.committed) == ("handles", 3, 3)
+            assert "join" not in record.phases and record.sent_bytes > 0
+            await stage.load.more(5)
+        assert not lent_here()
+        assert len({worker.digest for worker in (await stage.pool.weights_digest()).workers}) == 1
+        part = {"norm": some_weights(2)["norm"]}
+        record = await stage.publisher.publish(part, stage.old + 5, transfer="handles", partial=True)
+        stage.committed(record)
+
+    play(scene)
+
+
+def test_memory_that_is_kept_serves_the_next_update(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        async with WeightPublisher(stage.pool, **OPTIONS, keep_memory=True) as publisher:
+            for version in range(stage.old + 1, stage.old + 4):
+                stage.committed(await publisher.publish(some_weights(version), version, transfer="handles"))
+                await stage.load.more(3)
+
+    play(scene)
+
+
+def test_what_is_wrong_is_refused_and_touches_no_engine(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(stage: Stage) -> None:
+        before, new = await pids(stage), stage.old + 1
+        broken = {**some_weights(2), "norm": torch.tensor([1.0, float("nan"), 1.0])}
+        with pytest.raises(errors.WeightsRefused, match="norm: 1 elements are nan"):
+            await stage.publisher.publish(broken, new, transfer="handles")
+        with pytest.raises(errors.WeightsRefused, match="missing names: embed, head"):
+            await stage.publisher.publish({"norm": torch.ones(3)}, new, transfer="handles")
+        with monkeypatch.context() as patch:
+            patch.setattr(update, "host_identity", lambda: "elsewhere")
+            with pytest.raises(errors.Unsupported, match="the publisher is on another host"):
+                await stage.publisher.publish(some_weights(2), new, transfer="handles")
+        with monkeypatch.context() as patch:
+            patch.setattr(lending.Lender, "gpu", "GPU-1")
+            with pytest.raises(errors.Unsupported, match="the engine sees no GPU, and the publisher's memory is on GPU-1"):
+                await stage.publisher.publish(some_weights(2), new, transfer="handles")
+        with monkeypatch.context() as patch:
+
+            class Liar(Digest):
+                def text(self) -> str:
+                    return "0" * 32
+
+            patch.setattr(lending, "Digest", Liar)
+            with pytest.raises(errors.UpdateAborted, match="staged digest"):
+                await stage.publisher.publish(some_weights(2), new, transfer="handles")
+        assert (await stage.pool.weights()).version == stage.old
+        assert await pids(stage) == before
+        await stage.publish(new, transfer="handles")
+
+    play(scene)
+
+
+@pytest.mark.parametrize("where", ["transfer", "staged", "hand_over"])
+def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Play, where: str) -> None:
+    async def scene(stage: Stage) -> None:
+        new, before = stage.old + 1, await pids(stage)
+        stage.load.committed[new] = []
+        command = [sys.executable, "-m", "tests.process.trainer", stage.daemon.address, str(new), where, "handles"]
+        trainer = stage.processes.start(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+        assert trainer.stdout is not None
+        assert await asyncio.to_thread(trainer.stdout.readline) == "there\n"
+        trainer.kill()
+        record = await ended(stage, new)
+        if where == "hand_over":
+            # What engines have open outlives its owner.
+            assert stage.committed(record).committed == 3
+        else:
+            # Once it is dead, nobody can open what it lent.
+            reasons = ("silent for 2000 ms", "No such file") if where == "staged" else ("silent for 2000 ms",)
+            assert record.outcome == "update_aborted" and any(reason in record.message for reason in reasons)
+            assert (await stage.pool.weights()).version == stage.old
+        assert await pids(stage) == before
+
+    play(scene, **({"take_s": 1.0} if where == "hand_over" else {}))
+
+
+def test_memory_that_is_taken_away_in_the_hand_over_mixes_nothing(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        handle = await stage.publisher.start(some_weights(2), stage.old + 1, transfer="handles")
+        await stage.phase(handle, "staged")
+        with pytest.raises(errors.DeadlineExceeded):
+            await handle.finish(0.3)  # less than an engine takes
+        record = await ended(stage, stage.old + 1)
+        assert record.outcome == "update_aborted"
+        await stage.all_on(stage.old)
+
+    play(scene, take_s=1.0)
+
+
+def test_a_worker_that_is_lost_before_the_hand_over_aborts(play: Play) -> None:
+    async def scene(stage: Stage) -> None:
+        handle = await stage.publisher.start(some_weights(2), stage.old + 1, transfer="handles")
+        await stage.phase(handle, "staged")
+        os.kill(await stage.pid(1), signal.SIGKILL)
+        with pytest.raises(errors.UpdateAborted, match="g-1 was lost"):
+            await handle.finish()
+
+    play(scene)
+
+
+def test_weights_that_nobody_keeps_are_asked_of_their_publisher(processes: Processes, tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=2, options=COSTS, **TIMES)
+
+    async def main() -> None:
+        daemon = Daemon(processes, config).listening()
+        async with Pool.connect(daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as publisher:
+            stage = Stage(processes, daemon, pool, publisher, Load(daemon.address))
+            await stage.all_on(0)
+            await stage.publish(3, transfer="handles")
+            for place in range(2):
+                os.kill(await stage.pid(place), signal.SIGKILL)
+            await asyncio.wait_for(publisher.wanted.wait(), PATIENCE_S)
+            assert publisher.wanted_version == 3
+            await stage.publish(4, transfer="handles")
+            async with stage.load.running():
+                assert not publisher.wanted.is_set()
+            assert (await asyncio.to_thread(stage.daemon.end)) == 0
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
