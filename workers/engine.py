@@ -1,4 +1,4 @@
-"""What an engine is to a worker: the interface that `sglang_engine` and `sim_engine` implement.
+"""What an engine is to a worker: the interface that `sglang` and `sim` implement.
 
 The worker's loop owns an engine for the whole life of the process: `start` once, then any number of overlapping `score` and
 `tokenise` calls on one asyncio loop, then `close` once.

@@ -65,9 +65,9 @@ def make_engine(spec: WorkerSpec) -> Engine:
     """
     try:
         if spec.engine == "sim":
-            from enginepool.workers.sim_engine import SimEngine as Chosen
+            from enginepool.workers.sim.engine import SimEngine as Chosen
         else:
-            from enginepool.workers.sglang_engine import SglangEngine as Chosen
+            from enginepool.workers.sglang.engine import SglangEngine as Chosen
     except ImportError as error:
         raise SpecError(
             f"engine {spec.engine!r} cannot be imported: {error}; pip install 'enginepool[{spec.engine}]'"

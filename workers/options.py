@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from enginepool.workers.sglang_settings import FIXED
-from enginepool.workers.sim_engine import SimEngine
-from enginepool.workers.sim_options import SimOptions
+from enginepool.workers.sglang.settings import FIXED
+from enginepool.workers.sim.engine import SimEngine
+from enginepool.workers.sim.options import SimOptions
 
 #: Where SGLang declares its settings: in one class, or, in newer versions, in one for each section.
 _DECLARED = ("srt/server_args.py", "srt/arg_groups/**/*.py")

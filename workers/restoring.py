@@ -8,9 +8,9 @@ from enginepool.protocol.updates import Restore, Restored
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, Space
 from enginepool.workers.events import Event, WeightsAnswered, WeightsTaken
-from enginepool.workers.snapshot import SnapshotError, digest_of_file, read_footer
-from enginepool.workers.stager_link import StagerGone, StagerLink
-from enginepool.workers.staging import AskHeld, Held
+from enginepool.workers.stager.link import StagerGone, StagerLink
+from enginepool.workers.stager.messages import AskHeld, Held
+from enginepool.workers.stager.snapshot import SnapshotError, digest_of_file, read_footer
 
 
 async def restore(engine: Engine, stager: StagerLink, message: Restore) -> Event:

@@ -40,8 +40,8 @@ from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeight
 from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered
 from enginepool.workers.opened import Opened
 from enginepool.workers.restoring import restore
-from enginepool.workers.stager_link import StagerGone, StagerLink
-from enginepool.workers.staging import Forget, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
+from enginepool.workers.stager.link import StagerGone, StagerLink
+from enginepool.workers.stager.messages import Forget, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
 
 #: the other ranks have a minute to come
 JOIN_S = 90.0

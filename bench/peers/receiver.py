@@ -16,7 +16,7 @@ from bench.weights.raw import broadcast
 from enginepool.collective import Group, join
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.receiving import Reception, be_small
+from enginepool.workers.stager.receiving import Reception, be_small
 
 torch: Any = importlib.import_module("torch")
 

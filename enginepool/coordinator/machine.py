@@ -15,18 +15,18 @@ from enginepool.coordinator.batching import pump
 from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import Drained, Effect, ToClient
-from enginepool.coordinator.ending import Ending
 from enginepool.coordinator.fleet import Fleet
-from enginepool.coordinator.holding import finish_begun
 from enginepool.coordinator.places import Places
-from enginepool.coordinator.publishers import Publishers
-from enginepool.coordinator.questions import Questions
 from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.restoring import Restoring
 from enginepool.coordinator.state import Client, Group
 from enginepool.coordinator.status import report
 from enginepool.coordinator.watch import Watch
-from enginepool.coordinator.weights import Weights
+from enginepool.coordinator.weights.ending import Ending
+from enginepool.coordinator.weights.holding import finish_begun
+from enginepool.coordinator.weights.publishers import Publishers
+from enginepool.coordinator.weights.questions import Questions
+from enginepool.coordinator.weights.restoring import Restoring
+from enginepool.coordinator.weights.transaction import Weights
 
 #: how often silence, stages, places and the answer store are looked at
 WATCH_S = 0.25

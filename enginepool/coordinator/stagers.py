@@ -105,7 +105,7 @@ class Stagers:
         try:
             with open(self._logs / f"stager-{place}.log", "ab") as log:
                 child = subprocess.Popen(
-                    [sys.executable, "-m", "enginepool.workers.stager"],
+                    [sys.executable, "-m", "enginepool.workers.stager.main"],
                     env={**stager.environment, "ENGINEPOOL_STAGER": stager.spec.decode()},
                     stdin=subprocess.DEVNULL,
                     stdout=log,

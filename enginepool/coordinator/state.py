@@ -33,7 +33,7 @@ from enginepool.protocol.messages import MAX_PRIORITY, Capabilities, FrameSpec, 
 from enginepool.protocol.updates import UpdateRecord
 
 if TYPE_CHECKING:
-    from enginepool.coordinator.update import Ring, Update
+    from enginepool.coordinator.weights.update import Ring, Update
 
 #: transactions of a group that its history remembers
 HISTORY = 64

@@ -11,7 +11,7 @@ import msgspec
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.door import open_score
 from enginepool.coordinator.events import Buffer, Link
-from enginepool.coordinator.offer import open_publish
+from enginepool.coordinator.weights.offer import open_publish
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header

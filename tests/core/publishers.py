@@ -7,7 +7,7 @@ import msgspec
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.translate import client_event, worker_event
-from enginepool.coordinator.update import Update
+from enginepool.coordinator.weights.update import Update
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages import FrameSpec, Message

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from enginepool.workers.engine import ScorePart
-from enginepool.workers.sglang_cached import CachedQueries
+from enginepool.workers.sglang.cached import CachedQueries
 
 
 def part_of(query: list[int], rows: int = 2, *, item_first: bool = False, own: bool = False) -> ScorePart:

@@ -16,8 +16,8 @@ from enginepool.coordinator.door import open_score
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, PartDone, Score
 from enginepool.workers.engine import ScoreBatch
 from enginepool.workers.payload import decode_batch, encode_scores
-from enginepool.workers.sim_engine import SimEngine
-from enginepool.workers.sim_scores import expected_scores
+from enginepool.workers.sim.engine import SimEngine
+from enginepool.workers.sim.scores import expected_scores
 from tests.core.machines import CAN, Pool, Sent, codes, failures, results, text
 from tests.core.test_sim_engine import work as run
 

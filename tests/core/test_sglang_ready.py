@@ -12,8 +12,8 @@ import pytest
 from enginepool.digest import views
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import encode_manifest
-from enginepool.workers.sglang_plan import Plan
-from enginepool.workers.sglang_ready import Copies, Ready, open_space
+from enginepool.workers.sglang.plan import Plan
+from enginepool.workers.sglang.ready import Copies, Ready, open_space
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")

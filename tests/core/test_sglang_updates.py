@@ -13,9 +13,12 @@ import pytest
 
 from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import layout
-from enginepool.workers import sglang_process, sglang_scheduler, sglang_updates, sglang_weights
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, Space
-from enginepool.workers.sglang_updates import EngineWeights
+from enginepool.workers.sglang import process as sglang_process
+from enginepool.workers.sglang import scheduler as sglang_scheduler
+from enginepool.workers.sglang import updates as sglang_updates
+from enginepool.workers.sglang import weights as sglang_weights
+from enginepool.workers.sglang.updates import EngineWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")

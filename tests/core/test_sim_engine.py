@@ -22,8 +22,8 @@ from enginepool.workers.engine import (
     ScorePart,
     ran_out_of_memory,
 )
-from enginepool.workers.sim_engine import BYTE_OFFSET, SimEngine
-from enginepool.workers.sim_scores import expected_scores, score_part
+from enginepool.workers.sim.engine import BYTE_OFFSET, SimEngine
+from enginepool.workers.sim.scores import expected_scores, score_part
 
 IDS = st.lists(st.integers(0, 151_935), max_size=8)
 

@@ -15,8 +15,8 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.tiny_model import make_tiny_model
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_space, checkpoint_tensors
-from enginepool.workers.sim_scores import expected_scores
-from enginepool.workers.snapshot import (
+from enginepool.workers.sim.scores import expected_scores
+from enginepool.workers.stager.snapshot import (
     Footer,
     SnapshotError,
     copy_snapshot,

@@ -10,8 +10,8 @@ import pytest
 
 from enginepool.workers.engine import EngineError, ScorePart
 from enginepool.workers.packed import join
-from enginepool.workers.sglang_packable import wrong_for_packing
-from enginepool.workers.sglang_packed import DELIMITER, packed_head_scores, packed_heads, packed_label_scores, packed_labels
+from enginepool.workers.sglang.packable import wrong_for_packing
+from enginepool.workers.sglang.packed import DELIMITER, packed_head_scores, packed_heads, packed_label_scores, packed_labels
 
 
 def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False) -> ScorePart:
@@ -197,7 +197,7 @@ from sglang.srt.constants import MIS_DELIMITER_TOKEN_ID
 from sglang.srt.managers import io_struct
 from enginepool.workers.engine import ScorePart
 from enginepool.workers.packed import join
-from enginepool.workers.sglang_packed import DELIMITER, packed_heads, packed_labels
+from enginepool.workers.sglang.packed import DELIMITER, packed_heads, packed_labels
 
 def part(query, *labels):
     return ScorePart(np.array(query, np.int32), np.array([3, 4, 5], np.int32), np.array([1, 2], np.uint32), labels=labels)

@@ -19,11 +19,11 @@ import torch
 
 from enginepool.workers.cpu_bridge import sgl_kernel
 from enginepool.workers.engine import EngineError
-from enginepool.workers.sglang_entries import Entries
-from enginepool.workers.sglang_host import EngineHost
-from enginepool.workers.sglang_process import NOTES_VARIABLE, keep_notes
-from enginepool.workers.sglang_readout import forward_count, head_scores, label_scores, refuse_aborted
-from enginepool.workers.sglang_scheduler import (
+from enginepool.workers.sglang.entries import Entries
+from enginepool.workers.sglang.host import EngineHost
+from enginepool.workers.sglang.process import NOTES_VARIABLE, keep_notes
+from enginepool.workers.sglang.readout import forward_count, head_scores, label_scores, refuse_aborted
+from enginepool.workers.sglang.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
     gather_of_sequences,
@@ -385,7 +385,7 @@ def test_torchvision_and_linear_layers_are_usable_and_without_chance() -> None:
 import warnings
 warnings.simplefilter("ignore")
 from enginepool.workers import cpu_bridge
-from enginepool.workers.sglang_process import start_biases_at_zero
+from enginepool.workers.sglang.process import start_biases_at_zero
 cpu_bridge.install()
 cpu_bridge.install()
 import torch, torchvision, sgl_kernel

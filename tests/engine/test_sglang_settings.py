@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.workers.sglang_settings import Running, SettingsError, Wanted, budgets, engine_kwargs
+from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets, engine_kwargs
 
 KNOWN = {
     "attention_backend",
@@ -329,10 +329,11 @@ def test_a_packed_worker_keeps_no_queries() -> None:
 def test_the_settings_that_are_read_from_its_source_are_those_that_sglang_takes() -> None:
     """`enginepool serve` asks the source, the worker asks the class."""
     code = (
-        "from enginepool.workers import cpu_bridge, options, sglang_build\n"
+        "from enginepool.workers import cpu_bridge, options\n"
+        "from enginepool.workers.sglang import build\n"
         "cpu_bridge.install()\n"
         "from sglang.srt.server_args import ServerArgs\n"
-        "takes = sglang_build._setting_names(ServerArgs)\n"
+        "takes = build._setting_names(ServerArgs)\n"
         "print(len(takes) > 100, sorted(takes - options.sglang_settings()))"
     )
     environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1"}

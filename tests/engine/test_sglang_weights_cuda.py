@@ -18,9 +18,9 @@ import pytest
 from enginepool.collective import Group, Rendezvous
 from enginepool.protocol.layout import buckets
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
-from enginepool.workers.receiving import HostMemory
-from enginepool.workers.stager_link import StagerLink
-from enginepool.workers.staging import AskHeld, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
+from enginepool.workers.stager.link import StagerLink
+from enginepool.workers.stager.messages import AskHeld, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
+from enginepool.workers.stager.receiving import HostMemory
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models
 from tests.engine.test_sglang_lent import Lending
@@ -100,7 +100,9 @@ def with_stager(
     socket = str(directory / "stager.sock")
     spec = {"socket": socket, "device": device, "orphan_s": PATIENCE_S}
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0", "ENGINEPOOL_STAGER": msgspec.json.encode(spec).decode()}
-    stager = processes.start([sys.executable, "-m", "enginepool.workers.stager"], env=environment, stdin=subprocess.DEVNULL)
+    stager = processes.start(
+        [sys.executable, "-m", "enginepool.workers.stager.main"], env=environment, stdin=subprocess.DEVNULL
+    )
 
     async def run() -> None:
         received: asyncio.Queue[Received] = asyncio.Queue()

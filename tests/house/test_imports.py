@@ -60,7 +60,7 @@ SHARED = ("enginepool.protocol", "enginepool.collective", "enginepool.digest", "
 #: Library -> the only files of the product that may import it.
 ONLY = {
     "zmq": {"enginepool/client/link.py", f"{COORDINATOR}sockets.py", "workers/link.py"},
-    "sglang": {"workers/sglang_build.py"},
+    "sglang": {"workers/sglang/build.py"},
 }
 
 
@@ -219,8 +219,8 @@ def test_an_import_against_a_rule_is_found(path: str, source: str, rule: str) ->
 def test_a_second_file_with_collectives_is_found() -> None:
     lazy = "def join():\n    import torch.distributed as dist"
     other = "from torch import distributed"
-    assert violations({"workers/stager.py": lazy}) == []
-    assert len(violations({"workers/stager.py": lazy, "workers/loop.py": other})) == 1
+    assert violations({"workers/stager/main.py": lazy}) == []
+    assert len(violations({"workers/stager/main.py": lazy, "workers/loop.py": other})) == 1
 
 
 GOOD = {
@@ -228,7 +228,7 @@ GOOD = {
     "workers/loop.py": "import asyncio\nfrom enginepool import protocol\nfrom enginepool.workers.machine import Machine",
     "workers/machine.py": "import heapq\nfrom enginepool.protocol.messages import Score",
     "workers/link.py": "import zmq",
-    "workers/sglang_build.py": "def f():\n    import sglang\n    import torch",
+    "workers/sglang/build.py": "def f():\n    import sglang\n    import torch",
     "enginepool/client/session.py": "from enginepool.protocol.errors import CODES",
     PURE_FILE: "import bisect\nimport numpy as np\nfrom enginepool.coordinator.state import State\nfrom . import state",
     f"{COORDINATOR}state.py": "from enginepool.config import GroupConfig\nfrom enginepool.errors import PoolError",

@@ -17,7 +17,7 @@ import zmq
 from enginepool import Pool
 from enginepool.config import Limits
 from enginepool.protocol.messages import MAX_HEADER_BYTES
-from enginepool.workers.sim_scores import expected_scores
+from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 from tests.wire.make_vectors import PATH

@@ -20,7 +20,7 @@ from enginepool import BlockingPool, Pool, errors
 from enginepool.client import embedded
 from enginepool.client.embedded import EmbeddedCoordinator, RestartPolicy, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
-from enginepool.workers.sim_scores import expected_scores
+from enginepool.workers.sim.scores import expected_scores
 from tests.process.processes import Processes
 
 STAND_IN = Path(__file__).with_name("stand_in_coordinator.py")

@@ -18,7 +18,7 @@ from enginepool import Pool
 from enginepool.config import encode_config
 from enginepool.errors import EnginepoolError, RequestCancelled
 from enginepool.protocol.messages import GroupStatus, StatusReport
-from enginepool.workers.sim_scores import expected_scores
+from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 

@@ -37,13 +37,15 @@ from enginepool.protocol.updates import (
     Restored,
     Staged,
 )
-from enginepool.workers import receiving, stager, staging
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, TakeTimes
 from enginepool.workers.events import EngineLost, Event, RunWeights, WeightsAnswered, WeightsTaken
-from enginepool.workers.receiving import HostMemory
-from enginepool.workers.sim_engine import SimEngine
-from enginepool.workers.snapshot import Footer, read_footer
-from enginepool.workers.stager_link import StagerLink
+from enginepool.workers.sim.engine import SimEngine
+from enginepool.workers.stager import main as stager
+from enginepool.workers.stager import messages as staging
+from enginepool.workers.stager import receiving
+from enginepool.workers.stager.link import StagerLink
+from enginepool.workers.stager.receiving import HostMemory
+from enginepool.workers.stager.snapshot import Footer, read_footer
 from enginepool.workers.weights import Weights
 from tests.process.processes import Processes
 
@@ -193,7 +195,7 @@ class Place:
         Path(self.socket).unlink(missing_ok=True)
         environment = {**os.environ, "ENGINEPOOL_STAGER": msgspec.json.encode(self.spec).decode()}
         self.process = self.processes.start(
-            [sys.executable, "-m", "enginepool.workers.stager"], env=environment, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "enginepool.workers.stager.main"], env=environment, stderr=subprocess.PIPE, text=True
         )
         end = time.monotonic() + PATIENCE_S
         while not os.path.exists(self.socket):
@@ -534,7 +536,7 @@ def test_a_stager_ends_when_nobody_needs_it_and_at_once_with_its_owner(processes
     place.spec |= {"lifeline_fd": read, "orphan_s": PATIENCE_S}
     environment = {**os.environ, "ENGINEPOOL_STAGER": msgspec.json.encode(place.spec).decode()}
     process = processes.start(
-        [sys.executable, "-m", "enginepool.workers.stager"],
+        [sys.executable, "-m", "enginepool.workers.stager.main"],
         env=environment,
         pass_fds=(read,),
         stderr=subprocess.PIPE,

@@ -36,7 +36,7 @@ from enginepool.protocol.messages import (
     Tokenised,
 )
 from enginepool.workers.events import Exit
-from enginepool.workers.sim_scores import expected_scores
+from enginepool.workers.sim.scores import expected_scores
 from tests.process.processes import Processes
 
 #: nothing here takes so long; a test that waits for it fails

@@ -14,7 +14,7 @@ import torch
 from enginepool import Pool
 from enginepool.client.results import ScoreResult
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.sim_scores import expected_scores
+from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import PATIENCE_S
 
 #: of the sim model: two tensors of some buckets, and small ones

@@ -5,15 +5,16 @@ from typing import Any
 
 import pytest
 
-from enginepool.coordinator import ending, holding, weights
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.phases import QUEUED
-from enginepool.coordinator.publishers import Publishers
-from enginepool.coordinator.restoring import Restoring
 from enginepool.coordinator.state import Group, Request, Worker
-from enginepool.coordinator.update import Stand, Update
-from enginepool.coordinator.weights import Weights
+from enginepool.coordinator.weights import ending, holding
+from enginepool.coordinator.weights import transaction as weights
+from enginepool.coordinator.weights.publishers import Publishers
+from enginepool.coordinator.weights.restoring import Restoring
+from enginepool.coordinator.weights.transaction import Weights
+from enginepool.coordinator.weights.update import Stand, Update
 from enginepool.protocol.updates import Sent
 from enginepool.workers.events import Send
 from enginepool.workers.updates import WorkerUpdates

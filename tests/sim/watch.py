@@ -13,7 +13,7 @@ from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.phases import DONE, QUEUED, TEXT
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.state import Batch, Group, Request
-from enginepool.coordinator.update import Update
+from enginepool.coordinator.weights.update import Update
 from enginepool.protocol import messages as m
 from enginepool.protocol.frames import Buffer
 from tests.sim.oracle import Oracle

@@ -11,7 +11,7 @@ import pytest
 import zmq
 
 from enginepool.config import GroupConfig, PoolConfig
-from enginepool.workers.sim_scores import expected_scores
+from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import Daemon
 from tests.process.processes import Processes
 from tests.wire.plain_client import PlainClient

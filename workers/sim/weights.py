@@ -12,7 +12,7 @@ from enginepool.protocol.manifest import Tensor, decode_manifest
 from enginepool.protocol.updates import Finding, Space
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_space
 from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores
-from enginepool.workers.snapshot import digest_of_bytes
+from enginepool.workers.stager.snapshot import digest_of_bytes
 
 
 class SimWeights:
@@ -83,7 +83,7 @@ class SimWeights:
         self.digest = digest_of_bytes(self._space)
 
     def _receive(self, weights: NewWeights) -> npt.NDArray[np.uint8]:
-        from enginepool.workers.receiving import HostMemory
+        from enginepool.workers.stager.receiving import HostMemory
 
         memory = HostMemory(layout(weights.tensors).nbytes)
         memory.reception(weights.tensors, weights.bucket_bytes, "cpu").receive(self._group)

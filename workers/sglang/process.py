@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from enginepool.workers import cpu_bridge
-from enginepool.workers.sglang_scheduler import (
+from enginepool.workers.sglang.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
     gather_labels_without_waiting,
@@ -121,7 +121,7 @@ def run_scheduler(
     note_own_load(loader)
     note_scheduler(scheduler)
     if attention:
-        changes: Any = importlib.import_module("enginepool.workers.sglang_attention")  # it needs torch
+        changes: Any = importlib.import_module("enginepool.workers.sglang.attention")  # it needs torch
         module: Any = importlib.import_module(attention)
         changes.plan_on_the_host(module.FlashInferIndicesUpdaterPrefill)
         changes.place_items_on_the_host(module.FlashInferAttnBackend)

@@ -31,11 +31,11 @@ again under its id is attached.
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker, WriteJournal
-from enginepool.coordinator.ending import Ending
-from enginepool.coordinator.holding import hold, unfinished, working
-from enginepool.coordinator.notices import ask, say_join, say_phase
 from enginepool.coordinator.state import Worker
-from enginepool.coordinator.update import (
+from enginepool.coordinator.weights.ending import Ending
+from enginepool.coordinator.weights.holding import hold, unfinished, working
+from enginepool.coordinator.weights.notices import ask, say_join, say_phase
+from enginepool.coordinator.weights.update import (
     HAND_OVER,
     HOLD,
     JOIN,

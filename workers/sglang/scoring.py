@@ -9,14 +9,14 @@ import numpy as np
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import EngineError, PartScores, ScoreBatch, ScorePart, Scores
 from enginepool.workers.packed import join
-from enginepool.workers.sglang_cached import CachedQueries
-from enginepool.workers.sglang_checks import checked_rows, refuse_oversize
-from enginepool.workers.sglang_end import one_line
-from enginepool.workers.sglang_entries import Entries
-from enginepool.workers.sglang_packed import DELIMITER, packed_head_scores, packed_heads, packed_label_scores, packed_labels
-from enginepool.workers.sglang_readout import forward_count, head_scores, hidden_rows, label_scores, refuse_aborted
-from enginepool.workers.sglang_requests import Parts, head_request, label_request
-from enginepool.workers.sglang_settings import Running
+from enginepool.workers.sglang.cached import CachedQueries
+from enginepool.workers.sglang.checks import checked_rows, refuse_oversize
+from enginepool.workers.sglang.end import one_line
+from enginepool.workers.sglang.entries import Entries
+from enginepool.workers.sglang.packed import DELIMITER, packed_head_scores, packed_heads, packed_label_scores, packed_labels
+from enginepool.workers.sglang.readout import forward_count, head_scores, hidden_rows, label_scores, refuse_aborted
+from enginepool.workers.sglang.requests import Parts, head_request, label_request
+from enginepool.workers.sglang.settings import Running
 
 
 class EngineScoring:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, cast
 
-from enginepool.workers.sglang_settings import SettingsError
+from enginepool.workers.sglang.settings import SettingsError
 
 _RECURRENT = ("linear", "mamba", "recurrent", "rwkv", "conv", "ssm", "kda", "gdn", "lightning")
 _RECURRENT_KEYS = (

@@ -7,10 +7,10 @@ The order of the checks in `publish` is a promise, as in `requests`: who are you
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient
-from enginepool.coordinator.notices import say_join, say_phase
 from enginepool.coordinator.state import Client, Group, Worker
-from enginepool.coordinator.update import Member, Update
-from enginepool.coordinator.weights import Weights
+from enginepool.coordinator.weights.notices import say_join, say_phase
+from enginepool.coordinator.weights.transaction import Weights
+from enginepool.coordinator.weights.update import Member, Update
 from enginepool.protocol.updates import Abandon, Commit, Publish, Sent
 
 

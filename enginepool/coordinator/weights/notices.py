@@ -2,7 +2,7 @@
 
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient, ToWorker
-from enginepool.coordinator.update import HAND_OVER, JOIN, JOURNAL, OPEN, TRANSFER, Member, Update
+from enginepool.coordinator.weights.update import HAND_OVER, JOIN, JOURNAL, OPEN, TRANSFER, Member, Update
 from enginepool.protocol.messages import Message
 from enginepool.protocol.updates import Examine, HandOver, Join, Phase, Prepare
 

@@ -1,8 +1,8 @@
 """A stager: the process beside a worker that receives new weights while the engine serves, and keeps the committed ones.
 
-`python -m enginepool.workers.stager`, with its configuration in the environment (`staging.py`). It never touches the engine:
-the worker gives the engine what lies in its spaces, so it can be killed at any time. It outlives its worker, and ends with its
-owner. torch is imported when the first update comes.
+`python -m enginepool.workers.stager.main`, with its configuration in the environment (`messages.py`). It never touches the
+engine: the worker gives the engine what lies in its spaces, so it can be killed at any time. It outlives its worker, and ends
+with its owner. torch is imported when the first update comes.
 """
 
 import asyncio
@@ -16,9 +16,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from enginepool.protocol.layout import layout
-from enginepool.workers.snapshot import Footer, remove_older
-from enginepool.workers.stager_state import Kept, Update
-from enginepool.workers.staging import (
+from enginepool.workers.stager.messages import (
     VARIABLE,
     AskHeld,
     Forget,
@@ -38,10 +36,12 @@ from enginepool.workers.staging import (
     packet,
     read_spec,
 )
+from enginepool.workers.stager.snapshot import Footer, remove_older
+from enginepool.workers.stager.state import Kept, Update
 
 if TYPE_CHECKING:
     from enginepool.collective import Group
-    from enginepool.workers.receiving import Memory
+    from enginepool.workers.stager.receiving import Memory
 
 #: the other ranks have this long to come
 JOIN_S = 60.0
@@ -162,7 +162,7 @@ class Stager:
 
     def _room(self, message: Room) -> Reserved:
         try:
-            from enginepool.workers import receiving
+            from enginepool.workers.stager import receiving
         except ImportError as error:
             return Reserved(message=f"no torch here: {error}")
         gpus = receiving.gpus_of(self.spec.device, self.spec.gpus)
@@ -178,7 +178,7 @@ class Stager:
 
     def _reserve(self, message: Reserve) -> Reserved:
         try:
-            from enginepool.workers import receiving
+            from enginepool.workers.stager import receiving
         except ImportError as error:
             return Reserved(message.update, message=f"no torch here: {error}")
         gpus = receiving.gpus_of(self.spec.device, self.spec.gpus)

@@ -15,7 +15,7 @@ class Entry(NamedTuple):
 
 
 class Entries:
-    """Reads the times that `sglang_scheduler.report_every_forward` adds, before SGLang drops them.
+    """Reads the times that `scheduler.report_every_forward` adds, before SGLang drops them.
 
     Args:
         tm: SGLang's tokenizer manager, whose reader of answers is wrapped.

@@ -23,10 +23,10 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Space
 from enginepool.spaces import examined, sealed, visible_gpus
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
-from enginepool.workers.sglang_plan import Plan, Unplannable
-from enginepool.workers.sglang_process import own_load
-from enginepool.workers.sglang_ready import Ready, manifest_of, open_space
-from enginepool.workers.sglang_scheduler import flush_caches
+from enginepool.workers.sglang.plan import Plan, Unplannable
+from enginepool.workers.sglang.process import own_load
+from enginepool.workers.sglang.ready import Ready, manifest_of, open_space
+from enginepool.workers.sglang.scheduler import flush_caches
 
 torch: Any = importlib.import_module("torch")
 

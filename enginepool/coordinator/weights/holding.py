@@ -11,7 +11,7 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.filling import cut_next, take
 from enginepool.coordinator.phases import QUEUED, RUNNING
 from enginepool.coordinator.state import Batch, Group, Request, Worker
-from enginepool.coordinator.update import Update
+from enginepool.coordinator.weights.update import Update
 
 
 def hold(update: Update) -> None:

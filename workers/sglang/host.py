@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from enginepool.workers.sglang_process import NOTES_VARIABLE
+from enginepool.workers.sglang.process import NOTES_VARIABLE
 
 STOP_S = 15.0
 KILL_S = 3.0

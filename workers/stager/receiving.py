@@ -16,7 +16,7 @@ from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.spaces import DeviceSpace, HostSpace
-from enginepool.workers.snapshot import Footer, copy_snapshot, link, write_footer
+from enginepool.workers.stager.snapshot import Footer, copy_snapshot, link, write_footer
 
 torch: Any = importlib.import_module("torch")
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from enginepool.workers.engine import BatchScores, EngineDied, EngineError, PartScores, ScoreBatch, ScorePart
-from enginepool.workers.sim_options import Fault
+from enginepool.workers.sim.options import Fault
 
 
 def faults_on_load(faults: Iterable[Fault]) -> list[Fault]:

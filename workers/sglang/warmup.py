@@ -10,9 +10,9 @@ import numpy as np
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import EngineError, ScorePart
-from enginepool.workers.sglang_requests import Parts
-from enginepool.workers.sglang_scoring import EngineScoring
-from enginepool.workers.sglang_settings import SettingsError
+from enginepool.workers.sglang.requests import Parts
+from enginepool.workers.sglang.scoring import EngineScoring
+from enginepool.workers.sglang.settings import SettingsError
 
 _WARM_ROWS = 2
 _WORDS = 1 << 15

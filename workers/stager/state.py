@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.staging import Received, Reserve
+from enginepool.workers.stager.messages import Received, Reserve
 
 if TYPE_CHECKING:
-    from enginepool.workers.receiving import Memory
+    from enginepool.workers.stager.receiving import Memory
 
 
 class Update:

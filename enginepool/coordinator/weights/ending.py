@@ -7,12 +7,12 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import GroupWeights
 from enginepool.coordinator.fleet import Fleet
-from enginepool.coordinator.holding import release
-from enginepool.coordinator.notices import tell
 from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.restoring import Restoring
 from enginepool.coordinator.state import Worker
-from enginepool.coordinator.update import HOLD, Update, failures, zero_matrices
+from enginepool.coordinator.weights.holding import release
+from enginepool.coordinator.weights.notices import tell
+from enginepool.coordinator.weights.restoring import Restoring
+from enginepool.coordinator.weights.update import HOLD, Update, failures, zero_matrices
 from enginepool.protocol.layout import layered
 from enginepool.protocol.messages import Failure, Message
 from enginepool.protocol.updates import Committed, Published, Release, UpdateRecord

@@ -1,6 +1,6 @@
-"""A deterministic engine without a model: answers from `sim_scores`, latency from a cost model, faults on demand.
+"""A deterministic engine without a model: answers from `scores`, latency from a cost model, faults on demand.
 
-Users dry-run a pool with it, and the tests of the pool check every answer against `sim_scores.expected_scores`. It runs one
+Users dry-run a pool with it, and the tests of the pool check every answer against `scores.expected_scores`. It runs one
 forward at a time, the waiting batch of the highest priority first, and counts more than one forward for a batch that is over
 its budget, as a real engine would. Packed, it counts the sequences, and dies of a part that does not belong there. When nothing
 costs anything, a batch is answered at once.
@@ -29,11 +29,11 @@ from enginepool.workers.engine import (
     TakeTimes,
 )
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
-from enginepool.workers.sglang_settings import CACHED_ROOM
-from enginepool.workers.sim_faults import faults_of, faults_of_first_batch, faults_on_load, faults_on_take, spoil, suffer
-from enginepool.workers.sim_options import Fault, read_options
-from enginepool.workers.sim_scores import score_part
-from enginepool.workers.sim_weights import SimWeights
+from enginepool.workers.sglang.settings import CACHED_ROOM
+from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faults_on_load, faults_on_take, spoil, suffer
+from enginepool.workers.sim.options import Fault, read_options
+from enginepool.workers.sim.scores import score_part
+from enginepool.workers.sim.weights import SimWeights
 
 #: token id of the byte 0 in the sim's tokenizer; ids below are special
 BYTE_OFFSET = 3

@@ -23,7 +23,7 @@ from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, TakeTimes
-from enginepool.workers.sglang_settings import LOADER
+from enginepool.workers.sglang.settings import LOADER
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
 IDLE_S = 30.0

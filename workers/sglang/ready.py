@@ -17,7 +17,7 @@ from enginepool import spaces
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Space
-from enginepool.workers.sglang_plan import Copy, Plan
+from enginepool.workers.sglang.plan import Copy, Plan
 
 torch: Any = importlib.import_module("torch")
 

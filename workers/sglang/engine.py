@@ -26,15 +26,15 @@ from enginepool.workers.engine import (
     Scores,
     TakeTimes,
 )
-from enginepool.workers.sglang_build import Prepared, prepare
-from enginepool.workers.sglang_capabilities import capabilities_of, what_runs
-from enginepool.workers.sglang_end import EngineEnd, one_line
-from enginepool.workers.sglang_entries import Entries
-from enginepool.workers.sglang_host import EngineHost
-from enginepool.workers.sglang_scoring import EngineScoring
-from enginepool.workers.sglang_settings import SettingsError
-from enginepool.workers.sglang_updates import EngineWeights
-from enginepool.workers.sglang_warmup import warm_up
+from enginepool.workers.sglang.build import Prepared, prepare
+from enginepool.workers.sglang.capabilities import capabilities_of, what_runs
+from enginepool.workers.sglang.end import EngineEnd, one_line
+from enginepool.workers.sglang.entries import Entries
+from enginepool.workers.sglang.host import EngineHost
+from enginepool.workers.sglang.scoring import EngineScoring
+from enginepool.workers.sglang.settings import SettingsError
+from enginepool.workers.sglang.updates import EngineWeights
+from enginepool.workers.sglang.warmup import warm_up
 
 
 class SglangEngine:

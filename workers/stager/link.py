@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from enginepool.protocol.basis import Message
-from enginepool.workers.staging import AskHeld, FromStager, Held, Received, Worker, from_stager, packet
+from enginepool.workers.stager.messages import AskHeld, FromStager, Held, Received, Worker, from_stager, packet
 
 #: a stager that is being started has this long to listen
 CONNECT_S = 10.0

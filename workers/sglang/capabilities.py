@@ -4,8 +4,8 @@ from typing import Any
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.packed import MAX_ITEM
-from enginepool.workers.sglang_packable import refuse_wrong_packing
-from enginepool.workers.sglang_settings import Running, SettingsError, Wanted, budgets
+from enginepool.workers.sglang.packable import refuse_wrong_packing
+from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets
 
 #: Architectures without a next token whose head scores; the others are embedding models.
 _SCORING_HEADS = ("Classification", "Reward")

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from enginepool.workers import cpu_bridge
-from enginepool.workers.sglang_packable import refuse_wrong_packing
-from enginepool.workers.sglang_process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
-from enginepool.workers.sglang_settings import SettingsError, Wanted, engine_kwargs
+from enginepool.workers.sglang.packable import refuse_wrong_packing
+from enginepool.workers.sglang.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
+from enginepool.workers.sglang.settings import SettingsError, Wanted, engine_kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ def _resolved(device: str) -> str:
 
 
 def _with_our_entries(engine: Any, attention: str) -> Any:
-    """SGLang's engine class, whose processes begin in `sglang_process`; `attention` is the module that is changed there."""
+    """SGLang's engine class, whose processes begin in `process`; `attention` is the module that is changed there."""
     classes = [
         getattr(importlib.import_module(f"sglang.srt.{name}"), class_)
         for name, class_ in (

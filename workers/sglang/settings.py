@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-#: What SGLang calls for new weights: `sglang_weights.load`, in its own processes.
-LOADER = "enginepool.workers.sglang_weights.load"
+#: What SGLang calls for new weights: `weights.load`, in its own processes.
+LOADER = "enginepool.workers.sglang.weights.load"
 #: Tokens in flight when the config names no `max_batch_tokens`.
 CPU_INFLIGHT_TOKENS = 8192
 GPU_INFLIGHT_TOKENS = 32768

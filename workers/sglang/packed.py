@@ -9,7 +9,7 @@ from typing import Any
 
 from enginepool.workers.engine import EngineError, PartScores, ScorePart
 from enginepool.workers.packed import Sequence, take_apart
-from enginepool.workers.sglang_readout import head_scores, hidden_rows, label_shares
+from enginepool.workers.sglang.readout import head_scores, hidden_rows, label_shares
 
 #: Token id that SGLang itself puts between items. Positions are sent beside the ids, and no item attends to a delimiter.
 DELIMITER = 9999

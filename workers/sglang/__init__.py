@@ -1,0 +1,1 @@
+"""The real engine, SGLang, behind the worker's engine interface."""
