@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -51,9 +52,16 @@ class Disk:
         #: by inode: synced content, and writes since
         self.synced: dict[int, bytes] = {}
         self.pending: dict[int, list[tuple[int, bytes]]] = {}
+        #: Files that are open here stay, also without a name: a new one does not get the number of one that the disk still has.
+        self._kept: list[int] = []
         self.names = self._now()
         for name, inode in self.names.items():
             self.synced[inode] = (directory / name).read_bytes()
+            self._kept.append(os.open(directory / name, os.O_RDONLY))
+
+    def let_go(self) -> None:
+        while self._kept:
+            os.close(self._kept.pop())
 
     def _now(self) -> dict[str, int]:
         return {entry.name: entry.inode() for entry in os.scandir(self.directory) if entry.name.startswith("journal")}
@@ -79,6 +87,7 @@ class Disk:
 
     def _note(self, name: str, args: tuple[Any, ...], result: Any) -> None:
         if name == "open" and args[1] & os.O_TRUNC:
+            self._kept.append(os.dup(result))
             self.pending[os.fstat(result).st_ino] = []
             self.synced[os.fstat(result).st_ino] = b""
         elif name == "pwrite":
@@ -108,14 +117,15 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Disk:
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
     """The disk under a journal that holds one record."""
     journal = Journal(tmp_path)
     journal.write(record(1))
     journal.close()
     watched = Disk(tmp_path)
     monkeypatch.setattr(under_test, "os", watched)
-    return watched
+    yield watched
+    watched.let_go()
 
 
 def test_what_was_written_is_what_a_successor_finds(tmp_path: Path) -> None:
@@ -264,6 +274,7 @@ def test_a_crash_between_any_two_calls_leaves_the_last_record_or_the_one_that_wa
     if journal._file is not None:  # pyright: ignore[reportPrivateUsage]
         os.close(journal._file)  # pyright: ignore[reportPrivateUsage]
     disk.after_power_loss(random, directory / "found")
+    disk.let_go()
     assert held(directory / "found") in (said, trying)
     assert held(directory) in (said, trying)
 
@@ -307,6 +318,7 @@ def test_what_a_write_returned_for_is_on_the_disk_whichever_calls_failed_before(
         disk.failing = set()
         journal.close()
     disk.after_power_loss(random, directory / "found")
+    disk.let_go()
     assert held(directory / "found") in found
 
 
