@@ -36,7 +36,7 @@ class Admission:
         if group.gone and (why := group.why_down(classes)):
             core.refuse(e.link, e.id, "pool_down", why)
             return
-        if group.needs and not classes & ~group.needy:
+        if group.needs and not classes & ~group.shut:
             core.refuse(e.link, e.id, "needs_weights", group.needs)
             return
         limits = core.config.limits

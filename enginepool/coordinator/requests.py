@@ -55,7 +55,7 @@ class Requests:
             self.fail(request, classes.code, classes.message, field=classes.field, limit=classes.limit)
         elif why := group.why_down(classes):
             self.fail(request, "pool_down", why)
-        elif group.needs and not classes & ~group.needy:
+        elif group.needs and not classes & ~group.shut:
             self.fail(request, "needs_weights", group.needs)
         else:
             request.classes = classes

@@ -418,6 +418,11 @@ class Group:
                 classes |= bit
         self.expected = classes or PLAIN | PACKED
 
+    @property
+    def shut(self) -> int:
+        """Classes of workers that run nothing: gone for good, or without the committed weights."""
+        return self.needy | sum(self.gone)
+
     def why_down(self, classes: int) -> str:
         """Why none of `classes` will ever run anything here again, or ""."""
         if self.down:

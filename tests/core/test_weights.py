@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.events import GroupWeights
 from enginepool.protocol.layout import layered
 from enginepool.protocol.messages import Capabilities, Failure, Stage
@@ -31,7 +32,7 @@ from enginepool.protocol.updates import (
     WeightsReport,
     WeightsWanted,
 )
-from tests.core.machines import CAN, EPOCH, codes, failures, results, work
+from tests.core.machines import CAN, EPOCH, codes, failures, results, text, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 
 
@@ -881,6 +882,21 @@ def test_weights_may_be_missing_for_one_class_of_workers_alone() -> None:
     assert failures(pool.live(11.0))[1].code == "needs_weights", "an empty query is for plain workers"
     assert pool.machine.core.groups["g"].workers["packed"].able
     assert codes(pool.submit(client, 2, work())) == ["needs_weights"]
+
+
+def test_weights_are_missing_where_the_other_class_of_workers_is_gone_for_good() -> None:
+    pool = committed_before()
+    client = pool.client()
+    packed = Capabilities("causal", 1000, 100, 100, 8, 200, 16, max_item=50)
+    plain, link = pool.worker("plain"), pool.worker("packed", can=packed)
+    pool.submit(client, 1, text("Is it? ", ["yes"]))
+    group = pool.machine.core.groups["g"]
+    assert [request.classes for request in group.text_waiting] == [PLAIN | PACKED]
+    pool.do(ev.WorkerBroken(0, plain, "it is lost"))
+    group.gone[PLAIN] = "no plain worker is left"
+    pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
+    assert failures(pool.live(11.0))[1].code == "needs_weights"
+    assert codes(pool.submit(client, 2, text("Is it? ", ["yes"]))) == ["needs_weights"]
 
 
 def test_a_worker_that_finds_them_ends_the_need() -> None:

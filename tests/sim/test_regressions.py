@@ -24,6 +24,7 @@ SHOWED = [
 UPDATES = [
     (610357, 6, False, "work was taken back from a worker that went on with it: its weights were committed once more"),
     (410822, 33, True, "of many workers one was always being asked again, so that nobody said that the weights are missing"),
+    (900758, 7, "where one class of workers was gone for good, nobody said that the weights of the other one are missing"),
     (312925, 7, True, "a part that came back during the hand-over was given to an engine that takes weights"),
     (30744, 6, True, "a version that was lost was published again with other weights, so that it named two sets of them"),
 ]

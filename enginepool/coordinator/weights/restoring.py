@@ -107,7 +107,7 @@ class Restoring:
             f"weight version {group.version} of group {group.name!r} is held nowhere; publish it or a later one ({why})"
         )
         group.needy |= class_
-        self.requests.fail_all(group, "needs_weights", group.needs, group.needy)
+        self.requests.fail_all(group, "needs_weights", group.needs, group.shut)
         for client in self.core.clients.values():
             self._ask_for(client, group)
 
