@@ -166,7 +166,7 @@ def test_the_real_engine_without_its_packages_names_what_to_install(monkeypatch:
         assert "sim" in err
 
 
-@pytest.mark.skipif(examination.find_spec("sglang") is None, reason="asks the SGLang that is installed")
+@pytest.mark.skipif(examination.find_spec("sglang") is None, reason="needs the sglang package: make setup")
 def test_an_option_that_the_installed_sglang_lacks_is_found_before_a_worker_starts(tmp_path: Path) -> None:
     config = tmp_path / "pool.toml"
     config.write_text('[groups.a]\nmodel = "some/model"\noptions = { tp_size = 2, mem_fraction = 0.5 }\n')
@@ -251,8 +251,8 @@ def test_doctor_says_that_the_default_endpoint_is_taken(monkeypatch: pytest.Monk
 
 
 def test_tiny_model_makes_a_model_that_serve_accepts(tmp_path: Path) -> None:
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("safetensors")
+    pytest.importorskip("tokenizers", reason="needs the tokenizers package: make setup")
+    pytest.importorskip("safetensors", reason="needs the safetensors package: make setup")
     for head in ("causal", "reward"):
         code, out, _ = call("tiny-model", tmp_path / head, "--head", head)
         assert code == 0

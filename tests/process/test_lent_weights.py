@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,30 +17,10 @@ from enginepool.protocol.updates import UpdateRecord
 from tests.process.commands import ROOT
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
-from tests.process.test_weights import COSTS, LIMIT_S, OPTIONS, TIMES, Arena, Play, Scene, Stage
+from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, TIMES, Play, Stage, arena, play
 from tests.process.weights import Load, some_weights
 
-
-@pytest.fixture(scope="module")
-def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
-    with Processes() as processes:
-        arena = Arena(processes, lambda: tmp_path_factory.mktemp("pool"))
-        yield arena
-        arena.close()
-
-
-@pytest.fixture
-def play(arena: Arena) -> Play:
-    """Runs a scene, with options of the sim engine. One that fails leaves its pool to nobody."""
-
-    def play(scene: Scene, **options: Any) -> None:
-        try:
-            asyncio.run(asyncio.wait_for(arena.play(scene, options), LIMIT_S))
-        except BaseException:
-            arena.daemon = None
-            raise
-
-    return play
+__all__ = ["arena", "play"]
 
 
 async def pids(stage: Stage) -> list[int]:

@@ -138,7 +138,7 @@ def test_requests_that_fail_are_counted_and_one_is_quoted() -> None:
 
 
 def test_http_servers_are_asked_as_sglang_documents_it_and_wrong_answers_refused() -> None:
-    pytest.importorskip("aiohttp")
+    pytest.importorskip("aiohttp", reason="needs the aiohttp package: make setup")
     bodies: list[Any] = []
     answers = [
         (200, {"scores": [[0.1, 0.2]] * 2, "usage": {"prompt_tokens": 14}}),
