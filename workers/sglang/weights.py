@@ -17,12 +17,13 @@ from typing import Any
 
 import msgspec
 
-from enginepool.digest import Batch, Digest, Findings, make_ready, views
-from enginepool.protocol.layout import ALIGNMENT, buckets, layout
+from enginepool.digest import Digest, make_ready, views
+from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Space
 from enginepool.spaces import examined, sealed, visible_gpus
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
+from enginepool.workers.sglang.held import digests, findings, part_of
 from enginepool.workers.sglang.plan import Plan, Unplannable
 from enginepool.workers.sglang.process import own_load
 from enginepool.workers.sglang.ready import Ready, manifest_of, open_space
@@ -334,60 +335,19 @@ class ModelWeights:
     # --- questions ------------------------------------------------------------------------------------------------------
 
     def do_digest(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """The digest of the weights in the model, as if they lay in the space of the last update, tensor by tensor.
-
-        Each comes with the name of the part that is here: ranks that hold the same part name it alike, and parts that differ
-        add up to the whole.
-        """
-        digests: list[tuple[str, Digest]] = []
-        at = 0
-        for name, tensor in self._digested():
-            data = tensor.detach().contiguous().view(-1).view(torch.uint8)
-            size = -(-data.numel() // ALIGNMENT) * ALIGNMENT
-            padded = torch.zeros(size, dtype=torch.uint8, device=data.device)
-            padded[: data.numel()].copy_(data)
-            digest = Digest()
-            digest.add(padded, at)
-            digests.append((name, digest))
-            at += size
-        return {"digests": [(name, digest.text()) for name, digest in digests]}
-
-    def _digested(self) -> Iterator[tuple[str, Any]]:
-        if self._plan is None:
-            for name, parameter in sorted(self._model.named_parameters()):
-                yield f"{name} of process {os.getpid()}", parameter
-            return
-        for tensor in self._manifest:
-            copies = [copy for copy in self._plan.copies[tensor.name] if copy.fill is None]
-            dtype = getattr(torch, tensor.dtype)
-            read = self._plan.read(tensor.name, tensor.shape, dtype)[0] if copies else torch.zeros(tensor.shape, dtype=dtype)
-            yield f"{tensor.name} {[copy[1:4] for copy in copies]}", read
+        """The digest of the weights in the model, tensor by tensor."""
+        return {"digests": digests(self._model, self._plan, self._manifest)}
 
     def do_validate(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """What is wrong with the weights in the model."""
-        findings = Findings()
-        if self._plan is None:
-            named = dict(self._model.named_parameters())
-            findings.add(Batch(list(named), [parameter.detach() for parameter in named.values()]))
-        else:
-            for name, copies in self._plan.copies.items():
-                targets = [copy.target for copy in copies if copy.fill is None][:1]
-                findings.add(Batch([name] * len(targets), targets))
-        return {"findings": msgspec.to_builtins(findings.found())}
+        return {"findings": msgspec.to_builtins(findings(self._model, self._plan))}
 
     def do_tensor(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """One tensor by its checkpoint name; with several ranks each has a part."""
-        name = ticket["name"]
-        if self._plan is None:
-            parameter = dict(self._model.named_parameters()).get(name)
-            if parameter is None:
-                raise KeyError(f"no parameter {name!r}; checkpoint names are not known here: {self._plain}")
-            tensor, here = parameter.detach(), torch.ones(parameter.shape, dtype=torch.bool)
-        else:
-            shapes = {tensor.name: tensor.shape for tensor in self._manifest}
-            if name not in shapes or not self._plan.copies[name]:
-                raise KeyError(f"no weight {name!r}")
-            tensor, here = self._plan.read(name, shapes[name])
+        try:
+            tensor, here = part_of(ticket["name"], self._model, self._plan, self._manifest)
+        except KeyError as error:
+            raise KeyError(f"{error.args[0]}{'' if self._plan else f': {self._plain}'}") from None
         return {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
