@@ -75,5 +75,6 @@ def describe(error: Exception) -> tuple[str, int]:
 
 def _usage(error: Any) -> str:
     path = error.ctx.command_path if error.ctx is not None else "enginepool"
-    text = " ".join(error.format_message().split()).rstrip(".")
+    # typer's own word before what is wrong with a choice says nothing to a user
+    text = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     return f"{path}: {text[:1].lower()}{text[1:]} ({path} --help shows how)"

@@ -177,6 +177,12 @@ def test_an_option_that_the_installed_sglang_lacks_is_found_before_a_worker_star
     assert call("serve", "--config", config, "--check")[0] == 0
 
 
+def test_a_wrong_choice_is_answered_with_the_right_ones(tmp_path: Path) -> None:
+    code, _, err = call("tiny-model", tmp_path / "m", "--head", "rewards")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "invalid value for '--head': 'rewards' is not one of 'causal', 'reward'" in err
+
+
 def test_a_bug_of_ours_is_one_line_that_says_how_to_see_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise KeyError("oops")
