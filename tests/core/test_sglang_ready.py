@@ -12,7 +12,7 @@ import pytest
 from enginepool.digest import views
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import encode_manifest
-from enginepool.workers.sglang.plan import Plan
+from enginepool.workers.sglang.plan import Copy, Plan
 from enginepool.workers.sglang.ready import Copies, Ready, open_space
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
@@ -68,6 +68,30 @@ def test_copies_in_few_calls_give_the_same_bits_as_load_weights() -> None:
         copied(together, seed)
         plain.load_weights(drawn(seed))
         assert same(state(together), state(plain))
+
+
+def test_elements_are_copied_as_the_widest_words_that_both_ends_allow_and_keep_every_bit() -> None:
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)  # every bfloat16, NaNs of all kinds among them
+    cases = [
+        (torch.zeros(1 << 16, dtype=torch.bfloat16), bits.view(torch.bfloat16), torch.int64),
+        (torch.zeros(1 << 16, dtype=torch.bfloat16)[2:], bits.view(torch.bfloat16)[2:], torch.int32),
+        (torch.zeros(3, dtype=torch.bfloat16), bits.view(torch.bfloat16)[-3:], torch.int16),
+        (torch.zeros(4, dtype=torch.bool), torch.tensor([True, False, True, True]), torch.int32),
+        (torch.zeros(3, dtype=torch.bool), torch.tensor([True, False, True]), torch.uint8),
+        (torch.zeros((), dtype=torch.float64), torch.tensor(2.5, dtype=torch.float64), torch.int64),
+        (torch.zeros(8), bits[:8].view(torch.bfloat16).float().bfloat16(), torch.float32),
+    ]
+    copies = Copies()
+    for target, source, _ in cases:
+        copies.add(Copy(target, tuple(source.shape), source.stride()), source)
+    [run] = copies._runs  # pyright: ignore[reportPrivateUsage]
+    found = {target.data_ptr(): target.dtype for targets, _ in run.together.values() for target in targets}
+    assert [found[target.data_ptr()] for target, _, _ in cases] == [word for _, _, word in cases]
+    copies.replay()
+    for target, source, _ in cases:
+        if target.dtype == source.dtype:
+            target, source = (tensor.reshape(-1).view(torch.uint8) for tensor in (target, source))
+        assert torch.equal(target.nan_to_num(), source.to(target.dtype).nan_to_num())
 
 
 def over(model: Any, name: str, tensor: Any) -> None:
