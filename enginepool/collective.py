@@ -222,13 +222,30 @@ def _form(store: Any, name: str, world: int, rank: int, backend: str, timeout_s:
     """What `sglang.srt.utils.init_custom_process_group` does: such a group needs no default group, and does not become it."""
     # gloo keeps the group's limit in its connections too; NCCL would end the process.
     limit = _NEVER if backend == "nccl" else _seconds(timeout_s)
+    options = _nccl_options(limit) if backend == "nccl" else None
     group, _ = c10d._new_process_group_helper(
-        world, rank, [], c10d.Backend(backend), store, group_name=name, backend_options=None, timeout=limit
+        world, rank, [], c10d.Backend(backend), store, group_name=name, backend_options=options, timeout=limit
     )
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world)}
     if backend == "gloo":
         group.set_timeout(_NEVER)
     return group
+
+
+def _nccl_options(limit: timedelta) -> Any:
+    """How NCCL serves a group."""
+    base: Any = c10d.ProcessGroupNCCL.Options
+
+    class Options(base):
+        # Where the process has a default group that is bound to a device, torch would split this one off from that, which all
+        # ranks there had to join, and none here is in.
+        split_from = property(lambda self: None, lambda self, value: None)  # pyright: ignore[reportUnknownLambdaType]
+
+    options: Any = Options()
+    # The next bucket's broadcast, and whoever waits for it, goes before what is done with the last one on the same GPU.
+    options.is_high_priority_stream = True
+    options._timeout = limit
+    return options
 
 
 @contextlib.contextmanager

@@ -7,8 +7,10 @@ import signal
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -185,6 +187,45 @@ def test_what_torch_is_told_of_nccl_is_for_this_group_alone(monkeypatch: pytest.
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
     with collective._environment("gloo"):  # pyright: ignore[reportPrivateUsage]
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+
+
+def test_an_nccl_group_comes_first_on_its_gpu_and_is_not_split_off_from_the_group_of_a_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Options:
+        """As torch's, of which there is none where torch has no NCCL."""
+
+        is_high_priority_stream = False
+        split_from: Any = None
+        _timeout: Any = None
+
+    class Made:
+        def set_timeout(self, limit: timedelta) -> None:
+            pass
+
+    told: list[Any] = []
+
+    def helper(*_arguments: object, backend_options: Any, timeout: timedelta, **_more: object) -> tuple[Any, Any]:
+        """As torch's, in a process whose default group is bound to a device."""
+        if backend_options is not None:
+            assert isinstance(backend_options, Options)
+            assert backend_options._timeout == timeout, "torch warns of another one"  # pyright: ignore[reportPrivateUsage]
+            backend_options.split_from = object()
+        told.append(backend_options)
+        return Made(), None
+
+    fake = SimpleNamespace(
+        ProcessGroupNCCL=SimpleNamespace(Options=Options),
+        Backend=str,
+        _new_process_group_helper=helper,
+        _world=SimpleNamespace(pg_group_ranks={}),
+    )
+    monkeypatch.setattr(collective, "c10d", fake)
+    for backend in ("nccl", "gloo"):
+        collective._form(None, "g", 2, 0, backend, SHORT_S)  # pyright: ignore[reportPrivateUsage]
+    options, none = told
+    assert none is None
+    assert options.is_high_priority_stream and options.split_from is None
 
 
 def test_what_a_gpu_does_next_is_ordered_behind_a_broadcast_without_waiting_for_it() -> None:
