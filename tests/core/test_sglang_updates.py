@@ -145,6 +145,23 @@ def test_what_was_made_ready_is_taken_by_one_ticket_that_names_it(make: Callable
         assert [scheduler.flushed for scheduler in engine.schedulers] == [2] * ranks
 
 
+def test_what_computes_digests_on_a_device_is_made_ready_before_it_is_wanted(
+    make: Callable[[int], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def examined(space: Any, manifest: Any) -> tuple[str, list[Any]]:
+        done.append(f"examined on {space.device}")
+        return "", []
+
+    monkeypatch.setattr(sglang_weights, "make_ready", lambda device: done.append(f"ready on {device}"))  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(sglang_weights, "examined", examined)
+    engine, weights = make(1), Drawn(tmp_path, 1)
+    assert done == ["ready on cpu"], "the model's own, before the engine serves"
+    asyncio.run(engine.weights.examine(weights.weights))
+    assert done[1:] == ["ready on cpu", "examined on cpu"]
+
+
 def test_other_weights_than_those_that_were_made_ready_are_taken_unprepared(
     make: Callable[[int], Engine], tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ its own takes longer than a flush. Where the first one is refused, for the sched
 """
 
 import importlib
+import itertools
 import os
 import threading
 import time
@@ -93,6 +94,8 @@ class ModelWeights:
 
     def do_describe(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """What the model's own load took. Called once, before the engine serves."""
+        for parameter in itertools.islice(self._model.parameters(), 1):
+            make_ready(parameter.device)  # seconds, that no update's clock should see
         own = [Tensor(*one) for one in own_load()]
         if why := self._refused(own):
             return {"refused": why}
@@ -206,6 +209,7 @@ class ModelWeights:
                 torch.cuda.set_device(device)  # a thread begins on the first one
             manifest = manifest_of(ticket["manifest"])
             space = open_space(ticket["space"], layout(manifest).nbytes)
+            make_ready(space.device)  # it may be another one than the model's
             digest, findings = examined(space, manifest)
             answer: dict[str, Any] = {"digest": digest, "findings": msgspec.to_builtins(findings)}
             with self._lock:
