@@ -40,6 +40,7 @@ class HostSpace:
             os.posix_fallocate(self.fd, 0, nbytes)
         self.nbytes = nbytes
         space = torch.from_file(f"/proc/self/fd/{self.fd}", shared=True, size=nbytes, dtype=torch.uint8)
+        self._pinned = pinned
         if pinned:
             torch.cuda.cudart().cudaHostRegister(space.data_ptr(), nbytes, 0)
         #: one for each device of the engine: here all of them map the same
@@ -58,6 +59,9 @@ class HostSpace:
     def __del__(self) -> None:
         if hasattr(self, "fd"):
             self.close()
+        if getattr(self, "_pinned", False) and hasattr(self, "tensors"):
+            # While it is mapped: else the next memory at its address could not be pinned, and CUDA would have an error to tell.
+            torch.cuda.cudart().cudaHostUnregister(self.tensors[0].data_ptr())
 
 
 class DeviceSpace:

@@ -70,6 +70,29 @@ def test_what_is_open_stays_when_its_owner_gives_it_back_and_can_be_opened_by_no
         open_space(space)
 
 
+def test_pinned_memory_is_given_back_to_cuda_while_it_is_still_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, bool]] = []
+
+    def mapped(at: int) -> bool:
+        lines = Path("/proc/self/maps").read_text("ascii").splitlines()
+        return any(int(line.split("-")[0], 16) <= at < int(line.split("-")[1].split()[0], 16) for line in lines)
+
+    class Cudart:
+        def cudaHostRegister(self, at: int, nbytes: int, flags: int) -> None:
+            told.append((f"register {nbytes} {flags}", at, mapped(at)))
+
+        def cudaHostUnregister(self, at: int) -> None:
+            told.append(("unregister", at, mapped(at)))
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    memory = HostSpace(1 << 20, pinned=True)
+    at = memory.tensors[0].data_ptr()
+    del memory
+    assert told == [("register 1048576 0", at, True), ("unregister", at, True)]
+    HostSpace(1024)
+    assert len(told) == 2
+
+
 def test_a_seal_is_another_one_each_time_and_breaks_before_the_content_changes() -> None:
     memory = HostSpace(1024)
     content = memory.tensors[0]
