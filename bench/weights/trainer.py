@@ -95,6 +95,7 @@ class Trainer:
 
     def _stream(self, group: Group, bucket_bytes: int, times: int) -> dict[str, object]:
         buffers = self._buffers = self._buffers or Buffers(torch.device(self._device))
+        buffers.make_ready()
         starts: list[float] = []
         digests: list[str] = []
         for _ in range(times):

@@ -34,7 +34,9 @@ _MOMENTS_S = 0.1
 TAKE_S = 300.0
 JOIN_S = 90.0
 EXAMINE_S = 90.0
-_LOOK_S = 0.02
+#: how long after one look for an answer the next one is: at first, and at most
+_LOOK_S = 0.001
+_LOOKS_S = 0.02
 
 #: `EngineEnd.unless_over`: EngineDied as soon as the engine is gone
 UnlessOver = Callable[[Awaitable[Any]], Awaitable[Any]]
@@ -119,8 +121,10 @@ class EngineWeights:
         _raise_first(await self._ask(*(ticket | {"later": str(path)} for ticket, path in zip(tickets, paths, strict=True))))
         try:
             async with asyncio.timeout(seconds):
+                pause = _LOOK_S
                 while not all(path.exists() for path in paths):
-                    await self._unless_over(asyncio.sleep(_LOOK_S))
+                    await self._unless_over(asyncio.sleep(pause))
+                    pause = min(2 * pause, _LOOKS_S)
         except TimeoutError:
             raise EngineError(f"{late} within {seconds:g} s") from None
         answers = [msgspec.msgpack.decode(path.read_bytes()) for path in paths]
