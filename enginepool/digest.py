@@ -7,10 +7,10 @@ digest reads each byte once, by a Triton kernel, where `make_ready` found that i
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from enginepool.protocol.layout import digest_text, layout
+from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
 from enginepool.protocol.manifest import Manifest
 from enginepool.protocol.updates import Finding
 
@@ -60,6 +60,17 @@ def _tried(device: Any) -> Sums:
         log.warning("digests take several passes: no Triton kernel on %s: %s: %s", device, type(error).__name__, why)
         return _by_torch
     return sums
+
+
+def use_once(device: Any, dtypes: Collection[Any]) -> None:
+    """Have a GPU load what it computes digests and findings with, which it does for each kernel when that is used first."""
+    digest, findings = Digest(), Findings()
+    for at in (0, ALIGNMENT):
+        digest.add(torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device), at)
+        tensors = [torch.ones(2, device=device).to(dtype) for dtype in dtypes for _ in range(2)]
+        findings.add(Batch(["" for _ in tensors], tensors))
+    digest.text()
+    findings.found()
 
 
 class Digest:

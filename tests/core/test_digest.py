@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.digest import Batch, Digest, Findings, digest_of, views
+from enginepool.digest import Batch, Digest, Findings, digest_of, use_once, views
 from enginepool.protocol.layout import buckets, digest_text, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 
 torch: Any = importlib.import_module("torch")
+tree_leaves: Any = importlib.import_module("torch.utils._pytree").tree_leaves
+TorchDispatchMode: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
 
 
 def specified(data: bytes) -> str:
@@ -99,6 +101,34 @@ def test_nan_infinity_and_zeros_are_found_and_counted_by_name() -> None:
         Finding("d", "zero", 4),
         Finding("e", "infinity", 1),
     ]
+
+
+class Used(TorchDispatchMode):
+    """Notes torch's operations, with the dtypes that they are given."""
+
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self.operations: set[tuple[Any, ...]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors: list[Any] = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        self.operations.add((str(func), *sorted({str(tensor.dtype) for tensor in tensors})))
+        return func(*args, **kwargs or {})
+
+
+def test_what_an_update_is_looked_at_with_has_been_used_once() -> None:
+    space, tensors = filled()
+    before, then = Used(), Used()
+    with before:
+        use_once("cpu", {tensor.dtype for tensor in tensors.values()})
+    with then:
+        digest, look = Digest(), Findings()
+        for at in range(0, space.numel(), 256):
+            digest.add(space[at : at + 256], at)
+        look.add(Batch(list(tensors), list(tensors.values())))
+        assert (digest.text(), look.found()) == (digest_of(space), [])
+    views_ = {one for one in then.operations if one[0].split(".")[1] in ("view", "slice", "select", "detach", "alias")}
+    assert len(then.operations - views_) > 5 and then.operations - views_ <= before.operations
 
 
 def test_views_hold_the_bytes_that_the_buckets_brought() -> None:

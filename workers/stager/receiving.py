@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginepool.collective import QUEUED, Group
-from enginepool.digest import Batch, Digest, Findings, make_ready, views
+from enginepool.digest import Batch, Digest, Findings, make_ready, use_once, views
 from enginepool.host import SHARED, unnamed_file
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
@@ -168,6 +168,8 @@ class Reception:
             bounce = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(AHEAD)]
         self._gpus = range(len(memory) if space.is_cuda or device != "cpu" else 0)
         names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
+        if space.is_cuda:
+            use_once(space.device, {tensor.dtype for tensor in tensors})
         ends = [*where.offsets[1:], where.nbytes]
         self._parts: list[Part] = []
         looked = 0
