@@ -164,6 +164,7 @@ def test_a_load_that_writes_elsewhere_too_is_told_apart() -> None:
 def test_a_plan_holds_while_the_models_memory_stays() -> None:
     model = Model()
     plan = Plan(model, TENSORS)
-    assert plan.holds(["q", "k"]) and not plan.holds(["unknown"])
+    for looked in (False, True):
+        assert plan.holds(["q", "k"], looked=looked) and not plan.holds(["unknown"], looked=looked)
     model.norm.data = model.norm.data.clone()
-    assert not plan.holds(["q", "k"])
+    assert not plan.holds(["q", "k"]) and not plan.holds(["q", "k"], looked=True)

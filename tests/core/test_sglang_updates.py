@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from enginepool import collective
 from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import layout
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, Space
@@ -18,6 +19,7 @@ from enginepool.workers.sglang import process as sglang_process
 from enginepool.workers.sglang import scheduler as sglang_scheduler
 from enginepool.workers.sglang import updates as sglang_updates
 from enginepool.workers.sglang import weights as sglang_weights
+from enginepool.workers.sglang.plan import Plan
 from enginepool.workers.sglang.updates import EngineWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
@@ -160,6 +162,36 @@ def test_what_computes_digests_on_a_device_is_made_ready_before_it_is_wanted(
     assert done == ["ready on cpu"], "the model's own, before the engine serves"
     asyncio.run(engine.weights.examine(weights.weights))
     assert done[1:] == ["ready on cpu", "examined on cpu"]
+
+
+def test_the_model_is_looked_through_when_a_group_is_joined_and_not_while_the_engine_stands_still(
+    make: Callable[[int], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, given = make(1), Drawn(tmp_path, 1)
+    space = torch.from_file(str(given.path), shared=False, size=layout(TENSORS).nbytes, dtype=torch.uint8)
+    looks: list[str] = []
+
+    class Group:
+        """Rank 0 has sent all; buckets come in their order."""
+
+        name, device, came = "g", "cpu", 0
+
+        def begin(self, bucket: Any) -> Any:
+            bucket.copy_(space[self.came : self.came + bucket.numel()])
+            self.came += bucket.numel()
+            return SimpleNamespace(order=lambda limit: None, wait=lambda limit: None)  # type: ignore[reportUnknownLambdaType]
+
+    look = Plan._look  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(collective, "join", lambda *_arguments, **_more: Group())  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(Plan, "_look", lambda plan: looks.append("whole") or look(plan))  # type: ignore[reportUnknownLambdaType]
+
+    async def story() -> None:
+        await engine.weights.join("g", "address", 2, 1, "gloo")
+        assert looks == ["whole"]
+        await engine.weights.take(NewWeights(tuple(TENSORS), group="g", bucket_bytes=512), 1, "")
+
+    asyncio.run(story())
+    assert looks == ["whole"] and given.is_in(engine) and engine.weights.digest == given.digest
 
 
 def test_other_weights_than_those_that_were_made_ready_are_taken_unprepared(

@@ -111,9 +111,10 @@ class Plan:
     def _look(self) -> list[int]:
         return [tensor.data_ptr() for tensor in _memory(self._model)]
 
-    def holds(self, names: Iterable[str]) -> bool:
-        """Whether it says of all these names where they go, and the model still lies where it lay."""
-        return all(name in self.copies for name in names) and self._addresses == self._look()
+    def holds(self, names: Iterable[str], *, looked: bool = False) -> bool:
+        """Whether it says of all these names where they go, and the model still lies where it lay. `looked`: that was so a
+        moment ago, and `stays` tells the rest."""
+        return all(name in self.copies for name in names) and (self.stays() if looked else self._addresses == self._look())
 
     def stays(self) -> bool:
         """Whether the tensors of the model lie where they lay. Of modules that came since it knows nothing, as `holds` does; a

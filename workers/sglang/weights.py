@@ -84,6 +84,8 @@ class ModelWeights:
         #: what the model holds, as far as names and order go
         self._manifest: list[Tensor] = []
         self._group: Any = None
+        #: the plan was held against the model when that was joined, while the engine served: it takes a millisecond or two
+        self._looked = False
         self._ready: Ready | None = None
         #: the ticket of the latest examination; the space that it has opened, by what the ticket says of it
         self._examining: dict[str, Any] | None = None
@@ -238,12 +240,12 @@ class ModelWeights:
         if self._group is None or self._group.name != ticket["group"]:
             raise ValueError(f"not in group {ticket['group']}")
         digest = Digest()
-        times = self._load(manifest, lambda: self._received(manifest, ticket["bucket_bytes"], digest))
+        times = self._load(manifest, lambda: self._received(manifest, ticket["bucket_bytes"], digest), looked=self._looked)
         return times | {"digest": digest.text()}
 
-    def _load(self, manifest: list[Tensor], pairs: Pairs) -> dict[str, Any]:
+    def _load(self, manifest: list[Tensor], pairs: Pairs, *, looked: bool = False) -> dict[str, Any]:
         plan = self._plan
-        if plan is not None and plan.holds(tensor.name for tensor in manifest):
+        if plan is not None and plan.holds((tensor.name for tensor in manifest), looked=looked):
             return self._exchange(manifest, lambda: plan.replay(pairs()))
         return self._exchange(manifest, lambda: self._model.load_weights(iter(pairs())))
 
@@ -313,6 +315,7 @@ class ModelWeights:
     def do_join(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Begin to join a group; the other answer says when it is done: the engine serves meanwhile."""
         device = f"cuda:{torch.cuda.current_device()}" if ticket["backend"] == "nccl" else "cpu"
+        self._looked = self._plan is not None and self._plan.holds(())
         thread = threading.Thread(target=self._join, args=(ticket, device), name="join", daemon=True)
         thread.start()
         return {}
