@@ -2,9 +2,11 @@
 
 import asyncio
 import importlib
+import itertools
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from enginepool import Pool, ScoreResult, WeightPublisher, errors
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.tiny_model import make_tiny_model
 from tests.engine.reference import Models, Reference
-from tests.process.daemons import Daemon
+from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes
 
 torch: Any = importlib.import_module("torch")
@@ -56,28 +58,43 @@ def drawn(own: dict[str, Any], version: int) -> dict[str, Any]:
 
 
 class Answer(NamedTuple):
-    """A request of the load: its rows, what had been published when it was sent, and what came back."""
+    """A request of the load: its rows, what had been published when it was sent, what came back, and when (monotonic)."""
 
     rows: list[list[int]]
     least: int
     result: ScoreResult
+    at: float = 0.0
 
 
 class Load:
-    """Clients that ask without pause."""
+    """Clients that ask without pause. `repeating`: after so many requests each of them begins with its first one again."""
 
-    def __init__(self) -> None:
+    def __init__(self, group: str = "", repeating: int | None = None) -> None:
+        self.group, self.repeating = group, repeating
         self.published = 0
         self.answers: list[Answer] = []
+        self.asked = 0
         self.stop = False
 
     async def client(self, pool: Pool, seed: int) -> None:
         chance = random.Random(seed)
-        while not self.stop:
+        for count in itertools.count(1):
+            if self.stop:
+                return
             rows = [[chance.randrange(512) for _ in range(chance.randrange(2, 30))] for _ in range(chance.choice([1, 2, 9]))]
             least = self.published
-            result = await pool.score([], rows, label_token_ids=LABELS)
-            self.answers.append(Answer(rows, least, result))
+            self.asked += 1
+            result = await pool.score([], rows, label_token_ids=LABELS, group=self.group)
+            self.answers.append(Answer(rows, least, result, time.monotonic()))
+            if self.repeating and count % self.repeating == 0:
+                chance = random.Random(seed)
+
+    async def more(self, count: int) -> None:
+        """Wait for so many more answers: the pool serves."""
+        goal = len(self.answers) + count
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self.answers) < goal:
+                await asyncio.sleep(0.005)
 
 
 def check(answer: Answer, reference: Reference) -> None:
@@ -111,13 +128,11 @@ def test_after_each_of_many_updates_under_load_every_answer_is_of_exactly_its_we
             first = (await pool.weights()).version + 1
             clients = [asyncio.create_task(load.client(pool, seed)) for seed in range(CLIENTS)]
             for version in range(first, first + updates):
-                before = len(load.answers)
                 record = await publisher.publish(drawn(own, version), version, transfer=transfer)
                 published.append(version)
                 assert (record.outcome, record.members, record.committed) == ("committed", WORKERS, WORKERS)
                 load.published = version
-                while len(load.answers) < before + CLIENTS + 1:
-                    await asyncio.sleep(0.005)
+                await load.more(CLIENTS + 1)
             load.stop = True
             await asyncio.gather(*clients)
             report = await pool.weights()

@@ -192,7 +192,7 @@ def test_a_version_that_goes_backwards_is_refused_and_a_new_run_may(play: Play) 
 def test_of_two_publishers_at_once_the_second_is_refused_by_name(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         new = stage.old + 1
-        gate = Gate(new)
+        gate = Gate(some_weights(new))
         handle = await stage.start(new, gate)
         async with Pool.connect(stage.daemon.address) as pool, WeightPublisher(pool, **OPTIONS) as second:
             with pytest.raises(errors.Publishing):
@@ -215,7 +215,7 @@ def test_before_the_hand_over_a_loss_aborts_and_touches_no_engine(
 ) -> None:
     async def scene(stage: Stage) -> None:
         new = stage.old + 1
-        gate = Gate(new)
+        gate = Gate(some_weights(new))
         handle = await stage.start(new, gate)
         if phase == "staged":
             gate.opened.set()
@@ -290,7 +290,7 @@ def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Play, where:
 def test_a_coordinator_that_is_killed_has_committed_or_not(play: Play, phase: str) -> None:
     async def scene(stage: Stage) -> None:
         new = stage.old + 1
-        gate = Gate(new)
+        gate = Gate(some_weights(new))
         handle = await stage.start(new, gate)
         if phase != "transfer":
             gate.opened.set()

@@ -3,7 +3,7 @@
 import asyncio
 import random
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,18 +38,19 @@ def some_weights(seed: int) -> dict[str, torch.Tensor]:
 
 
 class Gate:
-    """A source that stops after its first tensor until it is opened."""
+    """A source that stops until it is opened, after its first tensor or so many."""
 
-    def __init__(self, seed: int) -> None:
-        self.seed = seed
+    def __init__(self, weights: Mapping[str, torch.Tensor], after: int = 1) -> None:
+        self.weights, self.after = weights, after
         self.reached = threading.Event()
         self.opened = threading.Event()
 
     def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in some_weights(self.seed).items():
+        for count, (name, tensor) in enumerate(self.weights.items(), 1):
             yield name, tensor
-            self.reached.set()
-            assert self.opened.wait(PATIENCE_S)
+            if count >= self.after:
+                self.reached.set()
+                assert self.opened.wait(PATIENCE_S)
 
 
 @dataclass
