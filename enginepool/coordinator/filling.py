@@ -19,13 +19,22 @@ from enginepool.protocol.packing import Packing
 
 #: After a request of a higher priority came, batches of lower ones stay short for this long: the next one may come as well.
 RECENT_S = 1.0
+#: So many forwards of each worker wait, and it is throughput that all of them wait for.
+DEEP = 4
 
 
-def pace_for(can: Capabilities, head: Request, now: float) -> int:
-    """Tokens of a forward that `head` opens. Half of the worker's pace where a higher priority came lately: the next of that
-    waits for the forward that runs and for one more, and has its own to come."""
+def pace_for(can: Capabilities, head: Request, now: float, cost: int) -> int:
+    """Tokens of a forward that `head`, of `cost` tokens, opens; 0: any.
+
+    Half of the worker's pace where a higher priority came lately: the next of that waits for the forward that runs and for one
+    more, and has its own to come. Otherwise two forwards in one where many wait: the engine's host launches fewer then.
+    """
+    if not can.pace:
+        return 0
     group = head.group
-    return can.pace // 2 if head.priority < group.peak and now - group.peak_at <= RECENT_S else can.pace
+    if head.priority < group.peak and now - group.peak_at <= RECENT_S:
+        return can.pace // 2
+    return longest(can) if cost * group.waiting >= DEEP * can.pace * len(group.workers) else can.pace
 
 
 def free_of(worker: Worker, can: Capabilities, head: Request, cost: int, pace: int) -> int:
@@ -57,12 +66,14 @@ def most_of(work: Work, rows: int, can: Capabilities) -> int:
     return can.cached_tokens if rows > 1 and 0 < can.cached_query <= work.shared else longest(can)
 
 
-def beyond_pace(pace: int, head: Request, follower: Request, cost: int, more: int) -> bool:
+def beyond_pace(can: Capabilities, pace: int, head: Request, follower: Request, cost: int, more: int) -> bool:
     """Whether `follower` would make a batch of `cost` too long for its head. Half of a follower may be over the pace, so that
-    batches have it on average; those of a lower priority fill half of it at most."""
+    batches have it on average; those of a lower priority fill half of the worker's at most."""
     if not pace:
         return False
-    return cost + more // 2 > pace if follower.priority >= head.priority else cost + more > pace // 2
+    if follower.priority < head.priority:
+        return cost + more > min(pace, can.pace) // 2
+    return cost + more // 2 > pace
 
 
 def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch | None:
@@ -72,7 +83,6 @@ def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch |
     free_rows = can.inflight_rows - worker.rows
     extra = can.page - 1
     head = lane[0][2]
-    pace = pace_for(can, head, core.now) if can.pace else 0
     work = head.work
     rows = work.rows
     cost = work.tokens + rows * extra
@@ -81,6 +91,7 @@ def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch |
     else:
         cost, slice_ = cut_next(head, can)
         rows = slice_[2] - slice_[1]
+    pace = pace_for(can, head, core.now, cost)
     free_tokens = free_of(worker, can, head, cost, pace)
     if cost > free_tokens or rows > free_rows:
         return None
@@ -101,7 +112,7 @@ def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch |
                 next_.next
                 or cost + more > free_tokens
                 or rows + work.rows > free_rows
-                or beyond_pace(pace, head, next_, cost, more)
+                or beyond_pace(can, pace, head, next_, cost, more)
             ):
                 break
             cost += more
@@ -130,11 +141,11 @@ def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> 
         start, end = request.back[0] if request.back else (request.next, request.work.rows)
         stop, cost, length = _pack(packing, request, start, end, most_tokens, most_rows - rows, follows=bool(slices))
         if slices and (
-            request.next or stop < request.work.rows or beyond_pace(pace, slices[0][0], request, packing.cost, cost)
+            request.next or stop < request.work.rows or beyond_pace(can, pace, slices[0][0], request, packing.cost, cost)
         ):
             break
         if not slices:
-            pace = pace_for(can, request, core.now) if can.pace else 0
+            pace = pace_for(can, request, core.now, cost)
             free_tokens = free_of(worker, can, request, cost, pace)
             if cost > free_tokens or stop - start > free_rows:
                 return None

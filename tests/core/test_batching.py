@@ -189,6 +189,23 @@ def test_a_higher_priority_has_the_whole_pace_beside_lower_ones() -> None:
     assert by_priority(pool) == [(5, [1, 1, 1, 1]), (5, [1, 1])]
 
 
+def test_where_many_wait_a_forward_is_as_long_as_two() -> None:
+    def sizes(waiting: int, workers: int = 1, priority: int = 0) -> list[int]:
+        pool = Pool()
+        client = pool.client()
+        for request in range(1, waiting + 1):
+            pool.submit(client, request, work(1, 15))
+        pool.submit(client, waiting + 1, work(1, 15), priority=priority)
+        for worker in range(workers):
+            pool.worker(str(worker), can=msgspec.structs.replace(CAN, pace=30))
+        return [len(rows(s)) for s in pool.batches]
+
+    assert sizes(20) == [4, 4], "120 tokens wait and more"
+    assert sizes(6) == [2, 2], "less than that"
+    assert sizes(20, workers=2) == [4, 4, 2, 2], "less for each of two"
+    assert sizes(20, priority=5) == [1, 1], "a higher priority came"
+
+
 def by_priority(pool: Pool) -> list[tuple[int, list[int]]]:
     return [(s.message.priority, rows(s)) for s in pool.batches if isinstance(s.message, Batch)]
 

@@ -14,7 +14,11 @@ from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, b
 KNOWN = {
     "attention_backend",
     "chunked_prefill_size",
+    "cuda_graph_max_bs_prefill",
+    "disable_cuda_graph",
+    "disable_decode_cuda_graph",
     "disable_overlap_schedule",
+    "disable_prefill_cuda_graph",
     "disable_priority_preemption",
     "dp_size",
     "dtype",
@@ -79,6 +83,18 @@ def test_a_cpu_gets_what_sglang_needs_there() -> None:
     assert kwargs["dtype"] == "float32"
     assert kwargs["max_total_tokens"] >= 201 + 10 * 4
     assert engine_kwargs(wanted("cpu", dtype="bfloat16"), KNOWN)["dtype"] == "bfloat16"
+
+
+def test_small_plain_forwards_on_a_gpu_are_graphs_and_no_others() -> None:
+    kwargs = engine_kwargs(wanted(), KNOWN)
+    assert kwargs["disable_decode_cuda_graph"] is True
+    assert kwargs["cuda_graph_max_bs_prefill"] == 6144
+    assert not {"disable_cuda_graph", "disable_prefill_cuda_graph"} & kwargs.keys()
+    assert engine_kwargs(wanted(max_batch_tokens=1000), KNOWN)["cuda_graph_max_bs_prefill"] == 2000
+    for without in (wanted(device="cpu"), wanted(packed=True)):
+        kwargs = engine_kwargs(without, ALL_KNOWN | {"disable_radix_cache"})
+        assert kwargs["disable_cuda_graph"] is kwargs["disable_prefill_cuda_graph"] is True
+        assert "cuda_graph_max_bs_prefill" not in kwargs
 
 
 def test_memory_is_never_left_to_a_rule_that_gives_a_small_card_nothing() -> None:

@@ -32,6 +32,9 @@ CACHED_ROOM = 4
 #: Of the device's memory, for weights and key-value pool. SGLang's own choice sets 1.5 MB aside for each token of
 #: `max_prefill_tokens`, which leaves nothing on a small device; a quarter of it holds the activations of a scoring forward.
 STATIC_FRACTION = 0.75
+#: Tokens of the largest plain forward that runs as CUDA graphs. A small one is bound by the launching of kernels; a large one
+#: would only compute the padding to the next captured size.
+GRAPH_TOKENS = 6144
 
 #: Settings that the worker gives itself, and where their values come from.
 FIXED = {
@@ -170,9 +173,6 @@ def _defaults(wanted: Wanted) -> dict[str, Any]:
         "schedule_policy": "fcfs",
         "enable_priority_scheduling": True,
         "disable_priority_preemption": True,
-        # A score is a prefill and never a decode: graphs of decode steps only cost start-up time and memory.
-        "disable_cuda_graph": True,
-        "disable_prefill_cuda_graph": True,
         "grammar_backend": "none",
         # Rows seldom begin alike, and each would be looked for and kept; long queries that rows share are asked for by name.
         "disable_radix_cache": wanted.cached_query_tokens is None,
@@ -180,6 +180,7 @@ def _defaults(wanted: Wanted) -> dict[str, Any]:
         "swa_full_tokens_ratio": 1.0,
         "log_level": "error",
         "custom_weight_loader": [LOADER],
+        **_graphs(wanted),
     }
     if wanted.device == "cpu":
         page = options.get("page_size") or 1
@@ -194,6 +195,13 @@ def _defaults(wanted: Wanted) -> dict[str, Any]:
             "max_total_tokens": pool + (rows + 2) * page,
         }
     return defaults
+
+
+def _graphs(wanted: Wanted) -> dict[str, Any]:
+    """A score is a prefill and never a decode, whose graphs would only cost start-up time and memory. Packed there are none."""
+    if wanted.device == "cpu" or wanted.packed:
+        return {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
+    return {"disable_decode_cuda_graph": True, "cuda_graph_max_bs_prefill": min(GRAPH_TOKENS, wanted.room)}
 
 
 #: name -> (the values with which batches stay whole, why others are refused). What is absent has SGLang's default: fine.
