@@ -109,7 +109,7 @@ def _real(directory: Path, device: Device, show: Any) -> "GroupConfig":
     make_tiny_model(directory)
     if gpus is not None and on_gpu:
         places = [str(i % len(gpus.names)) for i in range(2)]
-        return GroupConfig(
-            model=str(directory), workers=2, device="cuda", dtype="float32", gpus=places, options={"mem_fraction_static": 0.2}
-        )
+        # Two engines may share a GPU, whose attention kernels take half precision alone.
+        options = {"mem_fraction_static": 0.3, "max_total_tokens": 32_768}
+        return GroupConfig(model=str(directory), workers=2, device="cuda", dtype="bfloat16", gpus=places, options=options)
     return GroupConfig(model=str(directory), workers=2, device="cpu", dtype="float32")
