@@ -3,11 +3,13 @@
 The oracle knows what was asked and what went wrong in the world; it knows nothing of how the coordinator decides.
 """
 
+import re
 from typing import NamedTuple
 
 from enginepool.client.events import Answer, Fail
 from enginepool.protocol.messages import Failure, Result
 from enginepool.protocol.updates import Published
+from tests.sim.leases import Leases
 from tests.sim.offers import Offer
 from tests.sim.traffic import Call
 
@@ -42,7 +44,8 @@ class Oracle:
         #: by group: why its weights were nowhere, once they were
         self.needed: set[str] = set()
         self.updates: dict[str, int] = {}
-        #: nothing goes wrong but links: an update that is right succeeds
+        self.leases = Leases()
+        #: nothing goes wrong but links: an update that is right succeeds, if its publisher is not cut off for a whole lease
         self.gentle = False
         #: calls that an engine refused, or cut, because it was told to
         self.wronged: set[int] = set()
@@ -158,10 +161,11 @@ class Oracle:
         assert message.record.outcome == "committed" and message.record.committed > 0, told
         self._count("published")
 
-    def update_failed(self, offer: Offer, failure: Failure) -> None:
-        """A publisher hears that its update is not."""
+    def update_failed(self, offer: Offer, failure: Failure, *, lapsed: bool) -> None:
+        """A publisher hears that its update is not. `lapsed`: nothing of it reached the coordinator for a whole lease."""
         code, told = failure.code, f"{offer}: {failure.code}: {failure.message}"
         justified = code in ("publishing", "version_backwards") or "is ready" in failure.message
+        justified |= lapsed and re.search("publisher (is gone, or|was) silent", failure.message) is not None
         assert justified or not self.gentle or self.draining, told
         if code == "weights_refused":
             assert offer.flaw in ("nan", "zero", "unknown", "missing", "shape"), told

@@ -115,6 +115,7 @@ class SimCoordinator:
         """Events through the machine, and their effects."""
         for event in events:
             self.world.note("coordinator", event)
+            self.watch.oracle.leases.came(event)
         effects = self.machine.handle(*events)
         self.watch.after(len(events), effects)
         for event in events:

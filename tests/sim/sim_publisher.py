@@ -213,7 +213,8 @@ class SimPublisher:
         elif self.publish is None or getattr(message, "id", None) != self.publish.id or self.offer is None:
             return
         elif isinstance(message, Failure):
-            self.oracle.update_failed(self.offer, message)
+            lapsed = self.oracle.leases.lapsed(self.world.now, self.id, self.publish.id)
+            self.oracle.update_failed(self.offer, message, lapsed=lapsed)
             self._finish(message.code)
         elif isinstance(message, Published):
             self.oracle.published(self.offer, self.publish.version, message)

@@ -1,6 +1,7 @@
 """The simulator finds what it is for in weight updates too: each bug that is planted here is seen within a few schedules."""
 
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.phases import QUEUED
 from enginepool.coordinator.state import Group, Request, Worker
-from enginepool.coordinator.weights import ending, holding
+from enginepool.coordinator.weights import ending, holding, publishers
 from enginepool.coordinator.weights import transaction as weights
 from enginepool.coordinator.weights.publishers import Publishers
 from enginepool.coordinator.weights.restoring import Restoring
@@ -19,6 +20,7 @@ from enginepool.protocol.updates import Sent
 from enginepool.workers.events import Send
 from enginepool.workers.updates import WorkerUpdates
 from enginepool.workers.work import Work
+from tests.sim.plan import Plan
 from tests.sim.simulation import Failed, simulate
 
 SEEDS = 300
@@ -216,6 +218,59 @@ def a_drained_group_begins_new_requests(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(weights, "hold", hold)
     patch.setattr(holding, "_begun", begun)
+
+
+def a_lease_is_not_renewed(patch: pytest.MonkeyPatch) -> None:
+    def renew(update: Update, now: float) -> None:
+        """Nothing."""
+
+    patch.setattr(publishers, "_renew", renew)
+
+
+def a_lease_ends_with_the_link(patch: pytest.MonkeyPatch) -> None:
+    """A publisher that says hello again is given up at once, as if it had been silent for its whole lease."""
+    real = Weights.watch
+
+    def watch(self: Weights) -> None:
+        for update in self.open.values():
+            if update.client.incarnation > 1:
+                update.lease_until = self.core.now
+        real(self)
+
+    patch.setattr(Weights, "watch", watch)
+
+
+def a_worker_on_a_new_link_is_given_up(patch: pytest.MonkeyPatch) -> None:
+    def returned(self: Weights, worker: Worker) -> None:
+        update = worker.group.update
+        if update is not None and not update.forward:
+            self.ending.abort(update, "update_aborted", f"{worker.name} has lost its link")
+
+    patch.setattr(Weights, "returned", returned)
+
+
+def gentle_schedules() -> None:
+    for seed in range(1, SEEDS + 1):
+        if Plan(Random(seed), 1 + seed % 8, updates=Random(seed + 1)).gentle:
+            simulate(seed, 1 + seed % 8, updates=True)
+
+
+@pytest.mark.parametrize(
+    ("mutate", "said"),
+    [
+        (a_lease_is_not_renewed, "silent"),
+        (a_lease_ends_with_the_link, "silent"),
+        (a_worker_on_a_new_link_is_given_up, "has lost its link"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_an_abort_without_a_reason_is_found_where_nothing_but_links_breaks(
+    mutate: Mutate, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There an update that is right succeeds, unless its publisher was really cut off for a whole lease."""
+    mutate(monkeypatch)
+    with pytest.raises(Failed, match=rf"\AAssertionError: <Offer .* update_aborted: .*{said}"):
+        gentle_schedules()
 
 
 @pytest.mark.parametrize(

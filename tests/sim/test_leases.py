@@ -1,0 +1,62 @@
+"""Where nothing but links breaks an update may fail for its lease alone, and only if nothing of it came for so long."""
+
+import pytest
+
+from enginepool.coordinator import events as ev
+from enginepool.protocol.updates import Publish, Renew
+from tests.sim.leases import Leases
+from tests.sim.simulation import simulate
+
+CLIENT = b"c" * 16
+
+
+def hello(now: float, link: bytes, incarnation: int) -> ev.Event:
+    return ev.ClientHello(now, link, CLIENT, b"t" * 16, incarnation)
+
+
+def publish(now: float, link: bytes) -> ev.Event:
+    return ev.PublishAsked(now, link, Publish(1, 1, lease_ms=2500), [], (), 0)
+
+
+def renew(now: float, link: bytes) -> ev.Event:
+    return ev.PublisherSaid(now, link, Renew(1, 0))
+
+
+BEGUN = [hello(0.0, b"1", 1), publish(1.0, b"1")]
+
+
+@pytest.mark.parametrize(
+    ("then", "lapses"),
+    [
+        ([], 3.5),
+        ([renew(3.0, b"1")], 5.5),
+        # A link that has not said hello, an older one, and one that is cut say nothing for anybody.
+        ([renew(3.0, b"2")], 3.5),
+        ([hello(2.0, b"2", 2), renew(3.0, b"1")], 3.5),
+        ([hello(2.0, b"2", 2), renew(3.0, b"2")], 5.5),
+        ([hello(2.0, b"2", 0), renew(3.0, b"1")], 5.5),
+        ([ev.LinkCut(2.0, b"1"), renew(3.0, b"1")], 3.5),
+        ([hello(2.0, b"2", 2), publish(3.0, b"2")], 5.5),
+    ],
+)
+def test_a_lease_lapses_when_nothing_counted_for_so_long(then: list[ev.Event], lapses: float) -> None:
+    leases = Leases()
+    for event in (*BEGUN, *then):
+        leases.came(event)
+    assert not leases.lapsed(lapses - 0.01, CLIENT, 1)
+    assert leases.lapsed(lapses, CLIENT, 1)
+    assert not leases.lapsed(100.0, CLIENT, 2), "another transaction of the same client"
+
+
+def test_what_came_too_late_does_not_undo_it() -> None:
+    leases = Leases()
+    for event in (*BEGUN, renew(3.5, b"1")):
+        leases.came(event)
+    assert leases.lapsed(3.6, CLIENT, 1)
+
+
+def test_a_publisher_whose_links_break_twice_in_a_row_may_be_given_up() -> None:
+    """Its next hello was lost with the second link, and came 3.3 s after its last words: its lease was 2.5 s."""
+    outcome = simulate(900774, 7, packed=True, updates=True)
+    assert outcome.updates["update_aborted"] == 1
+    assert outcome.updates["published"] > 1
