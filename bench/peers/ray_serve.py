@@ -3,20 +3,20 @@
 HAProxy sends each request straight to a replica, whose uvicorn takes it in. So the replicas are workers, and what is counted
 as coordinator is HAProxy, the actor that keeps it (and reads a log line of each request, for the metrics) and Serve's proxy.
 
-All of it listens on loopback, but for one port: the gRPC server that each replica has for other replicas is bound to `[::]` in
-Ray's source, with no setting for it. Nobody calls it here.
+All of it listens on loopback, which is looked at before anything is measured.
 """
 
 import importlib
 import importlib.metadata
 import importlib.util
+import ipaddress
 import os
 import secrets
 import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,31 @@ exec {haproxy} "$@"
     return script
 
 
+def loopback_replicas() -> None:
+    """In each process of Ray before it works: a replica binds the gRPC server for other replicas to `[::]`, with no setting."""
+    replica: Any = importlib.import_module("ray.serve._private.replica")
+    bind: Callable[[Any, str], int] = replica.add_port_to_grpc_server
+
+    def bind_to_loopback(server: Any, address: str) -> int:
+        return bind(server, address.replace("[::]", "127.0.0.1"))
+
+    replica.add_port_to_grpc_server = bind_to_loopback
+
+
+def beyond_loopback(host: Child) -> list[str]:
+    """Who can be called from elsewhere: name and address."""
+    found: list[str] = []
+    ray = psutil.Process(host.pid)
+    for process in (ray, *ray.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            listening = [link.laddr for link in process.net_connections("inet") if link.status == psutil.CONN_LISTEN]
+            for address, port in listening:
+                ip = ipaddress.ip_address(address)
+                if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback:
+                    found.append(f"{process.name()} on {address} port {port}")
+    return found
+
+
 def settings(scratch: Path) -> dict[str, str]:
     """Ray's environment: HAProxy, throughput, all files in the scratch folder, a token that only this run knows."""
     return {
@@ -116,7 +141,14 @@ def serve(port: int, scratch: str) -> None:
     os.dup2(2, 1)  # Ray may write to stdout; our one line must stay alone there
     ray: Any = importlib.import_module("ray")
     rayserve: Any = importlib.import_module("ray.serve")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=scratch, object_store_memory=80 << 20)
+    ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        _temp_dir=scratch,
+        object_store_memory=80 << 20,
+        runtime_env={"worker_process_setup_hook": f"bench.peers.ray_serve.{loopback_replicas.__name__}"},
+    )
     try:
         rayserve.start(http_options={"host": "127.0.0.1", "port": port})
         ingress = rayserve.ingress(App(prepared.http_answer_body()))(type("Scores", (), {}))
@@ -167,6 +199,8 @@ def start(scratch: Path, stack: ExitStack) -> Contestant:
     stack.callback(host.stop, STOP_S)
     host.hear(START_S)
     settle(host, scratch)
+    if heard := beyond_loopback(host):
+        raise RuntimeError(f"Ray listens beyond loopback: {', '.join(heard)}")
     load = begin(stack, ["-m", "bench.load", "http", f"127.0.0.1:{port}"], scratch)
     return Contestant(
         load,
