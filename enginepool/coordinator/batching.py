@@ -56,7 +56,7 @@ def _try_suspect(core: Core, group: Group) -> None:
     if group.trial is not None:
         return
     kept = group.kept_worker
-    found: tuple[list[Entry], Worker] | None = None
+    found: tuple[list[Entry[Request]], Worker] | None = None
     for class_, routing in ((PACKED, group.packed_routing), (PLAIN, group.routing)):
         lane, first = group.suspects.head(class_), group.queue.head(class_)
         if lane is None or (first is not None and first[0] < lane[0]):
@@ -98,7 +98,7 @@ def _busy(worker: Worker) -> bool:
     return bool(worker.batches or worker.texts)
 
 
-def _quietest(group: Group, routing: Routing) -> Worker | None:
+def _quietest(group: Group, routing: Routing[Worker]) -> Worker | None:
     """The least loaded open worker of a class; one without texts to tokenise, if such a one is idle."""
     worker = routing.least()
     if worker is not None and worker.texts and not worker.batches:

@@ -8,6 +8,7 @@ from enginepool.coordinator.effects import Effect, ToClient
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.phases import DONE
 from enginepool.coordinator.state import Client, Group, Request, Worker
+from enginepool.coordinator.weights.update import Update
 from enginepool.protocol.messages import Failure, TaskId
 
 
@@ -57,7 +58,7 @@ class Core:
 
     __slots__ = (
         "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "fallen", "groups", "links",
-        "live_bytes", "live_rows", "now", "returned", "risen", "seq", "started", "touched", "woken", "worker_links",
+        "live_bytes", "live_rows", "now", "returned", "risen", "seq", "started", "touched", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -68,6 +69,8 @@ class Core:
         #: of the event in hand
         self.effects: list[Effect] = []
         self.groups: dict[str, Group] = {}
+        #: transactions that have no end yet, by group: at most one each
+        self.updates: dict[str, Update] = {}
         self.clients: dict[bytes, Client] = {}
         #: newest links only
         self.links: dict[Link, Client] = {}
@@ -90,6 +93,10 @@ class Core:
         self.fallen: list[tuple[Worker, str]] = []
         #: what the event in hand changed, when tests want to check it
         self.touched: list[Client | Request | Worker | Group] | None = None
+
+    def update_of(self, group: Group) -> Update | None:
+        """The open transaction of `group`."""
+        return self.updates.get(group.name)
 
     def wake(self, group: Group) -> None:
         """Something happened in `group` for which work may have to be dispatched."""

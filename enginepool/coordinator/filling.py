@@ -76,7 +76,7 @@ def beyond_pace(can: Capabilities, pace: int, head: Request, follower: Request, 
     return cost + more // 2 > pace
 
 
-def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch | None:
+def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: Worker) -> Batch | None:
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
     can = worker.capabilities
     assert can is not None
@@ -124,7 +124,7 @@ def fill(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch |
     return Batch(core.task_id(), worker, slices, cost, rows, False)
 
 
-def fill_packed(core: Core, queue: Queue, lane: list[Entry], worker: Worker) -> Batch | None:
+def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: Worker) -> Batch | None:
     """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
     can = worker.capabilities
     assert can is not None

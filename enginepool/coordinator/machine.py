@@ -102,14 +102,14 @@ class Machine:
         for event in events:
             core.now = event.now
             on[type(event)](event)
-        if core.fallen or core.risen or core.returned or self.weights.open:
+        if core.fallen or core.risen or core.returned or core.updates:
             self._settle()
         for group in core.woken:
             group.woken = False
             if not group.held:
                 pump(core, group)
-            elif group.update is not None and not group.update.forward:
-                finish_begun(core, group.update)
+            elif (update := core.update_of(group)) is not None and not update.forward:
+                finish_begun(core, update)
         core.woken.clear()
         if core.draining:
             self._draining()
@@ -155,7 +155,7 @@ class Machine:
     def _draining(self) -> None:
         """Once all is answered, or time is up, the workers end; once they have, so may the process."""
         core = self.core
-        busy = any(client.live for client in core.clients.values()) or bool(self.weights.open)
+        busy = any(client.live for client in core.clients.values()) or bool(core.updates)
         if busy and core.now >= self._drain_until:
             for group in core.groups.values():
                 self.requests.fail_all(group, "shutting_down", "the coordinator ended before this request was answered")
@@ -236,6 +236,11 @@ class Machine:
             worker.check()
         for group in core.groups.values():
             group.check()
+            update = core.update_of(group)
+            assert group.held == (update is not None and update.holds), (group.name, group.held, update)
+            if update is not None:
+                assert update.group is group, update
+                update.check()
             mine = [r for r in live if r.group is group]
             assert group.waiting + group.running == len(mine), (group.waiting, group.running, len(mine))
             assert group.tokens == sum(r.work.tokens for r in mine)

@@ -10,18 +10,31 @@ once they are half of the queue: cancelling costs O(1) and memory stays in propo
 
 from collections import deque
 from heapq import heappop, heappush, heapreplace
-from typing import TYPE_CHECKING
+from typing import Any, Generic, Protocol, TypeVar
 
+from enginepool.coordinator.events import Work
 from enginepool.coordinator.phases import QUEUED  # TEXT waits too: in the queue of suspects
-
-if TYPE_CHECKING:
-    from enginepool.coordinator.state import Request
 
 #: every class of workers
 ANY = -1
 
 
-class Fifo(deque["Request"]):
+class Waits(Protocol):
+    """What a queue reads of a request, and `lane`, which it alone sets."""
+
+    work: Work
+    classes: int
+    priority: int
+    key: float
+    seq: int
+    state: int
+    lane: "Queue[Any] | None"
+
+
+R = TypeVar("R", bound=Waits)
+
+
+class Fifo(deque[R]):
     """Requests of one priority behind the one that stands in the heap, in the order of their arrival numbers."""
 
     __slots__ = ("last", "open")
@@ -35,10 +48,10 @@ class Fifo(deque["Request"]):
 
 
 #: (key, seq, request, the fifo whose first it is; None when it came back and stands alone)
-Entry = tuple[float, int, "Request", Fifo | None]
+Entry = tuple[float, int, R, Fifo[R] | None]
 
 
-class Lane(list[Entry]):
+class Lane(list[Entry[R]]):
     """A heap of the first entries; `lane[0]` is the first of all."""
 
     __slots__ = ("fifos",)
@@ -46,27 +59,27 @@ class Lane(list[Entry]):
     def __init__(self) -> None:
         super().__init__()
         #: by priority
-        self.fifos: dict[int, Fifo] = {}
+        self.fifos: dict[int, Fifo[R]] = {}
 
-    def requests(self) -> "list[Request]":
+    def requests(self) -> list[R]:
         """All of them, waiting or stale, in no order."""
         return [entry[2] for entry in self] + [request for fifo in self.fifos.values() for request in fifo]
 
 
-class Queue:
+class Queue(Generic[R]):
     """Requests that wait, smallest (key, seq) first. `request.lane` names the queue where its entry counts."""
 
     __slots__ = ("_lanes", "_stale", "size")
 
     def __init__(self) -> None:
         #: by signature: the classes' bits, shifted, and whether hidden states are wanted
-        self._lanes: dict[int, Lane] = {}
+        self._lanes: dict[int, Lane[R]] = {}
         #: entries in all lanes, waiting or stale
         self.size = 0
         #: roughly as many of them are stale
         self._stale = 0
 
-    def push(self, request: "Request") -> None:
+    def push(self, request: R) -> None:
         """Add `request`, unless its entry stands here already: the key is constant, so that entry is right."""
         if request.lane is self:
             return
@@ -90,9 +103,9 @@ class Queue:
             # It came back: its place is before some that arrived after it.
             heappush(lane, (request.key, request.seq, request, None))
 
-    def head(self, classes: int = ANY) -> list[Entry] | None:
+    def head(self, classes: int = ANY) -> list[Entry[R]] | None:
         """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits."""
-        best: list[Entry] | None = None
+        best: list[Entry[R]] | None = None
         bits = classes << 1
         for signature, lane in self._lanes.items():
             while lane and signature & bits:
@@ -106,7 +119,7 @@ class Queue:
                     self._stale -= 1
         return best
 
-    def pop(self, lane: list[Entry]) -> None:
+    def pop(self, lane: list[Entry[R]]) -> None:
         """Drop the head of `lane`."""
         _, _, request, fifo = lane[0]
         if fifo:
@@ -138,7 +151,7 @@ class Queue:
                 if request.state <= QUEUED:
                     self.push(request)
 
-    def waiting(self) -> "list[Request]":
+    def waiting(self) -> list[R]:
         """The requests that wait, in no order."""
         return [
             request

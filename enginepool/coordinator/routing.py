@@ -6,24 +6,34 @@ Among equals the one that was changed longest ago is first, so that equal load g
 """
 
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from enginepool.coordinator.state import Worker
+from typing import Generic, Protocol, TypeVar
 
 
-class Routing:
+class Works(Protocol):
+    """What routing reads of a worker, and `stamp`, which it alone sets."""
+
+    cost: int
+    stamp: int
+
+    @property
+    def open(self) -> bool: ...
+
+
+W = TypeVar("W", bound=Works)
+
+
+class Routing(Generic[W]):
     """Open workers by outstanding tokens."""
 
     __slots__ = ("_heap", "_turn", "open")
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Worker]] = []
+        self._heap: list[tuple[int, int, W]] = []
         self._turn = 0
         #: workers with a valid entry
         self.open = 0
 
-    def update(self, worker: "Worker") -> None:
+    def update(self, worker: W) -> None:
         """Call after anything changed that routing depends on: outstanding work, or whether it is open."""
         if worker.open:
             self.moved(worker)
@@ -31,7 +41,7 @@ class Routing:
             worker.stamp = 0
             self.open -= 1
 
-    def moved(self, worker: "Worker") -> None:
+    def moved(self, worker: W) -> None:
         """The outstanding work of an open worker changed."""
         if not worker.stamp:
             self.open += 1
@@ -43,7 +53,7 @@ class Routing:
             self._heap = [entry for entry in heap if entry[2].stamp == entry[1]]
             heapify(self._heap)
 
-    def least(self) -> "Worker | None":
+    def least(self) -> W | None:
         """The open worker with the least outstanding tokens."""
         heap = self._heap
         while heap:

@@ -21,7 +21,6 @@ The life of a place (a worker that this pool starts itself): backoff → up (its
 
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from enginepool.config import GroupConfig
 from enginepool.coordinator.classes import PACKED, PLAIN, may_pack
@@ -29,11 +28,9 @@ from enginepool.coordinator.events import Buffer, GroupWeights, Link, Work
 from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.routing import Routing
+from enginepool.coordinator.weights.ring import Ring
 from enginepool.protocol.messages import MAX_PRIORITY, Capabilities, FrameSpec, TaskId
 from enginepool.protocol.updates import UpdateRecord
-
-if TYPE_CHECKING:
-    from enginepool.coordinator.weights.update import Ring, Update
 
 #: transactions of a group that its history remembers
 HISTORY = 64
@@ -115,12 +112,12 @@ class Request:
         self.attempts = 0
         self.evidence: Sequence[str] = ()
         #: the queue in which its entry counts; entries in another one are stale
-        self.lane: Queue | None = None
+        self.lane: Queue[Request] | None = None
         #: it runs once this version, or a later one, is committed
         self.min_version = 0
 
     @property
-    def queue(self) -> Queue:
+    def queue(self) -> "Queue[Request]":
         """Where it waits, when it does."""
         group = self.group
         if self.min_version > group.version:
@@ -338,7 +335,7 @@ class Group:
         "answered", "batches", "config", "down", "early", "expected", "failed", "first", "forwards", "gone", "halvings",
         "held", "history", "kept_worker", "lost_batches", "name", "needs", "needy", "packed", "packed_routing", "peak",
         "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running", "spent_s", "spent_tokens",
-        "split_batches", "suspects", "text_turn", "text_waiting", "tokens", "trial", "update", "version", "waiting",
+        "split_batches", "suspects", "text_turn", "text_waiting", "tokens", "trial", "version", "waiting",
         "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
@@ -348,9 +345,7 @@ class Group:
         #: the committed weights; workers that hold others get no work. version == weights.version
         self.weights = weights
         self.version = weights.version
-        #: the open transaction
-        self.update: Update | None = None
-        #: no new work starts, because engines are about to take other weights
+        #: no new work starts, because engines are about to take the weights of the open transaction
         self.held = False
         #: the process group of the last update that was committed; None when nobody can be in it any more
         self.ring: Ring | None = None
@@ -372,17 +367,17 @@ class Group:
         self.expected = PLAIN | PACKED
         self.workers: dict[str, Worker] = {}
         self.places: list[Place] = []
-        self.queue = Queue()
+        self.queue: Queue[Request] = Queue()
         #: suspects, which run alone, one at a time
-        self.suspects = Queue()
+        self.suspects: Queue[Request] = Queue()
         #: requests that wait for a later weight version
-        self.early = Queue()
+        self.early: Queue[Request] = Queue()
         self.trial: Batch | None = None
         #: kept free for the next trial until its batches are done
         self.kept_worker: Worker | None = None
         #: the open plain workers, and the open packed ones
-        self.routing = Routing()
-        self.packed_routing = Routing()
+        self.routing: Routing[Worker] = Routing()
+        self.packed_routing: Routing[Worker] = Routing()
         #: the highest priority of late, and when a request last came with it
         self.peak = -MAX_PRIORITY
         self.peak_at = 0.0
@@ -435,9 +430,6 @@ class Group:
         self.suspects.check()
         self.early.check()
         assert self.version == self.weights.version, self.name
-        assert self.held == (self.update is not None and self.update.holds), (self.name, self.held, self.update)
-        if self.update is not None:
-            self.update.check()
         assert bool(self.needs) == bool(self.needy), (self.needs, self.needy)
         if self.needs:
             assert not any(worker.able for worker in self.workers.values() if worker.class_ & self.needy), self.needs

@@ -23,7 +23,7 @@ def report(core: Core, asked: StatusAsked) -> StatusReport:
 
 
 def _group(core: Core, group: Group) -> GroupStatus:
-    head = group.queue.head()
+    head, update = group.queue.head(), core.update_of(group)
     absent = [_absent(core, place) for place in group.places if place.incarnation not in group.workers]
     return GroupStatus(
         name=group.name,
@@ -43,7 +43,7 @@ def _group(core: Core, group: Group) -> GroupStatus:
         down=group.down,
         digest=group.weights.digest,
         early=len(group.early.waiting()),
-        update=f"{group.update.phase} of version {group.update.offer.version}" if group.update is not None else "",
+        update=f"{update.phase} of version {update.offer.version}" if update is not None else "",
         needs_weights=group.needs,
         halvings=group.halvings,
         workers=[_worker(core, worker) for worker in group.workers.values()] + absent,

@@ -79,7 +79,7 @@ class UpdatePool(Pool):
     @property
     def update(self) -> Update:
         """The open transaction of group g."""
-        update = self.machine.core.groups["g"].update
+        update = self.machine.core.updates.get("g")
         assert update is not None
         return update
 

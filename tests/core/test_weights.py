@@ -202,7 +202,7 @@ def aborted(pool: UpdatePool, sent: list[Any], code: str = "update_aborted") -> 
     failure = refusal(sent, 1)
     assert failure.code == code
     group = pool.machine.core.groups["g"]
-    assert group.update is None and not group.held
+    assert not pool.machine.core.updates and not group.held
     assert [s.link for s in sent if isinstance(s.message, Release)] == [w.link for w in group.workers.values()]
     assert all(worker.able for worker in group.workers.values())
     assert group.history[-1].outcome == code

@@ -1,4 +1,4 @@
-"""Who may import whom: the rules that keep the core pure, the rooms apart, and each library in one file.
+"""Who may import whom: the rules that keep the core pure, the rooms apart, each library in one file, and no circles.
 
 Every import counts, also one inside a function, under TYPE_CHECKING, or by `importlib.import_module("name")`. `violations` is a
 function of sources, so the tests feed it bad ones and expect the complaint.
@@ -8,6 +8,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -158,6 +159,30 @@ def violations(sources: dict[str, str]) -> list[str]:
     return lines
 
 
+def circle(sources: dict[str, str]) -> list[str]:
+    """The modules of one circle of imports, each imported by the next, or nothing.
+
+    What a package's `__init__` names under TYPE_CHECKING does not count: it is the face of what is loaded when asked for.
+    """
+    names = {path: module_of(path).removesuffix(".__init__") for path in sources}
+    known = set(names.values())
+    graph: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        tree = ast.parse(source, path)
+        if path.endswith("__init__.py"):
+            tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
+        graph[names[path]] = needed = set[str]()
+        for found in imports(path, ast.unparse(tree)):
+            name = found.name if found.name in known else found.name.rpartition(".")[0]
+            if name in known and name != names[path]:
+                needed.add(name)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
 def sources_of_the_house() -> dict[str, str]:
     """Every Python file of the repository once, by its real place: the links in enginepool/ are not followed."""
     found: dict[str, str] = {}
@@ -174,6 +199,33 @@ def test_every_file_keeps_the_import_rules() -> None:
     assert "protocol/messages.py" in sources
     assert "workers/engine.py" in sources
     assert violations(sources) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """Neither when they run nor for their types."""
+    product = {path: source for path, source in sources_of_the_house().items() if not path.startswith(("tests", "bench"))}
+    assert circle(product) == []
+
+
+FACE = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from enginepool.a import A"
+CIRCLES = [
+    {"enginepool/a.py": "from enginepool import b", "enginepool/b.py": "import enginepool.a"},
+    {"enginepool/a.py": "from enginepool.b import B", "enginepool/b.py": "def f():\n    from enginepool.a import A"},
+    {"enginepool/a.py": "from .b import B", "enginepool/b.py": FACE},
+    {"protocol/a.py": "from enginepool.b import B", "enginepool/b.py": "from enginepool.protocol.a import A"},
+    {"enginepool/a.py": "from enginepool.b import c", "enginepool/b/c.py": "from enginepool import a"},
+    {"enginepool/a.py": "from enginepool.b import C", "enginepool/b/__init__.py": "from enginepool.a import A"},
+]
+
+
+@pytest.mark.parametrize("sources", CIRCLES)
+def test_a_circle_is_found(sources: dict[str, str]) -> None:
+    assert {*circle(sources)} == {module_of(path).removesuffix(".__init__") for path in sources}
+    assert all(circle({path: source}) == [] for path, source in sources.items())
+
+
+def test_the_face_of_a_package_may_name_what_it_loads_when_asked() -> None:
+    assert circle({"enginepool/__init__.py": FACE, "enginepool/a.py": "from enginepool import __version__"}) == []
 
 
 def test_the_lists_of_files_name_files_that_exist() -> None:

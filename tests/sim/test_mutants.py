@@ -120,9 +120,9 @@ def work_of_a_dead_epoch_is_run_beside_the_new(patch: pytest.MonkeyPatch) -> Non
 
 
 def packed_workers_get_everything(patch: pytest.MonkeyPatch) -> None:
-    real = Queue.head
+    real: Callable[[Any], Any] = Queue[Any].head
 
-    def head(self: Queue, classes: int = -1) -> Any:
+    def head(self: Any, classes: int = -1) -> Any:
         return real(self)
 
     patch.setattr(Queue, "head", head)

@@ -59,7 +59,7 @@ def late_workers_finish_old_work(patch: pytest.MonkeyPatch) -> None:
     real = Fleet.recall
 
     def recall(self: Fleet, worker: Worker) -> list[tuple[Request, bool]]:
-        update = worker.group.update
+        update = self.core.update_of(worker.group)
         return [] if update is None else real(self, worker)
 
     patch.setattr(Fleet, "recall", recall)
@@ -86,7 +86,7 @@ def a_lease_lasts_for_ever(patch: pytest.MonkeyPatch) -> None:
     real = Weights.watch
 
     def watch(self: Weights) -> None:
-        for update in self.open.values():
+        for update in self.core.updates.values():
             update.lease_until = float("inf")
         real(self)
 
@@ -232,7 +232,7 @@ def a_lease_ends_with_the_link(patch: pytest.MonkeyPatch) -> None:
     real = Weights.watch
 
     def watch(self: Weights) -> None:
-        for update in self.open.values():
+        for update in self.core.updates.values():
             if update.client.incarnation > 1:
                 update.lease_until = self.core.now
         real(self)
@@ -242,7 +242,7 @@ def a_lease_ends_with_the_link(patch: pytest.MonkeyPatch) -> None:
 
 def a_worker_on_a_new_link_is_given_up(patch: pytest.MonkeyPatch) -> None:
     def returned(self: Weights, worker: Worker) -> None:
-        update = worker.group.update
+        update = self.core.update_of(worker.group)
         if update is not None and not update.forward:
             self.ending.abort(update, "update_aborted", f"{worker.name} has lost its link")
 

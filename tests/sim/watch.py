@@ -53,12 +53,13 @@ class Watch:
                 self.oracle.down.add(group.name)
             if group.needs:
                 self.oracle.needed.add(group.name)
-            if group.update is not None:
-                group.update.check()
-                self._in_time(group.update)
-            assert group.held == (group.update is not None and group.update.holds), group.name
+            update = core.update_of(group)
+            if update is not None:
+                update.check()
+                self._in_time(update)
+            assert group.held == (update is not None and update.holds), group.name
         for batch in new:
-            update = batch.worker.group.update
+            update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"
             assert update is None or not update.forward, f"{batch} was sent during a hand-over"
             if update is not None and update.holds:
@@ -179,7 +180,7 @@ class Watch:
         assert core.live_rows == core.live_bytes == 0
         for group in core.groups.values():
             assert group.waiting == group.running == group.tokens == 0, group.name
-            assert group.update is None and not group.held, group.update
+            assert core.update_of(group) is None and not group.held, core.updates
             assert group.trial is None and group.kept_worker is None, (group.trial, group.kept_worker)
             for worker in group.workers.values():
                 assert not worker.batches and not worker.texts and worker.cost == worker.rows == 0, worker
@@ -200,7 +201,7 @@ def _uid(request: Request) -> int:
     return uid_of(prompts_of(work.part, work.frames)[0])
 
 
-def _bounded(queue: Queue) -> None:
+def _bounded(queue: Queue[Request]) -> None:
     waiting = len(queue.waiting())
     assert queue.size - waiting <= max(66, queue.size // 2 + 1), f"{queue.size} entries for {waiting} that wait"
     assert queue.size == 0 or waiting <= queue.size

@@ -26,8 +26,6 @@ class Ending:
         self.requests = requests
         self.fleet = fleet
         self.restoring = restoring
-        #: transactions that have no end yet, by group: at most one each
-        self.open: dict[str, Update] = {}
         #: folders of snapshots, by the group option
         self.snapshots: dict[str, str] = {}
 
@@ -118,8 +116,7 @@ class Ending:
         update.times["drain" if update.phase == HOLD else update.phase] = int((self.core.now - update.since) * 1e6)
 
     def _close(self, update: Update) -> None:
-        update.group.update = None
-        del self.open[update.group.name]
+        del self.core.updates[update.group.name]
 
     def _record(self, update: Update, outcome: str, message: str) -> UpdateRecord:
         core, offer = self.core, update.offer

@@ -30,7 +30,7 @@ class Publishers:
         group = core.open_group(e.link, offer.id, offer.group)
         if group is None:
             return
-        if (other := group.update) is not None:
+        if (other := core.update_of(group)) is not None:
             name = other.client.id.hex()[:8]
             text = f"client {name} is publishing version {other.offer.version}, now in phase {other.phase}"
             core.refuse(e.link, offer.id, "publishing", text, field="group", limit=name)
@@ -61,7 +61,7 @@ class Publishers:
         return True
 
     def _of(self, client: Client, id: int) -> Update | None:
-        found = (update for update in self.weights.open.values() if update.client is client and update.offer.id == id)
+        found = (update for update in self.core.updates.values() if update.client is client and update.offer.id == id)
         return next(found, None)
 
     def _begin(self, client: Client, group: Group, e: ev.PublishAsked) -> None:

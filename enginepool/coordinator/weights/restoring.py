@@ -36,7 +36,8 @@ class Restoring:
             return
         if not worker.holds:
             # Members of an open transaction are about to take other weights, or have.
-            if group.update is None or worker.incarnation not in group.update.members:
+            update = self.core.update_of(group)
+            if update is None or worker.incarnation not in update.members:
                 self._restore(worker)
             return
         worker.restore_until = worker.lacks = None
@@ -65,7 +66,7 @@ class Restoring:
 
     def returned(self, worker: Worker) -> None:
         """A worker is on a new link: what was sent on the old one may be lost with it."""
-        update = worker.group.update
+        update = self.core.update_of(worker.group)
         handed = update is not None and update.forward and worker.incarnation in update.members
         if worker.restore_until is not None and not handed:
             self._post(worker)
@@ -81,7 +82,8 @@ class Restoring:
     def watch(self) -> None:
         """Try again, and see whether the weights of a group exist nowhere."""
         for group in self.core.groups.values():
-            members = group.update.members if group.update is not None else {}
+            update = self.core.update_of(group)
+            members = update.members if update is not None else {}
             for worker in group.workers.values():
                 if worker.holds or worker.stage != "ready" or worker.restore_until is not None or not worker.idle:
                     continue
@@ -93,7 +95,7 @@ class Restoring:
 
     def _needs(self, group: Group, class_: int) -> None:
         """Whether every worker of a class that there may be has said that it cannot have the committed weights."""
-        update = group.update
+        update = self.core.update_of(group)
         if group.needy & class_ or self.core.draining or (update is not None and update.forward):
             return
         if any(worker.lacks is None for worker in group.workers.values() if worker.class_ == class_):

@@ -35,6 +35,7 @@ from enginepool.coordinator.state import Worker
 from enginepool.coordinator.weights.ending import Ending
 from enginepool.coordinator.weights.holding import hold, unfinished, working
 from enginepool.coordinator.weights.notices import ask, say_join, say_phase
+from enginepool.coordinator.weights.ring import Ring
 from enginepool.coordinator.weights.update import (
     HAND_OVER,
     HOLD,
@@ -44,7 +45,6 @@ from enginepool.coordinator.weights.update import (
     STAGED,
     TRANSFER,
     Member,
-    Ring,
     Stand,
     Update,
     failures,
@@ -65,12 +65,10 @@ class Weights:
         self.core = core
         self.ending = ending
         self.fleet = ending.fleet
-        self.open = ending.open
 
     def begin(self, update: Update) -> None:
         """Open a transaction: ask its members whether they can."""
-        update.group.update = update
-        self.open[update.group.name] = update
+        self.core.updates[update.group.name] = update
         self._enter(update, OPEN, self.core.config.timing.update_prepare_s)
         self._ask_all(update)
 
@@ -81,7 +79,7 @@ class Weights:
         worker = self.fleet.of(e.link)
         if worker is None:
             return
-        update, message = worker.group.update, e.message
+        update, message = self.core.update_of(worker.group), e.message
         if update is None or message.update != update.id or worker.incarnation not in update.members:
             return
         member = update.members[worker.incarnation]
@@ -117,7 +115,7 @@ class Weights:
 
     def returned(self, worker: Worker) -> None:
         """A worker is on a new link: what was sent on the old one may be lost with it."""
-        update = worker.group.update
+        update = self.core.update_of(worker.group)
         if update is not None and worker.incarnation in update.pending:
             ask(self.core, update, update.pending[worker.incarnation])
         if update is not None and update.inspecting is not None and update.inspecting[1] is worker:
@@ -125,7 +123,7 @@ class Weights:
 
     def lost(self, worker: Worker, reason: str) -> None:
         """A worker is gone; members are fixed, so that it leaves a gap that nobody fills."""
-        update = worker.group.update
+        update = self.core.update_of(worker.group)
         member = update.members.get(worker.incarnation) if update is not None else None
         if update is None or member is None or member.worker is not worker:
             return
@@ -166,9 +164,9 @@ class Weights:
 
     def advance(self) -> None:
         """After events were handled: let open transactions go on as far as they can."""
-        for update in list(self.open.values()):
+        for update in list(self.core.updates.values()):
             before = ""
-            while self.open.get(update.group.name) is update and before != update.phase:
+            while self.core.updates.get(update.group.name) is update and before != update.phase:
                 before = update.phase
                 self._advance(update)
 
@@ -269,7 +267,7 @@ class Weights:
 
     def inspected(self, worker: Worker, message: Inspected) -> bool:
         """An engine has said what is zero in it, or that it cannot: then zeros are reported, not refused."""
-        update = worker.group.update
+        update = self.core.update_of(worker.group)
         if update is None or update.inspecting != (message.task, worker):
             return False
         if message.code:
@@ -331,7 +329,7 @@ class Weights:
 
     def journalled(self, e: ev.JournalWritten) -> None:
         """The commit point is passed, or could not be."""
-        update = next((update for update in self.open.values() if update.id == e.update), None)
+        update = next((update for update in self.core.updates.values() if update.id == e.update), None)
         if update is None or update.weights is None:
             return
         weights, update.weights = update.weights, None
@@ -345,7 +343,7 @@ class Weights:
     def watch(self) -> None:
         """Act on every deadline that has passed."""
         now = self.core.now
-        for update in list(self.open.values()):
+        for update in list(self.core.updates.values()):
             gone = self.core.clients.get(update.client.id) is not update.client
             if not update.forward and update.needs_publisher and (gone or now >= update.lease_until):
                 what = "its publisher is gone" if gone else f"its publisher was silent for {update.offer.lease_ms} ms"
@@ -379,16 +377,16 @@ class Weights:
 
     def next(self) -> float:
         """When the next deadline is due."""
-        return min((update.until for update in self.open.values()), default=float("inf"))
+        return min((update.until for update in self.core.updates.values()), default=float("inf"))
 
     def extend(self, gap: float) -> None:
         """The coordinator itself stood still for `gap` seconds."""
-        for update in self.open.values():
+        for update in self.core.updates.values():
             update.until += gap
             update.lease_until += gap
 
     def drain(self) -> None:
         """The pool ends: what has not touched an engine is given up."""
-        for update in list(self.open.values()):
+        for update in list(self.core.updates.values()):
             if not update.forward:
                 self.ending.abort(update, "update_aborted", "the coordinator is draining")

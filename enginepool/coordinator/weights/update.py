@@ -1,10 +1,11 @@
 """One transaction: its members, how far each of them is, and what must hold. `weights` decides; this only remembers."""
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from enginepool.coordinator.events import Buffer, GroupWeights
 from enginepool.coordinator.state import Client, Group, Request, Worker
+from enginepool.coordinator.weights.ring import Ring
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import TaskId
 from enginepool.protocol.updates import Finding, PhaseName, Publish, Space
@@ -18,20 +19,6 @@ HAND_OVER: Final = "hand_over"
 JOURNAL: Final = "journal"
 Stand = PhaseName | Literal["journal"]
 PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, HOLD, HAND_OVER, JOURNAL)
-
-
-class Ring(NamedTuple):
-    """A process group that stands: its name, where it meets, and the sides that are in it, in the order of their ranks."""
-
-    name: str
-    address: str
-    backend: str
-    sides: tuple[tuple[str, int], ...]
-
-    @property
-    def world(self) -> int:
-        """How many ranks it has."""
-        return sum(ranks for _, ranks in self.sides)
 
 
 class Member:
@@ -164,7 +151,6 @@ class Update:
     def check(self) -> None:
         assert self.phase in PHASES, self
         assert self.members, self
-        assert self.group.update is self, self
         assert self.pending.keys() <= self.members.keys(), self
         members = self.members.values()
         if not self.forward:
