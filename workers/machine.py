@@ -135,8 +135,9 @@ class WorkerMachine:
         if event.now > self.now:
             gap = event.now - self.now
             if gap > STALL_S:
-                self.heard_at += gap
-                self.asked_at += gap
+                # A sum of differences is rounded, and may lie after the clock.
+                self.heard_at = min(self.heard_at + gap, event.now)
+                self.asked_at = min(self.asked_at + gap, event.now)
             self.now = event.now
         return self._handlers[type(event)](event)
 
@@ -351,4 +352,4 @@ class WorkerMachine:
         assert self.stage != "ready" or self.capabilities is not None
         assert (self.stage == "draining") == (self.drain_until is not None)
         assert self.capabilities is not None or not work.running
-        assert self.heard_at <= self.now
+        assert self.heard_at <= self.now and self.asked_at <= self.now

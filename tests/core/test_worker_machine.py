@@ -412,6 +412,14 @@ def test_a_stall_of_the_worker_itself_is_not_held_against_the_coordinator() -> N
     assert w.heard_at == 999.0
 
 
+@pytest.mark.parametrize(("before", "after"), [(1.2, 3.4), (1.1227798168435628, 3.3924947949605495)])
+def test_after_a_stall_nothing_was_heard_or_asked_later_than_now(before: float, after: float) -> None:
+    """`before + (after - before)` is more than `after` by a rounding."""
+    w = ready()
+    run(w, Connected(before), Received(before, Accept(5)), Disconnected(after))
+    assert w.heard_at == w.asked_at == w.now == after
+
+
 def test_a_closed_lifeline_ends_the_process_at_once() -> None:
     w = ready()
     hear(w, batch(5, 1))

@@ -1,5 +1,5 @@
 """Seeds that showed a bug once, and what it was. The smallest test of each is in `tests/core/test_machine_regressions.py`,
-of updates in `tests/core/test_weights.py`.
+of updates in `tests/core/test_weights.py`, of workers in `tests/core/test_worker_machine.py`.
 
 A seed means a schedule only as long as the simulator draws in the same order: whoever changes that plants each bug again and
 looks for the seed that shows it now.
@@ -26,6 +26,7 @@ UPDATES = [
     (410822, 33, True, "of many workers one was always being asked again, so that nobody said that the weights are missing"),
     (900758, 7, "where one class of workers was gone for good, nobody said that the weights of the other one are missing"),
     (312925, 7, True, "a part that came back during the hand-over was given to an engine that takes weights"),
+    (9900007, 6, False, "after a stall a worker had heard its coordinator later than it was, by a rounding"),
     (30744, 6, True, "a version that was lost was published again with other weights, so that it named two sets of them"),
 ]
 
