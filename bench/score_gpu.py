@@ -217,6 +217,7 @@ def options() -> argparse.Namespace:
     found.add_argument("--only", default=who, metavar="NAMES", help=f"contestants (default: {who})")
     found.add_argument("--workloads", default=what, metavar="NAMES", help=f"what to measure (default: {what})")
     found.add_argument("--seconds", type=float, help="length of a phase")
+    found.add_argument("--rates", default="", metavar="NUMBERS", help="loads of `pr`, in requests/s, such as 70,120")
     found.add_argument("--workers", default="", metavar="NUMBERS", help="pools of so many workers too, such as 2,4")
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw latency against load there (needs matplotlib)")
     found.add_argument("--logs", type=Path, metavar="DIR", help="keep logs of all processes there")
@@ -230,6 +231,8 @@ def main() -> None:
     whole = plan(chosen.device, chosen.quick).only(names | ({"reward + hidden"} if "reward" in names else set[str]()))
     if chosen.seconds:
         whole = Plan(whole.workloads, chosen.seconds, whole.mix)
+    if chosen.rates:
+        whole = whole.at(tuple(float(rate) for rate in str(chosen.rates).split(",")))
     wanted = set(str(chosen.only).split(","))
     contestants: list[Contestant] = []
     for one in CONTESTANTS:

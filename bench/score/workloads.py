@@ -82,6 +82,11 @@ class Plan:
         mix = self.mix if self.mix is not None and self.mix.name in names else None
         return replace(self, workloads=kept, mix=mix)
 
+    def at(self, rates: tuple[float, ...]) -> "Plan":
+        """The same with these loads, in requests a second, for the workload that has more than one."""
+        kept = (replace(one, rates=rates) if one.name == self.of_mix else one for one in self.workloads)
+        return replace(self, workloads=tuple(kept))
+
     def of(self, head: Head) -> tuple[Workload, ...]:
         """What is measured on a model with this head."""
         return tuple(workload for workload in self.workloads if workload.head == head)

@@ -101,10 +101,7 @@ class Field:
 
     def _pool(self) -> Child:
         scale = self.scale
-        # Updates follow each other faster than a snapshot is written, and would wait for it.
-        group = GroupConfig(
-            model=str(self._model), device=self._device, options=dict(scale.options), workers=self.count, snapshot="none",
-        )  # fmt: skip
+        group = GroupConfig(model=str(self._model), device=self._device, options=dict(scale.options), workers=self.count)
         if self._device == "cuda":
             group = msgspec.structs.replace(group, gpus=self._gpus[1 : 1 + self.count])
         group = msgspec.structs.replace(group, engine=scale.engine)

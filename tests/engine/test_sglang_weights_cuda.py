@@ -38,7 +38,9 @@ PATIENCE_S = 120.0
 @pytest.fixture(scope="module", params=["causal", "reward"])
 def engine(request: pytest.FixtureRequest, models: Models) -> Iterator[HostedEngine]:
     model: Path = getattr(models, request.param)
-    options = {"attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.2}
+    options = {
+        "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.2, "max_total_tokens": 32_768,
+    }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0")
         hosted = HostedEngine(

@@ -298,6 +298,7 @@ def test_every_target_names_a_number_that_the_plan_measures(device: str) -> None
     assert [workload.name for workload in whole.workloads] == ["pr", "long", "reward", "reward + hidden"]
     assert whole.only({"reward"}).of("causal") == ()
     assert whole.only({"reward"}).mix is None
+    assert [workload.rates for workload in whole.at((3.0,)).workloads[:2]] == [(3.0,), ()]
     if device == "cuda":
         names = {workload.name for workload in whole.workloads}
         prefixes = tuple(score_gpu.OTHERS)
