@@ -22,6 +22,8 @@ torch: Any = importlib.import_module("torch")
 
 #: bytes of a seal
 SEAL = 16
+#: of a file with torch's counts of users, which does not exist: whoever opens a space is not counted
+_UNCOUNTED = b"/enginepool-uncounted"
 
 
 class HostSpace:
@@ -79,20 +81,31 @@ class DeviceSpace:
             raise OSError(str(error).splitlines()[0]) from None
 
     def spaces(self) -> list[Space]:
-        """As other processes open them."""
-        # Once for all: each time torch would count one more user that it waits for.
+        """As other processes open them.
+
+        Torch counts a user for each time that something is shared, keeps the memory until that one has opened and closed it,
+        and for ever if two have, or none. So it is shared once, and the user that it waits for is `close`.
+        """
         self._shared = self._shared or [tensor.untyped_storage()._share_cuda_() for tensor in self.tensors]
         return [
-            Space("cuda", self.nbytes, handle=msgspec.msgpack.encode(shared), gpu=gpu_uuid(tensor.device))
+            Space("cuda", self.nbytes, handle=msgspec.msgpack.encode(_uncounted(shared)), gpu=gpu_uuid(tensor.device))
             for tensor, shared in zip(self.tensors, self._shared, strict=True)
         ]
 
     def close(self) -> None:
-        """Nobody is to open it any more. Torch waits for one who has opened and closed what was shared, and there may be none:
-        it would keep the memory for ever."""
+        """Nobody is to open it any more; the memory goes with the last reference to it here."""
         shared, self._shared = self._shared, []
         for one in shared:
             torch.UntypedStorage._release_ipc_counter(one[4], one[5], device=torch.device("cuda", one[0]))
+
+    def __del__(self) -> None:
+        if getattr(self, "_shared", ()):
+            self.close()
+
+
+def _uncounted(shared: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What torch shares, for users that it is not to count. It does not mind a counter that is gone: its maker may be, too."""
+    return (*shared[:4], _UNCOUNTED, 0, *shared[6:])
 
 
 Memory = HostSpace | DeviceSpace

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from enginepool import spaces
 from enginepool.client.lending import Lender, Loan
 from enginepool.client.lockstep import Lockstep
 from enginepool.client.streaming import Buffers, Stopped
@@ -68,6 +69,37 @@ def test_what_is_open_stays_when_its_owner_gives_it_back_and_can_be_opened_by_no
     assert not sealed(opened, space.seal), "but nobody promises that it is as it was"
     with pytest.raises((OSError, RuntimeError)):
         open_space(space)
+
+
+def test_torch_waits_for_the_maker_of_memory_on_a_gpu_and_for_none_who_opens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[tuple[bytes, int]] = []
+
+    class Shared:
+        device = torch.device("cuda", 1)
+
+        def untyped_storage(self) -> Any:
+            return self
+
+        def _share_cuda_(self) -> tuple[Any, ...]:
+            return (1, b"memory", 512, 0, b"/torch_counters", 7, b"event", True)
+
+    def release(handle: bytes, offset: int, device: Any) -> None:
+        released.append((handle, offset))
+        assert device == Shared.device
+
+    monkeypatch.setattr(spaces.torch.UntypedStorage, "_release_ipc_counter", release)
+    monkeypatch.setattr(spaces, "gpu_uuid", str)
+    memory = spaces.DeviceSpace(512, [])
+    memory.tensors = [Shared()]
+    for _ in range(2):
+        [space] = memory.spaces()
+        opened = msgspec.msgpack.decode(space.handle)
+        assert opened == [1, b"memory", 512, 0, b"/enginepool-uncounted", 0, b"event", True]
+    memory.close()
+    assert released == [(b"/torch_counters", 7)]
+    memory.spaces()
+    del memory
+    assert len(released) == 2, "memory that was dropped is given back too"
 
 
 def test_pinned_memory_is_given_back_to_cuda_while_it_is_still_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
