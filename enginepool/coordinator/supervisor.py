@@ -306,10 +306,15 @@ def _kill_group(leader: int) -> None:
             continue
 
 
-def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
+
+    Where that is not set, they are counted: CUDA numbers those that it finds from 0, whatever their numbers are on the host,
+    and a container has the device files of its own GPUs alone. Instances of a divided GPU (MIG) have no such files: they are
+    used where they are named. Hosts without such files (WSL) have none, and their workers see what CUDA finds.
+    """
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [name for name in named.split(",") if name]
-    devices = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]
-    return sorted(devices, key=int)
+    found = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
+    return [str(index) for index in range(len(found))]
