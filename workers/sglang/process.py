@@ -16,6 +16,7 @@ from enginepool.workers.sglang.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
     gather_labels_without_waiting,
+    gather_logits_by_nccl,
     note_scheduler,
     report_every_forward,
 )
@@ -117,6 +118,7 @@ def run_scheduler(
     start_biases_at_zero()
     report_every_forward(stats)
     gather_labels_without_waiting(processor, packed_processor)
+    gather_logits_by_nccl(packed_processor)
     answer_before_the_next_launch(scheduler)
     note_own_load(loader)
     note_scheduler(scheduler)

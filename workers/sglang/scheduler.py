@@ -84,6 +84,26 @@ def gather_labels_without_waiting(processor: Any, packed_processor: Any) -> None
     packed_module.get_token_ids_logprobs_raw = gather_of_sequences(pick, packed_module.get_token_ids_logprobs_raw)
 
 
+def gather_logits_by_nccl(processor: Any) -> None:
+    """Have the ranks of an engine exchange their parts of the vocabulary by NCCL alone. `processor` is SGLang's class of a
+    logits processor.
+
+    SGLang first tries memory with an NVLink multicast address, at the first forward and on every host. Where there is no
+    multicast, to make such memory has ended schedulers (by SIGFPE: sglang #40485); where several engines start at a time, it
+    has stopped them for ever (#36110). A score needs one row of logits for each request, for which NCCL will do.
+    """
+    memory = getattr(sys.modules[processor.__module__], "triton_symm_mem_ag", None)
+    gatherer = getattr(memory, "MultimemAllGatherer", None)
+    if gatherer is None:
+        return  # a version without it
+    init = gatherer.__init__
+
+    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **(kwargs | {"enabled": False}))
+
+    gatherer.__init__ = initialise
+
+
 def gather_of_sequences(pick: Callable[[Any, list[int], list[int]], Any], original: Callable[..., Any]) -> Callable[..., Any]:
     """A replacement for `get_token_ids_logprobs_raw` where it serves packed sequences."""
 
