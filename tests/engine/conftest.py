@@ -1,6 +1,7 @@
 """Real engines for the tests, started once, and the direct computation that their answers must equal."""
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,15 @@ from tests.engine.reference import Models, Reference
 
 #: Small, so that batches of a few rows are full ones.
 BUDGETS: dict[str, Any] = {"max_batch_tokens": 256, "max_batch_rows": 24}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that needs a GPU tells at once why it fails: the machine may be taken away before pytest tells it at the end."""
+    report = yield
+    if report.failed and item.get_closest_marker("gpu"):
+        print(f"\nFAILED in {report.when}: {item.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)  # noqa: T201
+    return report
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """Real coordinators as processes of a test: started, waited for by what they say, ended by id with their workers."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from tests.process.processes import Processes
 
 #: how long anything here may take before the test fails
 PATIENCE_S = 60.0
+#: how much of a bar of progress is there
+_BAR = re.compile(r"\d+%\|.*\d+/\d+ \[")
 
 
 def sim_pool(
@@ -97,6 +100,15 @@ class Daemon:
         words = self.wait_for("listening on").replace(",", " ").split()
         self.address, self.workers = words[words.index("on") + 1], words[words.index("workers") + 2]
         return self
+
+    def last_words(self, group: str, lines: int = 60) -> str:
+        """The ends of what all workers of a group have written, also of those that are gone; bars of progress are left out."""
+        told: list[str] = []
+        for log in sorted(Path(self.config.state_dir).glob(f"logs/{group}-*.log"), key=lambda path: path.stat().st_mtime):
+            written = log.read_text(encoding="utf-8", errors="replace").replace("\r", "\n").splitlines()
+            kept = [line[:400] for line in written if line.strip() and not _BAR.search(line)]
+            told += [f"--- {log.name}, the last {min(lines, len(kept))} of {len(kept)} lines", *kept[-lines:]]
+        return "\n".join(told) or f"no worker of {group} has a log"
 
     def kill(self) -> None:
         """SIGKILL: no goodbye, no draining."""
