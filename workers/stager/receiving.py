@@ -20,7 +20,8 @@ from enginepool.workers.stager.snapshot import Footer, copy_snapshot, link, writ
 
 torch: Any = importlib.import_module("torch")
 
-#: broadcasts on their way at a time: one is looked at while the next comes in
+#: Broadcasts on their way at a time where buffers take turns, or the processor does the work: one is looked at while the next
+#: comes in.
 AHEAD = 2
 #: The coordinator ends an update that takes too long; this is for a stager that everybody forgot.
 FOREVER_S = 24 * 3600.0
@@ -163,9 +164,11 @@ class Reception:
         space = memory[0][: where.nbytes]
         make_ready(device)
         bounce: list[Any] = []
+        self._in_place = True
         if space.device.type != torch.device(device).type:
             size = min(bucket_bytes, where.nbytes)
             bounce = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(AHEAD)]
+            self._in_place = False
         self._gpus = range(len(memory) if space.is_cuda or device != "cpu" else 0)
         names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
         if space.is_cuda:
@@ -187,9 +190,12 @@ class Reception:
         On a GPU all of it is put in order at once and nothing waits until the end, save for what is far ahead.
         """
         digest, findings = Digest(), Findings()
-        ways = [group.begin(part.into) for part in self._parts[:AHEAD]]
+        # A broadcast waits for what the stream had before it was begun. Where each bucket has memory of its own, and the device
+        # does the work, no broadcast needs that, and many are begun before the first look at any bytes.
+        ahead = QUEUED // 2 if self._in_place and group.backend == "nccl" else AHEAD
+        ways = [group.begin(part.into) for part in self._parts[:ahead]]
         for k, part in enumerate(self._parts):
-            if part.into is part.spaces[0]:
+            if self._in_place:
                 ways[k].order(FOREVER_S)
             else:
                 # What the processor looks at next must have come, and only `wait` hears of a group that is given up.
@@ -199,10 +205,11 @@ class Reception:
             for other in part.spaces[1:]:
                 other.copy_(part.spaces[0], non_blocking=True)
             findings.add(part.batch)
-            if k + AHEAD < len(self._parts):
-                ways.append(group.begin(self._parts[k + AHEAD].into))
-            if k >= QUEUED:
-                ways[k - QUEUED].wait(FOREVER_S)
+            following = k + ahead
+            if following < len(self._parts):
+                if following >= QUEUED:
+                    ways[following - QUEUED].wait(FOREVER_S)
+                ways.append(group.begin(self._parts[following].into))
         for way in ways[-QUEUED:]:
             way.wait(FOREVER_S)
         for gpu in self._gpus:
