@@ -148,13 +148,12 @@ class Sending:
         feed = self._feed
         assert feed is not None, "prepare comes first"
         with self._buffers.aside():
-            sent = self._send(feed, group, timeout_s, progress)
-            digest = self._digest.text()
+            digest, sent = self._send(feed, group, timeout_s, progress)
             if self._buffers.stream is not None:
                 self._buffers.stream.synchronize()
         return digest, sent
 
-    def _send(self, feed: Feed, group: Group, timeout_s: float, progress: Callable[[int], None]) -> int:
+    def _send(self, feed: Feed, group: Group, timeout_s: float, progress: Callable[[int], None]) -> tuple[str, int]:
         ways: list[Broadcast] = []
         sent = settled = 0
 
@@ -178,5 +177,7 @@ class Sending:
             # One more is filled on the device while the last of these is sent.
             settle(_AHEAD)
         feed.end()
+        # The last broadcasts that the digest's stream waits for are over. It is known before those that are still on their way.
+        digest = self._digest.text()
         settle(0)
-        return sent
+        return digest, sent

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from enginepool.client import streaming
 from enginepool.client.buffers import Buffers
 from enginepool.client.lockstep import Lockstep
 from enginepool.client.streaming import Sending, Stopped
 from enginepool.client.tensors import Plan, Source, make_plan
-from enginepool.digest import digest_of, views
+from enginepool.digest import Digest, digest_of, views
 from enginepool.errors import BadRequest
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
@@ -258,6 +259,46 @@ def test_no_more_is_read_ahead_than_two_buckets_hold() -> None:
     sending.send(tape, 5.0, lambda _sent: None)  # type: ignore[arg-type]
     sent = torch.cat(tape.buckets).view(torch.float32)
     assert torch.equal(sent[::64], torch.arange(6.0))
+
+
+def test_a_broadcast_waits_for_no_digest_but_those_that_the_next_filling_stands_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Noted(Digest):
+        def add(self, bucket: Any, at: int) -> None:
+            events.append(f"digest {at // 256}")
+            super().add(bucket, at)
+
+        def text(self) -> str:
+            events.append("text")
+            return super().text()
+
+    class Way(Late):
+        def order(self, timeout_s: float) -> None:
+            events.append(f"order {self.place}")
+            super().wait(timeout_s)
+
+        def wait(self, timeout_s: float) -> None:
+            events.append(f"wait {self.place}")
+            super().wait(timeout_s)
+
+    class Group(Tape):
+        def begin(self, bucket: Any) -> Late:
+            events.append(f"begin {len(self.buckets)}")
+            late = super().begin(bucket)
+            return Way(self, late.place, bucket)
+
+    monkeypatch.setattr(streaming, "Digest", Noted)
+    plan = make_plan({f"t{i}": torch.full((64,), float(i + 1)) for i in range(4)})
+    tape = Group()
+    digest, _ = send(plan, 256, tape)
+    assert events == [
+        "digest 0", "digest 1", "begin 0", "begin 1",
+        "order 0", "begin 2", "digest 2", "wait 0",
+        "order 1", "begin 3", "digest 3", "wait 1",
+        "text", "wait 2", "wait 3",
+    ]  # fmt: skip
+    assert digest == digest_of(torch.cat(tape.buckets))
 
 
 def test_an_update_that_was_given_up_sends_no_further_bucket() -> None:
