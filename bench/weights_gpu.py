@@ -26,7 +26,7 @@ from bench.table import Row, Target, parser, show, write
 from bench.weights.field import Burden, Field, Scale
 from bench.weights.figures import ALONE, FLAT, LOADED, OURS_DIRECT, OURS_STAGED, PER_TENSOR, RAW, size_of, targets
 from bench.weights.plot import Bar, draw
-from bench.weights.steps import STEPS, Steps
+from bench.weights.steps import STEPS, USUAL, Steps
 from bench.wire import leave
 from enginepool.coordinator.supervisor import visible_gpus
 
@@ -147,7 +147,9 @@ def options() -> argparse.Namespace:
     found.add_argument("--sizes", default="4b", metavar="NAMES", help=f"of {', '.join(SIZES)} (default: 4b)")
     found.add_argument("--receivers", default="1", metavar="COUNTS", help="one pool after the other (default: 1)")
     found.add_argument("--buckets", default="512", metavar="MIB", help="bucket sizes (default: 512)")
-    found.add_argument("--steps", default=",".join(STEPS), metavar="NAMES", help=f"default: {','.join(STEPS)}")
+    found.add_argument(
+        "--steps", default=",".join(USUAL), metavar="NAMES", help=f"of {', '.join(STEPS)} (default: all but parts)"
+    )
     found.add_argument("--time", type=float, default=480.0, metavar="SECONDS", help="be done by then (default: 480)")
     found.add_argument("--models", type=Path, metavar="DIR", help="make models there (default: a temporary folder)")
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw speeds and holds there (needs matplotlib)")

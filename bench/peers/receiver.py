@@ -12,13 +12,36 @@ import msgspec
 
 from bench.score.load import own_voice
 from bench.weights.obeying import obey
+from bench.weights.parts import StandIns, left_out
 from bench.weights.raw import broadcast
 from enginepool.collective import Group, join
+from enginepool.digest import Batch, Digest, Findings
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
+from enginepool.workers.stager import receiving
 from enginepool.workers.stager.receiving import Reception, be_small
 
 torch: Any = importlib.import_module("torch")
+
+
+class NoDigest(Digest):
+    """That of no bytes at all."""
+
+    def add(self, bucket: Any, at: int) -> None:
+        """Look at nothing."""
+
+
+class NoFindings(Findings):
+    """Nothing is ever wrong."""
+
+    def add(self, batch: Batch) -> None:
+        """Look at nothing."""
+
+
+STAND_INS: StandIns = {
+    "digest": (receiving, "Digest", NoDigest),
+    "findings": (receiving, "Findings", NoFindings),
+}
 
 
 class Receiver:
@@ -27,7 +50,9 @@ class Receiver:
     def __init__(self, device: str) -> None:
         self._device = device
         self._group: Group | None = None
-        self._reception: Reception | None = None
+        self._space: Any = None
+        #: into that space, by bucket size
+        self._receptions: dict[int, Reception] = {}
 
     def do_join(self, address: str, name: str, world: int, rank: int, backend: str) -> dict[str, object]:
         """Be in the group."""
@@ -40,23 +65,30 @@ class Receiver:
         space = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return {"seconds": broadcast(self._group, space, bucket_bytes, times)}
 
-    def do_take_in(self, manifest: list[Tensor], bucket_bytes: int, times: int) -> dict[str, object]:
+    def do_take_in(self, manifest: list[Tensor], bucket_bytes: int, times: int, without: list[str]) -> dict[str, object]:
         """Receive these tensors so many times as a stager does, looking at every byte: the digests of what came, and when
-        each was known, by `time.monotonic`."""
+        each was known, by `time.monotonic`. `without`: names of STAND_INS."""
         assert self._group is not None
-        tensors = msgspec.convert(manifest, list[Tensor])
-        made_for = (tensors, bucket_bytes, self._device)
-        if self._device == "cpu":
-            be_small()
-        if self._reception is None or self._reception.made_for != made_for:
-            space = torch.empty(layout(tensors).nbytes, dtype=torch.uint8, device=self._device)
-            self._reception = Reception([space], tensors, bucket_bytes, self._device)
+        reception = self._reception(msgspec.convert(manifest, list[Tensor]), bucket_bytes)
         digests: list[str] = []
         ends: list[float] = []
-        for _ in range(times):
-            digests.append(self._reception.receive(self._group)[0])
-            ends.append(time.monotonic())
+        with left_out(without, STAND_INS):
+            for _ in range(times):
+                digests.append(reception.receive(self._group)[0])
+                ends.append(time.monotonic())
         return {"digests": digests, "ends": ends}
+
+    def _reception(self, tensors: list[Tensor], bucket_bytes: int) -> Reception:
+        nbytes = layout(tensors).nbytes
+        if self._space is None or self._space.numel() < nbytes:
+            self._receptions.clear()
+            self._space = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        kept = self._receptions.get(bucket_bytes)
+        if kept is None or kept.made_for[0] != tensors:
+            if self._device == "cpu":
+                be_small()
+            kept = self._receptions[bucket_bytes] = Reception([self._space], tensors, bucket_bytes, self._device)
+        return kept
 
     def do_leave(self) -> dict[str, object]:
         """Leave the group, and give the memory back."""

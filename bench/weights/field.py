@@ -174,9 +174,9 @@ class Field:
             self.say(f"  a request failed: {failure}")
         return msgspec.convert(said["answers"], list[Answer]), len(said["failures"])
 
-    def workers(self) -> list[tuple[int, str, int | None]]:
-        """(process, stage, version) of each worker."""
-        return self.ask(self.load, do="workers")["workers"]
+    def workers(self, version: int) -> dict[str, int]:
+        """The processes of the workers that are ready with this version, by the workers' names."""
+        return dict(self.ask(self.load, do="workers", version=version)["workers"])
 
     # --- figures --------------------------------------------------------------------------------------------------------
 

@@ -65,11 +65,15 @@ class Load:
         await asyncio.gather(*self._callers)
         return {"answers": self._answers, "failures": self._failures}
 
-    async def do_workers(self) -> dict[str, object]:
-        """Who is ready with which version."""
+    async def do_workers(self, version: int) -> dict[str, object]:
+        """Who is ready with this version."""
         assert self._pool is not None
         [group] = (await self._pool.status()).groups
-        return {"workers": [[worker.pid, worker.stage, worker.version] for worker in group.workers]}
+        return {
+            "workers": [
+                [worker.name, worker.pid] for worker in group.workers if worker.stage == "ready" and worker.version == version
+            ]
+        }
 
     async def do_history(self) -> dict[str, object]:
         """The phases of each update, by version; by now that of the first answer is known too."""

@@ -1,8 +1,6 @@
 """What is measured on a field of the weights benchmark, step by step; the figures that are promised come first."""
 
 import math
-import os
-import signal
 import time
 from contextlib import suppress
 
@@ -28,11 +26,23 @@ from bench.weights.figures import (
     update_rows,
     wrong_versions,
 )
+from bench.weights.parts import EVERYTHING, PARTS, Without
+from enginepool.protocol.layout import ALIGNMENT
 
 #: load runs so long before anything is measured beside it
 STEADY_S = 2.0
+#: between two updates of which each is timed alone
+REST_S = 0.02
+#: How often `parts` measures each of them in turn, and updates each time; the first of those is for getting into step.
+ROUNDS, TURN = 4, 3
+#: buckets at least of an update in which a worker is killed
+PIECES = 8
 #: what is measured, in this order, and seconds that a step may take: with fewer left it is not begun
-STEPS = {"raw": 10, "staged": 20, "loaded": 25, "beside": 20, "direct": 15, "kill": 60, "digests": 15, "bare": 90}
+STEPS = {
+    "raw": 10, "staged": 20, "loaded": 25, "beside": 20, "parts": 40, "direct": 15, "kill": 120, "digests": 15, "bare": 90,
+}  # fmt: skip
+#: those that nobody has to ask for
+USUAL = tuple(step for step in STEPS if step != "parts")
 
 
 class Steps:
@@ -97,7 +107,7 @@ class Steps:
         them: alone, and for seconds beside engines that are asked all the time. An update alone is too short to be noticed."""
         field, raw = self._field, self._raw.get(self._bucket)
         self._streamed(2)  # makes ready
-        seconds = self._streamed(6)[1]
+        seconds = float(np.median(self._streamed(6, rest_s=REST_S)[1]))
         speed = gigabytes(field.nbytes, seconds)
         field.add(f"{size_of(self._bucket)}, repeated: transfer", ALONE, speed, "GB/s", speed / raw if raw else None)
         for burden in field.scale.burdens:
@@ -105,26 +115,45 @@ class Steps:
             time.sleep(STEADY_S)
             quiet = (time.monotonic(), time.monotonic() + field.scale.beside_s)
             time.sleep(field.scale.beside_s)
-            window, seconds = self._streamed(max(2, math.ceil(field.scale.beside_s / seconds)))
+            window, took = self._streamed(max(2, math.ceil(field.scale.beside_s / seconds)))
             answers, _ = field.stopped()
-            speed = gigabytes(field.nbytes, seconds)
+            speed = gigabytes(field.nbytes, float(np.median(took)))
             field.keep(beside_rows(f"{field.setting}, {burden.name}", answers, quiet, window, (speed, raw)))
 
-    def _streamed(self, times: int) -> tuple[Window, float]:
-        """So many updates' bytes, one after the other: when, and the median of the seconds until all have them."""
+    def parts(self) -> None:
+        """The same bytes with some of the work left out, all in turns."""
+        field = self._field
+        took: dict[tuple[int, str], list[float]] = {}
+        for number in range(1 + ROUNDS):
+            for bucket in field.scale.buckets:
+                for name, without in PARTS.items():
+                    seconds = self._streamed(TURN, bucket, without, REST_S)[1]
+                    if number:  # before that it is made ready
+                        took.setdefault((bucket, name), []).extend(seconds[1:])
+        for (bucket, name), some in took.items():
+            seconds, raw = float(np.median(some)), self._raw.get(bucket)
+            ratio = gigabytes(field.nbytes, seconds) / raw if raw else None
+            field.add(f"{size_of(bucket)}, {name}: transfer takes", ALONE, 1000 * seconds, "ms", ratio)
+
+    def _streamed(
+        self, times: int, bucket: int = 0, without: Without = EVERYTHING, rest_s: float = 0.0
+    ) -> tuple[Window, list[float]]:
+        """So many updates' bytes, one after the other: when, and the seconds of each until all have them."""
         field = self._field
         if not self._group:
             raise RuntimeError("raw, which forms the group, was left out")
         manifest = field.ask(field.trainer, do="manifest")["manifest"]
+        order = {"bucket_bytes": bucket or self._bucket, "times": times}
         for receiver in field.receivers:
-            receiver.tell({"do": "take_in", "manifest": manifest, "bucket_bytes": self._bucket, "times": times})
-        sent = field.ask(field.trainer, do="stream", name=self._group, bucket_bytes=self._bucket, times=times)
+            receiver.tell({"do": "take_in", "manifest": manifest, "without": without.receiver} | order)
+        sent = field.ask(field.trainer, do="stream", name=self._group, without=without.sender, rest_s=rest_s, **order)
         came = [field.heard(receiver.hear(ORDER_S)) for receiver in field.receivers]
+        whole = "digest" not in (*without.sender, *without.receiver)
         for receiver in came:
-            if receiver["digests"] != sent["digests"]:
+            if whole and receiver["digests"] != sent["digests"]:
                 raise RuntimeError(f"{receiver['digests'][0]} came, {sent['digests'][0]} was sent")
         ends = np.max([receiver["ends"] for receiver in came], axis=0)
-        return (sent["starts"][0], float(ends[-1])), float(np.median(ends - sent["starts"]))
+        return (sent["starts"][0], float(ends[-1])), (ends - sent["starts"]).tolist()
 
     def direct(self) -> None:
         """Straight into the engines."""
@@ -134,39 +163,61 @@ class Steps:
         field.keep(update_rows(field.setting, field.nbytes, passed, self._raw.get(self._bucket)))
 
     def kill(self) -> None:
-        """A worker dies in the middle of an update: who goes on, and when is it back?"""
+        """A worker dies in the middle of an update, staged and direct: who goes on, and when is it back?"""
+        self._killed("staged", OURS_STAGED)
+        self._killed("direct", OURS_DIRECT)
+
+    def _killed(self, transfer: str, who: str) -> None:
         field, bucket = self._field, self._bucket
         # Of what went straight into the engines nobody keeps a copy.
         field.publish("staged", bucket)
         committed = field.version
         field.begin(field.scale.burdens[0])
         time.sleep(STEADY_S)
-        field.ask(field.trainer, do="start", version=committed + 1, which="other", bucket_bytes=bucket)
-        victim = next(pid for pid, stage, _ in field.workers() if stage == "ready")
-        killed = time.monotonic()
-        os.kill(victim, signal.SIGKILL)
-        ended = field.trainer.ask({"do": "finish"}, ORDER_S)
-        field.say(f"  the update ended: {ended}")
-        field.add("worker killed: the update was aborted after", OURS_STAGED, time.monotonic() - killed, "s")
-        while not self._back(victim, committed):
-            if time.monotonic() - killed > START_S:
-                raise RuntimeError(f"the killed worker is not back: {field.workers()}")
-            time.sleep(0.1)
-        back = time.monotonic()
-        field.add("the killed worker is back on the committed weights after", OURS_STAGED, back - killed, "s")
-        later = back - killed - field.started_s
-        field.add("the killed worker is back after more than its start", OURS_STAGED, later, "s")
+        name, victim = next(iter(field.workers(committed).items()))
+        small = min(bucket, math.ceil(field.nbytes / PIECES / ALIGNMENT) * ALIGNMENT)
+        # This version is nobody's, now and later.
+        field.version += 1
+        order = {"version": field.version, "which": "other", "transfer": transfer, "bucket_bytes": small, "victim": victim}
+        said = field.ask(field.trainer, START_S, do="kill", **order)
+        field.say(f"  the update ended: {said['aborted'] or 'committed'}")
+        if not said["aborted"]:
+            raise RuntimeError("an update was committed whose bytes a dead worker cannot have")
+        killed = said["killed"]
+        back, all_ready = self._return(name, victim, committed, killed)
         again = field.publish("staged", bucket)
         answers, failures = field.stopped()
-        gap = longest_gap_ms(answers, (killed, back))
-        field.add("worker killed: longest time without an answer of the pool", OURS_STAGED, gap, "ms")
-        field.add("worker killed: requests without an answer", OURS_STAGED, failures, "")
-        field.add("worker killed: answers of a wrong version", OURS_STAGED, wrong_versions(answers, [again], committed), "")
-        field.add("worker killed: the next update takes", OURS_STAGED, again.ended - again.began, "s")
+        field.add("worker killed: the update was aborted after", who, said["ended"] - killed, "s")
+        field.add("the killed worker is back on the committed weights after", who, back - killed, "s")
+        later = back - killed - field.started_s
+        field.add("the killed worker is back after more than its start", who, later, "s")
+        if transfer == "direct":
+            # What has begun to go straight into engines costs all of them.
+            field.add("worker killed: all serve again after", who, all_ready - killed, "s")
+            field.add(
+                "worker killed: all serve again after more than their start", who, all_ready - killed - field.started_s, "s"
+            )
+        if field.count > 1:
+            gap = longest_gap_ms(answers, (killed, all_ready))
+            field.add("worker killed: longest time without an answer of the others", who, gap, "ms")
+        field.add("worker killed: requests without an answer", who, failures, "")
+        field.add("worker killed: answers of a wrong version", who, wrong_versions(answers, [again], committed), "")
+        field.add("worker killed: the next update takes", who, again.ended - again.began, "s")
 
-    def _back(self, victim: int, version: int) -> bool:
-        ready = [pid for pid, stage, holds in self._field.workers() if stage == "ready" and holds == version]
-        return victim not in ready and len(ready) == self._field.count
+    def _return(self, name: str, victim: int, version: int, killed: float) -> tuple[float, float]:
+        """When the killed worker is back on this version, and when all are ready."""
+        field = self._field
+        back = 0.0
+        while True:
+            ready = field.workers(version)
+            now = time.monotonic()
+            if ready.get(name, victim) != victim:
+                back = back or now
+                if len(ready) == field.count:
+                    return back, now
+            if now - killed > START_S:
+                raise RuntimeError(f"the killed worker is not back: {ready} are ready")
+            time.sleep(0.1)
 
     def digests(self) -> None:
         """What every engine holds now is what was sent last."""

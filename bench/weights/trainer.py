@@ -7,9 +7,12 @@
 
 import asyncio
 import importlib
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +20,18 @@ import msgspec
 
 from bench.score.load import own_voice
 from bench.weights.obeying import obey_awaited
+from bench.weights.parts import StandIns, left_out
 from bench.weights.raw import BUCKET_S, broadcast
 from enginepool import Pool, WeightPublisher
-from enginepool.client.buffers import Buffers
+from enginepool.client import streaming
+from enginepool.client.buffers import Buffers, Cut
 from enginepool.client.lockstep import Lockstep
 from enginepool.client.streaming import Sending
-from enginepool.client.tensors import make_plan
-from enginepool.client.update import UpdateHandle
+from enginepool.client.tensors import Plan, make_plan
 from enginepool.collective import Group, Rendezvous
+from enginepool.digest import Digest
+from enginepool.errors import UpdateAborted
+from enginepool.protocol.manifest import Tensor
 
 torch: Any = importlib.import_module("torch")
 
@@ -41,6 +48,45 @@ def cut(sizes: list[int], bucket_bytes: int) -> Iterator[slice]:
             first, filled = i, 0
         filled += size
     yield slice(first, len(sizes))
+
+
+class NoDigest(Digest):
+    """That of no bytes at all."""
+
+    def add(self, bucket: Any, at: int) -> None:
+        """Look at nothing."""
+
+
+#: as it is when nothing is left out
+CUT = Buffers.cut
+
+
+def unfilled(buffers: Buffers, manifest: Sequence[Tensor], bucket_bytes: int) -> Cut:
+    """Buckets that are sent as they are."""
+    cut = CUT(buffers, manifest, bucket_bytes)
+    return cut._replace(fillings=[filling._replace(copies=[], gaps=[]) for filling in cut.fillings])
+
+
+STAND_INS: StandIns = {"digest": (streaming, "Digest", NoDigest), "filling": (Buffers, "cut", unfilled)}
+
+
+class Gate:
+    """The tensors of a plan; the first one in the second half of the bytes comes when the gate is opened."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+        self._plan = plan
+
+    def __call__(self) -> Iterator[tuple[str, Any]]:
+        """The source of an update."""
+        before, last = 0, self._plan.manifest[-1].name
+        for name, tensor in self._plan.tensors():
+            if not self.reached.is_set() and (2 * before >= self._plan.nbytes or name == last):
+                self.reached.set()
+                self.opened.wait(BUCKET_S)
+            before += tensor.numel() * tensor.element_size()
+            yield name, tensor
 
 
 class Trainer:
@@ -60,7 +106,6 @@ class Trainer:
         self._buffers: Buffers | None = None
         self._pool: Pool | None = None
         self._publishers: dict[int, WeightPublisher] = {}
-        self._handle: UpdateHandle | None = None
 
     # --- groups of its own ----------------------------------------------------------------------------------------------
 
@@ -89,20 +134,29 @@ class Trainer:
         """What tensors there are."""
         return {"manifest": msgspec.to_builtins(make_plan(self._weights["first"]).manifest)}
 
-    async def do_stream(self, name: str, bucket_bytes: int, times: int) -> dict[str, object]:
-        """Send all tensors so many times as a publisher does: when each began, by `time.monotonic`, and the digests."""
-        return await asyncio.to_thread(self._stream, self._groups[name], bucket_bytes, times)
+    async def do_stream(self, name: str, bucket_bytes: int, times: int, without: list[str], rest_s: float) -> dict[str, object]:
+        """Send all tensors so many times as a publisher does: when each began, by `time.monotonic`, and the digests.
 
-    def _stream(self, group: Group, bucket_bytes: int, times: int) -> dict[str, object]:
+        Args:
+            without: names of STAND_INS.
+            rest_s: seconds before each, for receivers that are not through with the last one.
+        """
+        return await asyncio.to_thread(self._stream, self._groups[name], bucket_bytes, times, without, rest_s)
+
+    def _stream(self, group: Group, bucket_bytes: int, times: int, without: list[str], rest_s: float) -> dict[str, object]:
         buffers = self._buffers = self._buffers or Buffers(torch.device(self._device))
         buffers.make_ready()
         starts: list[float] = []
         digests: list[str] = []
-        for _ in range(times):
-            sending = Sending(make_plan(self._weights["first"]), buffers, bucket_bytes, Lockstep(), lambda: False)
-            sending.prepare()
-            starts.append(time.monotonic())
-            digests.append(sending.send(group, BUCKET_S, lambda _sent: None)[0])
+        with left_out(without, STAND_INS):
+            for _ in range(times):
+                sending = Sending(make_plan(self._weights["first"]), buffers, bucket_bytes, Lockstep(), lambda: False)
+                sending.prepare()
+                if buffers.stream is not None:
+                    buffers.stream.synchronize()  # a pool's workers join meanwhile
+                time.sleep(rest_s)
+                starts.append(time.monotonic())
+                digests.append(sending.send(group, BUCKET_S, lambda _sent: None)[0])
         return {"starts": starts, "digests": digests}
 
     # --- SGLang's own ---------------------------------------------------------------------------------------------------
@@ -137,16 +191,40 @@ class Trainer:
         self._pool = await Pool.connect(address)
         return {}
 
-    async def do_start(self, version: int, which: str, bucket_bytes: int) -> dict[str, object]:
-        """Begin a staged update; it is on its way then."""
-        self._handle = await self._publisher(bucket_bytes).start(self._weights[which], version)
-        return {}
+    async def do_kill(self, version: int, which: str, transfer: str, bucket_bytes: int, victim: int) -> dict[str, object]:
+        """Begin an update, and kill a worker by its process when half of the bytes are on their way: when that was, when the
+        update had ended, by `time.monotonic`, and how it did."""
+        assert self._pool is not None, "not connected"
+        plan = make_plan(self._weights[which])
+        gate = Gate(plan)
+        handle = await self._publisher(bucket_bytes).start(
+            gate,
+            version,
+            transfer=transfer,  # pyright: ignore[reportArgumentType]
+            manifest=plan.manifest,
+        )
+        finished = asyncio.create_task(handle.finish())
+        try:
+            async with asyncio.timeout(BUCKET_S / 2):
+                await asyncio.to_thread(gate.reached.wait, BUCKET_S / 2)
+                while not handle.sent_bytes:  # noqa: ASYNC110 (a handle says where it is when it is asked)
+                    await asyncio.sleep(_LOOK_S)
+                killed = time.monotonic()
+                os.kill(victim, signal.SIGKILL)
+                while await self._ready(victim):  # noqa: ASYNC110 (and a pool too)
+                    await asyncio.sleep(0.005)
+        finally:
+            gate.opened.set()
+            [outcome] = await asyncio.gather(finished, return_exceptions=True)
+        ended = time.monotonic()
+        if isinstance(outcome, BaseException) and not isinstance(outcome, UpdateAborted):
+            raise outcome
+        return {"killed": killed, "ended": ended, "aborted": str(outcome) if isinstance(outcome, UpdateAborted) else ""}
 
-    async def do_finish(self) -> dict[str, object]:
-        """Commit the update that was begun."""
-        assert self._handle is not None
-        record = await self._handle.finish()
-        return {"record": msgspec.to_builtins(record), "ended": time.monotonic()}
+    async def _ready(self, process: int) -> bool:
+        assert self._pool is not None
+        [group] = (await self._pool.status()).groups
+        return any(worker.pid == process and worker.stage == "ready" for worker in group.workers)
 
     async def do_publish(self, version: int, which: str, transfer: str, bucket_bytes: int) -> dict[str, object]:
         """One update from beginning to end. Moments are of `time.monotonic`, which all processes of a host share."""

@@ -36,6 +36,7 @@ from bench.weights.figures import (
     wrong_versions,
 )
 from bench.weights.obeying import obey
+from bench.weights.parts import PARTS
 from bench.weights.plot import Bar, draw
 
 TENSORS: list[Any] = [["embed", "float32", [300, 20]], ["head", "bfloat16", [5000]], ["norm", "float32", [3]]]
@@ -168,13 +169,17 @@ def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
     assert rows["sim, short requests: transfer beside scoring", ALONE].value > 0
     for what in ("short requests: answers of a wrong version", "short requests: requests without an answer"):
         assert rows[f"sim, {what}", LOADED].value == 0
-    for what in (
-        "engines with another digest than was sent",
-        "worker killed: requests without an answer",
-        "worker killed: answers of a wrong version",
-    ):
-        assert rows[f"sim, {what}", OURS_STAGED].value == 0
-    assert rows["sim, the killed worker is back on the committed weights after", OURS_STAGED].value > 0
+    for part in PARTS:
+        assert rows[f"sim, {size_of(BUCKET)}, {part}: transfer takes", ALONE].ratio is not None
+    assert rows["sim, engines with another digest than was sent", OURS_STAGED].value == 0
+    for who in (OURS_STAGED, OURS_DIRECT):
+        assert rows["sim, worker killed: requests without an answer", who].value == 0
+        assert rows["sim, worker killed: answers of a wrong version", who].value == 0
+        back = rows["sim, the killed worker is back on the committed weights after", who].value
+        gap = rows["sim, worker killed: longest time without an answer of the others", who].value
+        # A staged update costs those that live nothing.
+        assert 0 < gap < 1000 * back if who == OURS_STAGED else gap > 0
+    assert rows["sim, worker killed: all serve again after", OURS_DIRECT].value >= back
     # What a verdict is passed on is found under the same name.
     found = [verdict.found is not None for verdict in judge(field.rows, targets("sim", size_of(BUCKET)))]
     assert all(found), found
@@ -214,7 +219,7 @@ def test_a_step_that_fails_is_named_and_the_others_are_measured(
     assert saved == [(1, 1), (2, 1)]
     said = capsys.readouterr().err
     assert "left out raw: no luck" in said
-    assert "left out kill: " in said and "s are left, it may take 60" in said
+    assert "left out kill: " in said and "s are left, it may take 120" in said
 
 
 def test_several_receivers_are_held_against_one() -> None:
