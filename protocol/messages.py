@@ -181,7 +181,9 @@ class Result(Message, tag="result"):
 
 
 class WorkerStatus(msgspec.Struct, omit_defaults=True):
-    """One worker in a status report. Times in seconds."""
+    """One worker in a status report. Times in seconds. `pace`: its pace in tokens, as learnt from its batches (0: no matter);
+    each row counts there as `pace_row` tokens more.
+    """
 
     name: str
     incarnation: str
@@ -196,6 +198,8 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     detail: str = ""
     restarts: int = 0
     packed: bool = False
+    pace: int = 0
+    pace_row: int = 0
 
 
 class GroupStatus(msgspec.Struct, omit_defaults=True):
@@ -254,7 +258,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     the sum of all batches at this worker. A single row may exceed `batch_tokens`, never `inflight_tokens`. `max_item` is 0, or
     the worker is packed: it joins rows of one query into sequences (`packing.py`), takes nothing else, and no longer item.
     `pace`: tokens that the engine computes in the time for which a request of high priority may be kept waiting by others (0:
-    no matter); batches are filled and put in flight accordingly. Measured, so it may differ between workers of a class.
+    no matter), `pace.FORWARD_S`; batches are filled and put in flight accordingly. Measured, so it may differ between workers
+    of a class, and it is where the coordinator begins, which learns from the batches that they do.
     `cached_query`: a query of so many tokens or more, shared by several rows, is computed once (0: none is); a batch of one
     request that has one may weigh `cached_tokens` instead of `batch_tokens`, every row counted in full. `halvings`: how often
     these budgets were halved (`halving.py`), because engines of the group ran out of memory.

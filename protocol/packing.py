@@ -6,6 +6,7 @@ else it opens a new one. Only rows of a shared query can be placed: neither quer
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from math import inf
 
 
 class Packing:
@@ -26,10 +27,13 @@ class Packing:
         #: what all sequences weigh
         self.cost = 0
 
-    def weigh(self, query: Hashable, query_tokens: int, items: Sequence[int], limit: int) -> tuple[int, int, int]:
+    def weigh(
+        self, query: Hashable, query_tokens: int, items: Sequence[int], limit: int, each: float = 0.0, most: float = inf
+    ) -> tuple[int, int, int]:
         """(rows, cost, length): how many rows, with items of these lengths, add no more than `limit`, and what they add.
 
-        `length` is the last sequence's, for `place`. Nothing is changed.
+        Where each row counts as `each` tokens more, that is no more than `most`. `length` is the last sequence's, for `place`.
+        Nothing is changed.
         """
         length = self._open.get(query, 0)
         context, start = self._context, query_tokens + self.page
@@ -38,7 +42,7 @@ class Packing:
         if grown <= context and items:
             if not length:
                 cost += start
-            if cost <= limit:
+            if cost <= limit and cost + len(items) * each <= most:
                 return len(items), cost, grown
         cost = rows = 0
         for item in items:
@@ -47,7 +51,7 @@ class Packing:
             if not length or grown > context:
                 grown = query_tokens + 1 + more
                 more += start
-            if cost + more > limit:
+            if cost + more > limit or cost + more + (rows + 1) * each > most:
                 break
             cost += more
             length = grown

@@ -102,6 +102,8 @@ def tables(report: "StatusReport") -> "Group":
             counts = (worker.pid or "-", version, worker.batches, worker.tokens, worker.done, _span(worker.silent_s))
             stage = f"[{colour}]{escape(worker.stage)}[/]{' packed' if worker.packed else ''}"
             workers.add_row(escape(worker.name), stage, *map(str, counts), str(worker.restarts))
+            if worker.pace:
+                details.append(f"{escape(worker.name)}: pace {worker.pace:,} tokens; a row counts for {worker.pace_row:,} more")
             if worker.detail:
                 details.append(f"{escape(worker.name)}: {escape(worker.detail)}")
     return Group(*lines, "", groups, "", workers, *details)

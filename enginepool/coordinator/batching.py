@@ -79,14 +79,13 @@ def _try_suspect(core: Core, group: Group) -> None:
         group.kept_worker = worker
         return
     group.kept_worker = None
-    assert worker.capabilities is not None
     request = lane[0][2]
     if request.state == TEXT:
         group.suspects.pop(lane)
         group.trial = Batch(core.task_id(), worker, [(request, 0, 0)], 0, 0, True)
         _give_text(core, worker, group.trial.id, request)
         return
-    cost, slice_ = cut_next(request, worker.capabilities)
+    cost, slice_ = cut_next(request, worker)
     take(core, slice_)
     if slice_[0].state == RUNNING:
         group.suspects.pop(lane)

@@ -1,16 +1,20 @@
 """Filling: which rows make the next batch of a worker, and what they cost it.
 
-A request stays together while it fits a batch of its worker's declared budget, and two forwards at its pace. A larger one is
-cut, in row order, into as few batches as can be, of as many rows each: several workers, and forwards that follow each other,
-gain nothing by a small last one. A row that alone is over that makes a batch of its own. A plain worker computes every row from
-its first token; a packed one computes what a row adds to the sequences of its batch, so there the query of one caller is free
-for the next one that has the same. A plain worker that keeps long queries computes such a query once as well, but may have to
-compute it again: there rows count in full, and a batch of one request with such a query may weigh more than others.
+A request stays together while it fits a batch of its worker's declared budget, and two forwards at its pace, by which a row
+weighs more than its tokens. A larger one is cut, in row order, into as few batches as can be, of as many rows each: several
+workers, and forwards that follow each other, gain nothing by a small last one. A row that alone is over that makes a batch of
+its own. A plain worker computes every row from its first token; a packed one computes what a row adds to the sequences of its
+batch, so there the query of one caller is free for the next one that has the same. A plain worker that keeps long queries
+computes such a query once as well, but may have to compute it again: there rows count in full, and a batch of one request with
+such a query may weigh more than others.
 """
+
+from math import inf
 
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.door import row_lengths
 from enginepool.coordinator.events import Buffer, Work
+from enginepool.coordinator.pace import Pace
 from enginepool.coordinator.phases import QUEUED, RUNNING
 from enginepool.coordinator.queue import Entry, Queue
 from enginepool.coordinator.state import Batch, Request, Slice, Worker
@@ -23,77 +27,88 @@ RECENT_S = 1.0
 DEEP = 4
 
 
-def pace_for(can: Capabilities, head: Request, now: float, cost: int) -> int:
-    """Tokens of a forward that `head`, of `cost` tokens, opens; 0: any.
+def pace_for(pace: Pace | None, head: Request, now: float, weight: float) -> int:
+    """What a forward that `head`, of this `weight`, opens may weigh; 0: any.
 
     Half of the worker's pace where a higher priority came lately: the next of that waits for the forward that runs and for one
     more, and has its own to come. Otherwise two forwards in one where many wait: the engine's host launches fewer then.
     """
-    if not can.pace:
+    if pace is None:
         return 0
     group = head.group
     if head.priority < group.peak and now - group.peak_at <= RECENT_S:
-        return can.pace // 2
-    return longest(can) if cost * group.waiting >= DEEP * can.pace * len(group.workers) else can.pace
+        return pace.tokens // 2
+    many = weight * group.waiting >= DEEP * pace.tokens * len(group.workers)
+    return 2 * pace.tokens if many else pace.tokens
 
 
-def free_of(worker: Worker, can: Capabilities, head: Request, cost: int, pace: int) -> int:
-    """Tokens that `worker` may be given now, when `head` opens a batch with `cost` of them.
+def room_of(worker: Worker, can: Capabilities, head: Request, weight: float, most: int) -> float:
+    """What `worker` may be given now, when `head` opens a batch of this `weight` that may weigh `most` (0: any).
 
     Beside two batches there is room for as much as two forwards at its pace: what has a higher priority than all that waits
     then waits for the forward that runs and for one more. Where that room is less than a forward and more waits than it holds,
     there is none: of two forwards that keep the engine busy, three small ones would be made, and stay so.
     """
-    free = can.inflight_tokens - worker.cost
-    if len(worker.batches) < 2:
-        return free
     # Room that is there for queries which have to be computed again is not for more batches.
-    pace = pace or (can.batch_tokens if can.cached_query else 0)
-    if not pace:
-        return free
-    room = 2 * pace - worker.cost
-    return 0 if room < pace and cost * head.group.waiting > room else min(free, room)
-
-
-def longest(can: Capabilities) -> int:
-    """Tokens that a batch may weigh: with a pace, two forwards of it at most."""
-    return min(can.batch_tokens, 2 * can.pace) if can.pace else can.batch_tokens
+    most = most or (can.batch_tokens if can.cached_query else 0)
+    if len(worker.batches) < 2 or not most:
+        return inf
+    room = 2 * most - (worker.pace.weigh(worker.cost, worker.rows) if worker.pace is not None else worker.cost)
+    return 0.0 if room < most and weight * head.group.waiting > room else room
 
 
 def most_of(work: Work, rows: int, can: Capabilities) -> int:
-    """Tokens that a batch of so many rows of `work`, and of nothing else, may weigh: more where they count a query in every row
+    """Tokens that a batch of so many rows of `work`, and of nothing else, may have: more where they count a query in every row
     that is computed once."""
-    return can.cached_tokens if rows > 1 and 0 < can.cached_query <= work.shared else longest(can)
+    return can.cached_tokens if _once(work, rows, can) else can.batch_tokens
 
 
-def beyond_pace(can: Capabilities, pace: int, head: Request, follower: Request, cost: int, more: int) -> bool:
-    """Whether `follower` would make a batch of `cost` too long for its head. Half of a follower may be over the pace, so that
-    batches have it on average; those of a lower priority fill half of the worker's at most."""
-    if not pace:
+def _once(work: Work, rows: int, can: Capabilities) -> bool:
+    """Whether the query of so many rows of `work` is computed once on a plain worker."""
+    return rows > 1 and 0 < can.cached_query <= work.shared
+
+
+def longest(pace: Pace | None) -> float:
+    """What a batch of several rows may weigh: two forwards at the worker's pace."""
+    return inf if pace is None else 2 * pace.tokens
+
+
+def beyond_pace(worker: Pace | None, most: int, head: Request, follower: Request, weight: float, more: float) -> bool:
+    """Whether `follower` would make a batch of this `weight` too long for its head. Half of a follower may be over what the
+    head may have, so that batches have it on average; those of a lower priority fill half of the worker's pace at most."""
+    if worker is None:
         return False
     if follower.priority < head.priority:
-        return cost + more > min(pace, can.pace) // 2
-    return cost + more // 2 > pace
+        return weight + more > min(most, worker.tokens) // 2
+    return weight + more / 2 > most or weight + more > 2 * worker.tokens
 
 
 def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: Worker) -> Batch | None:
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
-    can = worker.capabilities
+    can, pace = worker.capabilities, worker.pace
     assert can is not None
+    free_tokens = can.inflight_tokens - worker.cost
     free_rows = can.inflight_rows - worker.rows
     extra = can.page - 1
+    each = 0.0 if pace is None else pace.row
     head = lane[0][2]
     work = head.work
     rows = work.rows
     cost = work.tokens + rows * extra
-    if not head.next and cost <= most_of(work, rows, can) and rows <= can.batch_rows:
+    if (
+        not head.next
+        and cost <= most_of(work, rows, can)
+        and rows <= can.batch_rows
+        and (pace is None or rows * each + (0 if _once(work, rows, can) else cost) <= 2 * pace.tokens)
+    ):
         slice_: Slice = (head, 0, rows)
     else:
-        cost, slice_ = cut_next(head, can)
+        cost, slice_ = cut_next(head, worker)
         rows = slice_[2] - slice_[1]
-    pace = pace_for(can, head, core.now, cost)
-    free_tokens = free_of(worker, can, head, cost, pace)
-    if cost > free_tokens or rows > free_rows:
+    weight = cost + rows * each
+    most = pace_for(pace, head, core.now, weight)
+    room = room_of(worker, can, head, weight, most)
+    if cost > free_tokens or rows > free_rows or weight > room:
         return None
     slices = [slice_]
     take(core, slice_)
@@ -108,15 +123,18 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
                 continue
             work = next_.work
             more = work.tokens + work.rows * extra
+            weighs = more + work.rows * each
             if (
                 next_.next
                 or cost + more > free_tokens
                 or rows + work.rows > free_rows
-                or beyond_pace(can, pace, head, next_, cost, more)
+                or weight + weighs > room
+                or beyond_pace(pace, most, head, next_, weight, weighs)
             ):
                 break
             cost += more
             rows += work.rows
+            weight += weighs
             slice_ = (next_, 0, work.rows)
             slices.append(slice_)
             take(core, slice_)
@@ -126,30 +144,34 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
 
 def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: Worker) -> Batch | None:
     """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
-    can = worker.capabilities
+    can, pace = worker.capabilities, worker.pace
     assert can is not None
     free_rows = can.inflight_rows - worker.rows
+    each = 0.0 if pace is None else pace.row
     packing = Packing(can.context, can.page)
     slices: list[Slice] = []
-    rows = pace = 0
-    most_tokens, most_rows = longest(can), can.batch_rows
+    rows = most = 0
+    most_tokens, most_rows, room = can.batch_tokens, can.batch_rows, longest(pace)
     while lane and rows < most_rows:
         request = lane[0][2]
         if request.state != QUEUED or request.lane is not queue:
             queue.pop(lane)
             continue
         start, end = request.back[0] if request.back else (request.next, request.work.rows)
-        stop, cost, length = _pack(packing, request, start, end, most_tokens, most_rows - rows, follows=bool(slices))
+        weight = packing.cost + rows * each
+        bounds = (most_tokens - packing.cost, each, room - weight)
+        stop, cost, length = _pack(packing, request, start, end, most_rows - rows, bounds, follows=bool(slices))
+        weighs = cost + (stop - start) * each
         if slices and (
-            request.next or stop < request.work.rows or beyond_pace(can, pace, slices[0][0], request, packing.cost, cost)
+            request.next or stop < request.work.rows or beyond_pace(pace, most, slices[0][0], request, weight, weighs)
         ):
             break
         if not slices:
-            pace = pace_for(can, request, core.now, cost)
-            free_tokens = free_of(worker, can, request, cost, pace)
-            if cost > free_tokens or stop - start > free_rows:
+            most = pace_for(pace, request, core.now, weighs)
+            free_tokens, free = can.inflight_tokens - worker.cost, room_of(worker, can, request, weighs, most)
+            if cost > free_tokens or stop - start > free_rows or weighs > free:
                 return None
-            most_tokens, most_rows = min(free_tokens, most_tokens), min(free_rows, can.batch_rows)
+            most_tokens, most_rows, room = min(free_tokens, most_tokens), min(free_rows, can.batch_rows), min(free, room)
         packing.place(_query(request), cost, length)
         slices.append((request, start, stop))
         rows += stop - start
@@ -165,34 +187,48 @@ def _query(request: Request) -> Buffer:
 
 
 def _pack(
-    packing: Packing, request: Request, start: int, end: int, tokens: int, rows: int, *, follows: bool = False
+    packing: Packing,
+    request: Request,
+    start: int,
+    end: int,
+    rows: int,
+    bounds: tuple[int, float, float],
+    *,
+    follows: bool = False,
 ) -> tuple[int, int, int]:
-    """(end, cost, length) of the rows from `start` on that fit within these bounds; unless it `follows`, at least one."""
+    """(end, cost, length) of the rows from `start` on that fit within these bounds (tokens; what a row weighs beside them, and
+    what all may weigh); unless it `follows`, at least one."""
     work = request.work
     items = memoryview(work.frames[-1]).cast("I")[start : min(end, start + rows)]
     query = _query(request)
-    count, cost, length = packing.weigh(query, work.shared, items, tokens - packing.cost)
+    count, cost, length = packing.weigh(query, work.shared, items, *bounds)
     if 0 < count < end - start and not follows:
-        count, cost, length = packing.weigh(query, work.shared, items[: even(end - start, count)], tokens - packing.cost)
+        count, cost, length = packing.weigh(query, work.shared, items[: even(end - start, count)], *bounds)
     if not count and not follows:
-        count, cost, length = packing.weigh(query, work.shared, items[:1], packing.cost + work.longest + 2 + packing.page)
+        count, cost, length = packing.weigh(query, work.shared, items[:1], work.longest + 2 + packing.page)
     return start + count, cost, length
 
 
-def cut_next(request: Request, can: Capabilities) -> tuple[int, Slice]:
-    """The next rows of `request` that fit one batch: (cost, slice). At least one row, whatever it costs."""
+def cut_next(request: Request, worker: Worker) -> tuple[int, Slice]:
+    """The next rows of `request` that fit one batch of `worker`: (cost, slice). At least one row, whatever it costs."""
+    can, pace = worker.capabilities, worker.pace
+    assert can is not None
+    each, room = (0.0, inf) if pace is None else (pace.row, longest(pace))
     start, end = request.back[0] if request.back else (request.next, request.work.rows)
     if can.packed:
-        end, cost, _ = _pack(Packing(can.context, can.page), request, start, end, longest(can), can.batch_rows)
+        bounds = (can.batch_tokens, each, room)
+        end, cost, _ = _pack(Packing(can.context, can.page), request, start, end, can.batch_rows, bounds)
         return cost, (request, start, end)
     extra = can.page - 1
     lengths = row_lengths(request.work)
     most = most_of(request.work, end - start, can)
-    cost = 0
+    once = _once(request.work, end - start, can)
+    cost, weight = 0, 0.0
     row = start
     while row < end and row - start < can.batch_rows:
         more = lengths[row] + extra
-        if row > start and cost + more > most:
+        weight += each if once else more + each
+        if row > start and (cost + more > most or weight > room):
             break
         cost += more
         row += 1

@@ -86,3 +86,16 @@ def misfit(batch: Batch, e: ev.BatchDone) -> str:
                 return f"answered {spec.name} {spec.dtype} {list(spec.shape)} where float32 {[rows, columns]} was asked"
             columns = can.hidden
     return ""
+
+
+def usual(batch: Batch, e: ev.BatchDone) -> bool:
+    """Whether the time of this answer is that of one forward of all that the batch weighs.
+
+    Not where the engine took several, or refused a part; where rows count a query in full that is computed once; or where a
+    suspect ran alone, which may have killed workers for being slow.
+    """
+    can = batch.worker.capabilities
+    assert can is not None
+    if e.forwards != 1 or batch.trial or any(outcome.code for outcome in e.outcomes):
+        return False
+    return not can.cached_query or all(request.work.shared < can.cached_query for request, _, _ in batch.slices)

@@ -11,8 +11,9 @@ from enginepool.coordinator.batching import post_batch, post_text, take_text
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import Link
-from enginepool.coordinator.fit import alone_in_class, impossible, misfit, stranger
+from enginepool.coordinator.fit import alone_in_class, impossible, misfit, stranger, usual
 from enginepool.coordinator.halving import halve, shrink
+from enginepool.coordinator.pace import Pace
 from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
@@ -126,6 +127,8 @@ class Fleet:
             return
         alone = alone_in_class(worker, can)
         worker.declared, worker.capabilities = e.capabilities, can
+        if worker.pace is None or worker.pace.said != can.pace:
+            worker.pace = Pace(can.pace) if can.pace else None
         worker.routing = group.packed_routing if can.packed else group.routing
         worker.version, worker.digest = e.version, e.digest
         worker.stage, worker.detail, worker.since = "ready", "", e.now
@@ -192,6 +195,8 @@ class Fleet:
             group.first = None
         group.spent_s = 0.9 * group.spent_s + e.run_us / 1e6
         group.spent_tokens = 0.9 * group.spent_tokens + batch.cost
+        if worker.pace is not None:
+            worker.pace.done(e.now, e.run_us / 1e6, batch.cost, batch.rows, fits=usual(batch, e))
         self.requests.outcome(batch, e)
         self.core.wake(group)
         if self.core.touched is not None:

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from enginepool.config import GroupConfig
 from enginepool.coordinator.classes import PACKED, PLAIN, may_pack
 from enginepool.coordinator.events import Buffer, GroupWeights, Link, Work
+from enginepool.coordinator.pace import Pace
 from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.routing import Routing
@@ -180,8 +181,8 @@ class Worker:
 
     __slots__ = (
         "batches", "capabilities", "cost", "declared", "detail", "digest", "done", "group", "halvings", "heard", "host", "idle",
-        "incarnation", "kept", "lacks", "late", "link", "lost", "order", "pid", "place", "restore_until", "routing", "rows",
-        "since", "stage", "stamp", "texts", "version",
+        "incarnation", "kept", "lacks", "late", "link", "lost", "order", "pace", "pid", "place", "restore_until", "routing",
+        "rows", "since", "stage", "stamp", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
@@ -201,6 +202,8 @@ class Worker:
         #: what it said it can do, and how much of that it is given; None before it was ready
         self.declared: Capabilities | None = None
         self.capabilities: Capabilities | None = None
+        #: what its forwards cost, as it said and as was learnt since; None: it does not matter
+        self.pace: Pace | None = None
         #: what it was told to start with
         self.halvings = group.halvings
         #: of its class; it is told what changes here
@@ -268,6 +271,8 @@ class Worker:
         assert self.cost == sum(b.cost for b in self.batches.values()), self
         assert self.rows == sum(b.rows for b in self.batches.values()), self
         assert (self.stamp != 0) == self.open, (self, self.stamp)
+        if self.pace is not None:
+            self.pace.check()
         if self.lost:
             assert not self.batches and not self.texts, self
         if self.batches:

@@ -66,6 +66,8 @@ def _worker(core: Core, worker: Worker) -> WorkerStatus:
         detail=worker.detail,
         restarts=place.restarts if place is not None else 0,
         packed=worker.routing is worker.group.packed_routing,
+        pace=worker.pace.tokens if worker.pace is not None else 0,
+        pace_row=round(worker.pace.row) if worker.pace is not None else 0,
     )
 
 

@@ -145,7 +145,7 @@ class Pool:
     def submit(self, link: bytes, id: int, content: ev.Work, *, priority: int = 0, timeout: float | None = None) -> list[Sent]:
         return self.do(ev.Submit(0, link, id, content, priority, None if timeout is None else self.now + timeout))
 
-    def finish(self, sent: Sent, *, version: int = 0, forwards: int = 1, error: str = "") -> list[Sent]:
+    def finish(self, sent: Sent, *, version: int = 0, forwards: int = 1, error: str = "", run_s: float = 0.001) -> list[Sent]:
         """The worker answers a batch: each row's score is its first id, its second column its length."""
         assert isinstance(sent.message, Batch)
         if sent in self.batches:
@@ -164,7 +164,7 @@ class Pool:
             scores = np.stack([items[starts], lengths], axis=1).astype(np.float32)
             scores = scores[:, : len(part.labels) or None]
             outcomes.append(ev.Outcome([FrameSpec("scores", "float32", scores.shape)], [scores.tobytes()]))
-        return self.do(ev.BatchDone(0, sent.link, sent.message.batch, outcomes, version, forwards, 1000))
+        return self.do(ev.BatchDone(0, sent.link, sent.message.batch, outcomes, version, forwards, int(run_s * 1e6)))
 
     def finish_all(self) -> list[Sent]:
         out: list[Sent] = []

@@ -1,6 +1,8 @@
 """Promises about batches: whole, in order, within budget, never an idle worker beside waiting work."""
 
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -8,7 +10,8 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.protocol.messages import Batch
+from enginepool.coordinator import events as ev
+from enginepool.protocol.messages import Batch, Capabilities, StatusReport
 from tests.core.machines import CAN, Pool, Sent, config, results, work
 from tests.core.test_classes import shared
 
@@ -173,10 +176,10 @@ def test_batches_of_a_lower_priority_are_half_as_long_while_a_higher_one_comes()
     pool.submit(client, 15, work(1, 15), priority=5)
     pool.worker(can=msgspec.structs.replace(CAN, pace=60))
     assert by_priority(pool) == [(5, [1, 1]), (0, [1, 1])]
-    pool.finish(pool.batches[0])
+    pool.finish(pool.batches[0], run_s=0.0125)
     assert by_priority(pool) == [(0, [1, 1]), (0, [1, 1])]
     pool.wait(1.1)
-    pool.finish(pool.batches[0])
+    pool.finish(pool.batches[0], run_s=0.0125)
     assert by_priority(pool) == [(0, [1, 1]), (0, [1, 1, 1, 1])], "none came for a second"
 
 
@@ -240,6 +243,153 @@ def test_a_pace_may_differ_between_workers() -> None:
     pool.worker("a", can=msgspec.structs.replace(CAN, pace=40))
     pool.worker("b", can=msgspec.structs.replace(CAN, pace=30))
     assert len({s.link for s in pool.submit(client, 1, work(1, 15)) + pool.submit(client, 2, work(1, 15))}) == 2
+
+
+#: a worker as one with a GPU says that it is: 10,000 tokens, of rows of any length, in 25 ms
+FAST = msgspec.structs.replace(
+    CAN, context=8_000, batch_tokens=16_000, batch_rows=400, inflight_tokens=32_000, inflight_rows=800, pace=10_000
+)
+TOKEN_S = 0.025 / 10_000
+
+
+class Busy:
+    """A pool of one worker, before which always more waits than it can do, and whose forwards take what `seconds` says of
+    their tokens and rows."""
+
+    def __init__(self, can: Capabilities, content: ev.Work, seconds: Callable[[int, int], float], waiting: int) -> None:
+        self.pool = Pool()
+        self.client = self.pool.client()
+        self.content = content
+        self.seconds = seconds
+        self.id = 0
+        #: seconds of the last forward
+        self.last = 0.0
+        self.fill(waiting)
+        self.pool.worker(can=can)
+
+    def fill(self, waiting: int) -> None:
+        """Submit until so many requests wait."""
+        while self.pool.machine.core.groups["g"].waiting < waiting:
+            self.id += 1
+            self.pool.submit(self.client, self.id, self.content)
+
+    def run(self, batches: int, *, waiting: int) -> None:
+        """So many batches, one after the other, two of them always at hand."""
+        pool = self.pool
+        for _ in range(batches):
+            self.fill(waiting)
+            batch = next(iter(pool.machine.core.groups["g"].workers["w"].batches.values()))
+            self.last = self.seconds(batch.cost, batch.rows)
+            pool.now += self.last
+            pool.finish(pool.batches[0], run_s=self.last + 0.01)
+
+    def rows(self) -> int:
+        """Rows of the batch that was sent last."""
+        return sum(rows(self.pool.batches[-1]))
+
+
+def test_a_worker_that_turns_out_half_as_fast_gets_batches_half_as_large() -> None:
+    can = msgspec.structs.replace(FAST, pace=4_000)
+    busy = Busy(can, work(2, 100), lambda tokens, _: 2 * tokens * 0.025 / 4_000, waiting=120)
+    assert busy.rows() == 80, "two forwards in one: so many wait"
+    busy.run(150, waiting=120)
+    assert 36 <= busy.rows() <= 42
+    assert 0.045 <= busy.last <= 0.053
+
+
+def test_a_worker_that_turns_out_twice_as_fast_gets_batches_twice_as_large() -> None:
+    can = msgspec.structs.replace(FAST, pace=2_000)
+    busy = Busy(can, work(2, 100), lambda tokens, _: 0.5 * tokens * 0.025 / 2_000, waiting=120)
+    assert busy.rows() == 40
+    busy.run(150, waiting=120)
+    assert 74 <= busy.rows() <= 84
+
+
+def short_rows_cost(tokens: int, rows: int) -> float:
+    """0.5 ms of the host for each row, beside what its tokens take."""
+    return tokens * TOKEN_S + rows * 0.0005
+
+
+def test_many_short_rows_make_smaller_batches_once_rows_turn_out_to_cost() -> None:
+    busy = Busy(FAST, work(5, 20), short_rows_cost, waiting=200)
+    assert busy.rows() == 400, "8,000 tokens, less than the pace, and all the rows that may be"
+    busy.run(60, waiting=200)
+    assert 80 <= busy.rows() <= 95, "50 ms of 0.55 ms a row"
+    assert busy.last <= 0.052
+
+
+def test_a_request_of_many_short_rows_is_cut_once_rows_turn_out_to_cost() -> None:
+    busy = Busy(FAST, work(200, 20), short_rows_cost, waiting=10)
+    assert busy.rows() == 400
+    busy.run(60, waiting=10)
+    assert busy.rows() in (66, 67), "200 rows, 91 of them in 50 ms: three batches"
+    assert busy.last <= 0.04
+
+
+def test_packed_rows_are_weighed_as_well() -> None:
+    can = msgspec.structs.replace(FAST, max_item=64)
+    busy = Busy(can, shared(40, *[10] * 10), short_rows_cost, waiting=100)
+    assert busy.rows() == 400
+    busy.run(60, waiting=100)
+    assert busy.rows() in (80, 90), "whole requests of 10 rows, each row 0.53 ms"
+    pool = busy.pool
+    pool.finish_all()
+    pool.submit(busy.client, 10**6, shared(40, *[10] * 300))
+    sizes = [sum(rows(s)) for s in pool.batches]
+    assert sizes == [75, 75], "the first two of four, as it is cut by what its rows cost"
+
+
+def test_rows_that_came_one_at_a_time_do_not_make_batches_small_when_many_come() -> None:
+    """A forward takes 12 ms whatever is in it, which is neither what a row costs nor what its tokens do."""
+    busy = Busy(FAST, work(1, 200), lambda tokens, _: 0.012 + tokens * TOKEN_S, waiting=2)
+    for _ in range(300):
+        busy.run(1, waiting=0)
+        busy.id += 1
+        busy.pool.submit(busy.client, busy.id, busy.content)
+        assert busy.rows() == 1
+    busy.fill(120)
+    busy.run(2, waiting=120)
+    assert busy.rows() >= 30, "5 would take 25 ms if it were what a row costs"
+
+
+def test_a_batch_that_tells_nothing_of_its_forward_changes_no_pace() -> None:
+    can = msgspec.structs.replace(FAST, cached_query=100, cached_tokens=16_000)
+
+    def after(content: ev.Work, **how: Any) -> int:
+        pool = Pool()
+        client = pool.client()
+        pool.worker(can=can)
+        for id_ in range(1, 20):
+            pool.submit(client, id_, content)
+            pool.now += 0.5
+            pool.finish(pool.batches[0], run_s=0.5, **how)
+        pace = pool.machine.core.groups["g"].workers["w"].pace
+        assert pace is not None
+        return pace.tokens
+
+    plain = work(10, 200)
+    assert after(plain) < 10_000 / 2
+    assert after(plain, forwards=2) == 10_000
+    assert after(plain, error="refused") == 10_000
+    assert after(shared(100, *[10] * 20)) == 10_000, "its query was computed ahead, or was not"
+    assert after(shared(99, *[10] * 20)) < 10_000 / 2
+
+
+def test_what_was_learnt_is_kept_while_the_worker_is_and_not_for_its_successor() -> None:
+    busy = Busy(FAST, work(5, 20), short_rows_cost, waiting=200)
+    busy.run(60, waiting=200)
+    pool = busy.pool
+    learnt = pool.machine.core.groups["g"].workers["w"].pace
+    pool.worker(can=FAST)
+    assert learnt is not None and pool.machine.core.groups["g"].workers["w"].pace is learnt
+    told = pool.do(ev.StatusAsked(0, busy.client, 1))[0].message
+    assert isinstance(told, StatusReport)
+    (worker,) = told.groups[0].workers
+    assert (worker.pace, worker.pace_row) == (learnt.tokens, round(learnt.row))
+    assert worker.pace_row > 100, "0.5 ms are 200 tokens of 2.5 us"
+    pool.worker("successor", can=FAST)
+    fresh = pool.machine.core.groups["g"].workers["successor"].pace
+    assert fresh is not None and (fresh.tokens, fresh.row) == (10_000, 0.0)
 
 
 def test_work_goes_to_the_least_loaded_worker() -> None:

@@ -55,7 +55,14 @@ UPDATE_FAULTS = {
 class Plan:
     """Everything that is decided before the first event. Draws from `random` in a fixed order."""
 
-    def __init__(self, random: Random, workers: int, packed: Random | None = None, updates: Random | None = None) -> None:
+    def __init__(
+        self,
+        random: Random,
+        workers: int,
+        packed: Random | None = None,
+        updates: Random | None = None,
+        paced: Random | None = None,
+    ) -> None:
         self.random = random
         self.workers = workers
         many = workers > 50
@@ -110,6 +117,14 @@ class Plan:
         self.gentle = False
         if updates is not None:
             self._publish(updates)
+        if paced is not None:
+            self._pace(paced)
+
+    def _pace(self, random: Random) -> None:
+        """Let workers say what their forwards cost, which is mostly wrong."""
+        for classes in (self.capabilities, self.packed):
+            for name, can in classes.items():
+                classes[name] = msgspec.structs.replace(can, pace=random.choice((1, 12, 40, 100, 400, 3000)))
 
     def _pack(self, random: Random) -> None:
         """Let some of the workers of each group that has two be packed ones. One plain one stays: it serves every shape."""

@@ -269,16 +269,28 @@ class Simulation:
 
 
 def simulate(
-    seed: int, workers: int, say: Callable[[str], None] | None = None, *, packed: bool = False, updates: bool = False
+    seed: int,
+    workers: int,
+    say: Callable[[str], None] | None = None,
+    *,
+    packed: bool = False,
+    updates: bool = False,
+    paced: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
-    published meanwhile.
+    published meanwhile; with `paced`, workers have a pace.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
     """
     world = World(seed, say)
-    plan = Plan(world.random, workers, Random(seed) if packed else None, Random(seed + 1) if updates else None)
+    plan = Plan(
+        world.random,
+        workers,
+        Random(seed) if packed else None,
+        Random(seed + 1) if updates else None,
+        Random(seed + 2) if paced else None,
+    )
     simulation = Simulation(world, plan)
     try:
         return simulation.run()
@@ -288,5 +300,5 @@ def simulate(
             f"{type(error).__name__}: {error}\n\n{recent}\n\n"
             f"{type(error).__name__}: {error}\n"
             f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''}"
-            f"{' --updates' if updates else ''} --trace"
+            f"{' --updates' if updates else ''}{' --paced' if paced else ''} --trace"
         ) from error

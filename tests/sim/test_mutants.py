@@ -131,8 +131,8 @@ def packed_workers_get_everything(patch: pytest.MonkeyPatch) -> None:
 def a_query_is_counted_once_too_rarely(patch: pytest.MonkeyPatch) -> None:
     real = Packing.weigh
 
-    def weigh(self: Packing, query: Any, query_tokens: int, items: Any, limit: int) -> tuple[int, int, int]:
-        rows, cost, length = real(self, query, query_tokens, items, limit)
+    def weigh(self: Packing, query: Any, query_tokens: int, items: Any, *bounds: Any) -> tuple[int, int, int]:
+        rows, cost, length = real(self, query, query_tokens, items, *bounds)
         return rows, cost - query_tokens if rows else 0, length
 
     patch.setattr(Packing, "weigh", weigh)

@@ -13,12 +13,12 @@ from tests.sim.world import World
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("seed", [3, 5, 7, 12])
-def test_a_seed_replays_exactly(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "paced"), [(3, False), (5, False), (7, False), (12, False), (4, True), (8, True)])
+def test_a_seed_replays_exactly(seed: int, paced: bool) -> None:
     first: list[str] = []
     again: list[str] = []
-    outcome = simulate(seed, 6, first.append)
-    assert simulate(seed, 6, again.append) == outcome
+    outcome = simulate(seed, 6, first.append, paced=paced)
+    assert simulate(seed, 6, again.append, paced=paced) == outcome
     assert first == again
     assert simulate(seed + 100, 6).digest != outcome.digest
 

@@ -358,6 +358,24 @@ def _to_client() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "status-report-paced",
+            way,
+            "a worker's pace as learnt from its batches: 9,000 tokens, where each row counts for 180 more",
+            {
+                "type": "status_report",
+                "epoch": EPOCH,
+                "groups": [
+                    {
+                        "name": "policy",
+                        "workers": [
+                            {"name": "policy-0", "incarnation": WORKER, "stage": "ready", "pace": 9000, "pace_row": 180}
+                        ],
+                    }
+                ],
+            },
+            exact=False,
+        ),
+        Valid(
             "status-report-empty",
             way,
             "nothing but the epoch, while it ends",

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.pace import FORWARD_S
 from enginepool.workers.engine import EngineError, ScorePart
 from enginepool.workers.sglang.requests import Parts
 from enginepool.workers.sglang.scoring import EngineScoring
@@ -17,8 +18,6 @@ from enginepool.workers.sglang.settings import SettingsError
 _WARM_ROWS = 2
 _WORDS = 1 << 15
 _WARM_LENGTH = 8
-#: Seconds of a forward of several requests on a GPU. A request of high priority waits for the one that runs and for one more.
-FORWARD_S = 0.025
 _PACE_LENGTH = 512
 _PACE_RUNS = 3
 

@@ -73,7 +73,7 @@ def _next(core: Core, request: Request, workers: list[Worker]) -> Batch | None:
         can = worker.capabilities
         if can is None or not request.classes & worker.class_:
             continue
-        cost, slice_ = cut_next(request, can)
+        cost, slice_ = cut_next(request, worker)
         rows = slice_[2] - slice_[1]
         if worker.cost + cost <= can.inflight_tokens and worker.rows + rows <= can.inflight_rows:
             take(core, slice_)

@@ -1,0 +1,187 @@
+"""Promises about the pace: what the coordinator learns of a worker's forwards is right, whatever the load shows of them."""
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginepool.coordinator.pace import MOST_FIXED_S, MOST_ROW_S, TOGETHER_S, Pace
+from enginepool.protocol.pace import FORWARD_S
+
+SAID = 10_000
+TOKEN_S = FORWARD_S / SAID
+Shape = tuple[int, int]
+
+
+class Batches:
+    """Batches that follow each other on a worker; `now` is when the last was done."""
+
+    def __init__(self, said: int = SAID) -> None:
+        self.pace = Pace(said)
+        self.now = 100.0
+
+    def run(self, seconds: float, tokens: int, rows: int, *, waited: float = 0.01, fits: bool = True) -> None:
+        """One more, that was in the engine for a while before its forward began."""
+        self.now += seconds
+        self.pace.done(self.now, seconds + waited, tokens, rows, fits=fits)
+        self.pace.check()
+
+    def end(self) -> Pace:
+        """What was learnt once the last batch counts too: the next one shows that nothing came together with it."""
+        self.run(1.0, 1, 1, fits=False)
+        return self.pace
+
+
+def learnt(shapes: Callable[[], Shape], cost: Callable[[int, int], float], random: Random, batches: int = 100) -> Pace:
+    """From batches with 10 % of noise, 2 % of which take ten times as long."""
+    run = Batches()
+    outliers = random.sample(range(batches), batches // 50)
+    for i in range(batches):
+        tokens, rows = shapes()
+        seconds = cost(tokens, rows) * random.uniform(0.9, 1.1)
+        run.run(10 * seconds if i in outliers else seconds, tokens, rows)
+    return run.end()
+
+
+def test_at_first_the_pace_is_what_the_worker_said() -> None:
+    for said in (1, 45, 777, 10_000, 131_072):
+        pace = Pace(said)
+        assert (pace.tokens, pace.row) == (said, 0.0)
+        assert pace.seconds(said, 7) == pytest.approx(FORWARD_S)  # pyright: ignore[reportUnknownMemberType]
+        assert pace.weigh(300, 7) == 300
+
+
+def test_what_the_worker_said_does_not_change_where_it_is_right() -> None:
+    run = Batches()
+    for i in range(200):
+        tokens, rows = 1_000 + 97 * (i % 90), 1 + i % 30
+        run.run(tokens * TOKEN_S, tokens, rows)
+    pace = run.end()
+    assert abs(pace.tokens / SAID - 1) < 0.01
+    assert pace.row < 1
+
+
+def test_one_batch_does_not_change_much() -> None:
+    run = Batches()
+    run.run(3.0, SAID, 20)
+    assert run.end().tokens > 0.6 * SAID
+    run = Batches()
+    run.run(0.0001, SAID, 20)
+    assert run.end().tokens < 2 * SAID
+
+
+@given(token=st.floats(0.4, 3.0), row_s=st.floats(0.0, 0.001), fixed_s=st.floats(0.0, 0.01), seed=st.integers(0, 1 << 32))
+def test_a_hundred_batches_of_many_shapes_are_enough(token: float, row_s: float, fixed_s: float, seed: int) -> None:
+    random = Random(seed)
+
+    def shape() -> Shape:
+        rows = random.randint(1, 100)
+        return rows * random.choice((20, 60, 180, 500)), rows
+
+    def cost(tokens: int, rows: int) -> float:
+        return fixed_s + token * TOKEN_S * tokens + row_s * rows
+
+    random_shapes = [shape() for _ in range(200)]
+    pace = learnt(shape, cost, random)
+    wrong = [pace.seconds(*one) / cost(*one) - 1 for one in random_shapes if cost(*one) > 0.02]
+    assert abs(sum(wrong)) / len(wrong) < 0.1
+    assert sum(abs(error) for error in wrong) / len(wrong) < 0.1
+
+
+@given(token=st.floats(0.4, 3.0), row_s=st.floats(0.0, 0.001), seed=st.integers(0, 1 << 32))
+def test_of_shapes_that_tell_them_apart_tokens_and_rows_are_each_learnt(token: float, row_s: float, seed: int) -> None:
+    random = Random(seed)
+    run = Batches()
+    for i in range(200):
+        tokens, rows = ((16_000, 8), (2_000, 100), (9_000, 50))[i % 3]
+        run.run((token * TOKEN_S * tokens + row_s * rows) * random.uniform(0.9, 1.1), tokens, rows)
+    pace = run.end()
+    token_s = (pace.seconds(16_000, 8) - pace.seconds(0, 8)) / 16_000
+    assert abs(token_s / (token * TOKEN_S) - 1) < 0.1
+    assert abs(pace.row * token_s - row_s) < 0.1 * row_s + 0.0001
+
+
+@given(
+    tokens=st.integers(5_000, 20_000),
+    rows=st.integers(1, 100),
+    slower=st.floats(0.3, 3.8),
+    seed=st.integers(0, 1 << 32),
+)
+def test_batches_that_are_all_alike_are_foretold_whatever_makes_them_long(
+    tokens: int, rows: int, slower: float, seed: int
+) -> None:
+    pace = learnt(lambda: (tokens, rows), lambda tokens, _: slower * tokens * TOKEN_S, Random(seed))
+    assert abs(pace.seconds(tokens, rows) / (slower * tokens * TOKEN_S) - 1) < 0.1
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e9), st.floats(0, 1e4), st.integers(0, 1 << 40), st.integers(0, 1 << 20)), max_size=60))
+def test_nothing_that_a_worker_says_makes_it_absurd(said: list[tuple[float, float, int, int]]) -> None:
+    for first in (1, 7, 10_000, 1 << 30):
+        run = Batches(first)
+        for seconds, waited, tokens, rows in said:
+            run.run(seconds, tokens, rows, waited=waited)
+        pace = run.end()
+        assert first / 8 - 1 <= pace.tokens <= 4 * first
+        assert 0 <= pace.row <= 4 * first * MOST_ROW_S / FORWARD_S
+        assert pace.seconds(0, 0) <= MOST_FIXED_S
+
+
+def test_a_worker_that_slows_down_is_followed_and_forgiven() -> None:
+    run = Batches()
+    for _ in range(500):
+        run.run(0.025, SAID, 20)
+    assert run.pace.tokens > 0.97 * SAID
+    for _ in range(150):
+        run.run(0.075, SAID, 20)
+    assert abs(run.pace.seconds(SAID, 20) / 0.075 - 1) < 0.1
+    for _ in range(150):
+        run.run(0.025, SAID, 20)
+    assert abs(run.pace.seconds(SAID, 20) / 0.025 - 1) < 0.1
+
+
+def test_a_pause_hardly_shows() -> None:
+    run = Batches()
+    for i in range(100):
+        run.run(0.025, SAID + i, 20)
+    before = run.pace.seconds(SAID, 20)
+    run.run(2.5, SAID, 20)
+    run.run(0.025, SAID, 20)
+    assert run.pace.seconds(SAID, 20) < 1.02 * before
+
+
+def test_time_without_work_is_not_time_that_work_took() -> None:
+    run = Batches()
+    for _ in range(100):
+        run.now += 5.0
+        run.run(0.025, SAID, 20, waited=0.0)
+    assert run.end().tokens > 0.97 * SAID
+
+
+@pytest.mark.parametrize("apart", [0.0, TOGETHER_S / 2])
+def test_answers_that_come_together_count_as_one_batch(apart: float) -> None:
+    """Two batches of 25 ms each, of which the coordinator hears at once."""
+    run = Batches()
+    for _ in range(100):
+        run.run(0.05 - apart, SAID, 20)
+        run.run(apart, SAID, 20, waited=0.05 - apart)
+    pace = run.end()
+    assert abs(pace.seconds(2 * SAID, 40) / 0.05 - 1) < 0.02
+    assert abs(pace.tokens / SAID - 1) < 0.05
+
+
+def test_what_came_together_with_a_batch_that_does_not_fit_is_left_out_too() -> None:
+    run = Batches()
+    for _ in range(100):
+        run.run(0.2, SAID, 20)
+        run.run(0.0, 100, 1, fits=False)
+    assert run.end().tokens == SAID
+
+
+def test_a_worker_that_does_not_say_how_long_it_took_keeps_its_pace() -> None:
+    run = Batches()
+    for _ in range(100):
+        run.now += 1.0
+        run.pace.done(run.now, 0.0, SAID, 20, fits=True)
+    assert run.end().tokens == SAID
