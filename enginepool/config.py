@@ -98,7 +98,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: runs out of memory
     max_batch_tokens: int | None = None
     max_batch_rows: int | None = None
-    #: forwards of tokens in flight at a worker
+    #: forwards of tokens in flight at a worker; where its pace is known, and with cached queries, as many batches
     forwards_in_flight: int = 2
     #: where committed weights are kept for workers that start: in shared memory of their node, in `state_dir`, or nowhere
     snapshot: Literal["memory", "disk", "none"] = "memory"

@@ -42,19 +42,15 @@ def pace_for(pace: Pace | None, head: Request, now: float, weight: float) -> int
     return 2 * pace.tokens if many else pace.tokens
 
 
-def room_of(worker: Worker, can: Capabilities, head: Request, weight: float, most: int) -> float:
-    """What `worker` may be given now, when `head` opens a batch of this `weight` that may weigh `most` (0: any).
+def full(worker: Worker, can: Capabilities) -> bool:
+    """Whether `worker` has as many batches as keep it busy: one that runs, and those that are launched behind it.
 
-    Beside two batches there is room for as much as two forwards at its pace: what has a higher priority than all that waits
-    then waits for the forward that runs and for one more. Where that room is less than a forward and more waits than it holds,
-    there is none: of two forwards that keep the engine busy, three small ones would be made, and stay so.
+    What comes meanwhile waits here and joins one batch, so that the engine's host prepares, launches and reads out fewer; and
+    what has a higher priority than all that waits then waits for no more than these. A worker that tells no pace is not known
+    to be worth that. Room for queries which have to be computed again is not for more batches either.
     """
-    # Room that is there for queries which have to be computed again is not for more batches.
-    most = most or (can.batch_tokens if can.cached_query else 0)
-    if len(worker.batches) < 2 or not most:
-        return inf
-    room = 2 * most - (worker.pace.weigh(worker.cost, worker.rows) if worker.pace is not None else worker.cost)
-    return 0.0 if room < most and weight * head.group.waiting > room else room
+    paced = worker.pace is not None or can.cached_query > 0
+    return paced and len(worker.batches) >= worker.group.config.forwards_in_flight
 
 
 def most_of(work: Work, rows: int, can: Capabilities) -> int:
@@ -87,6 +83,8 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
+    if full(worker, can):
+        return None
     free_tokens = can.inflight_tokens - worker.cost
     free_rows = can.inflight_rows - worker.rows
     extra = can.page - 1
@@ -106,10 +104,9 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
         cost, slice_ = cut_next(head, worker)
         rows = slice_[2] - slice_[1]
     weight = cost + rows * each
-    most = pace_for(pace, head, core.now, weight)
-    room = room_of(worker, can, head, weight, most)
-    if cost > free_tokens or rows > free_rows or weight > room:
+    if cost > free_tokens or rows > free_rows:
         return None
+    most = pace_for(pace, head, core.now, weight)
     slices = [slice_]
     take(core, slice_)
     if head.state == RUNNING:
@@ -128,7 +125,6 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
                 next_.next
                 or cost + more > free_tokens
                 or rows + work.rows > free_rows
-                or weight + weighs > room
                 or beyond_pace(pace, most, head, next_, weight, weighs)
             ):
                 break
@@ -146,6 +142,8 @@ def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], w
     """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
+    if full(worker, can):
+        return None
     free_rows = can.inflight_rows - worker.rows
     each = 0.0 if pace is None else pace.row
     packing = Packing(can.context, can.page)
@@ -168,10 +166,10 @@ def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], w
             break
         if not slices:
             most = pace_for(pace, request, core.now, weighs)
-            free_tokens, free = can.inflight_tokens - worker.cost, room_of(worker, can, request, weighs, most)
-            if cost > free_tokens or stop - start > free_rows or weighs > free:
+            free_tokens = can.inflight_tokens - worker.cost
+            if cost > free_tokens or stop - start > free_rows:
                 return None
-            most_tokens, most_rows, room = min(free_tokens, most_tokens), min(free_rows, can.batch_rows), min(free, room)
+            most_tokens, most_rows = min(free_tokens, most_tokens), min(free_rows, can.batch_rows)
         packing.place(_query(request), cost, length)
         slices.append((request, start, stop))
         rows += stop - start

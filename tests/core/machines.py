@@ -58,9 +58,13 @@ def config(
     groups: tuple[str, ...] = ("g",),
     limits: Limits | None = None,
     restart: Restart | None = None,
+    forwards_in_flight: int = 2,
 ) -> PoolConfig:
+    group = GroupConfig(
+        model="m", engine="sim", workers=workers, ageing_s=ageing_s, forwards_in_flight=forwards_in_flight
+    )  # fmt: skip
     return PoolConfig(
-        groups={name: GroupConfig(model="m", engine="sim", workers=workers, ageing_s=ageing_s) for name in groups},
+        groups=dict.fromkeys(groups, group),
         limits=limits or Limits(),
         timing=Timing(),
         restart=restart or Restart(),

@@ -213,28 +213,24 @@ def by_priority(pool: Pool) -> list[tuple[int, list[int]]]:
     return [(s.message.priority, rows(s)) for s in pool.batches if isinstance(s.message, Batch)]
 
 
-def test_small_batches_are_put_in_flight_up_to_two_forwards_at_the_pace() -> None:
+def test_what_comes_beside_two_batches_in_flight_waits_and_joins_one() -> None:
     pool = Pool()
     client = pool.client()
     pool.worker(can=msgspec.structs.replace(CAN, pace=40))
-    for request in range(1, 9):
+    for request in range(1, 7):
         pool.submit(client, request, work(1, 15))
-    assert [rows(s) for s in pool.batches] == [[1]] * 5
+    assert [rows(s) for s in pool.batches] == [[1]] * 2
+    pool.finish(pool.batches[0])
+    assert [rows(s) for s in pool.batches] == [[1], [1, 1, 1]]
 
 
-def test_many_small_batches_in_flight_make_way_for_few_whole_ones() -> None:
-    pool = Pool()
+def test_as_many_batches_are_in_flight_as_the_group_says() -> None:
+    pool = Pool(config(forwards_in_flight=3))
     client = pool.client()
     pool.worker(can=msgspec.structs.replace(CAN, pace=40))
-    for request in range(1, 15):
+    for request in range(1, 7):
         pool.submit(client, request, work(1, 15))
-    for _ in range(3):
-        pool.finish(pool.batches[0])
-    assert [rows(s) for s in pool.batches] == [[1], [1], [1, 1, 1]]
-    pool.finish(pool.batches[0])
-    assert [rows(s) for s in pool.batches] == [[1], [1, 1, 1]], "room for one, which would stay so small for ever"
-    pool.finish(pool.batches[0])
-    assert [rows(s) for s in pool.batches] == [[1, 1, 1]] * 2
+    assert [rows(s) for s in pool.batches] == [[1]] * 3
 
 
 def test_a_pace_may_differ_between_workers() -> None:
