@@ -46,8 +46,8 @@ def full(worker: Worker, can: Capabilities) -> bool:
     """Whether `worker` has as many batches as keep it busy: one that runs, and those that are launched behind it.
 
     What comes meanwhile waits here and joins one batch, so that the engine's host prepares, launches and reads out fewer; and
-    what has a higher priority than all that waits then waits for no more than these. A worker that tells no pace is not known
-    to be worth that. Room for queries which have to be computed again is not for more batches either.
+    what has a higher priority than all that waits then waits for no more than these. A worker without a pace, as on a CPU, is
+    bound by tokens in flight alone, unless part of that room is for queries which have to be computed again.
     """
     paced = worker.pace is not None or can.cached_query > 0
     return paced and len(worker.batches) >= worker.group.config.forwards_in_flight

@@ -60,7 +60,7 @@ def subject(request: pytest.FixtureRequest, engine: HostedEngine, models: Models
 def backend(request: pytest.FixtureRequest) -> str:
     """NCCL wants a GPU for each rank: the trainer has the second one."""
     if request.param == "nccl" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip(f"needs two CUDA GPUs: torch finds {torch.cuda.device_count()}")
     return request.param
 
 
@@ -203,7 +203,7 @@ def test_host_memory_is_pinned_where_the_gpu_copies_from() -> None:
 def test_lent_weights_are_in_the_engine_bit_by_bit_and_their_memory_comes_back(subject: Subject, lender: str) -> None:
     """This process is the trainer, and on `cuda:0` shares the engine's GPU. The engine does not see `cuda:1`."""
     if lender == "cuda:1" and torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip(f"needs two CUDA GPUs: torch finds {torch.cuda.device_count()}")
     batch = full_batch(declared(subject.engine), rows=4, seed=2)
     before = torch.cuda.memory_allocated(0)
     for version in (1, 2, 3):
