@@ -1,8 +1,8 @@
 """The process group in which new weights travel: a publisher is rank 0, stagers or engines are the others.
 
 It is the group that SGLang's own `init_weights_update_group` joins: a TCP store that rank 0 holds open, a prefix in it that is
-the group's name, and torch's helper over that. NCCL between GPUs, gloo between CPUs. The only file that imports
-torch.distributed.
+the group's name, and torch's helper over that. NCCL between GPUs, gloo between CPUs. Where all ranks are GPUs of one host that
+reach each other's memory, nothing of the kind forms: they copy (`copies.py`). The only file that imports torch.distributed.
 
 Nothing here waits for ever. What a dead or stopped peer could hold up (forming a group, a broadcast, an abort) runs beside the
 caller or is asked for its end, and the caller gets CollectiveError when the time is over. The group is then of no more use:
@@ -12,6 +12,7 @@ caller or is asked for its end, and the caller gets CollectiveError when the tim
 import contextlib
 import importlib
 import os
+import secrets
 import socket
 import time
 from collections.abc import Callable, Generator
@@ -19,6 +20,9 @@ from datetime import timedelta
 from typing import Any
 
 from enginepool import threads
+from enginepool.cards import SAYS, agree, agree_at_0, tell_way
+from enginepool.copies import Origin, Taker
+from enginepool.group import Broadcast, CollectiveError, Group
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
@@ -30,8 +34,6 @@ _NEVER = timedelta(days=1)
 _ABORT_S = 5.0
 #: Asked for its end so often, a broadcast on a GPU costs little more than it takes.
 _POLL_S = 0.0001
-#: Broadcasts that one may begin before one waits for the first of them: a GPU's queues are long, and not endless.
-QUEUED = 32
 #: By default torch ends the process, a trainer too, when NCCL reports a lost peer; and it asks rank 0's store every second
 #: whether to write a report, which it says it cannot for as long as a stager outlives its trainer.
 _CALM = {
@@ -43,10 +45,6 @@ _CALM = {
 _LIKE_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
 
-class CollectiveError(Exception):
-    """A peer is gone, late, or was never there. The group is of no more use. The message is one line."""
-
-
 class Rendezvous:
     """Rank 0's end of all its groups: the TCP store in which their members find each other.
 
@@ -56,24 +54,50 @@ class Rendezvous:
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._family = family = socket.AF_INET6 if ":" in host else socket.AF_INET
         # A socket of our own: torch's would listen on every interface.
         listener = socket.create_server((host, port), family=family, backlog=1024)
         port = int(listener.getsockname()[1])
         self._store: Any = dist.TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), timeout=_seconds(60)
         )
+        self._store.set(SAYS, "")
+        self._host = host
         #: HOST:PORT, as the other ranks are told
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def join(
-        self, name: str, world: int, *, backend: str, device: Any = "cpu", timeout_s: float = 60.0, connect: bool = True
-    ) -> "Group":
+        self,
+        name: str,
+        world: int,
+        *,
+        backend: str,
+        device: Any = "cpu",
+        timeout_s: float = 60.0,
+        connect: bool = True,
+        copies: bool = False,
+    ) -> Group:
         """Be rank 0 of group `name`, once all `world` ranks are there. Raises CollectiveError.
 
-        `connect`: begin with a broadcast of one byte, as `join` does elsewhere; SGLang's own ranks do not wait for one.
+        Args:
+            connect: begin with a broadcast of one byte, as `join` does elsewhere; SGLang's own ranks do not wait for one.
+            copies: where all ranks can, let them copy the buckets, each of which lies in a space of `spaces`.
         """
-        return _join(lambda: self._store.clone(), name, world, 0, backend, device, timeout_s, first=connect)
+
+        def form() -> Group:
+            store = self._store.clone()
+            store.set_timeout(_seconds(timeout_s))
+            own = dist.PrefixStore(name, store)
+            if not copies:
+                tell_way(own)
+                return _formed(own, name, world, 0, backend, device, timeout_s, first=connect)
+            with socket.create_server((self._host, 0), family=self._family, backlog=world) as listener:
+                token = secrets.token_hex(16)
+                if agree_at_0(own, world, device, listener, token):
+                    return Origin(name, world, device, listener, token, timeout_s)
+            return _formed(own, name, world, 0, backend, device, timeout_s, first=connect)
+
+        return _in_time(form, name, world, 0, timeout_s)
 
     def close(self) -> None:
         """Stop listening. Groups that have formed live on."""
@@ -81,49 +105,51 @@ class Rendezvous:
 
 
 def join(
-    address: str, name: str, world: int, rank: int, *, backend: str, device: Any = "cpu", timeout_s: float = 60.0
-) -> "Group":
-    """Be rank `rank` of the group `name` of `world` ranks, whose rank 0 listens at `address`. Raises CollectiveError."""
-    host, _, port = address.rpartition(":")
+    address: str,
+    name: str,
+    world: int,
+    rank: int,
+    *,
+    backend: str,
+    device: Any = "cpu",
+    timeout_s: float = 60.0,
+    stays: bool = False,
+) -> Group:
+    """Be rank `rank` of the group `name` of `world` ranks, whose rank 0 listens at `address`. Raises CollectiveError.
 
-    def connect() -> Any:
-        host_name = host.strip("[]")
-        return dist.TCPStore(host_name, int(port), is_master=False, wait_for_workers=False, timeout=_seconds(timeout_s))
+    `stays`: buckets lie in a space of `spaces`, where they stay until the update is over, so that other ranks may copy them.
+    """
 
-    return _join(connect, name, world, rank, backend, device, timeout_s)
+    def form() -> Group:
+        host, _, port = address.rpartition(":")
+        store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=_seconds(timeout_s))
+        own = dist.PrefixStore(name, store)
+        # Rank 0 may be another program's, that knows of nothing but torch's groups.
+        card = agree(own, world, rank, device, stays=stays) if store.check([SAYS]) else None
+        if card is not None:
+            return Taker(name, world, rank, device, card.address, card.token, timeout_s)
+        return _formed(own, name, world, rank, backend, device, timeout_s)
+
+    return _in_time(form, name, world, rank, timeout_s)
 
 
-class Group:
-    """A process group in which rank 0 broadcasts."""
+class TorchGroup(Group):
+    """A process group of torch."""
 
     def __init__(self, group: Any, name: str, world: int, rank: int, backend: str, device: Any) -> None:
+        super().__init__(name, world, rank, device, on_device=backend == "nccl")
         self._group = group
         self._aborted = False
-        self.name = name
-        self.world = world
-        self.rank = rank
-        self.backend = backend
-        self.device = device
 
-    def begin(self, bucket: Any) -> "Broadcast":
-        """Begin to broadcast `bucket`, a contiguous uint8 tensor on the group's device: from rank 0, into it elsewhere.
-
-        All ranks begin the same sizes in the same order. On a GPU what the current stream does before is waited for by the
-        broadcast, and what it does after `Broadcast.wait` comes after it. Raises CollectiveError.
-        """
+    def begin(self, bucket: Any) -> Broadcast:
         if self._aborted:
             raise CollectiveError(f"group {self.name} was given up")
         try:
-            return Broadcast(dist.broadcast(bucket, src=0, group=self._group, async_op=True), self)
+            return TorchBroadcast(dist.broadcast(bucket, src=0, group=self._group, async_op=True), self)
         except (RuntimeError, ValueError) as error:
             raise CollectiveError(f"group {self.name}: {_one_line(error)}") from error
 
-    def broadcast(self, bucket: Any, timeout_s: float = 60.0) -> None:
-        """Broadcast `bucket` and wait until its bytes are here, or sent. Raises CollectiveError."""
-        self.begin(bucket).wait(timeout_s)
-
     def abort(self) -> None:
-        """Leave the group, whatever its other ranks do. Broadcasts that wait end with an error. Idempotent, any thread."""
         if self._aborted:
             return
         self._aborted = True
@@ -135,19 +161,15 @@ class Group:
         threads.start(held.clear, "collective")
 
 
-class Broadcast:
-    """A broadcast on its way."""
+class TorchBroadcast(Broadcast):
+    """A broadcast of torch's."""
 
-    def __init__(self, work: Any, group: Group) -> None:
+    def __init__(self, work: Any, group: TorchGroup) -> None:
         self._work = work
         self._group = group
 
     def order(self, timeout_s: float) -> None:
-        """What the current stream of a GPU does from now on comes after it, and nobody waits here; between CPUs it is `wait`.
-
-        Whether it went well `wait` says. Raises CollectiveError.
-        """
-        if self._group.backend != "nccl":
+        if not self._group.on_device:
             self.wait(timeout_s)
             return
         try:
@@ -156,12 +178,11 @@ class Broadcast:
             raise CollectiveError(f"group {self._group.name}: {_one_line(error)}") from error
 
     def wait(self, timeout_s: float) -> None:
-        """Until its bytes are here, or sent. Raises CollectiveError: a peer is gone, the time is over, the group is aborted."""
         name = self._group.name
         try:
             self._poll(timeout_s)
             self._work.wait(_seconds(timeout_s))
-            if self._group.backend == "nccl" and (error := self._failure()):
+            if self._group.on_device and (error := self._failure()):
                 raise CollectiveError(f"group {name}: {error}")
         except (RuntimeError, ValueError) as error:
             raise CollectiveError(f"group {name}: {_one_line(error)}") from error
@@ -185,36 +206,28 @@ class Broadcast:
         return _one_line(error) if isinstance(error, BaseException) else ""
 
 
-def _join(
-    connect: Callable[[], Any],
-    name: str,
-    world: int,
-    rank: int,
-    backend: str,
-    device: Any,
-    timeout_s: float,
-    *,
-    first: bool = True,
+def _formed(
+    store: Any, name: str, world: int, rank: int, backend: str, device: Any, timeout_s: float, *, first: bool = True
 ) -> Group:
-    made: list[Any] = []
-
-    def form() -> Group:
-        store = connect()
-        store.set_timeout(_seconds(timeout_s))
-        with _environment(backend):
-            made.append(_form(dist.PrefixStore(name, store), name, world, rank, backend, timeout_s))
-        group = Group(made[0], name, world, rank, backend, device)
+    """A process group of torch, in its own store."""
+    with _environment(backend):
+        made = _form(store, name, world, rank, backend, timeout_s)
+    group = TorchGroup(made, name, world, rank, backend, device)
+    try:
         # The first collective is what connects NCCL's ranks, and takes 0.4 s.
         if first:
             group.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)
-        return group
+    except BaseException:
+        threads.start(group.abort, "collective")
+        raise
+    return group
 
+
+def _in_time(form: Callable[[], Group], name: str, world: int, rank: int, timeout_s: float) -> Group:
     try:
         # A little more: a limit that torch keeps itself comes with a better reason.
         return _beside(form, timeout_s + 2.0)
     except (CollectiveError, RuntimeError, ValueError, OSError) as error:
-        for group in made:
-            _beside(lambda group=group: c10d._abort_process_group(group), _ABORT_S)
         raise CollectiveError(f"group {name}, rank {rank} of {world}: {_one_line(error)}") from error
 
 

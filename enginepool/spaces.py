@@ -7,6 +7,7 @@ seal there has copied what was there when it was lent.
 
 import importlib
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ class HostSpace:
             torch.cuda.cudart().cudaHostRegister(space.data_ptr(), nbytes, 0)
         #: one for each device of the engine: here all of them map the same
         self.tensors = [space]
+        _made[space.data_ptr()] = self
 
     def spaces(self) -> list[Space]:
         """As other processes open it."""
@@ -79,6 +81,7 @@ class DeviceSpace:
             self.tensors: list[Any] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices]
         except RuntimeError as error:
             raise OSError(str(error).splitlines()[0]) from None
+        _made.update({tensor.data_ptr(): self for tensor in self.tensors})
 
     def spaces(self) -> list[Space]:
         """As other processes open them.
@@ -110,6 +113,24 @@ def _uncounted(shared: tuple[Any, ...]) -> tuple[Any, ...]:
 
 Memory = HostSpace | DeviceSpace
 
+#: those of this process, by where they begin
+_made: "weakref.WeakValueDictionary[int, Memory]" = weakref.WeakValueDictionary()
+
+
+def make_space(nbytes: int, device: Any) -> Memory:
+    """A space on one device. Raises OSError: no room."""
+    return DeviceSpace(nbytes, [device]) if torch.device(device).type == "cuda" else HostSpace(nbytes)
+
+
+def place_of(part: Any) -> tuple[Space, int]:
+    """(the space that a uint8 tensor is a part of, where it begins there). Raises RuntimeError: it is part of none."""
+    begin = part.untyped_storage().data_ptr()
+    memory = _made.get(begin)
+    if memory is None:
+        raise RuntimeError("a bucket that others are to copy does not lie in memory that can be shared")
+    which = next(k for k, tensor in enumerate(memory.tensors) if tensor.data_ptr() == begin)
+    return memory.spaces()[which], part.data_ptr() - begin
+
 
 def gpu_uuid(device: Any) -> str:
     """The UUID of a GPU of this process."""
@@ -121,8 +142,11 @@ def visible_gpus() -> list[str]:
     return [gpu_uuid(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
-def open_space(space: Space) -> Any:
+def open_space(space: Space, *, across: bool = False) -> Any:
     """Its bytes, in this process: a uint8 tensor. They stay for as long as it lives, whatever becomes of who made them.
+
+    Args:
+        across: on a GPU that is not visible here they are opened by way of the current one, which can copy them.
 
     Raises:
         OSError, RuntimeError: they are not there any more, or cannot be reached from here; one line.
@@ -133,9 +157,9 @@ def open_space(space: Space) -> Any:
     if space.gpu:
         # Another process numbers GPUs as it sees them.
         gpus = visible_gpus()
-        if space.gpu not in gpus:
+        if space.gpu not in gpus and not across:
             raise RuntimeError(f"GPU {space.gpu} is not visible here")
-        shared[0] = gpus.index(space.gpu)
+        shared[0] = gpus.index(space.gpu) if space.gpu in gpus else torch.cuda.current_device()
     torch.cuda.init()
     storage = torch.UntypedStorage._new_shared_cuda(*shared)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space.nbytes]

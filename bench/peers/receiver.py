@@ -14,10 +14,12 @@ from bench.score.load import own_voice
 from bench.weights.obeying import obey
 from bench.weights.parts import StandIns, left_out
 from bench.weights.raw import broadcast
-from enginepool.collective import Group, join
+from enginepool.collective import join
 from enginepool.digest import Batch, Digest, Findings
+from enginepool.group import Group
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
+from enginepool.spaces import Memory, make_space
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.receiving import Reception, be_small
 
@@ -50,13 +52,13 @@ class Receiver:
     def __init__(self, device: str) -> None:
         self._device = device
         self._group: Group | None = None
-        self._space: Any = None
+        self._space: Memory | None = None
         #: into that space, by bucket size
         self._receptions: dict[int, Reception] = {}
 
     def do_join(self, address: str, name: str, world: int, rank: int, backend: str) -> dict[str, object]:
         """Be in the group."""
-        self._group = join(address, name, world, rank, backend=backend, device=self._device)
+        self._group = join(address, name, world, rank, backend=backend, device=self._device, stays=True)
         return {}
 
     def do_receive(self, nbytes: int, bucket_bytes: int, times: int) -> dict[str, object]:
@@ -80,14 +82,14 @@ class Receiver:
 
     def _reception(self, tensors: list[Tensor], bucket_bytes: int) -> Reception:
         nbytes = layout(tensors).nbytes
-        if self._space is None or self._space.numel() < nbytes:
+        if self._space is None or self._space.nbytes < nbytes:
             self._receptions.clear()
-            self._space = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._space = make_space(nbytes, self._device)
         kept = self._receptions.get(bucket_bytes)
         if kept is None or kept.made_for[0] != tensors:
             if self._device == "cpu":
                 be_small()
-            kept = self._receptions[bucket_bytes] = Reception([self._space], tensors, bucket_bytes, self._device)
+            kept = self._receptions[bucket_bytes] = Reception(self._space.tensors, tensors, bucket_bytes, self._device)
         return kept
 
     def do_leave(self) -> dict[str, object]:

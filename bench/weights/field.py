@@ -140,15 +140,15 @@ class Field:
             raise RuntimeError(str(answer["error"]))  # pyright: ignore[reportUnknownArgumentType]
         return answer  # pyright: ignore[reportUnknownVariableType]
 
-    def join(self, children: list[Child], *, engines: bool = False) -> str:
-        """Form a group of the trainer and these; its name. Engines join in SGLang's own way."""
+    def join(self, children: list[Child], *, engines: bool = False, copies: bool = False) -> str:
+        """Form a group of the trainer and these; its name. Engines join in SGLang's own way; `copies`: as a pool's."""
         self._groups += 1
         name, world = f"group-{self._groups}", 1 + len(children)
         for rank, child in enumerate(children, 1):
             child.tell({
                 "do": "join", "address": self._listening, "name": name, "world": world, "rank": rank, "backend": self.backend,
             })  # fmt: skip
-        self.ask(self.trainer, do="join", name=name, world=world, backend=self.backend, engines=engines)
+        self.ask(self.trainer, do="join", name=name, world=world, backend=self.backend, engines=engines, copies=copies)
         for child in children:
             self.heard(child.hear(ORDER_S))
         return name

@@ -4,7 +4,7 @@ import importlib
 import time
 from typing import Any
 
-from enginepool.collective import Group
+from enginepool.group import Group
 
 torch: Any = importlib.import_module("torch")
 

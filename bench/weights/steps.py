@@ -53,7 +53,8 @@ class Steps:
         self._bucket = field.scale.buckets[0]
         #: GB/s of the raw broadcast, by bucket size
         self._raw: dict[int, float] = {}
-        self._group = ""
+        #: the groups of the raw broadcast, and of bytes that go as a publisher's do
+        self._group = self._path = ""
 
     def raw(self) -> None:
         """The same bytes, broadcast in the same buckets."""
@@ -140,13 +141,13 @@ class Steps:
     ) -> tuple[Window, list[float]]:
         """So many updates' bytes, one after the other: when, and the seconds of each until all have them."""
         field = self._field
-        if not self._group:
-            raise RuntimeError("raw, which forms the group, was left out")
+        # As publishers and stagers do it: by copies, where they can.
+        self._path = self._path or field.join(field.receivers, copies=field.backend == "nccl")
         manifest = field.ask(field.trainer, do="manifest")["manifest"]
         order = {"bucket_bytes": bucket or self._bucket, "times": times}
         for receiver in field.receivers:
             receiver.tell({"do": "take_in", "manifest": manifest, "without": without.receiver} | order)
-        sent = field.ask(field.trainer, do="stream", name=self._group, without=without.sender, rest_s=rest_s, **order)
+        sent = field.ask(field.trainer, do="stream", name=self._path, without=without.sender, rest_s=rest_s, **order)
         came = [field.heard(receiver.hear(ORDER_S)) for receiver in field.receivers]
         whole = "digest" not in (*without.sender, *without.receiver)
         for receiver in came:

@@ -28,9 +28,10 @@ from enginepool.client.buffers import Buffers, Cut
 from enginepool.client.lockstep import Lockstep
 from enginepool.client.streaming import Sending
 from enginepool.client.tensors import Plan, make_plan
-from enginepool.collective import Group, Rendezvous
+from enginepool.collective import Rendezvous
 from enginepool.digest import Digest
 from enginepool.errors import UpdateAborted
+from enginepool.group import Group
 from enginepool.protocol.manifest import Tensor
 
 torch: Any = importlib.import_module("torch")
@@ -113,10 +114,10 @@ class Trainer:
         """Where groups are joined."""
         return {"address": self._rendezvous.address}
 
-    async def do_join(self, name: str, world: int, backend: str, engines: bool) -> dict[str, object]:
-        """Be rank 0 of a group, whose other ranks are engines that joined in SGLang's own way, or not."""
+    async def do_join(self, name: str, world: int, backend: str, engines: bool, copies: bool) -> dict[str, object]:
+        """Be rank 0 of a group, whose other ranks are engines that joined in SGLang's own way, or not, or that may copy."""
         self._groups[name] = await asyncio.to_thread(
-            self._rendezvous.join, name, world, backend=backend, device=self._device, connect=not engines
+            self._rendezvous.join, name, world, backend=backend, device=self._device, connect=not engines, copies=copies
         )
         return {}
 

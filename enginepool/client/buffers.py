@@ -13,6 +13,7 @@ from enginepool.digest import make_ready
 from enginepool.errors import BadRequest
 from enginepool.protocol.layout import Bucket, buckets, layout
 from enginepool.protocol.manifest import Tensor
+from enginepool.spaces import Memory, make_space
 
 torch: Any = importlib.import_module("torch")
 
@@ -81,7 +82,7 @@ class Buffers:
     def __init__(self, device: Any) -> None:
         self.device = device
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pair: list[Any] = []
+        self._pair: list[Memory] = []
         self._cut: Cut | None = None
 
     def make_ready(self) -> None:
@@ -114,11 +115,11 @@ class Buffers:
         return cut
 
     def _have(self, nbytes: int) -> list[Any]:
-        """Two uint8 tensors of at least so many bytes."""
-        if not self._pair or self._pair[0].numel() < nbytes:
+        """Two uint8 tensors of at least so many bytes, which other processes of this host can open. Raises OSError: no room."""
+        if not self._pair or self._pair[0].nbytes < nbytes:
             self._pair.clear()
-            self._pair += [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
-        return self._pair
+            self._pair += [make_space(nbytes, self.device) for _ in range(2)]
+        return [memory.tensors[0] for memory in self._pair]
 
 
 def cut_up(manifest: Sequence[Tensor], bucket_bytes: int, memory: Callable[[Bucket], Any]) -> Cut:

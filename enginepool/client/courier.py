@@ -19,7 +19,8 @@ from enginepool.client.lending import Loan
 from enginepool.client.lockstep import Lockstep, follow
 from enginepool.client.streaming import Sending, Stopped
 from enginepool.client.tensors import Plan
-from enginepool.collective import CollectiveError, Group, Rendezvous
+from enginepool.collective import Rendezvous
+from enginepool.group import CollectiveError, Group
 from enginepool.protocol.messages import Failure
 from enginepool.protocol.updates import Join, Published, Space
 
@@ -49,7 +50,12 @@ class Side:
                 group.abort()
             self._group = None
             group = self._rendezvous.join(
-                join.rendezvous, join.world, backend=self.backend, device=self._device, timeout_s=timeout_s
+                join.rendezvous,
+                join.world,
+                backend=self.backend,
+                device=self._device,
+                timeout_s=timeout_s,
+                copies=self._device.type == "cuda",
             )
             if self.lost:
                 group.abort()

@@ -12,9 +12,9 @@ from typing import Any
 from enginepool.client.buffers import Buffers, Expected, Filling
 from enginepool.client.lockstep import Lockstep
 from enginepool.client.tensors import Plan
-from enginepool.collective import Broadcast, Group
 from enginepool.digest import Digest
 from enginepool.errors import BadRequest
+from enginepool.group import Broadcast, Group
 
 torch: Any = importlib.import_module("torch")
 

@@ -22,8 +22,8 @@ from enginepool.client.lending import Lender, Loan
 from enginepool.client.lockstep import Lockstep, RankFailed
 from enginepool.client.tensors import Plan
 from enginepool.client.unsent import NAMES
-from enginepool.collective import CollectiveError
 from enginepool.errors import EnginepoolError, Publishing, error_from
+from enginepool.group import CollectiveError
 from enginepool.host import host_identity
 from enginepool.protocol.manifest import encode_manifest
 from enginepool.protocol.messages import Failure, FrameSpec

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from enginepool.collective import QUEUED
 from enginepool.digest import Digest, Findings, digest_of
+from enginepool.group import QUEUED
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
@@ -20,7 +20,7 @@ class Sent:
     """A group whose bytes are there as soon as their broadcast is begun, and which notes what is done with them."""
 
     def __init__(self, space: Any, backend: str) -> None:
-        self.backend = backend
+        self.on_device = backend == "nccl"
         self.events: list[tuple[str, int]] = []
         self._space = space
         self._begun = 0

@@ -15,7 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from enginepool.collective import Group, Rendezvous
+from enginepool.collective import Rendezvous
+from enginepool.group import Group
 from enginepool.protocol.layout import buckets
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
 from enginepool.workers.stager.link import StagerLink

@@ -56,7 +56,14 @@ PURE_LIBRARIES = {"msgspec", "numpy"}
 PURE_ROOMS = ("enginepool.protocol", "enginepool.errors", "enginepool.config")
 
 #: What workers may import beside their own room: the protocol, and the files that publisher, stager and engine have in common.
-SHARED = ("enginepool.protocol", "enginepool.collective", "enginepool.digest", "enginepool.host", "enginepool.spaces")
+SHARED = (
+    "enginepool.protocol",
+    "enginepool.collective",
+    "enginepool.digest",
+    "enginepool.group",
+    "enginepool.host",
+    "enginepool.spaces",
+)
 
 #: Library -> the only files of the product that may import it.
 ONLY = {

@@ -1,9 +1,14 @@
-"""Groups of processes on loopback: they form, broadcast and fail within their time, whoever dies or stops."""
+"""Groups of processes on loopback: they form, broadcast and fail within their time, whoever dies or stops.
+
+Those that copy are told apart by nothing but that. What is copied here lies in memory of the host; GPUs share theirs otherwise.
+"""
 
 import importlib
 import multiprocessing
 import os
 import signal
+import socket
+import threading
 import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -15,8 +20,11 @@ from typing import Any
 
 import pytest
 
-from enginepool import collective
-from enginepool.collective import Broadcast, CollectiveError, Group, Rendezvous, join
+from enginepool import cards, collective
+from enginepool.collective import Rendezvous, TorchBroadcast, TorchGroup, join
+from enginepool.copies import Origin, Taker
+from enginepool.group import CollectiveError, Group
+from enginepool.spaces import SEAL, make_space
 
 torch: Any = importlib.import_module("torch")
 
@@ -26,7 +34,7 @@ LONG_S = 60.0
 SHORT_S = 2.0
 
 
-def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglang: bool) -> None:
+def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglang: bool, stays: bool) -> None:
     """A member: receives buckets of the sizes it is sent until it is told to end, and answers what they hold."""
     if sglang:
         from enginepool.workers import cpu_bridge
@@ -42,14 +50,15 @@ def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglan
         def receive(bucket: Any) -> None:
             dist.broadcast(bucket, src=0, group=theirs)
     else:
-        group = join(address, name, world, rank, backend="gloo", timeout_s=LONG_S)
+        group = join(address, name, world, rank, backend="gloo", timeout_s=LONG_S, stays=stays)
 
         def receive(bucket: Any) -> None:
             group.broadcast(bucket, LONG_S)
 
     pipe.send("joined")
     while nbytes := pipe.recv():
-        bucket = torch.zeros(nbytes, dtype=torch.uint8)
+        memory = make_space(nbytes, "cpu")
+        bucket = memory.tensors[0]
         pipe.send("receiving")
         try:
             receive(bucket)
@@ -61,10 +70,10 @@ def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglan
 class Peer:
     """A member in a process of its own."""
 
-    def __init__(self, address: str, name: str, world: int, rank: int, *, sglang: bool = False) -> None:
+    def __init__(self, address: str, name: str, world: int, rank: int, *, sglang: bool = False, stays: bool = True) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=peer, args=(theirs, address, name, world, rank, sglang))
+        self.process: BaseProcess = context.Process(target=peer, args=(theirs, address, name, world, rank, sglang, stays))
         self.process.start()
         theirs.close()
 
@@ -79,19 +88,43 @@ class Peer:
 
 @contextmanager
 def members(
-    rendezvous: Rendezvous, name: str, world: int, *, sglang: frozenset[int] = frozenset()
+    rendezvous: Rendezvous,
+    name: str,
+    world: int,
+    *,
+    sglang: frozenset[int] = frozenset(),
+    copies: bool = False,
+    stays: bool = True,
 ) -> Generator[tuple[Group, list[Peer]]]:
     """Rank 0 here, the others in processes that are killed at the end."""
-    peers = [Peer(rendezvous.address, name, world, rank, sglang=rank in sglang) for rank in range(1, world)]
+    peers = [Peer(rendezvous.address, name, world, rank, sglang=rank in sglang, stays=stays) for rank in range(1, world)]
+    group = None
     try:
-        group = rendezvous.join(name, world, backend="gloo", timeout_s=LONG_S)
+        group = rendezvous.join(name, world, backend="gloo", timeout_s=LONG_S, copies=copies)
         assert [one.hear() for one in peers] == ["joined"] * (world - 1)
         yield group, peers
-        group.abort()
     finally:
+        if group is not None:
+            group.abort()
         for one in peers:
             one.process.kill()
             one.process.join()
+
+
+@contextmanager
+def pair() -> Generator[tuple[Origin, Taker]]:
+    """Both sides of a group that copies, in this process."""
+    made: list[Origin] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=lambda: made.append(Origin("pair", 2, "cpu", listener, "token", LONG_S)))
+        thread.start()
+        taker = Taker("pair", 2, 1, "cpu", f"127.0.0.1:{listener.getsockname()[1]}", "token", LONG_S)
+        thread.join(LONG_S)
+    try:
+        yield made[0], taker
+    finally:
+        taker.abort()
+        made[0].abort()
 
 
 @pytest.fixture
@@ -101,17 +134,134 @@ def rendezvous() -> Iterator[Rendezvous]:
     opened.close()
 
 
-def test_what_rank_0_broadcasts_arrives_at_every_rank(rendezvous: Rendezvous) -> None:
-    with members(rendezvous, "first", 3) as (group, peers):
+def filled(nbytes: int, value: int) -> Any:
+    """A bucket, in memory that others can copy out of for as long as the bucket is there."""
+    memory = make_space(nbytes, "cpu")
+    bucket = memory.tensors[0].fill_(value)
+    bucket.memory = memory
+    return bucket
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_what_rank_0_broadcasts_arrives_at_every_rank(rendezvous: Rendezvous, copies: bool) -> None:
+    with members(rendezvous, "first", 3, copies=copies) as (group, peers):
+        assert isinstance(group, Origin) == copies
         for nbytes in (256, 1 << 20):
             for one in peers:
                 one.receive(nbytes)
-            group.broadcast(torch.full((nbytes,), 3, dtype=torch.uint8), LONG_S)
+            group.broadcast(filled(nbytes, 3), LONG_S)
             assert [one.hear() for one in peers] == [3 * nbytes] * 2
-    with members(rendezvous, "second", 2) as (group, [one]):
+    with members(rendezvous, "second", 2, copies=copies) as (group, [one]):
         one.receive(256)
-        group.broadcast(torch.full((256,), 1, dtype=torch.uint8), LONG_S)
+        group.broadcast(filled(256, 1), LONG_S)
         assert one.hear() == 256
+
+
+def test_a_rank_whose_buckets_do_not_stay_is_the_last_that_copies(rendezvous: Rendezvous) -> None:
+    with members(rendezvous, "two", 2, copies=True, stays=False) as (group, [one]):
+        assert isinstance(group, Origin)
+        one.receive(256)
+        group.broadcast(filled(256, 1), LONG_S)
+        assert one.hear() == 256
+    with members(rendezvous, "three", 3, copies=True, stays=False) as (group, peers):
+        assert isinstance(group, TorchGroup)
+        for one in peers:
+            one.receive(256)
+        group.broadcast(filled(256, 1), LONG_S)
+        assert [one.hear() for one in peers] == [256] * 2
+
+
+def test_ranks_that_do_not_reach_each_others_memory_do_not_copy(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def another(_content: Any) -> bytes:
+        return b"x" * SEAL
+
+    # Every rank finds out for itself. This one's card leads to other memory.
+    monkeypatch.setattr(cards, "set_seal", another)
+    with members(rendezvous, "apart", 2, copies=True) as (group, [one]):
+        assert isinstance(group, TorchGroup)
+        one.receive(256)
+        group.broadcast(filled(256, 1), LONG_S)
+        assert one.hear() == 256
+
+
+@pytest.mark.engine
+def test_a_rank_of_another_program_is_waited_for_and_then_served_as_it_expects(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "CARDS_S", 0.5)
+    with members(rendezvous, "stranger", 2, sglang=frozenset({1}), copies=True) as (group, [one]):
+        assert isinstance(group, TorchGroup)
+        one.receive(256)
+        group.broadcast(filled(256, 1), LONG_S)
+        assert one.hear() == 256
+
+
+def test_a_rank_0_of_another_program_has_a_group_of_torch() -> None:
+    dist: Any = importlib.import_module("torch.distributed")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    one = Peer(f"127.0.0.1:{store.port}", "plain", 2, 1)
+    try:
+        made = collective._form(dist.PrefixStore("plain", store), "plain", 2, 0, "gloo", LONG_S)  # pyright: ignore[reportPrivateUsage]
+        dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0, group=made)
+        assert one.hear() == "joined"
+        one.receive(256)
+        dist.broadcast(filled(256, 1), src=0, group=made)
+        assert one.hear() == 256
+    finally:
+        one.process.kill()
+        one.process.join()
+
+
+def test_a_connection_without_the_token_takes_no_rank(rendezvous: Rendezvous) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        made: list[Origin] = []
+        thread = threading.Thread(target=lambda: made.append(Origin("t", 2, "cpu", listener, "right", LONG_S)))
+        thread.start()
+        wrong = Taker("t", 2, 1, "cpu", address, "wrong", LONG_S)
+        with pytest.raises(CollectiveError, match="group t has lost rank 0"):
+            wrong.broadcast(filled(256, 0), LONG_S)
+        assert not made
+        right = Taker("t", 2, 1, "cpu", address, "right", LONG_S)
+        thread.join(LONG_S)
+        into = filled(256, 0)
+        way = right.begin(into)
+        made[0].broadcast(filled(256, 7), LONG_S)
+        way.wait(LONG_S)
+        assert int(into.sum()) == 7 * 256
+        # Both sides have to mean the same bucket.
+        way = right.begin(filled(512, 0))
+        with pytest.raises(CollectiveError, match="lost rank 1"):
+            made[0].broadcast(filled(256, 7), LONG_S)
+        with pytest.raises(CollectiveError, match="256 bytes at one rank and 512 at another"):
+            way.wait(LONG_S)
+        wrong.abort()
+        right.abort()
+        made[0].abort()
+
+
+def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rendezvous: Rendezvous) -> None:
+    with pair() as (origin, taker):
+        first, second = filled(256, 1), filled(256, 2)
+        gone = [origin.begin(first), origin.begin(second)]
+        assert origin._have[1] == 0, "nobody has asked"  # pyright: ignore[reportPrivateUsage]
+        targets = [filled(256, 0), filled(256, 0), filled(256, 0)]
+        came = [taker.begin(into) for into in targets]
+        for way in (*gone, *came[:2]):
+            way.wait(LONG_S)
+        with pytest.raises(CollectiveError, match="took more than"):
+            came[2].wait(0.05)
+        first.fill_(3)
+        origin.broadcast(first, LONG_S)
+        came[2].order(LONG_S)
+        assert [int(into[0]) for into in targets] == [1, 2, 3]
+
+
+def test_a_bucket_that_cannot_be_shared_is_refused() -> None:
+    with pair() as (origin, _), pytest.raises(CollectiveError, match="does not lie in memory that can be shared"):
+        origin.begin(torch.zeros(256, dtype=torch.uint8))
 
 
 @pytest.mark.engine
@@ -123,28 +273,36 @@ def test_sglangs_own_update_group_and_ours_meet(rendezvous: Rendezvous) -> None:
         assert [one.hear() for one in peers] == [1024, 1024]
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_broadcast_to_a_dead_or_stopped_peer_ends_with_an_error(rendezvous: Rendezvous, how: signal.Signals) -> None:
-    with members(rendezvous, "lost", 2) as (group, [one]):
+def test_a_broadcast_to_a_dead_or_stopped_peer_ends_with_an_error(
+    rendezvous: Rendezvous, how: signal.Signals, copies: bool
+) -> None:
+    with members(rendezvous, "lost", 2, copies=copies) as (group, [one]):
         assert one.process.pid is not None
         os.kill(one.process.pid, how)
         with pytest.raises(CollectiveError, match="group lost"):
-            group.broadcast(torch.zeros(256 << 20, dtype=torch.uint8), SHORT_S)  # more than the socket's buffers hold
+            group.broadcast(filled(256 << 20, 0), SHORT_S)  # more than the socket's buffers hold
         group.abort()
-        with pytest.raises(CollectiveError, match="given up"):
-            group.broadcast(torch.zeros(256, dtype=torch.uint8), SHORT_S)
+        with pytest.raises(CollectiveError, match=r"group lost (was given up|has lost rank 1)"):
+            group.broadcast(filled(256, 0), SHORT_S)
 
 
-def test_a_receiver_whose_rank_0_gives_up_hears_of_it(rendezvous: Rendezvous) -> None:
-    with members(rendezvous, "left", 2) as (group, [one]):
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_receiver_whose_rank_0_gives_up_hears_of_it(rendezvous: Rendezvous, copies: bool) -> None:
+    with members(rendezvous, "left", 2, copies=copies) as (group, [one]):
         one.receive(256)
         group.abort()
         assert isinstance(one.hear(), CollectiveError)
 
 
-def test_a_group_that_nobody_else_joins_is_given_up_in_time(rendezvous: Rendezvous) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_group_that_nobody_else_joins_is_given_up_in_time(
+    rendezvous: Rendezvous, copies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cards, "CARDS_S", 0.5)
     with pytest.raises(CollectiveError, match="group alone, rank 0 of 2"):
-        rendezvous.join("alone", 2, backend="gloo", timeout_s=SHORT_S)
+        rendezvous.join("alone", 2, backend="gloo", timeout_s=SHORT_S, copies=copies)
     with members(rendezvous, "next", 2) as (group, [one]):
         one.receive(256)
         group.broadcast(torch.zeros(256, dtype=torch.uint8), LONG_S)
@@ -172,7 +330,7 @@ def test_a_broadcast_whose_error_cannot_be_told_in_python_ends_well() -> None:
         def exception(self) -> None:
             raise TypeError("Unable to convert function return value to a Python type!")
 
-    Broadcast(Work(), Group(None, "g", 2, 0, "nccl", "cpu")).wait(SHORT_S)
+    TorchBroadcast(Work(), TorchGroup(None, "g", 2, 0, "nccl", "cpu")).wait(SHORT_S)
 
 
 def test_what_torch_is_told_of_nccl_is_for_this_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,5 +399,5 @@ def test_what_a_gpu_does_next_is_ordered_behind_a_broadcast_without_waiting_for_
             self.waits += 1
 
     work = Work()
-    Broadcast(work, Group(None, "g", 2, 0, "nccl", "cpu")).order(SHORT_S)
+    TorchBroadcast(work, TorchGroup(None, "g", 2, 0, "nccl", "cpu")).order(SHORT_S)
     assert work.waits == 1

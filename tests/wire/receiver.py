@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import torch
 
-from enginepool.collective import CollectiveError, Group, join
+from enginepool.collective import join
 from enginepool.digest import digest_of, views
+from enginepool.group import CollectiveError, Group
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import decode_manifest
 from enginepool.protocol.updates import Space

@@ -273,7 +273,7 @@ class ModelWeights:
         On a GPU a broadcast into a bucket's memory waits for the copies out of it that were begun before, and what is yielded
         may still be on its way: copies out of it wait by themselves.
         """
-        from enginepool.collective import QUEUED
+        from enginepool.group import QUEUED
 
         nbytes = layout(manifest).nbytes
         device = self._group.device
@@ -321,7 +321,8 @@ class ModelWeights:
         return {}
 
     def _join(self, ticket: dict[str, Any], device: str) -> None:
-        from enginepool.collective import CollectiveError, join
+        from enginepool.collective import join
+        from enginepool.group import CollectiveError
 
         answer: dict[str, Any] = {}
         group, self._group = self._group, None

@@ -103,7 +103,8 @@ class SimWeights:
 
 def _join(name: str, address: str, world: int, rank: int, backend: str) -> Any:
     # Importing torch takes seconds, which the worker's loop has better uses for.
-    from enginepool.collective import CollectiveError, join
+    from enginepool.collective import join
+    from enginepool.group import CollectiveError
 
     try:
         return join(address, name, world, rank, backend=backend)

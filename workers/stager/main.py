@@ -40,7 +40,7 @@ from enginepool.workers.stager.snapshot import Footer, remove_older
 from enginepool.workers.stager.state import Kept, Update
 
 if TYPE_CHECKING:
-    from enginepool.collective import Group
+    from enginepool.group import Group
     from enginepool.workers.stager.receiving import Memory
 
 #: the other ranks have this long to come
@@ -218,7 +218,7 @@ class Stager:
                     self.group = None
                 group = join(
                     message.address, message.rendezvous, message.world, message.rank,
-                    backend=message.backend, device=device, timeout_s=JOIN_S,
+                    backend=message.backend, device=device, timeout_s=JOIN_S, stays=update.memory.kind == "device",
                 )  # fmt: skip
                 if update.forgotten:
                     group.abort()
@@ -291,7 +291,7 @@ class Stager:
 
 def _why(error: Exception) -> str:
     """One line; what nobody foresaw is told with its kind, and in full on stderr."""
-    from enginepool.collective import CollectiveError
+    from enginepool.group import CollectiveError
 
     if isinstance(error, CollectiveError):
         return str(error)

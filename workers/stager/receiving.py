@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from enginepool.collective import QUEUED, Group
 from enginepool.digest import Batch, Digest, Findings, make_ready, use_once, views
+from enginepool.group import QUEUED, Group
 from enginepool.host import SHARED, unnamed_file
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
@@ -192,7 +192,7 @@ class Reception:
         digest, findings = Digest(), Findings()
         # A broadcast waits for what the stream had before it was begun. Where each bucket has memory of its own, and the device
         # does the work, no broadcast needs that, and many are begun before the first look at any bytes.
-        ahead = QUEUED // 2 if self._in_place and group.backend == "nccl" else AHEAD
+        ahead = QUEUED // 2 if self._in_place and group.on_device else AHEAD
         ways = [group.begin(part.into) for part in self._parts[:ahead]]
         for k, part in enumerate(self._parts):
             if self._in_place:

@@ -1,0 +1,313 @@
+"""A group whose ranks are on one host, and copy each bucket out of the memory of the rank before them.
+
+A broadcast of NCCL is a kernel on each of its GPUs, and a GPU runs the kernels of two processes in turns: what a stager takes
+its engine does not compute. Copies out of memory that another process shares (CUDA IPC) are made by a GPU's copy engines,
+beside its kernels. Rank 1 copies out of the publisher's buckets, rank 2 out of the memory of rank 1, and so on: no GPU gives
+a byte away twice. Nobody copies unasked: each rank has a connection to rank 0, hears there which buckets the rank before it
+has, and says which it has itself. A rank that dies closes its connection.
+"""
+
+import hmac
+import importlib
+import queue
+import socket
+import threading
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import msgspec
+
+from enginepool import threads
+from enginepool.group import Broadcast, CollectiveError, Group
+from enginepool.protocol.updates import Space
+from enginepool.spaces import open_space, place_of
+
+torch: Any = importlib.import_module("torch")
+
+_LENGTH = 4
+_LONGEST = 1 << 16
+#: The memory of another rank is kept open: its two buffers, or its one space, and what replaces them.
+_OPEN = 4
+
+
+class Hello(msgspec.Struct):
+    """The first word on a connection."""
+
+    rank: int
+    token: str
+
+
+class Here(msgspec.Struct):
+    """To rank 0: the bucket is in the memory of who says it, at `at` in `space`, where another rank wants to know that. From
+    rank 0: the bucket is there in the memory of the rank before."""
+
+    number: int
+    nbytes: int
+    space: Space | None = None
+    at: int = 0
+
+
+class _Way(Broadcast):
+    """One bucket of a group that copies."""
+
+    def __init__(self, group: "Origin | Taker", number: int) -> None:
+        self._group = group
+        self._number = number
+
+    def order(self, timeout_s: float) -> None:
+        self._group.order(self._number, timeout_s)
+
+    def wait(self, timeout_s: float) -> None:
+        self._group.over(self._number, timeout_s)
+
+
+class _Copies(Group):
+    """What both sides have."""
+
+    def __init__(self, name: str, world: int, rank: int, device: Any) -> None:
+        super().__init__(name, world, rank, device, on_device=_is_gpu(device))
+        self._changed = threading.Condition()
+        #: why the group is of no more use
+        self._lost = ""
+        self._begun = 0
+
+    def _until(self, true: Any, timeout_s: float) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: true() or self._lost, timeout_s):
+                raise CollectiveError(f"group {self.name}: a copy took more than {timeout_s:g} s")
+            self._still_there(unless=true())
+
+    def _still_there(self, *, unless: bool = False) -> None:
+        if self._lost and not unless:
+            raise CollectiveError(f"group {self.name} {self._lost}")
+
+    def _lose(self, why: str) -> None:
+        """The first reason stays."""
+        with self._changed:
+            self._lost = self._lost or why
+            self._changed.notify_all()
+
+    def _numbered(self) -> int:
+        self._begun += 1
+        return self._begun - 1
+
+
+class Origin(_Copies):
+    """Rank 0: its buckets lie in spaces of its own, and stay there until rank 1 has them.
+
+    Args:
+        listener: where the other ranks connect to, within `timeout_s`; it is closed then.
+    """
+
+    def __init__(self, name: str, world: int, device: Any, listener: socket.socket, token: str, timeout_s: float) -> None:
+        """Raises OSError: they do not come."""
+        super().__init__(name, world, 0, device)
+        #: buckets that each rank has
+        self._have = [0] * world
+        self._peers: dict[int, socket.socket] = {}
+        listener.settimeout(timeout_s)
+        try:
+            while len(self._peers) < world - 1:
+                peer = listener.accept()[0]
+                peer.settimeout(timeout_s)
+                hello = _said(peer, Hello)
+                if hello is None or hello.rank in self._peers or not 0 < hello.rank < world or not _same(hello.token, token):
+                    peer.close()
+                    continue
+                peer.settimeout(None)
+                self._peers[hello.rank] = peer
+        except BaseException:
+            self.abort()
+            raise
+        for rank in self._peers:
+            threads.start(lambda rank=rank: self._listen(rank), "copies")
+
+    def begin(self, bucket: Any) -> Broadcast:
+        self._still_there()
+        number = self._numbered()
+        try:
+            space, at = place_of(bucket)
+            if bucket.is_cuda:
+                torch.cuda.current_stream(bucket.device).record_event(torch.cuda.Event(blocking=True)).synchronize()
+            _say(self._peers[1], Here(number, bucket.numel(), space, at))
+        except (OSError, RuntimeError) as error:
+            self._still_there()
+            raise CollectiveError(f"group {self.name}: {_one_line(error)}") from error
+        return _Way(self, number)
+
+    def order(self, number: int, timeout_s: float) -> None:
+        """See `Broadcast`."""
+        self.over(number, timeout_s)
+
+    def over(self, number: int, timeout_s: float) -> None:
+        """See `Broadcast.wait`."""
+        self._until(lambda: self._have[1] > number, timeout_s)
+
+    def _listen(self, rank: int) -> None:
+        """Until the end: what this rank has, the next one may copy."""
+        try:
+            while (here := _said(self._peers[rank], Here)) is not None:
+                if rank + 1 < self.world:
+                    _say(self._peers[rank + 1], here)
+                with self._changed:
+                    self._have[rank] = here.number + 1
+                    self._changed.notify_all()
+            self._lose(f"has lost rank {rank}")
+        except (OSError, msgspec.MsgspecError) as error:
+            self._lose(f"has lost rank {rank}: {_one_line(error)}")
+
+    def abort(self) -> None:
+        self._lose("was given up")
+        for peer in self._peers.values():
+            _hang_up(peer)
+
+
+class Taker(_Copies):
+    """Another rank."""
+
+    def __init__(self, name: str, world: int, rank: int, device: Any, address: str, token: str, timeout_s: float) -> None:
+        """Raises OSError: rank 0 is not there."""
+        super().__init__(name, world, rank, device)
+        self._stream: Any = torch.cuda.Stream(device) if self.on_device else None
+        #: where each bucket goes that is begun, and after what on the GPU; when each that is being copied is there
+        self._targets: dict[int, tuple[Any, Any]] = {}
+        self._events: dict[int, Any] = {}
+        #: buckets whose copies are begun, and that are here
+        self._copied = self._have = 0
+        self._opened: dict[bytes | str, Any] = {}
+        self._told: queue.SimpleQueue[tuple[Any, Here] | None] = queue.SimpleQueue()
+        host, _, port = address.rpartition(":")
+        self._origin = socket.create_connection((host, int(port)), timeout_s)
+        self._origin.settimeout(None)
+        _say(self._origin, Hello(rank, token))
+        threads.start(self._copy, "copies")
+        threads.start(self._tell, "copied")
+
+    def begin(self, bucket: Any) -> Broadcast:
+        self._still_there()
+        number = self._numbered()
+        after = torch.cuda.current_stream(bucket.device).record_event() if self.on_device else None
+        with self._changed:
+            self._targets[number] = bucket, after
+            self._changed.notify_all()
+        return _Way(self, number)
+
+    def order(self, number: int, timeout_s: float) -> None:
+        """See `Broadcast`."""
+        self._until(lambda: self._copied > number, timeout_s)
+        event = self._events.pop(number, None)
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def over(self, number: int, timeout_s: float) -> None:
+        """See `Broadcast.wait`."""
+        self._until(lambda: self._have > number, timeout_s)
+        self._events.pop(number, None)
+
+    def _copy(self) -> None:
+        """Until the end: begin the copies that are asked for here and have been said to be possible."""
+        try:
+            if self._stream is not None:
+                torch.cuda.set_device(self._stream.device)  # a thread begins on device 0
+            while (here := _said(self._origin, Here)) is not None:
+                self._until(lambda number=here.number: number in self._targets, threading.TIMEOUT_MAX)
+                self._told.put(self._copy_one(here))
+            self._lose("has lost rank 0")
+        except CollectiveError:
+            self._lose("was given up")
+        except (OSError, RuntimeError, ValueError) as error:
+            self._lose(f"cannot copy: {_one_line(error)}")
+        finally:
+            self._told.put(None)
+            _hang_up(self._origin)
+
+    def _copy_one(self, here: Here) -> tuple[Any, Here]:
+        into, after = self._targets.pop(here.number)
+        if here.space is None or here.nbytes != into.numel():
+            raise ValueError(f"bucket {here.number} has {here.nbytes} bytes at one rank and {into.numel()} at another")
+        source = self._open(here.space)[here.at : here.at + here.nbytes]
+        event = None
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                self._stream.wait_event(after)
+            into.copy_(source, non_blocking=True)
+            if self._stream is not None:
+                event = self._stream.record_event(torch.cuda.Event(blocking=True))
+        space, at = place_of(into) if self.rank + 1 < self.world else (None, 0)
+        with self._changed:
+            self._events[here.number] = event
+            self._copied = here.number + 1
+            self._changed.notify_all()
+        return event, Here(here.number, here.nbytes, space, at)
+
+    def _open(self, space: Space) -> Any:
+        key = space.handle or space.path
+        if key not in self._opened:
+            if len(self._opened) == _OPEN:
+                del self._opened[next(iter(self._opened))]
+            self._opened[key] = open_space(space, across=True)
+        return self._opened[key]
+
+    def _tell(self) -> None:
+        """Until the end: wait for copies, and say that they are done."""
+        try:
+            while (told := self._told.get()) is not None:
+                event, here = told
+                if event is not None:
+                    event.synchronize()
+                with self._changed:
+                    self._have = here.number + 1
+                    self._changed.notify_all()
+                _say(self._origin, here)
+        except (OSError, RuntimeError) as error:
+            self._lose(f"cannot say what it has: {_one_line(error)}")
+        self._opened.clear()
+
+    def abort(self) -> None:
+        self._lose("was given up")
+        _hang_up(self._origin)
+        if self._stream is not None:
+            self._stream.synchronize()  # what was begun still writes
+
+
+def _is_gpu(device: Any) -> bool:
+    return bool(torch.device(device).type == "cuda")
+
+
+def _same(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(), other.encode())
+
+
+def _say(peer: socket.socket, message: Any) -> None:
+    body = msgspec.msgpack.encode(message)
+    peer.sendall(len(body).to_bytes(_LENGTH, "little") + body)
+
+
+def _said(peer: socket.socket, kind: Any) -> Any:
+    """The next message; None at the end. Raises OSError, ValueError or MsgspecError: it is none."""
+    head = _read(peer, _LENGTH)
+    length = int.from_bytes(head, "little")
+    if len(head) < _LENGTH or length > _LONGEST:
+        return None
+    body = _read(peer, length)
+    return msgspec.msgpack.decode(body, type=kind) if len(body) == length else None
+
+
+def _read(peer: socket.socket, size: int) -> bytes:
+    """So many bytes, fewer at the end."""
+    parts = b""
+    while len(parts) < size and (part := peer.recv(size - len(parts))):
+        parts += part
+    return parts
+
+
+def _hang_up(peer: socket.socket) -> None:
+    """Whoever reads or writes there wakes up."""
+    with suppress(OSError):  # it may not be connected any more
+        peer.shutdown(socket.SHUT_RDWR)
+    peer.close()
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
