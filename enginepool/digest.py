@@ -1,17 +1,17 @@
 """The digest of an update's bytes, and what is wrong with its tensors, in torch on any device.
 
 The digest is that of `protocol/layout.py`. On a GPU nothing here waits for the device before its result is asked for, and the
-digest reads each byte once, by a Triton kernel, where `make_ready` found that it can.
+digest reads each byte once, by a Triton kernel, where `make_ready` found that it can. `looking.py` does both in one read.
 """
 
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
-from enginepool.protocol.manifest import Manifest
+from enginepool.protocol.manifest import SIZES, Manifest, Tensor
 from enginepool.protocol.updates import Finding
 
 torch: Any = importlib.import_module("torch")
@@ -25,20 +25,20 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 _KERNEL_CHUNK = 1 << 28
 #: Words on which the kernel is tried: several of its programs, the last one with less to do.
 _TRIED = 5 * 32_768 + 448
+#: Values among others with which it is tried.
+_HARD = (0.0, -0.0, 1.0, float("nan"), float("inf"), float("-inf"))
 #: dtypes with a norm of their own in torch
 _NORMED = ("float64", "float32", "float16", "bfloat16")
 
-Sums = Callable[[Any], Any]
-
-#: by device, where `make_ready` was asked: what computes the sums there
-_ready: dict[str, Sums] = {}
+#: by device, where `make_ready` was asked: the module of the kernels, or None where torch does it
+_ready: dict[str, Any] = {}
 _making = threading.Lock()
 
 
 def make_ready(device: Any) -> None:
-    """Have the kernel compiled for a device, and hold it against torch; once in a process. Before an update's clock runs.
+    """Have the kernels compiled for a device, and hold them against torch; once in a process. Before an update's clock runs.
 
-    Where Triton is missing or its kernel does not compile, digests are computed by torch, and one line of the log says so.
+    Where Triton is missing or its kernels do not compile, torch does what they do, and one line of the log says so.
     """
     device = torch.device(device)
     with _making:
@@ -46,20 +46,51 @@ def make_ready(device: Any) -> None:
             _ready[str(device)] = _tried(device)
 
 
-def _tried(device: Any) -> Sums:
-    """The kernel, if it gives there what torch gives, or torch."""
+def kernels_on(device: Any) -> Any:
+    """The module of the kernels, where they are ready and right, else None."""
+    return _ready.get(str(device))
+
+
+def _tried(device: Any) -> Any:
+    """The module of the kernels, if they give there what torch gives."""
     try:
-        sums: Sums = importlib.import_module("enginepool.digest_kernel").sums
+        kernels = importlib.import_module("enginepool.digest_kernel")
         # Not drawn: a trainer's random numbers are its own.
         words = (torch.arange(_TRIED, device=device) * 2_654_435_761 % 2**32 - 2**31).to(torch.int32)
-        if sums(words).tolist() != _by_torch(words).tolist():
+        if kernels.sums(words).tolist() != _by_torch(words).tolist():
             raise RuntimeError("it gives other sums than torch")
+        _try_look(kernels, device)
     except Exception as error:
         # Whatever a compiler, its cache or its driver may raise: an update must not fail for it.
         why = str(error).strip().partition("\n")[0]
         log.warning("digests take several passes: no Triton kernel on %s: %s: %s", device, type(error).__name__, why)
-        return _by_torch
-    return sums
+        return None
+    return kernels
+
+
+def _try_look(kernels: Any, device: Any) -> None:
+    """Have them look at tensors of all dtypes, of zeros or ones with one value among them. Raises RuntimeError."""
+    cases: list[tuple[str, int, float]] = []
+    for dtype in SIZES:
+        values = _HARD if getattr(torch, dtype).is_floating_point else (0, 1)
+        cases += [(dtype, others, value) for others in (0, 1) for value in values]
+    manifest = [Tensor("", dtype, (300 if case % 7 else _TRIED,)) for case, (dtype, _, _) in enumerate(cases)]
+    space = torch.zeros(layout(manifest).nbytes, dtype=torch.uint8)
+    tensors = views(space, manifest)
+    for tensor, (_, others, value) in zip(tensors, cases, strict=True):
+        tensor.fill_(others)
+        tensor[-7] = value
+    bounds = [space.numel() // 3 // ALIGNMENT * ALIGNMENT, space.numel()]
+    rows, _ = kernels.rows(manifest, bounds)
+    sums = torch.zeros(2, dtype=torch.int64, device=device)
+    levels = torch.zeros(len(manifest), dtype=torch.int32, device=device)
+    kernels.look(space.to(device).view(torch.int32), rows.to(device), sums, levels)
+    if sums.tolist() != _by_torch(space.view(torch.int32)).tolist():
+        raise RuntimeError("it gives other sums than torch where it looks at tensors")
+    batch = Batch([tensor.name for tensor in manifest], tensors)
+    most = dict(zip(batch.places, torch.cat(batch.largest()).tolist(), strict=True))
+    if levels.tolist() != [kernels.level(most[place]) for place in range(len(manifest))]:
+        raise RuntimeError("it finds other tensors than torch")
 
 
 def use_once(device: Any, dtypes: Collection[Any]) -> None:
@@ -83,7 +114,8 @@ class Digest:
     def add(self, bucket: Any, at: int) -> None:
         """The bytes from `at` on, a contiguous uint8 tensor; both `at` and its size are multiples of 256."""
         words = bucket.view(torch.int32)
-        sums = _ready.get(str(words.device), _by_torch)
+        kernels = kernels_on(words.device)
+        sums = kernels.sums if kernels else _by_torch
         for start in range(0, words.numel(), _KERNEL_CHUNK):
             self._parts.append((at // 4 + start, sums(words[start : start + _KERNEL_CHUNK])))
 
@@ -191,11 +223,11 @@ class Findings:
             own = dict(zip(batch.places, numbers[at : at + len(batch.places)], strict=True))
             at += len(batch.places)
             for place, (name, tensor) in enumerate(batch.named):
-                found += _what_is_wrong(name, tensor, own[place])
+                found += what_is_wrong(name, tensor, own[place])
         return found
 
 
-def _what_is_wrong(name: str, tensor: Any, most: float) -> list[Finding]:
+def what_is_wrong(name: str, tensor: Any, most: float) -> list[Finding]:
     """Findings of one tensor with this largest magnitude."""
     if most == 0:
         return [Finding(name, "zero", tensor.numel())]

@@ -62,35 +62,60 @@ def test_the_interpreted_kernel_gives_the_specified_sums() -> None:
     assert (done.returncode, done.stdout) == (0, f"{len(cases())} are equal"), done.stderr
 
 
-def test_the_kernel_compiles_for_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+SIGNATURES = {
+    "_sum": {"words": "*i32", "groups": "i32", "sums": "*i64"},
+    "_look": {"words": "*i32", "rows": "*i32", "sums": "*i64", "levels": "*i32"},
+}
+
+
+@pytest.mark.parametrize("kernel", SIGNATURES)
+def test_a_kernel_compiles_for_a_gpu_that_is_not_there(kernel: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     triton: Any = pytest.importorskip("triton", reason=NO_TRITON)
     compiler: Any = importlib.import_module("triton.compiler")
     backends: Any = importlib.import_module("triton.backends.compiler")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # newer versions warn where nobody says; no float is here
-    signature = {"words": "*i32", "groups": "i32", "sums": "*i64"}
-    aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 2)}
-    source = compiler.ASTSource(
-        fn=importlib.import_module("enginepool.digest_kernel")._sum, signature=signature, constexprs={}, attrs=aligned
-    )
+    signature = SIGNATURES[kernel]
+    pointers = [place for place, kind in enumerate(signature.values()) if kind[0] == "*"]
+    aligned = {(place,): [["tt.divisibility", 16]] for place in pointers}
+    function = getattr(importlib.import_module("enginepool.digest_kernel"), kernel)
+    source = compiler.ASTSource(fn=function, signature=signature, constexprs={}, attrs=aligned)
     compiled = triton.compile(source, target=backends.GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    assert "ld.global.v4.b32" in compiled.asm["ptx"], "words are not read 16 bytes at a time"
+    assert compiled.asm["ptx"].count("ld.global.v4.b32") == 4, "words are not read 16 bytes at a time, four times at once"
 
 
-@pytest.mark.parametrize("fault", ["missing", "wrong"])
+def kernels_with(fault: str) -> ModuleType:
+    """Kernels that compute what torch does, but for this."""
+    right: Any = digests._by_torch  # type: ignore[reportPrivateUsage]
+
+    def sums(words: Any) -> Any:
+        return right(words) * (fault != "wrong sums")
+
+    def look(words: Any, rows: Any, sums: Any, levels: Any) -> None:
+        sums += right(words) * (fault != "wrong sums beside tensors")
+
+    def rows(manifest: Any, bounds: Any) -> tuple[Any, list[int]]:
+        return torch.zeros((0, 8), dtype=torch.int32), [0]
+
+    module = ModuleType("enginepool.digest_kernel")
+    vars(module).update(sums=sums, look=look, rows=rows, level=float)
+    return module
+
+
+@pytest.mark.parametrize("fault", ["missing", "wrong sums", "wrong sums beside tensors", "wrong levels"])
 def test_without_a_kernel_that_is_right_torch_does_it_and_one_line_says_so(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    module: Any = None
-    if fault == "wrong":
-        module = ModuleType("enginepool.digest_kernel")
-        vars(module)["sums"] = lambda words: torch.zeros(2, dtype=torch.int64)  # type: ignore[reportUnknownLambdaType]
+    module: Any = None if fault == "missing" else kernels_with(fault)
     monkeypatch.setitem(sys.modules, "enginepool.digest_kernel", module)
     with caplog.at_level(logging.WARNING, "enginepool"):
-        sums = digests._tried(torch.device("cpu"))  # type: ignore[reportPrivateUsage]
-    words = torch.from_numpy(words_of("drawn", 5 * PROGRAM))
-    assert digest_text(*sums(words).tolist()) == specified(words.tolist())
-    assert len(caplog.messages) == 1 and "no Triton kernel on cpu" in caplog.messages[0]
+        assert digests._tried(torch.device("cpu")) is None  # type: ignore[reportPrivateUsage]
+    why = {"missing": "ModuleNotFoundError", "wrong levels": "it finds other tensors than torch"}.get(
+        fault, "it gives other sums"
+    )
+    assert len(caplog.messages) == 1 and "no Triton kernel on cpu" in caplog.messages[0] and why in caplog.messages[0]
+    words = words_of("drawn", 5 * PROGRAM)
+    assert digests.digest_of(torch.from_numpy(words).view(torch.uint8)) == specified(words)
 
 
 @pytest.mark.gpu

@@ -62,6 +62,7 @@ SHARED = (
     "enginepool.digest",
     "enginepool.group",
     "enginepool.host",
+    "enginepool.looking",
     "enginepool.spaces",
 )
 
