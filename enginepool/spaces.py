@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginepool.digest import Batch, Findings, digest_of, views
 from enginepool.host import SHARED, unnamed_file
+from enginepool.looking import Look
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding, Space
@@ -177,14 +177,14 @@ def examined(content: Any, manifest: Sequence[Tensor]) -> tuple[str, list[Findin
         raise ValueError(f"a space of {content.numel()} bytes for {nbytes}")
     if content.is_cuda:
         with torch.cuda.device(content.device), torch.cuda.stream(torch.cuda.Stream(content.device)):
-            return _examined(content[:nbytes], manifest)
-    return _examined(content[:nbytes], manifest)
+            return _examined(content, manifest, nbytes)
+    return _examined(content, manifest, nbytes)
 
 
-def _examined(content: Any, manifest: Sequence[Tensor]) -> tuple[str, list[Finding]]:
-    findings = Findings()
-    findings.add(Batch([tensor.name for tensor in manifest], views(content, manifest)))
-    return digest_of(content), findings.found()
+def _examined(content: Any, manifest: Sequence[Tensor], nbytes: int) -> tuple[str, list[Finding]]:
+    looking = Look(content, manifest, [nbytes]).begin()
+    looking.add(0)
+    return looking.result()
 
 
 def set_seal(content: Any) -> bytes:
