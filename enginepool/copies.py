@@ -26,7 +26,7 @@ torch: Any = importlib.import_module("torch")
 
 _LENGTH = 4
 _LONGEST = 1 << 16
-#: The memory of another rank is kept open: its two buffers, or its one space, and what replaces them.
+#: The memory of another rank's GPU is kept open: its two buffers, or its one space, and what replaces them.
 _OPEN = 4
 
 
@@ -174,7 +174,7 @@ class Taker(_Copies):
         self._events: dict[int, Any] = {}
         #: buckets whose copies are begun, and that are here
         self._copied = self._have = 0
-        self._opened: dict[bytes | str, Any] = {}
+        self._opened: dict[bytes, Any] = {}
         self._told: queue.SimpleQueue[tuple[Any, Here] | None] = queue.SimpleQueue()
         host, _, port = address.rpartition(":")
         self._origin = socket.create_connection((host, int(port)), timeout_s)
@@ -241,12 +241,14 @@ class Taker(_Copies):
         return event, Here(here.number, here.nbytes, space, at)
 
     def _open(self, space: Space) -> Any:
-        key = space.handle or space.path
-        if key not in self._opened:
+        if not space.handle:
+            # A path names another file when the first one is gone; a GPU's handle names one piece of memory for ever.
+            return open_space(space)
+        if space.handle not in self._opened:
             if len(self._opened) == _OPEN:
                 del self._opened[next(iter(self._opened))]
-            self._opened[key] = open_space(space, across=True)
-        return self._opened[key]
+            self._opened[space.handle] = open_space(space, across=True)
+        return self._opened[space.handle]
 
     def _tell(self) -> None:
         """Until the end: wait for copies, and say that they are done."""

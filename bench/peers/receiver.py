@@ -15,10 +15,11 @@ from bench.weights.obeying import obey
 from bench.weights.parts import StandIns, left_out
 from bench.weights.raw import broadcast
 from enginepool.collective import join
-from enginepool.digest import Batch, Digest, Findings
+from enginepool.digest import Digest
 from enginepool.group import Group
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Finding
 from enginepool.spaces import Memory, make_space
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.receiving import Reception, be_small
@@ -26,24 +27,25 @@ from enginepool.workers.stager.receiving import Reception, be_small
 torch: Any = importlib.import_module("torch")
 
 
-class NoDigest(Digest):
-    """That of no bytes at all."""
+class NoLook:
+    """A look at nothing: nothing is ever wrong."""
 
-    def add(self, bucket: Any, at: int) -> None:
+    def __init__(self, space: Any, manifest: list[Tensor], bounds: list[int]) -> None:
+        pass
+
+    def begin(self) -> "NoLook":
+        """Look at nothing."""
+        return self
+
+    def add(self, first: int, until: int) -> None:
         """Look at nothing."""
 
-
-class NoFindings(Findings):
-    """Nothing is ever wrong."""
-
-    def add(self, batch: Batch) -> None:
-        """Look at nothing."""
+    def result(self) -> tuple[str, list[Finding]]:
+        """The digest of no bytes at all."""
+        return Digest().text(), []
 
 
-STAND_INS: StandIns = {
-    "digest": (receiving, "Digest", NoDigest),
-    "findings": (receiving, "Findings", NoFindings),
-}
+STAND_INS: StandIns = {"look": (receiving, "Look", NoLook)}
 
 
 class Receiver:
@@ -53,8 +55,8 @@ class Receiver:
         self._device = device
         self._group: Group | None = None
         self._space: Memory | None = None
-        #: into that space, by bucket size
-        self._receptions: dict[int, Reception] = {}
+        #: into that space, by bucket size and what is left out
+        self._receptions: dict[tuple[int, bool], Reception] = {}
 
     def do_join(self, address: str, name: str, world: int, rank: int, backend: str) -> dict[str, object]:
         """Be in the group."""
@@ -71,25 +73,25 @@ class Receiver:
         """Receive these tensors so many times as a stager does, looking at every byte: the digests of what came, and when
         each was known, by `time.monotonic`. `without`: names of STAND_INS."""
         assert self._group is not None
-        reception = self._reception(msgspec.convert(manifest, list[Tensor]), bucket_bytes)
         digests: list[str] = []
         ends: list[float] = []
         with left_out(without, STAND_INS):
-            for _ in range(times):
-                digests.append(reception.receive(self._group)[0])
-                ends.append(time.monotonic())
+            reception = self._reception(msgspec.convert(manifest, list[Tensor]), (bucket_bytes, bool(without)))
+        for _ in range(times):
+            digests.append(reception.receive(self._group)[0])
+            ends.append(time.monotonic())
         return {"digests": digests, "ends": ends}
 
-    def _reception(self, tensors: list[Tensor], bucket_bytes: int) -> Reception:
+    def _reception(self, tensors: list[Tensor], key: tuple[int, bool]) -> Reception:
         nbytes = layout(tensors).nbytes
         if self._space is None or self._space.nbytes < nbytes:
             self._receptions.clear()
             self._space = make_space(nbytes, self._device)
-        kept = self._receptions.get(bucket_bytes)
+        kept = self._receptions.get(key)
         if kept is None or kept.made_for[0] != tensors:
             if self._device == "cpu":
                 be_small()
-            kept = self._receptions[bucket_bytes] = Reception(self._space.tensors, tensors, bucket_bytes, self._device)
+            kept = self._receptions[key] = Reception(self._space.tensors, tensors, key[0], self._device)
         return kept
 
     def do_leave(self) -> dict[str, object]:

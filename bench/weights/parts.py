@@ -7,7 +7,7 @@ from unittest import mock
 
 
 class Without(NamedTuple):
-    """What is left out at the sender: `filling` of the buckets, their `digest`; at the receivers: `digest`, `findings`."""
+    """What is left out at the sender: `filling` of the buckets, their `digest`; at the receivers the `look` at what came."""
 
     sender: tuple[str, ...] = ()
     receiver: tuple[str, ...] = ()
@@ -16,11 +16,10 @@ class Without(NamedTuple):
 EVERYTHING = Without()
 PARTS = {
     "with everything": EVERYTHING,
-    "without findings": Without((), ("findings",)),
-    "without findings and digest at the receiver": Without((), ("findings", "digest")),
+    "without the look at the receiver": Without((), ("look",)),
     "without digest at the sender": Without(("digest",), ()),
     "without filling and digest at the sender": Without(("filling", "digest"), ()),
-    "nothing but its broadcasts": Without(("filling", "digest"), ("findings", "digest")),
+    "nothing but the bytes' way": Without(("filling", "digest"), ("look",)),
 }
 
 #: part -> (where its name is looked up, the name, what does nothing in its place)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from enginepool import looking
 from enginepool.digest import Digest, Findings, digest_of
 from enginepool.group import QUEUED
 from enginepool.protocol.layout import layout
@@ -75,8 +76,9 @@ def received(monkeypatch: pytest.MonkeyPatch, count: int, backend: str, *, bounc
         def found(self) -> list[Finding]:
             return [] if bounced else super().found()
 
-    monkeypatch.setattr(receiving, "Digest", NotedDigest)
-    monkeypatch.setattr(receiving, "Findings", NotedFindings)
+    for where in (looking, receiving):
+        monkeypatch.setattr(where, "Digest", NotedDigest)
+        monkeypatch.setattr(where, "Findings", NotedFindings)
     memory = torch.empty(space.numel(), dtype=torch.uint8, device="meta" if bounced else "cpu")
     digest, findings = Reception([memory], manifest, BUCKET, "cpu").receive(group)  # type: ignore[arg-type]
     assert digest == digest_of(space)

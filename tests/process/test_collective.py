@@ -259,6 +259,17 @@ def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rend
         assert [int(into[0]) for into in targets] == [1, 2, 3]
 
 
+def test_memory_that_took_the_place_of_other_memory_is_what_is_copied() -> None:
+    with pair() as (origin, taker):
+        for value in (1, 2):
+            into = filled(256, 0)
+            way = taker.begin(into)
+            # The second one has the first one's file descriptor, and so its path.
+            origin.broadcast(filled(256, value), LONG_S)
+            way.wait(LONG_S)
+            assert int(into[0]) == value
+
+
 def test_a_bucket_that_cannot_be_shared_is_refused() -> None:
     with pair() as (origin, _), pytest.raises(CollectiveError, match="does not lie in memory that can be shared"):
         origin.begin(torch.zeros(256, dtype=torch.uint8))

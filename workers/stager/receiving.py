@@ -4,14 +4,16 @@ import contextlib
 import importlib
 import os
 import secrets
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from enginepool.digest import Batch, Digest, Findings, make_ready, use_once, views
+from enginepool.digest import Batch, Digest, Findings, make_ready, views
 from enginepool.group import QUEUED, Group
 from enginepool.host import SHARED, unnamed_file
+from enginepool.looking import Look
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
@@ -27,6 +29,9 @@ AHEAD = 2
 FOREVER_S = 24 * 3600.0
 #: of a GPU's memory, left to whoever needs a little more
 MARGIN = 256 << 20
+#: How often a GPU looks at bytes that have come: each time it leaves off what its engine has it do, and the last look comes
+#: after the last byte.
+LOOKS = 4
 #: threads that write a snapshot, and bytes that each writes at once
 WRITERS = 4
 WRITTEN = 32 << 20
@@ -142,12 +147,46 @@ def be_small() -> None:
 
 
 class Part(NamedTuple):
-    """One bucket: where it is received, its place in each space, and the tensors that are whole with it."""
+    """One bucket: where it is received, its place in each space, and whether all that has come is looked at when it has."""
 
     at: int
     into: Any
     spaces: list[Any]
-    batch: Batch
+    looked: bool
+
+
+class _Bounced:
+    """The look at buckets that come by way of two buffers on a GPU: their digest is taken there, and findings where they end.
+
+    Args:
+        came: where each bucket begins in the space, and the buffer that it comes by.
+    """
+
+    def __init__(self, space: Any, manifest: Sequence[Tensor], came: list[tuple[int, Any]]) -> None:
+        self._came = came
+        ends = [*layout(manifest).offsets[1:], space.numel()]
+        names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
+        self._batches: list[Batch] = []
+        looked = 0
+        for at, buffer in came:
+            until = bisect_right(ends, at + buffer.numel(), looked)
+            self._batches.append(Batch(names[looked:until], tensors[looked:until]))
+            looked = until
+
+    def begin(self) -> "_Bounced":
+        """Another update. Only one is looked at at a time."""
+        self._digest, self._findings = Digest(), Findings()
+        return self
+
+    def add(self, first: int, until: int) -> None:
+        """As `Looking` has it; in their order."""
+        for (at, buffer), batch in zip(self._came[first:until], self._batches[first:until], strict=True):
+            self._digest.add(buffer, at)
+            self._findings.add(batch)
+
+    def result(self) -> tuple[str, list[Finding]]:
+        """As `Looking` has it."""
+        return self._digest.text(), self._findings.found()
 
 
 class Reception:
@@ -160,36 +199,37 @@ class Reception:
 
     def __init__(self, memory: Sequence[Any], manifest: Sequence[Tensor], bucket_bytes: int, device: str) -> None:
         self.made_for = (list(manifest), bucket_bytes, device)
-        where = layout(manifest)
-        space = memory[0][: where.nbytes]
+        nbytes = layout(manifest).nbytes
+        space = memory[0][:nbytes]
         make_ready(device)
+        cuts = list(buckets(manifest, bucket_bytes))
+        ends = [bucket.at + bucket.nbytes for bucket in cuts]
         bounce: list[Any] = []
-        self._in_place = True
-        if space.device.type != torch.device(device).type:
-            size = min(bucket_bytes, where.nbytes)
-            bounce = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(AHEAD)]
-            self._in_place = False
+        self._look: Look | _Bounced
+        if space.device.type == torch.device(device).type:
+            self._look = Look(space, manifest, ends)
+        else:
+            bounce = [torch.empty(min(bucket_bytes, nbytes), dtype=torch.uint8, device=device) for _ in range(AHEAD)]
+            turns = [bounce[k % AHEAD][: bucket.nbytes] for k, bucket in enumerate(cuts)]
+            self._look = _Bounced(space, manifest, [(bucket.at, turn) for bucket, turn in zip(cuts, turns, strict=True)])
+        self._in_place = not bounce
         self._gpus = range(len(memory) if space.is_cuda or device != "cpu" else 0)
-        names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
-        if space.is_cuda:
-            use_once(space.device, {tensor.dtype for tensor in tensors})
-        ends = [*where.offsets[1:], where.nbytes]
         self._parts: list[Part] = []
+        least = nbytes / LOOKS if space.is_cuda else 0
         looked = 0
-        for k, bucket in enumerate(buckets(manifest, bucket_bytes)):
-            end, first = bucket.at + bucket.nbytes, looked
-            while looked < len(ends) and ends[looked] <= end:
-                looked += 1
+        for k, (bucket, end) in enumerate(zip(cuts, ends, strict=True)):
             spaces = [other[bucket.at : end] for other in memory]
             into = bounce[k % AHEAD][: bucket.nbytes] if bounce else spaces[0]
-            self._parts.append(Part(bucket.at, into, spaces, Batch(names[first:looked], tensors[first:looked])))
+            looks = end - looked >= least or end == nbytes
+            looked = end if looks else looked
+            self._parts.append(Part(bucket.at, into, spaces, looks))
 
     def receive(self, group: Group) -> tuple[str, list[Finding]]:
         """Broadcasts into the memory; (digest, findings). Raises CollectiveError.
 
         On a GPU all of it is put in order at once and nothing waits until the end, save for what is far ahead.
         """
-        digest, findings = Digest(), Findings()
+        looking, looked = self._look.begin(), 0
         # A broadcast waits for what the stream had before it was begun. Where each bucket has memory of its own, and the device
         # does the work, no broadcast needs that, and many are begun before the first look at any bytes.
         ahead = QUEUED // 2 if self._in_place and group.on_device else AHEAD
@@ -201,10 +241,11 @@ class Reception:
                 # What the processor looks at next must have come, and only `wait` hears of a group that is given up.
                 ways[k].wait(FOREVER_S)
                 part.spaces[0].copy_(part.into, non_blocking=part.spaces[0].is_cuda)
-            digest.add(part.into, part.at)
             for other in part.spaces[1:]:
                 other.copy_(part.spaces[0], non_blocking=True)
-            findings.add(part.batch)
+            if part.looked:
+                looking.add(looked, k + 1)
+                looked = k + 1
             following = k + ahead
             if following < len(self._parts):
                 if following >= QUEUED:
@@ -214,7 +255,7 @@ class Reception:
             way.wait(FOREVER_S)
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
-        return digest.text(), findings.found()
+        return looking.result()
 
 
 def new_peer() -> str:
