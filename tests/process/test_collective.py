@@ -261,8 +261,8 @@ def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rend
 
 def test_memory_that_took_the_place_of_other_memory_is_what_is_copied() -> None:
     with pair() as (origin, taker):
+        into = filled(256, 0)
         for value in (1, 2):
-            into = filled(256, 0)
             way = taker.begin(into)
             # The second one has the first one's file descriptor, and so its path.
             origin.broadcast(filled(256, value), LONG_S)
