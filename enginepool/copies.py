@@ -152,7 +152,7 @@ class Origin(_Copies):
                 with self._changed:
                     self._have[rank] = here.number + 1
                     self._changed.notify_all()
-            self._lose(f"has lost rank {rank}")
+            self._lose(f"has lost rank {rank}: it has closed its connection")
         except (OSError, msgspec.MsgspecError) as error:
             self._lose(f"has lost rank {rank}: {_one_line(error)}")
 
@@ -212,7 +212,7 @@ class Taker(_Copies):
             while (here := _said(self._origin, Here)) is not None:
                 self._until(lambda number=here.number: number in self._targets, threading.TIMEOUT_MAX)
                 self._told.put(self._copy_one(here))
-            self._lose("has lost rank 0")
+            self._lose("has lost rank 0: it has closed its connection")
         except CollectiveError:
             self._lose("was given up")
         except (OSError, RuntimeError, ValueError) as error:
