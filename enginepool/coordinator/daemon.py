@@ -206,7 +206,7 @@ class Daemon:
             say(f"starting worker {effect.incarnation}")
             self.supervisor.start(effect.group, effect.index, effect.incarnation)
         elif type(effect) is ef.KillWorker:
-            self.supervisor.kill(effect.incarnation)
+            self.supervisor.kill(effect.incarnation, effect.reason)
         elif type(effect) is ef.WriteJournal:
             self._writer.submit(self._commit, effect)
         elif type(effect) is ef.Drained:

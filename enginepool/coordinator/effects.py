@@ -44,6 +44,8 @@ class KillWorker(Effect):
     """SIGKILL the process group of `incarnation`; `WorkerExited` follows once all of it has ended."""
 
     incarnation: str
+    #: why, for the operator
+    reason: str
 
 
 class WriteJournal(Effect):

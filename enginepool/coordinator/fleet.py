@@ -137,6 +137,8 @@ class Fleet:
                 group.packed = can
             else:
                 group.plain = can
+        if worker.place is not None:
+            worker.place.before = ""
         group.down = ""
         group.gone.pop(worker.class_, None)
         if alone:

@@ -42,7 +42,7 @@ class Places:
         core.counter += 1
         place.incarnation = f"{name}-{place.index}.{core.epoch:x}.{core.counter}"
         place.state = "up"
-        place.last_words = ""
+        place.before, place.last_words = place.last_words, ""
         place.begun = core.now
         place.until = core.now + core.config.timing.starting_s
         core.effects.append(StartWorker(name, place.index, place.incarnation))
@@ -52,7 +52,7 @@ class Places:
         if place.state == "up":
             place.state = "ending"
             place.last_words = reason
-            self.core.effects.append(KillWorker(place.incarnation))
+            self.core.effects.append(KillWorker(place.incarnation, reason))
 
     def vacate(self, place: Place, permanent: bool) -> None:
         """The process of a place has ended: wait and start again, or retire the place."""

@@ -302,8 +302,8 @@ class Place:
     """A worker that this pool starts itself: the succession of its incarnations."""
 
     __slots__ = (
-        "begun", "blameless", "group", "hopeless", "incarnation", "index", "last_words", "losses", "packed", "restarts",
-        "state", "until",
+        "before", "begun", "blameless", "group", "hopeless", "incarnation", "index", "last_words", "losses", "packed",
+        "restarts", "state", "until",
     )  # fmt: skip
 
     def __init__(self, group: "Group", index: int) -> None:
@@ -321,8 +321,10 @@ class Place:
         #: times of losses within the restart window
         self.losses: list[float] = []
         self.restarts = 0
-        #: why the last one ended
+        #: why the present one ends, or the last one ended
         self.last_words = ""
+        #: why the one before the present one ended; "" once the present one has been ready
+        self.before = ""
         #: the pool ends the present one for no fault of its own: its loss does not count
         self.blameless = False
         #: the last one said that starting it again cannot help

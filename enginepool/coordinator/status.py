@@ -63,12 +63,18 @@ def _worker(core: Core, worker: Worker) -> WorkerStatus:
         tokens=worker.cost,
         done=worker.done,
         silent_s=round(core.now - worker.heard, 3),
-        detail=worker.detail,
+        detail=_detail(worker.detail, place),
         restarts=place.restarts if place is not None else 0,
         packed=worker.routing is worker.group.packed_routing,
         pace=worker.pace.tokens if worker.pace is not None else 0,
         pace_row=round(worker.pace.row) if worker.pace is not None else 0,
     )
+
+
+def _detail(now: str, place: Place | None) -> str:
+    """What it is doing, and what it is up against."""
+    before = f"the last one ended: {place.before}" if place is not None and place.before and place.before != now else ""
+    return "; ".join(filter(None, (now, before)))
 
 
 def _absent(core: Core, place: Place) -> WorkerStatus:
@@ -77,7 +83,7 @@ def _absent(core: Core, place: Place) -> WorkerStatus:
         name=f"{place.group.name}-{place.index}",
         incarnation=place.incarnation,
         stage=stage,
-        detail=place.last_words,
+        detail=_detail(place.last_words, place),
         restarts=place.restarts,
         packed=place.packed,
     )

@@ -43,8 +43,8 @@ class Supervisor(Protocol):
         """Start a worker that will register as `incarnation`."""
         ...
 
-    def kill(self, incarnation: str) -> None:
-        """End a worker and everything that it started, now."""
+    def kill(self, incarnation: str, reason: str) -> None:
+        """End a worker and everything that it started, now; `reason` is part of what is reported of its end."""
         ...
 
     def kill_all(self) -> None:
@@ -83,7 +83,8 @@ class LocalSupervisor:
         self._exited = exited
         self._processes: dict[str, _Record] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._killed: set[str] = set()
+        #: why those were killed that were
+        self._killed: dict[str, str] = {}
         self._ports: dict[str, int] = {}
         self._records.mkdir(exist_ok=True)
         self._logs.mkdir(exist_ok=True)
@@ -207,15 +208,15 @@ class LocalSupervisor:
 
     # --- ending --------------------------------------------------------------------------------------------------------
 
-    def kill(self, incarnation: str) -> None:
+    def kill(self, incarnation: str, reason: str) -> None:
         record = self._processes.get(incarnation)
         if record is not None:
-            self._killed.add(incarnation)
+            self._killed.setdefault(incarnation, reason)
             _kill_group(record.pid)
 
     def kill_all(self) -> None:
         for incarnation in list(self._processes):
-            self.kill(incarnation)
+            self.kill(incarnation, "the pool ends")
         self._stagers.end()
 
     def _watch_leader(self, record: _Record) -> None:
@@ -253,21 +254,8 @@ class LocalSupervisor:
         self._processes.pop(record.incarnation, None)
         self._ports.pop(record.incarnation, None)
         self._path(record.incarnation).unlink(missing_ok=True)
-        self._exited(record.incarnation, self._reason(record.incarnation, code), code == PERMANENT)
-        self._killed.discard(record.incarnation)
-
-    def _reason(self, incarnation: str, code: int | None) -> str:
-        """How it ended, with the last line that it wrote."""
-        if code is None:
-            how = "ended"
-        elif code >= 0:
-            how = f"exit code {code}"
-        else:
-            how = f"ended by {signal.Signals(-code).name}"
-        if incarnation in self._killed:
-            return how
-        last = self.last_line(incarnation)
-        return f"{how}: {last}" if last else how
+        why = self._killed.pop(record.incarnation, "") or self.last_line(record.incarnation)
+        self._exited(record.incarnation, how_it_ended(code, why), code == PERMANENT)
 
     def last_line(self, incarnation: str) -> str:
         """The last line in a worker's log, or nothing."""
@@ -288,6 +276,17 @@ class LocalSupervisor:
 
     def _log(self, incarnation: str) -> Path:
         return self._logs / f"{incarnation}.log"
+
+
+def how_it_ended(code: int | None, why: str) -> str:
+    """One line on the end of a process: its exit code, unknown for somebody else's child, and what is known of the reason."""
+    if code is None:
+        how = "ended"
+    elif code >= 0:
+        how = f"exit code {code}"
+    else:
+        how = f"ended by {signal.Signals(-code).name}"
+    return f"{how}: {why}" if why else how
 
 
 def last_line(log: bytes) -> str:

@@ -90,6 +90,8 @@ class Pool:
         self.batches: list[Sent] = []
         self.started: list[ef.StartWorker] = []
         self.killed: list[str] = []
+        #: why, of each of them
+        self.reasons: list[str] = []
         self.drained = False
         self.clients = 0
         self.do(ev.Started(self.now, EPOCH, {}))
@@ -108,6 +110,7 @@ class Pool:
                 self.started.append(effect)
             elif isinstance(effect, ef.KillWorker):
                 self.killed.append(effect.incarnation)
+                self.reasons.append(effect.reason)
             elif isinstance(effect, ef.Drained):
                 self.drained = True
             else:

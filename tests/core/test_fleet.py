@@ -5,7 +5,7 @@ import pytest
 from enginepool.config import Restart
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.machine import WATCH_S
-from enginepool.protocol.messages import Accept, Batch, Drain, FrameSpec, Ping
+from enginepool.protocol.messages import Accept, Batch, Drain, FrameSpec, Ping, StatusReport
 from tests.core.machines import CAN, EPOCH, Pool, accepts, codes, config, failures, results, work
 
 
@@ -290,6 +290,36 @@ def test_a_worker_that_says_that_a_restart_cannot_help_is_not_restarted() -> Non
     pool.do(ev.WorkerExited(0, incarnation, "ended by SIGKILL"))
     assert failures(pool.sent)[1].code == "pool_down"
     assert "no such model" in failures(pool.sent)[1].message
+
+
+def test_what_a_worker_said_of_its_end_is_said_of_its_kill_and_shown_until_its_successor_is_ready() -> None:
+    pool = Pool(workers=1)
+    client = pool.client()
+
+    def shown() -> tuple[str, str]:
+        (sent,) = pool.do(ev.StatusAsked(0, client, 1))
+        assert isinstance(sent.message, StatusReport)
+        (worker,) = sent.message.groups[0].workers
+        return worker.stage, worker.detail
+
+    first = pool.started[-1].incarnation
+    pool.worker(first, ready=False)
+    pool.do(ev.WorkerBye(0, first.encode(), "nowhere: no such model", failed=True))
+    assert (pool.killed, pool.reasons) == ([first], ["nowhere: no such model"])
+    assert shown() == ("ending", "nowhere: no such model")
+    pool.do(ev.WorkerExited(0, first, "ended by SIGKILL"))
+    assert shown() == ("backoff", "nowhere: no such model")
+    pool.wait(1)
+    second = pool.started[-1].incarnation
+    assert second != first
+    assert shown() == ("starting", "the last one ended: nowhere: no such model")
+    pool.worker(second, ready=False)
+    pool.do(ev.WorkerStage(0, second.encode(), "loading", "nowhere"))
+    assert shown() == ("loading", "nowhere; the last one ended: nowhere: no such model")
+    pool.worker(second)
+    assert shown() == ("ready", "")
+    pool.do(ev.WorkerStage(0, second.encode(), "loading", "takes weights"))
+    assert shown() == ("loading", "takes weights")
 
 
 @pytest.mark.parametrize("permanent", [True, False])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from enginepool.coordinator.supervisor import last_line
+from enginepool.coordinator.supervisor import how_it_ended, last_line
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,16 @@ from enginepool.coordinator.supervisor import last_line
 )
 def test_the_last_line_is_what_a_terminal_shows_last(log: bytes, line: str) -> None:
     assert last_line(log) == line
+
+
+@pytest.mark.parametrize(
+    ("code", "why", "line"),
+    [
+        (None, "", "ended"),
+        (0, "", "exit code 0"),
+        (70, "no such model", "exit code 70: no such model"),
+        (-9, "silent for 10.0 s", "ended by SIGKILL: silent for 10.0 s"),
+    ],
+)
+def test_how_a_worker_ended_says_why_where_that_is_known(code: int | None, why: str, line: str) -> None:
+    assert how_it_ended(code, why) == line

@@ -19,7 +19,7 @@ from enginepool.cli.demo_tables import tables
 from enginepool.client import Pool
 from enginepool.protocol.messages import GroupStatus, WorkerStatus
 from tests.process.commands import LIMIT_S, call, end, records, start
-from tests.process.daemons import end_workers
+from tests.process.daemons import Daemon, end_workers, sim_pool
 from tests.process.processes import Processes
 
 
@@ -131,6 +131,19 @@ def wait_until(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+def test_a_worker_that_cannot_load_is_said_with_the_reason_by_serve_and_by_status(processes: Processes, tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=1, options={"faults": [{"kind": "crash_on_load"}]})
+    daemon = Daemon(processes, config).listening()
+    said = [daemon.wait_for("ended").partition(" ended: ")[2] for _ in range(3)]
+    assert all(re.fullmatch(r"(exit code 70|ended by SIGKILL): .*\bcrash_on_load\b.*", line) for line in said), said
+
+    async def shown() -> str:
+        async with Pool.connect(daemon.address) as pool:
+            return (await pool.status()).groups[0].workers[0].detail
+
+    assert "crash_on_load" in asyncio.run(shown())
 
 
 def test_sigterm_lets_begun_work_finish(processes: Processes, tmp_path: Path) -> None:

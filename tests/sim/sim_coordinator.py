@@ -138,9 +138,7 @@ class SimCoordinator:
                 self.cluster.start(self, effect.group, effect.index, effect.incarnation)
             elif type(effect) is ef.KillWorker:
                 self.world.note("coordinator", effect)
-                places = [place for group in self.machine.core.groups.values() for place in group.places]
-                reason = next(place.last_words for place in places if place.incarnation == effect.incarnation)
-                self._given_up(effect.incarnation, reason)
+                self._given_up(effect.incarnation, effect.reason)
                 self.cluster.kill(effect.incarnation)
             elif type(effect) is ef.WriteJournal:
                 self._last_write = max(self._last_write, self.world.now) + self.world.between(0.0005, 0.02)
