@@ -5,6 +5,7 @@ and impossible values are refused with the key's name.
 """
 
 import ipaddress
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -78,7 +79,7 @@ class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A named set of workers of one model, identical but for those that are packed."""
 
-    #: a checkpoint directory or a name that SGLang can load; for engine "sim" any name
+    #: a checkpoint directory, or a name that SGLang can load: of the model hub, NAME or OWNER/NAME; for engine "sim" any name
     model: str
     engine: Literal["sglang", "sim"] = "sglang"
     #: workers that this pool starts itself; 0: only workers that dial in
@@ -123,6 +124,9 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+_HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+#: the one or the other is in every folder with a model
+_CONFIGS = ("config.json", "params.json")
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 
@@ -230,6 +234,25 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
         value = getattr(config, key)
         if key == "listen" or value:
             check_endpoint(value, config.allow_remote, f"{where}: {key}")
+    return config
+
+
+def check_models(config: PoolConfig, where: str) -> PoolConfig:
+    """`config` itself, when the models of all workers that it starts here can be something: a folder with a model, an address,
+    or a name that the model hub may know, NAME or OWNER/NAME. Raises ConfigError naming the first that is not.
+    """
+    for name, group in config.groups.items():
+        model, path = group.model, Path(os.path.expanduser(group.model))
+        if group.engine != "sglang" or not group.workers or "://" in model:
+            continue
+        if path.is_dir():
+            wrong = "" if any((path / file).is_file() for file in _CONFIGS) else f"{path.absolute()} has no config.json"
+        elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+            wrong = f"no folder {path.absolute()}"
+        else:
+            wrong = "" if _HUB_NAME.fullmatch(model) else "no folder here, and no name of a model hub: NAME or OWNER/NAME"
+        if wrong:
+            raise ConfigError(f"{where}: groups.{name}.model = {model!r}: {wrong}")
     return config
 
 

@@ -45,18 +45,20 @@ def serve(
       enginepool serve --model Qwen/Qwen3-Reranker-0.6B --workers 2
       enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
     """
-    from enginepool.config import load_config
+    from enginepool.config import check_models, load_config
 
     flags = {"model": model, "workers": workers, "engine": engine, "device": device, "listen": listen, "state_dir": state_dir}
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
     if config is not None and given:
         raise CommandFailed(f"--config and {given[0]} exclude each other: write it in {config}", BAD_USAGE)
     pool = load_config(config) if config is not None else _from_flags(flags)
+    where = str(config or "configuration")
     _check_engines(pool)
-    _check_options(pool, str(config or "configuration"))
+    check_models(pool, where)
+    _check_options(pool, where)
     if check:
         groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
-        typer.echo(f"{config or 'configuration'}: good; groups: {groups}; listens on {pool.listen}")
+        typer.echo(f"{where}: good; groups: {groups}; listens on {pool.listen}")
         return
     from enginepool.coordinator.daemon import run
 
@@ -87,10 +89,6 @@ def _check_engines(pool: "PoolConfig") -> None:
                 f"group {name}: the engine sglang is not installed here: pip install 'enginepool[sglang]' on a GPU machine, "
                 'or try engine = "sim"; `enginepool doctor` says more'
             )
-        path = Path(group.model).expanduser()
-        if group.model.startswith(("/", "./", "../", "~")) and not (path / "config.json").is_file():
-            what = "has no config.json" if path.is_dir() else "does not exist"
-            raise CommandFailed(f"groups.{name}.model = {group.model!r}: that path {what}", BAD_USAGE)
 
 
 def _check_options(pool: "PoolConfig", where: str) -> None:

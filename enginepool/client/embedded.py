@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from enginepool.config import PoolConfig, decode_config, encode_config
+from enginepool.config import PoolConfig, check_models, decode_config, encode_config
 from enginepool.errors import ConfigError
 from enginepool.protocol.messages import Failure
 
@@ -44,10 +44,10 @@ def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> Pool
         if config is not None:
             if group["model"] is not None:
                 raise ConfigError("model: name either a model or a whole config")
-            return decode_config(encode_config(config))
+            return check_models(decode_config(encode_config(config)), "configuration")
         if group["model"] is None:
             raise ConfigError("model: name one, or give a whole config")
-        return decode_config(msgspec.json.encode({"groups": {_GROUP: group}}))
+        return check_models(decode_config(msgspec.json.encode({"groups": {_GROUP: group}})), "configuration")
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"groups.{_GROUP}.", "").replace("groups[...].", "")) from None
     except TypeError as error:

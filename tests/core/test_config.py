@@ -1,11 +1,12 @@
 """A configuration that cannot work is refused in one line that names the key."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from enginepool.config import GroupConfig, PoolConfig, check_config, decode_config, encode_config, load_config
+from enginepool.config import GroupConfig, PoolConfig, check_config, check_models, decode_config, encode_config, load_config
 from enginepool.errors import ConfigError
 
 GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
@@ -59,3 +60,45 @@ def test_a_remote_address_is_bound_only_when_the_user_insists() -> None:
     with pytest.raises(ConfigError, match="no keys"):
         check_config(config, where="test")
     check_config(msgspec.structs.replace(config, allow_remote=True), where="test")
+
+
+def of_model(model: str, **settings: Any) -> PoolConfig:
+    return PoolConfig(groups={"g": GroupConfig(model=model, **settings)})
+
+
+@pytest.mark.parametrize(
+    ("model", "wrong"),
+    [
+        ("./none", "no folder {here}/none"),
+        ("/none/at/all", "no folder /none/at/all"),
+        ("~nobody-of-this-name/model", "no folder {here}/~nobody-of-this-name/model"),
+        ("models/of/mine", "no folder {here}/models/of/mine"),
+        ("empty", "{here}/empty has no config.json"),
+        ("./empty", "{here}/empty has no config.json"),
+        ("two words", "no folder here, and no name of a model hub: NAME or OWNER/NAME"),
+        ("ends/", "no folder here, and no name of a model hub: NAME or OWNER/NAME"),
+    ],
+)
+def test_a_model_that_cannot_be_anything_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, wrong: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        check_models(of_model(model), "pool.toml")
+    assert str(caught.value) == f"pool.toml: groups.g.model = {model!r}: {wrong.format(here=tmp_path)}"
+    # No worker here looks for it: one that dials in does, where it is.
+    for config in (of_model(model, workers=0), of_model(model, engine="sim")):
+        assert check_models(config, "pool.toml") is config
+
+
+@pytest.mark.parametrize("model", ["gpt2", "Qwen/Qwen3-0.6B", "s3://bucket/a/model", "full", "./full", "deep/er/full"])
+def test_a_folder_with_a_model_an_address_and_a_name_of_the_hub_are_let_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, file in (("full", "config.json"), ("deep/er/full", "params.json")):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / file).touch()
+    config = of_model(model)
+    assert check_models(config, "pool.toml") is config

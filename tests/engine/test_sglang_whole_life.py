@@ -1,6 +1,7 @@
 """How the real engine starts, tells that it was lost, and ends."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -41,15 +42,16 @@ def test_the_workers_own_sigterm_handler_survives_the_engine(causal: HostedEngin
     assert len(causal.score(BATCH)) == 1
 
 
-def test_a_model_that_does_not_exist_is_said_in_one_line() -> None:
-    async def start() -> str:
-        engine = SglangEngine("/nowhere/to/be/found", device="cpu")
+def test_a_model_that_does_not_exist_is_said_in_one_line(tmp_path: Path) -> None:
+    async def start(model: str) -> str:
+        engine = SglangEngine(model, device="cpu")
         with pytest.raises(EngineUnusable) as caught:
             await engine.start(lambda _stage, _detail: None)
         await engine.close()
         return str(caught.value)
 
-    assert asyncio.run(start()) == "/nowhere/to/be/found: there is no such folder"
+    assert asyncio.run(start("/nowhere/to/be/found")) == "/nowhere/to/be/found: there is no such folder"
+    assert asyncio.run(start(str(tmp_path))) == f"{tmp_path}: that folder has no config.json"
 
 
 def test_a_killed_scheduler_ends_calls_with_the_reason_and_leaves_nothing(reward: HostedEngine) -> None:

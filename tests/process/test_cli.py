@@ -147,14 +147,21 @@ def test_wrong_usage_is_one_line_and_exit_code_2(line: str, said: str) -> None:
     assert not Path("out.jsonl").exists()
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_model_path_that_does_not_exist_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_anything_is_refused_before_anything_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", without())
     assert call("serve", "--model", "./none")[::2] == (
         2,
-        "enginepool: groups.default.model = './none': that path does not exist\n",
+        f"enginepool: configuration: groups.default.model = './none': no folder {folder}/none\n",
     )
-    assert "has no config.json" in call("serve", "--model", "./full")[2]
+    assert "has no config.json" in call("serve", "--check", "--model", "full")[2]
+    assert call("serve", "--check", "--model", "some/model/of/mine")[::2] == (
+        2,
+        f"enginepool: configuration: groups.default.model = 'some/model/of/mine': no folder {folder}/some/model/of/mine\n",
+    )
+    for name in ("gpt2", "some/model", "s3://bucket/model"):
+        assert call("serve", "--check", "--model", name)[::2] == (0, "")
 
 
 def test_the_real_engine_without_its_packages_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,8 @@ def test_cancelling_the_start_ends_the_child(stand_in: Callable[[str], None], mo
         ({}, "model: name one"),
         ({"model": "m", "config": PoolConfig(groups={"g": SIM})}, "either a model or a whole config"),
         ({"config": PoolConfig(groups={})}, "at least one group"),
+        ({"model": "/no/such/folder"}, "configuration: model = '/no/such/folder': no folder /no/such/folder"),
+        ({"config": PoolConfig(groups={"g": GroupConfig("a/b/c")})}, "groups.g.model = 'a/b/c': no folder "),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_by_its_name_before_anything_starts(arguments: dict[str, Any], said: str):

@@ -15,6 +15,9 @@ from enginepool.workers.sglang.packable import refuse_wrong_packing
 from enginepool.workers.sglang.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
 from enginepool.workers.sglang.settings import SettingsError, Wanted, engine_kwargs
 
+#: the one or the other is in every folder with a model
+CONFIGS = ("config.json", "params.json")
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -39,10 +42,13 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
         wishes: the other fields of `Wanted`.
 
     Raises:
-        SettingsError: there is no SGLang, no such folder, or a setting is refused.
+        SettingsError: there is no SGLang, no such folder, no model in it, or a setting is refused.
     """
-    if model.startswith(("/", ".", "~")) and not Path(model).expanduser().is_dir():
+    folder = Path(os.path.expanduser(model))
+    if model.startswith(("/", ".", "~")) and not folder.is_dir():
         raise SettingsError("there is no such folder")
+    if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
+        raise SettingsError("that folder has no config.json")
     try:
         device = _resolved(device)
         if device == "cpu":

@@ -9,6 +9,7 @@ import contextlib
 import signal
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from enginepool.protocol.halving import halved
@@ -28,7 +29,7 @@ from enginepool.workers.engine import (
 )
 from enginepool.workers.sglang.build import Prepared, prepare
 from enginepool.workers.sglang.capabilities import capabilities_of, what_runs
-from enginepool.workers.sglang.end import EngineEnd, one_line
+from enginepool.workers.sglang.end import EngineEnd, one_line, unknown_model
 from enginepool.workers.sglang.entries import Entries
 from enginepool.workers.sglang.host import EngineHost
 from enginepool.workers.sglang.scoring import EngineScoring
@@ -138,9 +139,15 @@ class SglangEngine:
             ours = isinstance(error, SettingsError | EngineError)
             reason = one_line(error) if ours else self._host.last_error() or one_line(error)
             await self.close()
-            kind = EngineUnusable if isinstance(error, SettingsError) else EngineDied
-            raise kind(f"{self._model}: {reason}") from error
+            raise self._unstarted(error, reason) from error
         return capabilities
+
+    def _unstarted(self, error: Exception, reason: str) -> EngineDied:
+        """What to raise: whether a later start may succeed, and where the model was looked for if that may have been it."""
+        remote = isinstance(error, OSError) and not Path(self._model).exists()
+        model = f"{self._model} (no folder here, so looked for on the model hub)" if remote else self._model
+        hopeless = isinstance(error, SettingsError) or unknown_model(error)
+        return (EngineUnusable if hopeless else EngineDied)(f"{model}: {reason}")
 
     def _build(self) -> Any:
         """On the host's thread: the `sglang.Engine`."""
