@@ -30,7 +30,7 @@ from enginepool.coordinator.weights.transaction import Weights
 
 #: how often silence, stages, places and the answer store are looked at
 WATCH_S = 0.25
-#: a tick that is later than this was held up by the coordinator itself
+#: a look that is later than this was held up by the coordinator itself
 STALL_S = 1.0
 
 
@@ -52,7 +52,8 @@ class Machine:
         self.questions = Questions(core)
         self._checked = checked
         self._next_watch = 0.0
-        self._last_watch = 0.0
+        #: whatever comes after this comes after a stall
+        self._punctual_until = float("inf")
         self._drain_until = float("inf")
         self._kill_at = float("inf")
         self._drained = False
@@ -101,6 +102,8 @@ class Machine:
         on = self._on
         for event in events:
             core.now = event.now
+            if event.now > self._punctual_until:
+                self._stood_still()
             on[type(event)](event)
         if core.fallen or core.risen or core.returned or core.updates:
             self._settle()
@@ -124,7 +127,8 @@ class Machine:
     def _started(self, e: ev.Started) -> None:
         core = self.core
         core.epoch = e.epoch
-        core.started = self._last_watch = e.now
+        core.started = e.now
+        self._punctual_until = e.now + WATCH_S + STALL_S
         for name, config in core.config.groups.items():
             group = core.groups[name] = Group(name, config, e.weights.get(name, ev.GroupWeights()))
             self.places.open(group, list(e.alive))
@@ -132,18 +136,21 @@ class Machine:
 
     def _tick(self, e: ev.Tick) -> None:
         if e.now >= self._next_watch:
-            gap = e.now - self._last_watch - WATCH_S
-            if gap > STALL_S:
-                self.watch.extend(gap)
-                self.weights.extend(gap)
-            self._last_watch = e.now
             self._next_watch = e.now + WATCH_S
+            self._punctual_until = self._next_watch + STALL_S
             self.watch.look()
             self.clients.expire()
             self.restoring.watch()
             self.questions.watch()
         self.weights.watch()
         self.requests.overdue()
+
+    def _stood_still(self) -> None:
+        """Every deadline that there is moves by the time of the stall. What is done from here on has deadlines of its own."""
+        gap = self.core.now - (self._punctual_until - STALL_S)
+        self.watch.extend(gap)
+        self.weights.extend(gap)
+        self._punctual_until += gap
 
     def _drain(self, e: ev.DrainAsked) -> None:
         core = self.core

@@ -105,6 +105,28 @@ def test_a_stall_of_the_coordinator_is_not_blamed_on_its_peers() -> None:
     assert "a" not in pool.machine.core.groups["g"].workers, "after the stall the clock runs again"
 
 
+def test_what_follows_a_stall_of_the_coordinator_has_deadlines_of_its_own() -> None:
+    pool = Pool()
+    client = pool.client()
+    link = pool.worker("a")
+    pool.wait(1)
+    pool.now += 60
+    # What came in meanwhile is read before any timer is looked at.
+    pool.do(ev.WorkerHeard(0, link))
+    pool.submit(client, 1, work())
+    (batch,) = pool.machine.core.worker_links[link].batches.values()
+    promised = batch.deadline
+    pool.do(ev.Tick(0))
+    assert batch.deadline == promised
+    (sent,) = pool.do(ev.StatusAsked(0, client, 2))
+    assert isinstance(sent.message, StatusReport)
+    assert sent.message.groups[0].workers[0].silent_s == 0.0
+    pool.wait(9)
+    assert "a" in pool.machine.core.groups["g"].workers
+    pool.wait(2)
+    assert "a" not in pool.machine.core.groups["g"].workers, "10 s of silence, whatever was before"
+
+
 def test_a_worker_that_reconnects_gets_its_batches_again_under_the_same_ids() -> None:
     pool = Pool()
     client = pool.client()
