@@ -24,7 +24,10 @@ def serve(
         typer.Option("--config", "-c", metavar="POOL.TOML", help="The pool's description; excludes the other flags."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="A checkpoint directory, or a name that SGLang can load.")] = None,
-    workers: Annotated[int | None, typer.Option(min=0, max=4096, metavar="N", help="Processes to start.  [default: 1]")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, max=4096, metavar="N", help="Processes to start; 0: wait for some to dial in.  [default: 1]"),
+    ] = None,
     engine: Annotated[EngineName | None, typer.Option(help="The engine in each worker.  [default: sglang]")] = None,
     device: Annotated[Device | None, typer.Option(help="Where the engine runs.  [default: auto]")] = None,
     listen: Annotated[

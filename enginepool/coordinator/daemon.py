@@ -278,6 +278,9 @@ async def _serve(config: PoolConfig, lifeline: int | None) -> int:
             f"listening on {daemon.sockets.clients.endpoint}, workers on {daemon.sockets.workers.endpoint}, "
             f"epoch {daemon.machine.core.epoch}"
         )
+        for name, group in config.groups.items():
+            if not group.workers:
+                say(f"group {name} starts no workers: it waits for those that dial in at {daemon.sockets.workers.endpoint}")
         return await daemon.ended
     finally:
         daemon.close()

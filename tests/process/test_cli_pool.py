@@ -133,6 +133,13 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def test_a_pool_that_starts_no_workers_says_that_it_waits_for_some(processes: Processes, tmp_path: Path) -> None:
+    daemon = Daemon(processes, sim_pool(tmp_path, workers=0)).listening()
+    line = daemon.wait_for("group g ")
+    assert line == f"enginepool: group g starts no workers: it waits for those that dial in at {daemon.workers}"
+    assert daemon.end() == 0
+
+
 def test_a_worker_that_cannot_load_is_said_with_the_reason_by_serve_and_by_status(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=1, options={"faults": [{"kind": "crash_on_load"}]})
     daemon = Daemon(processes, config).listening()
