@@ -101,6 +101,9 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_rows: int | None = None
     #: forwards of tokens in flight at a worker; where its pace is known, and with cached queries, as many batches
     forwards_in_flight: int = 2
+    #: take memory of each GPU for a staged weight update before the engine takes what there is; false where weights only ever
+    #: come by `handles`, `direct`, or not at all: the KV cache has it, and a staged update what it finds, on the host at last
+    reserve_staging: bool = True
     #: where committed weights are kept for workers that start: in shared memory of their node, in `state_dir`, or nowhere
     snapshot: Literal["memory", "disk", "none"] = "memory"
     #: further settings for the engine, by its own names

@@ -202,7 +202,7 @@ class Worker:
                 await self.accepted.wait()
         except TimeoutError:
             say(f"no coordinator at {self.spec.endpoint} yet; loading {self.spec.model}")
-        if self.spec.stager and self.spec.engine == "sglang" and (room := checkpoint_bytes(self.spec.model)):
+        if room := staging_room(self.spec):
             making = self._make_room(room)
             if self.spec.device != "cpu" and _has_gpu():
                 await making  # before the engine takes all memory that there is
@@ -287,6 +287,13 @@ def _failure(key: TaskId, error: Exception) -> Event:
 def _one_line(error: Exception) -> str:
     first = str(error).strip().splitlines()
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+
+
+def staging_room(spec: WorkerSpec) -> int:
+    """Bytes that are kept for a staged update before the engine starts; 0: none are wanted, or nobody knows how many."""
+    if not (spec.stager and spec.engine == "sglang" and spec.reserve_staging):
+        return 0
+    return checkpoint_bytes(spec.model)
 
 
 def _has_gpu() -> bool:

@@ -31,6 +31,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_batch_tokens, max_batch_rows: caps on one batch, below what the engine's settings give.
     forwards_in_flight: forwards of tokens that may be in flight at this worker.
     nccl_port: port for the engine's own process group; none: the engine chooses.
+    reserve_staging: whether device memory is taken for staged weight updates before the engine starts.
     stager: path of the Unix socket of the stager beside this worker; empty: there is none.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the worker ends at once.
     orphan_s: seconds without a word from a coordinator before the worker ends; `accept` may replace it.
@@ -51,6 +52,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_batch_rows: int | None = None
     forwards_in_flight: int = 2
     nccl_port: int | None = None
+    reserve_staging: bool = True
     stager: str = ""
     lifeline_fd: int | None = None
     orphan_s: float = 60.0

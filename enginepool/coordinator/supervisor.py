@@ -140,6 +140,7 @@ class LocalSupervisor:
             "max_batch_rows": config.max_batch_rows,
             "forwards_in_flight": config.forwards_in_flight,
             "nccl_port": self._free_port(incarnation) if config.engine == "sglang" else None,
+            "reserve_staging": config.reserve_staging,
             "lifeline_fd": self._lifeline,
             "orphan_s": timing.orphan_s,
             "drain_s": timing.drain_s,
