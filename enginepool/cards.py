@@ -64,19 +64,26 @@ def agree_at_0(store: Any, world: int, device: Any, listener: socket.socket, tok
     return able
 
 
-def agree(store: Any, world: int, rank: int, device: Any, *, stays: bool) -> Card | None:
-    """The other ranks: rank 0's card if all copy, else None.
+def decline(store: Any, rank: int) -> None:
+    """Another rank that does not copy: nobody does then, or waits for its card."""
+    store.set(_card_key(rank), "")
+    store.set(_reaches_key(rank), "0")
+
+
+def agree(store: Any, rank: int, device: Any, *, stays: bool) -> Card | None:
+    """Another rank that would copy: rank 0's card if all do, else None.
 
     Raises:
         RuntimeError: rank 0 does not say it within the store's own time.
     """
     probe = _probe(device)
-    reaches = False
-    if probe is not None:
-        mine = Card(host_identity(), probe[1], stays=stays)
-        _leave(store, rank, mine)
-        before = _card(store, rank - 1) if _came(store, [_card_key(rank - 1)]) else None
-        reaches = before is not None and before.host == mine.host and before.stays and _finds(before.probe)
+    if probe is None:
+        decline(store, rank)
+        return None
+    mine = Card(host_identity(), probe[1], stays=stays)
+    _leave(store, rank, mine)
+    before = _card(store, rank - 1) if _came(store, [_card_key(rank - 1)]) else None
+    reaches = before is not None and before.host == mine.host and before.stays and _finds(before.probe)
     store.set(_reaches_key(rank), str(int(reaches)))
     # The piece of memory is there until everybody has looked.
     return _card(store, 0) if store.get(WAY) == _COPIES.encode() else None
@@ -94,8 +101,10 @@ def _leave(store: Any, rank: int, card: Card) -> None:
     store.set(_card_key(rank), msgspec.json.encode(card).decode())
 
 
-def _card(store: Any, rank: int) -> Card:
-    return msgspec.json.decode(store.get(_card_key(rank)), type=Card)
+def _card(store: Any, rank: int) -> Card | None:
+    """The card of a rank that has left one; None: it is blank."""
+    text: bytes = store.get(_card_key(rank))
+    return msgspec.json.decode(text, type=Card) if text else None
 
 
 def _came(store: Any, keys: list[str]) -> bool:

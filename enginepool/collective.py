@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from enginepool import threads
-from enginepool.cards import SAYS, agree, agree_at_0, tell_way
+from enginepool.cards import SAYS, agree, agree_at_0, decline, tell_way
 from enginepool.copies import Origin, Taker
 from enginepool.group import Broadcast, CollectiveError, Group
 
@@ -113,11 +113,14 @@ def join(
     backend: str,
     device: Any = "cpu",
     timeout_s: float = 60.0,
+    copies: bool = False,
     stays: bool = False,
 ) -> Group:
     """Be rank `rank` of the group `name` of `world` ranks, whose rank 0 listens at `address`. Raises CollectiveError.
 
-    `stays`: buckets lie in a space of `spaces`, where they stay until the update is over, so that other ranks may copy them.
+    Args:
+        copies: copy the buckets out of the memory of the rank before, where all ranks can.
+        stays: buckets lie in a space of `spaces`, where they stay until the update is over: another rank may copy them.
     """
 
     def form() -> Group:
@@ -125,9 +128,11 @@ def join(
         store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=_seconds(timeout_s))
         own = dist.PrefixStore(name, store)
         # Rank 0 may be another program's, that knows of nothing but torch's groups.
-        card = agree(own, world, rank, device, stays=stays) if store.check([SAYS]) else None
-        if card is not None:
-            return Taker(name, world, rank, device, card.address, card.token, timeout_s)
+        if store.check([SAYS]):
+            if not copies:
+                decline(own, rank)
+            elif (card := agree(own, rank, device, stays=stays)) is not None:
+                return Taker(name, world, rank, device, card.address, card.token, timeout_s)
         return _formed(own, name, world, rank, backend, device, timeout_s)
 
     return _in_time(form, name, world, rank, timeout_s)

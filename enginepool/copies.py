@@ -12,6 +12,7 @@ import importlib
 import queue
 import socket
 import threading
+import time
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -128,7 +129,7 @@ class Origin(_Copies):
         try:
             space, at = place_of(bucket)
             if bucket.is_cuda:
-                torch.cuda.current_stream(bucket.device).record_event(torch.cuda.Event(blocking=True)).synchronize()
+                torch.cuda.current_stream(bucket.device).record_event().synchronize()
             _say(self._peers[1], Here(number, bucket.numel(), space, at))
         except (OSError, RuntimeError) as error:
             self._still_there()
@@ -174,6 +175,8 @@ class Taker(_Copies):
         self._events: dict[int, Any] = {}
         #: buckets whose copies are begun, and that are here
         self._copied = self._have = 0
+        #: when the last of them was
+        self._over = 0.0
         self._opened: dict[bytes, Any] = {}
         self._told: queue.SimpleQueue[tuple[Any, Here] | None] = queue.SimpleQueue()
         host, _, port = address.rpartition(":")
@@ -209,8 +212,12 @@ class Taker(_Copies):
         try:
             if self._stream is not None:
                 torch.cuda.set_device(self._stream.device)  # a thread begins on device 0
+            began = 0.0
             while (here := _said(self._origin, Here)) is not None:
                 self._until(lambda number=here.number: number in self._targets, threading.TIMEOUT_MAX)
+                if self.gently and here.number:
+                    self._rest(here.number, began)
+                began = time.monotonic()
                 self._told.put(self._copy_one(here))
             self._lose("has lost rank 0: it has closed its connection")
         except CollectiveError:
@@ -220,6 +227,14 @@ class Taker(_Copies):
         finally:
             self._told.put(None)
             _hang_up(self._origin)
+
+    def _rest(self, number: int, began: float) -> None:
+        """When the copy before bucket `number`, which began then, is over, let as much time pass as it took."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost or self._have >= number)
+            end = 2 * self._over - began
+            while not self._lost and (left := end - time.monotonic()) > 0:
+                self._changed.wait(left)
 
     def _copy_one(self, here: Here) -> tuple[Any, Here]:
         into, after = self._targets.pop(here.number)
@@ -232,7 +247,7 @@ class Taker(_Copies):
                 self._stream.wait_event(after)
             into.copy_(source, non_blocking=True)
             if self._stream is not None:
-                event = self._stream.record_event(torch.cuda.Event(blocking=True))
+                event = self._stream.record_event()
         space, at = place_of(into) if self.rank + 1 < self.world else (None, 0)
         with self._changed:
             self._events[here.number] = event
@@ -258,7 +273,7 @@ class Taker(_Copies):
                 if event is not None:
                     event.synchronize()
                 with self._changed:
-                    self._have = here.number + 1
+                    self._have, self._over = here.number + 1, time.monotonic()
                     self._changed.notify_all()
                 _say(self._origin, here)
         except (OSError, RuntimeError) as error:

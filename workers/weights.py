@@ -78,6 +78,7 @@ class Weights:
     Args:
         feed: takes the events that come of it.
         spawn: runs a coroutine beside the loop's other work.
+        working: whether the engine has work.
     """
 
     def __init__(
@@ -87,7 +88,9 @@ class Weights:
         engine: Engine,
         feed: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        working: Callable[[], bool],
     ) -> None:
+        self._working = working
         self._engine = engine
         self._feed = feed
         self._spawn = spawn
@@ -236,7 +239,15 @@ class Weights:
                 failed, self._peer = str(error), ""
         else:
             self._spawn(self._get_ready(pending))
-            ask = JoinGroup(message.update, message.rendezvous, message.address, message.world, message.rank, message.backend)
+            ask = JoinGroup(
+                message.update,
+                message.rendezvous,
+                message.address,
+                message.world,
+                message.rank,
+                message.backend,
+                self._working(),
+            )
             try:
                 failed = (await self._stager.ask(ask, InGroup, JOIN_S)).message
             except StagerGone as error:

@@ -60,7 +60,7 @@ class Receiver:
 
     def do_join(self, address: str, name: str, world: int, rank: int, backend: str) -> dict[str, object]:
         """Be in the group."""
-        self._group = join(address, name, world, rank, backend=backend, device=self._device, stays=True)
+        self._group = join(address, name, world, rank, backend=backend, device=self._device, copies=True, stays=True)
         return {}
 
     def do_receive(self, nbytes: int, bucket_bytes: int, times: int) -> dict[str, object]:

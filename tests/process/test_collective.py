@@ -13,6 +13,7 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
@@ -34,8 +35,11 @@ LONG_S = 60.0
 SHORT_S = 2.0
 
 
-def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglang: bool, stays: bool) -> None:
-    """A member: receives buckets of the sizes it is sent until it is told to end, and answers what they hold."""
+def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglang: bool, stays: bool | None) -> None:
+    """A member: receives buckets of the sizes it is sent until it is told to end, and answers what they hold.
+
+    `stays`: whether they stay in its memory; None: it would not copy.
+    """
     if sglang:
         from enginepool.workers import cpu_bridge
 
@@ -50,7 +54,7 @@ def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglan
         def receive(bucket: Any) -> None:
             dist.broadcast(bucket, src=0, group=theirs)
     else:
-        group = join(address, name, world, rank, backend="gloo", timeout_s=LONG_S, stays=stays)
+        group = join(address, name, world, rank, backend="gloo", timeout_s=LONG_S, copies=stays is not None, stays=bool(stays))
 
         def receive(bucket: Any) -> None:
             group.broadcast(bucket, LONG_S)
@@ -70,7 +74,9 @@ def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglan
 class Peer:
     """A member in a process of its own."""
 
-    def __init__(self, address: str, name: str, world: int, rank: int, *, sglang: bool = False, stays: bool = True) -> None:
+    def __init__(
+        self, address: str, name: str, world: int, rank: int, *, sglang: bool = False, stays: bool | None = True
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=peer, args=(theirs, address, name, world, rank, sglang, stays))
@@ -94,7 +100,7 @@ def members(
     *,
     sglang: frozenset[int] = frozenset(),
     copies: bool = False,
-    stays: bool = True,
+    stays: bool | None = True,
 ) -> Generator[tuple[Group, list[Peer]]]:
     """Rank 0 here, the others in processes that are killed at the end."""
     peers = [Peer(rendezvous.address, name, world, rank, sglang=rank in sglang, stays=stays) for rank in range(1, world)]
@@ -163,7 +169,12 @@ def test_a_rank_whose_buckets_do_not_stay_is_the_last_that_copies(rendezvous: Re
         one.receive(256)
         group.broadcast(filled(256, 1), LONG_S)
         assert one.hear() == 256
-    with members(rendezvous, "three", 3, copies=True, stays=False) as (group, peers):
+    for name, stays in (("three", False), ("none", None)):
+        three_of_torch(rendezvous, name, stays)
+
+
+def three_of_torch(rendezvous: Rendezvous, name: str, stays: bool | None) -> None:
+    with members(rendezvous, name, 3, copies=True, stays=stays) as (group, peers):
         assert isinstance(group, TorchGroup)
         for one in peers:
             one.receive(256)
@@ -257,6 +268,47 @@ def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rend
         origin.broadcast(first, LONG_S)
         came[2].order(LONG_S)
         assert [int(into[0]) for into in targets] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("gently", [False, True])
+def test_gentle_copies_leave_as_much_time_between_them_as_they_take(monkeypatch: pytest.MonkeyPatch, gently: bool) -> None:
+    times: list[tuple[float, float]] = []
+    at_once = Taker._copy_one  # pyright: ignore[reportPrivateUsage]
+
+    def slowly(taker: Taker, here: Any) -> Any:
+        began = time.monotonic()
+        threading.Event().wait(0.02)
+        done = at_once(taker, here)
+        times.append((began, time.monotonic()))
+        return done
+
+    monkeypatch.setattr(Taker, "_copy_one", slowly)
+    with pair() as (origin, taker):
+        taker.gently = gently
+        targets = [filled(256, 0) for _ in range(4)]
+        came = [taker.begin(into) for into in targets]
+        sources = [filled(256, value) for value in range(4)]
+        for source in sources:
+            origin.begin(source)
+        came[-1].wait(LONG_S)
+        assert [int(into[0]) for into in targets] == [0, 1, 2, 3]
+    rests = [after[0] - before[1] for before, after in pairwise(times)]
+    assert len(rests) == 3
+    assert not gently or min(rests) >= 0.02
+
+
+def test_who_waits_between_copies_hears_that_the_group_was_given_up() -> None:
+    with pair() as (origin, taker):
+        taker.gently = True
+        sources = [filled(256, value) for value in range(2)]
+        for source in sources:
+            origin.begin(source)
+        first, second = (taker.begin(filled(256, 0)) for _ in sources)
+        first.wait(LONG_S)
+        origin.abort()
+        taker.abort()
+        with pytest.raises(CollectiveError, match="given up"):
+            second.wait(LONG_S)
 
 
 def test_memory_that_took_the_place_of_other_memory_is_what_is_copied() -> None:

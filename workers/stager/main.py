@@ -218,7 +218,8 @@ class Stager:
                     self.group = None
                 group = join(
                     message.address, message.rendezvous, message.world, message.rank,
-                    backend=message.backend, device=device, timeout_s=JOIN_S, stays=update.memory.kind == "device",
+                    backend=message.backend, device=device, timeout_s=JOIN_S,
+                    copies=True, stays=update.memory.kind == "device",
                 )  # fmt: skip
                 if update.forgotten:
                     group.abort()
@@ -235,6 +236,7 @@ class Stager:
             self.kept = None
         self._soon(update, InGroup(update.id))
         try:
+            group.gently = message.gently
             digest, findings = reception.receive(group)
             received = Received(update.id, digest, findings, spaces)
         except Exception as error:

@@ -85,7 +85,9 @@ class Reserve(Message, tag="reserve"):
 
 
 class JoinGroup(Message, tag="join_group"):
-    """Join the process group, or keep the one of last time if it is that, and receive. Answered by `in_group`, `received`."""
+    """Join the process group, or keep the one of last time if it is that, and receive. Answered by `in_group`, `received`.
+
+    `gently`: the engine has work, which the transfer should not take from it."""
 
     update: TaskId
     rendezvous: str
@@ -93,6 +95,7 @@ class JoinGroup(Message, tag="join_group"):
     world: int
     rank: int
     backend: str
+    gently: bool = False
 
 
 class Forget(Message, tag="forget"):
