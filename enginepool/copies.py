@@ -27,6 +27,8 @@ torch: Any = importlib.import_module("torch")
 
 _LENGTH = 4
 _LONGEST = 1 << 16
+#: Between two gentle copies REST times as much time passes as the first one took.
+REST = 1.25
 #: The memory of another rank's GPU is kept open: its two buffers, or its one space, and what replaces them.
 _OPEN = 4
 
@@ -115,7 +117,7 @@ class Origin(_Copies):
                 if hello is None or hello.rank in self._peers or not 0 < hello.rank < world or not _same(hello.token, token):
                     peer.close()
                     continue
-                peer.settimeout(None)
+                _make_quick(peer)
                 self._peers[hello.rank] = peer
         except BaseException:
             self.abort()
@@ -181,7 +183,7 @@ class Taker(_Copies):
         self._told: queue.SimpleQueue[tuple[Any, Here] | None] = queue.SimpleQueue()
         host, _, port = address.rpartition(":")
         self._origin = socket.create_connection((host, int(port)), timeout_s)
-        self._origin.settimeout(None)
+        _make_quick(self._origin)
         _say(self._origin, Hello(rank, token))
         threads.start(self._copy, "copies")
         threads.start(self._tell, "copied")
@@ -229,10 +231,10 @@ class Taker(_Copies):
             _hang_up(self._origin)
 
     def _rest(self, number: int, began: float) -> None:
-        """When the copy before bucket `number`, which began then, is over, let as much time pass as it took."""
+        """When the copy before bucket `number`, which began then, is over, let REST times as much time pass as it took."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost or self._have >= number)
-            end = 2 * self._over - began
+            end = self._over + REST * (self._over - began)
             while not self._lost and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
 
@@ -293,6 +295,12 @@ def _is_gpu(device: Any) -> bool:
 
 def _same(one: str, other: str) -> bool:
     return hmac.compare_digest(one.encode(), other.encode())
+
+
+def _make_quick(peer: socket.socket) -> None:
+    """Words go at once, and are waited for without end: else the second of two would wait for an answer to the first."""
+    peer.settimeout(None)
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _say(peer: socket.socket, message: Any) -> None:

@@ -32,7 +32,7 @@ class Group(ABC):
     Attributes:
         name: of the group, never used again.
         world, rank: how many ranks it has, and which of them this is.
-        gently: copies that are begun from now on leave as much time between them as they take, for who works beside them.
+        gently: copies that are begun from now on leave time between them, for who works beside them.
         on_device: a GPU does the work: the processor has nothing to do with a bucket between `order` and `wait`.
     """
 

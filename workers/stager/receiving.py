@@ -30,8 +30,8 @@ FOREVER_S = 24 * 3600.0
 #: of a GPU's memory, left to whoever needs a little more
 MARGIN = 256 << 20
 #: How often a GPU looks at bytes that have come: each time it leaves off what its engine has it do, and the last look comes
-#: after the last byte.
-LOOKS = 4
+#: after the last byte. An engine that has work loses less by fewer.
+LOOKS, GENTLE_LOOKS = 4, 2
 #: threads that write a snapshot, and bytes that each writes at once
 WRITERS = 4
 WRITTEN = 32 << 20
@@ -147,12 +147,11 @@ def be_small() -> None:
 
 
 class Part(NamedTuple):
-    """One bucket: where it is received, its place in each space, and whether all that has come is looked at when it has."""
+    """One bucket: where it ends in the space, where it is received, and its place in each space."""
 
-    at: int
+    end: int
     into: Any
     spaces: list[Any]
-    looked: bool
 
 
 class _Bounced:
@@ -215,14 +214,10 @@ class Reception:
         self._in_place = not bounce
         self._gpus = range(len(memory) if space.is_cuda or device != "cpu" else 0)
         self._parts: list[Part] = []
-        least = nbytes / LOOKS if space.is_cuda else 0
-        looked = 0
         for k, (bucket, end) in enumerate(zip(cuts, ends, strict=True)):
             spaces = [other[bucket.at : end] for other in memory]
             into = bounce[k % AHEAD][: bucket.nbytes] if bounce else spaces[0]
-            looks = end - looked >= least or end == nbytes
-            looked = end if looks else looked
-            self._parts.append(Part(bucket.at, into, spaces, looks))
+            self._parts.append(Part(end, into, spaces))
 
     def receive(self, group: Group) -> tuple[str, list[Finding]]:
         """Broadcasts into the memory; (digest, findings). Raises CollectiveError.
@@ -230,9 +225,12 @@ class Reception:
         On a GPU all of it is put in order at once and nothing waits until the end, save for what is far ahead.
         """
         looking, looked = self._look.begin(), 0
+        on_gpu = group.on_device and self._in_place
+        # What the processor looks at it looks at once, while the next bucket comes.
+        least = self._parts[-1].end / (GENTLE_LOOKS if group.gently else LOOKS) if on_gpu else 0
         # A broadcast waits for what the stream had before it was begun. Where each bucket has memory of its own, and the device
         # does the work, no broadcast needs that, and many are begun before the first look at any bytes.
-        ahead = QUEUED // 2 if self._in_place and group.on_device else AHEAD
+        ahead = QUEUED // 2 if on_gpu else AHEAD
         ways = [group.begin(part.into) for part in self._parts[:ahead]]
         for k, part in enumerate(self._parts):
             if self._in_place:
@@ -243,7 +241,7 @@ class Reception:
                 part.spaces[0].copy_(part.into, non_blocking=part.spaces[0].is_cuda)
             for other in part.spaces[1:]:
                 other.copy_(part.spaces[0], non_blocking=True)
-            if part.looked:
+            if part.end - (self._parts[looked - 1].end if looked else 0) >= least or k + 1 == len(self._parts):
                 looking.add(looked, k + 1)
                 looked = k + 1
             following = k + ahead
