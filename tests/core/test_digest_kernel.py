@@ -2,9 +2,7 @@
 
 import importlib
 import logging
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,9 +14,9 @@ import pytest
 from enginepool import digest as digests
 from enginepool.digest import Digest, make_ready
 from enginepool.protocol.layout import digest_text
+from tests.core.interpreted import NO_TRITON, allow_runtime_bounds, run_interpreted
 
 torch: Any = importlib.import_module("torch")
-NO_TRITON = "triton is not installed; it comes with torch for CUDA"
 #: words of one program of the kernel, and sizes about it
 PROGRAM = 32_768
 EDGES = (64, PROGRAM, PROGRAM + 64)
@@ -45,7 +43,8 @@ def cases() -> list[tuple[str, int]]:
 
 
 def interpret() -> None:
-    """In a process of its own: whether kernels are interpreted is decided when triton is imported."""
+    """In a process of its own, see `run_interpreted`."""
+    allow_runtime_bounds()
     sums = importlib.import_module("enginepool.digest_kernel").sums
     for kind, size in cases():
         words = words_of(kind, size)
@@ -56,9 +55,7 @@ def interpret() -> None:
 
 
 def test_the_interpreted_kernel_gives_the_specified_sums() -> None:
-    pytest.importorskip("triton", reason=NO_TRITON)
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "error"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=200)
+    done = run_interpreted("tests.core.test_digest_kernel", 200)
     assert (done.returncode, done.stdout) == (0, f"{len(cases())} are equal"), done.stderr
 
 

@@ -1,9 +1,7 @@
 """One look gives the specified digest and findings, however its parts come: in torch, by the interpreted kernels, on a GPU."""
 
 import importlib
-import os
 import random
-import subprocess
 import sys
 from itertools import pairwise
 from typing import Any
@@ -17,6 +15,7 @@ from enginepool.looking import Look
 from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
 from enginepool.protocol.manifest import SIZES, Tensor
 from enginepool.protocol.updates import Finding
+from tests.core.interpreted import allow_runtime_bounds, run_interpreted
 
 torch: Any = importlib.import_module("torch")
 #: what a tensor that is drawn is filled with, and what is planted in it
@@ -148,7 +147,8 @@ def test_tensors_of_nothing_have_nothing_wrong_with_them() -> None:
 
 
 def interpret() -> None:
-    """In a process of its own: whether kernels are interpreted is decided when triton is imported."""
+    """In a process of its own, see `run_interpreted`."""
+    allow_runtime_bounds()
     kernels: Any = digests._tried(torch.device("cpu"))  # type: ignore[reportPrivateUsage]
     assert kernels, "the interpreted kernels are not what torch is"
     digests._ready["cpu"] = kernels  # type: ignore[reportPrivateUsage]
@@ -158,9 +158,7 @@ def interpret() -> None:
 
 
 def test_the_interpreted_kernel_finds_what_is_specified_however_its_parts_come() -> None:
-    pytest.importorskip("triton", reason="triton is not installed; it comes with torch for CUDA")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONWARNINGS": "error"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=280)
+    done = run_interpreted("tests.core.test_looking", 280)
     assert (done.returncode, done.stdout) == (0, f"{SEEDS} are equal, with infinity, nan, zero"), done.stderr
 
 
