@@ -42,6 +42,8 @@ class Card(msgspec.Struct):
 
 def tell_way(store: Any, way: str = _TORCH) -> None:
     """Rank 0: how the bytes of this group go."""
+    if way == _TORCH:
+        store.set(_card_key(0), "")  # else rank 1 would wait for it
     store.set(WAY, way)
 
 
