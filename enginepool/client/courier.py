@@ -28,6 +28,9 @@ torch: Any = importlib.import_module("torch")
 
 Outcome = Published | Failure
 
+#: Devices whose ranks copy where they are on one host. Not "cpu": gloo does as well there, and works between hosts too.
+COPYING = ("cuda",)
+
 
 class Side:
     """Rank 0's side of the process group: what `peer` names. It serves many updates, and is thrown away after any trouble."""
@@ -55,7 +58,7 @@ class Side:
                 backend=self.backend,
                 device=self._device,
                 timeout_s=timeout_s,
-                copies=self._device.type == "cuda",
+                copies=self._device.type in COPYING,
             )
             if self.lost:
                 group.abort()

@@ -7,22 +7,19 @@ succeeds.
 import asyncio
 import os
 import signal
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 import pytest
-import torch
 
 from enginepool import Pool, WeightPublisher, errors
 from enginepool.client.buffers import Buffers, Cut
 from enginepool.protocol.manifest import Manifest
-from tests.process.commands import ROOT
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, TIMES, Play, Stage, arena, play
+from tests.process.weight_scenes import killed_trainer, loss, twenty_updates, wrong_weights
 from tests.process.weights import MANIFEST, Gate, Load, some_weights
 
 __all__ = ["arena", "play"]
@@ -32,19 +29,7 @@ __all__ = ["arena", "play"]
 
 
 def test_after_each_of_twenty_updates_under_load_every_answer_is_of_a_committed_version(play: Play) -> None:
-    async def scene(stage: Stage) -> None:
-        versions = range(stage.old + 1, stage.old + 21)
-        for version in versions:
-            await stage.publish(version, in_flight="abort" if version % 4 == 0 else "drain")
-            await stage.load.more(3)
-        report = await stage.pool.weights()
-        assert [record.version for record in report.history[-20:]] == list(versions)
-        assert {record.outcome for record in report.history[-20:]} == {"committed"}
-        assert len({worker.digest for worker in (await stage.pool.weights_digest()).workers}) == 1
-        np.testing.assert_array_equal(await stage.pool.weight("norm"), some_weights(versions[-1])["norm"].numpy())
-        assert len(stage.load.versions()) > 10
-
-    play(scene)
+    play(twenty_updates)
 
 
 def test_a_request_waits_for_the_version_that_it_names(play: Play) -> None:
@@ -150,32 +135,8 @@ def test_weights_that_are_held_nowhere_any_more_are_asked_of_whoever_publishes(p
 # --- offers that are refused -------------------------------------------------------------------------------------------
 
 
-def altered(**changes: Any) -> dict[str, torch.Tensor]:
-    weights: dict[str, Any] = {**some_weights(2), **changes}
-    return {name: tensor for name, tensor in weights.items() if tensor is not None}
-
-
-#: what is wrong -> the weights, and what the refusal says
-WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
-    "nan": (altered(norm=torch.tensor([1.0, float("nan"), 1.0])), "norm: 1 elements are nan"),
-    "infinity": (altered(norm=torch.tensor([1.0, float("inf"), 1.0])), "norm: 1 elements are infinity"),
-    "zeros": (altered(embed=torch.zeros(300, 20)), "embed: all zero"),
-    "shape": (altered(norm=torch.ones(4)), r"norm: shape \[4\]; the model has \[3\]"),
-    "dtype": (altered(norm=torch.ones(3, dtype=torch.int64)), "norm: dtype int64"),
-    "unknown name": (altered(other=torch.ones(3)), "unknown names: other"),
-    "missing name": (altered(norm=None), "missing names: norm"),
-}
-
-
 def test_weights_that_are_wrong_are_refused_by_name_and_right_ones_taken_after_each(play: Play) -> None:
-    async def scene(stage: Stage) -> None:
-        for version, (source, words) in enumerate(WRONG.values(), stage.old + 1):
-            with pytest.raises(errors.WeightsRefused, match=words):
-                await stage.publisher.publish(source, version)
-            assert (await stage.pool.weights()).version == version - 1
-            await stage.publish(version)
-
-    play(scene)
+    play(wrong_weights)
 
 
 def test_a_version_that_goes_backwards_is_refused_and_a_new_run_may(play: Play) -> None:
@@ -213,26 +174,7 @@ def test_of_two_publishers_at_once_the_second_is_refused_by_name(play: Play) -> 
 def test_before_the_hand_over_a_loss_aborts_and_touches_no_engine(
     play: Play, phase: str, who: str, sign: signal.Signals
 ) -> None:
-    async def scene(stage: Stage) -> None:
-        new = stage.old + 1
-        gate = Gate(some_weights(new))
-        handle = await stage.start(new, gate)
-        if phase == "staged":
-            gate.opened.set()
-            await stage.phase(handle, "staged")
-        victim = await stage.pid(1) if who == "worker" else stage.stager(1)
-        os.kill(victim, sign)
-        gate.opened.set()
-        if phase == "staged" and who == "worker":
-            # A stager that is lost now is noticed when its bytes are wanted.
-            with pytest.raises(errors.UpdateAborted, match=r"g-1|1 of 3"):
-                await handle.finish()
-            assert (await stage.pool.weights()).version == stage.old
-            return
-        why = await stage.end(handle.finish())
-        assert (await stage.pool.weights()).version == (stage.old if why else new)
-
-    play(scene)
+    play(partial(loss, phase=phase, who=who, sign=sign))
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -266,24 +208,7 @@ def test_when_no_engine_takes_the_weights_all_come_back_on_the_old_ones(play: Pl
 
 @pytest.mark.parametrize("where", ["transfer", "staged"])
 def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Play, where: str) -> None:
-    async def scene(stage: Stage) -> None:
-        new = stage.old + 1
-        command = [sys.executable, "-m", "tests.process.trainer", stage.daemon.address, str(new), where]
-        trainer = stage.processes.start(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert trainer.stdout is not None
-        assert await asyncio.to_thread(trainer.stdout.readline) == "there\n"
-        with pytest.raises(errors.Publishing):
-            await stage.publisher.publish(some_weights(new + 1), new + 1)
-        trainer.kill()
-        async with asyncio.timeout(PATIENCE_S):
-            while (await stage.pool.weights()).history[-1].version != new:
-                await asyncio.sleep(0.02)
-        record = (await stage.pool.weights()).history[-1]
-        assert record.outcome == "update_aborted"
-        # Its connections close before its lease is over, unless nobody reads from them.
-        assert any(word in record.message for word in ("silent", "closed", "reset"))
-
-    play(scene)
+    play(partial(killed_trainer, where=where))
 
 
 @pytest.mark.parametrize("phase", ["transfer", "staged", "hand_over"])

@@ -1,8 +1,8 @@
 """A trainer as a process of its own, to be killed: publishes a version and stops where it is told to.
 
-`python -m tests.process.trainer ADDRESS VERSION WHERE [TRANSFER]`; WHERE: `transfer`, in the middle of its bytes; `staged`,
-when all are sent and nothing is committed; `hand_over`, while engines take them. Says `there` on stdout when it is so far,
-and waits for its end.
+`python -m tests.process.trainer ADDRESS VERSION WHERE [TRANSFER [COPYING]]`; WHERE: `transfer`, in the middle of its bytes;
+`staged`, when all are sent and nothing is committed; `hand_over`, while engines take them; COPYING: on what ranks copy. Says
+`there` on stdout when it is so far, and waits for its end.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from enginepool import Pool, WeightPublisher
+from enginepool.client import courier
 from tests.process.weights import MANIFEST, some_weights
 
 
@@ -21,6 +22,8 @@ def main() -> None:
     """Never ends by itself."""
     address, version, where, *rest = sys.argv[1:]
     transfer: Any = rest[0] if rest else "staged"
+    if rest[1:]:
+        courier.COPYING = tuple(rest[1:])
 
     def there() -> None:
         sys.stdout.write("there\n")

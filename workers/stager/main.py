@@ -219,7 +219,7 @@ class Stager:
                 group = join(
                     message.address, message.rendezvous, message.world, message.rank,
                     backend=message.backend, device=device, timeout_s=JOIN_S,
-                    copies=True, stays=update.memory.kind == "device",
+                    copies=True, stays=(update.memory.kind == "device") == (device != "cpu"),
                 )  # fmt: skip
                 if update.forgotten:
                     group.abort()

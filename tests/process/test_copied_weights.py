@@ -1,0 +1,63 @@
+"""New weights for a pool whose ranks copy each bucket out of the memory of the rank before: as by a broadcast, whatever dies.
+
+On GPUs they do where they are on one host. Here memory of the host is what they copy out of.
+"""
+
+import signal
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from enginepool.client import courier
+from enginepool.collective import Rendezvous
+from enginepool.copies import Origin
+from enginepool.group import Group
+from tests.process.scenes import Play, arena, play
+from tests.process.weight_scenes import killed_trainer, loss, twenty_updates, wrong_weights
+
+__all__ = ["arena", "play"]
+
+
+@pytest.fixture(autouse=True)
+def formed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Group]]:
+    """The publisher's sides of groups; those of the first and of the last update, which succeed, are of copies."""
+    groups: list[Group] = []
+    join = Rendezvous.join
+
+    def joined(rendezvous: Rendezvous, name: str, world: int, **options: Any) -> Group:
+        groups.append(join(rendezvous, name, world, **options))
+        return groups[-1]
+
+    monkeypatch.setattr(courier, "COPYING", ("cuda", "cpu"))
+    monkeypatch.setattr(Rendezvous, "join", joined)
+    yield groups
+    assert isinstance(groups[0], Origin) and groups[0].world == 4
+    assert isinstance(groups[-1], Origin)
+
+
+def test_after_each_of_twenty_updates_under_load_every_answer_is_of_a_committed_version(
+    play: Play, formed: list[Group]
+) -> None:
+    play(twenty_updates)
+    assert len(formed) == 1, "every update had the same group"
+
+
+def test_weights_that_are_wrong_are_refused_by_name_and_right_ones_taken_after_each(play: Play) -> None:
+    play(wrong_weights)
+
+
+@pytest.mark.parametrize(
+    ("who", "sign"),
+    [("worker", signal.SIGKILL), ("stager", signal.SIGKILL), ("stager", signal.SIGSTOP)],
+    ids=["worker-killed", "stager-killed", "stager-stopped"],
+)
+def test_a_loss_in_the_middle_of_the_chain_and_of_the_transfer_aborts_and_touches_no_engine(
+    play: Play, who: str, sign: signal.Signals
+) -> None:
+    play(partial(loss, phase="transfer", who=who, sign=sign))
+
+
+def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Play) -> None:
+    play(partial(killed_trainer, where="transfer", copying="cpu"))
