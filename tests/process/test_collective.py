@@ -197,6 +197,16 @@ def test_ranks_that_do_not_reach_each_others_memory_do_not_copy(
         assert one.hear() == 256
 
 
+def test_a_rank_whose_rank_0_does_not_copy_waits_for_no_card(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
+    def formed(*_arguments: object, **_options: object) -> Group:
+        return TorchGroup(None, "at once", 2, 0, "gloo", "cpu")
+
+    monkeypatch.setattr(collective, "_formed", formed)
+    monkeypatch.setattr(cards, "CARDS_S", 2 * LONG_S)
+    rendezvous.join("at once", 2, backend="gloo", timeout_s=SHORT_S)
+    assert isinstance(join(rendezvous.address, "at once", 2, 1, backend="gloo", timeout_s=SHORT_S, stays=True), TorchGroup)
+
+
 @pytest.mark.engine
 def test_a_rank_of_another_program_is_waited_for_and_then_served_as_it_expects(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
