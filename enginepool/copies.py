@@ -12,7 +12,6 @@ import importlib
 import queue
 import socket
 import threading
-import time
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -27,8 +26,6 @@ torch: Any = importlib.import_module("torch")
 
 _LENGTH = 4
 _LONGEST = 1 << 16
-#: Between two gentle copies REST times as much time passes as the first one took.
-REST = 1.25
 #: The memory of another rank's GPU is kept open: its two buffers, or its one space, and what replaces them.
 _OPEN = 4
 
@@ -177,8 +174,6 @@ class Taker(_Copies):
         self._events: dict[int, Any] = {}
         #: buckets whose copies are begun, and that are here
         self._copied = self._have = 0
-        #: when the last of them was
-        self._over = 0.0
         self._opened: dict[bytes, Any] = {}
         self._told: queue.SimpleQueue[tuple[Any, Here] | None] = queue.SimpleQueue()
         host, _, port = address.rpartition(":")
@@ -214,12 +209,8 @@ class Taker(_Copies):
         try:
             if self._stream is not None:
                 torch.cuda.set_device(self._stream.device)  # a thread begins on device 0
-            began = 0.0
             while (here := _said(self._origin, Here)) is not None:
                 self._until(lambda number=here.number: number in self._targets, threading.TIMEOUT_MAX)
-                if self.gently and here.number:
-                    self._rest(here.number, began)
-                began = time.monotonic()
                 self._told.put(self._copy_one(here))
             self._lose("has lost rank 0: it has closed its connection")
         except CollectiveError:
@@ -229,14 +220,6 @@ class Taker(_Copies):
         finally:
             self._told.put(None)
             _hang_up(self._origin)
-
-    def _rest(self, number: int, began: float) -> None:
-        """When the copy before bucket `number`, which began then, is over, let REST times as much time pass as it took."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._lost or self._have >= number)
-            end = self._over + REST * (self._over - began)
-            while not self._lost and (left := end - time.monotonic()) > 0:
-                self._changed.wait(left)
 
     def _copy_one(self, here: Here) -> tuple[Any, Here]:
         into, after = self._targets.pop(here.number)
@@ -275,7 +258,7 @@ class Taker(_Copies):
                 if event is not None:
                     event.synchronize()
                 with self._changed:
-                    self._have, self._over = here.number + 1, time.monotonic()
+                    self._have = here.number + 1
                     self._changed.notify_all()
                 _say(self._origin, here)
         except (OSError, RuntimeError) as error:

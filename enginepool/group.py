@@ -32,7 +32,6 @@ class Group(ABC):
     Attributes:
         name: of the group, never used again.
         world, rank: how many ranks it has, and which of them this is.
-        gently: copies that are begun from now on leave time between them, for who works beside them.
         on_device: a GPU does the work: the processor has nothing to do with a bucket between `order` and `wait`.
     """
 
@@ -42,7 +41,6 @@ class Group(ABC):
         self.rank = rank
         self.device = device
         self.on_device = on_device
-        self.gently = False
 
     @abstractmethod
     def begin(self, bucket: Any) -> Broadcast:

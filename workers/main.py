@@ -109,9 +109,7 @@ class Worker:
         self.end: asyncio.Future[End] = self.loop.create_future()
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.weights = Weights(
-            spec.stager, spec.incarnation, engine, self.feed, self._spawn, lambda: bool(self.machine.work.running)
-        )
+        self.weights = Weights(spec.stager, spec.incarnation, engine, self.feed, self._spawn)
 
     async def run(self) -> Exit:
         """Serve until the machine says that it is over; return the exit code."""

@@ -78,7 +78,6 @@ class Weights:
     Args:
         feed: takes the events that come of it.
         spawn: runs a coroutine beside the loop's other work.
-        working: whether the engine has work.
     """
 
     def __init__(
@@ -88,9 +87,7 @@ class Weights:
         engine: Engine,
         feed: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
-        working: Callable[[], bool],
     ) -> None:
-        self._working = working
         self._engine = engine
         self._feed = feed
         self._spawn = spawn
@@ -239,15 +236,7 @@ class Weights:
                 failed, self._peer = str(error), ""
         else:
             self._spawn(self._get_ready(pending))
-            ask = JoinGroup(
-                message.update,
-                message.rendezvous,
-                message.address,
-                message.world,
-                message.rank,
-                message.backend,
-                self._working(),
-            )
+            ask = JoinGroup(message.update, message.rendezvous, message.address, message.world, message.rank, message.backend)
             try:
                 failed = (await self._stager.ask(ask, InGroup, JOIN_S)).message
             except StagerGone as error:

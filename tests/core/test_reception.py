@@ -22,7 +22,6 @@ class Sent:
 
     def __init__(self, space: Any, backend: str) -> None:
         self.on_device = backend == "nccl"
-        self.gently = False
         self.events: list[tuple[str, int]] = []
         self._space = space
         self._begun = 0

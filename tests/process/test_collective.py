@@ -13,7 +13,6 @@ import time
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import chain, pairwise, repeat
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
@@ -21,9 +20,9 @@ from typing import Any
 
 import pytest
 
-from enginepool import cards, collective, copies
+from enginepool import cards, collective
 from enginepool.collective import Rendezvous, TorchBroadcast, TorchGroup, join
-from enginepool.copies import REST, Origin, Taker
+from enginepool.copies import Origin, Taker
 from enginepool.group import CollectiveError, Group
 from enginepool.spaces import SEAL, make_space
 
@@ -204,7 +203,7 @@ def test_a_rank_whose_rank_0_does_not_copy_waits_for_no_card(rendezvous: Rendezv
     monkeypatch.setattr(collective, "_formed", formed)
     monkeypatch.setattr(cards, "CARDS_S", 2 * LONG_S)
     rendezvous.join("at once", 2, backend="gloo", timeout_s=SHORT_S)
-    assert isinstance(join(rendezvous.address, "at once", 2, 1, backend="gloo", timeout_s=SHORT_S, stays=True), TorchGroup)
+    assert isinstance(join(rendezvous.address, "at once", 2, 1, backend="gloo", timeout_s=SHORT_S, copies=True), TorchGroup)
 
 
 @pytest.mark.engine
@@ -280,54 +279,10 @@ def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rend
         assert [int(into[0]) for into in targets] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("gently", [False, True])
-def test_gentle_copies_leave_as_much_time_between_them_as_they_take(monkeypatch: pytest.MonkeyPatch, gently: bool) -> None:
-    times: list[tuple[float, float]] = []
-    at_once = Taker._copy_one  # pyright: ignore[reportPrivateUsage]
-
-    def slowly(taker: Taker, here: Any) -> Any:
-        began = time.monotonic()
-        threading.Event().wait(0.02)
-        done = at_once(taker, here)
-        times.append((began, time.monotonic()))
-        return done
-
-    monkeypatch.setattr(Taker, "_copy_one", slowly)
-    with pair() as (origin, taker):
-        taker.gently = gently
-        targets = [filled(256, 0) for _ in range(4)]
-        came = [taker.begin(into) for into in targets]
-        sources = [filled(256, value) for value in range(4)]
-        for source in sources:
-            origin.begin(source)
-        came[-1].wait(LONG_S)
-        assert [int(into[0]) for into in targets] == [0, 1, 2, 3]
-    rests = [after[0] - before[1] for before, after in pairwise(times)]
-    assert len(rests) == 3
-    assert not gently or min(rests) >= 0.02 * REST
-
-
 def test_no_word_waits_for_an_answer_to_the_one_before() -> None:
     with pair() as (origin, taker):
         ends = [origin._peers[1], taker._origin]  # pyright: ignore[reportPrivateUsage]
         assert [end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) for end in ends] == [1, 1]
-
-
-def test_who_waits_between_copies_hears_that_the_group_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first copy began at 0, and is over after an hour.
-    clock = chain([0.0], repeat(3600.0))
-    monkeypatch.setattr(copies, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    with pair() as (origin, taker):
-        taker.gently = True
-        sources = [filled(256, value) for value in range(2)]
-        for source in sources:
-            origin.begin(source)
-        first, second = [taker.begin(filled(256, 0)) for _ in sources]
-        first.wait(LONG_S)
-        origin.abort()
-        taker.abort()
-        with pytest.raises(CollectiveError, match="given up"):
-            second.wait(LONG_S)
 
 
 def test_memory_that_took_the_place_of_other_memory_is_what_is_copied() -> None:

@@ -100,7 +100,7 @@ class Worker:
         self.engine = NotedEngine(options)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.weights = Weights(socket, "w", self.engine, self.events.put_nowait, self._spawn, lambda: False)
+        self.weights = Weights(socket, "w", self.engine, self.events.put_nowait, self._spawn)
         self.update = (1, 0)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -236,7 +236,6 @@ class Stager:
             self.kept = None
         self._soon(update, InGroup(update.id))
         try:
-            group.gently = message.gently
             digest, findings = reception.receive(group)
             received = Received(update.id, digest, findings, spaces)
         except Exception as error:

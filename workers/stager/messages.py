@@ -85,9 +85,7 @@ class Reserve(Message, tag="reserve"):
 
 
 class JoinGroup(Message, tag="join_group"):
-    """Join the process group, or keep the one of last time if it is that, and receive. Answered by `in_group`, `received`.
-
-    `gently`: the engine has work, which the transfer should not take from it."""
+    """Join the process group, or keep the one of last time if it is that, and receive. Answered by `in_group`, `received`."""
 
     update: TaskId
     rendezvous: str
@@ -95,7 +93,6 @@ class JoinGroup(Message, tag="join_group"):
     world: int
     rank: int
     backend: str
-    gently: bool = False
 
 
 class Forget(Message, tag="forget"):

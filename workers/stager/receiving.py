@@ -30,8 +30,8 @@ FOREVER_S = 24 * 3600.0
 #: of a GPU's memory, left to whoever needs a little more
 MARGIN = 256 << 20
 #: How often a GPU looks at bytes that have come: each time it leaves off what its engine has it do, and the last look comes
-#: after the last byte. An engine that has work loses less by fewer.
-LOOKS, GENTLE_LOOKS = 4, 2
+#: after the last byte.
+LOOKS = 4
 #: threads that write a snapshot, and bytes that each writes at once
 WRITERS = 4
 WRITTEN = 32 << 20
@@ -227,7 +227,7 @@ class Reception:
         looking, looked = self._look.begin(), 0
         on_gpu = group.on_device and self._in_place
         # What the processor looks at it looks at once, while the next bucket comes.
-        least = self._parts[-1].end / (GENTLE_LOOKS if group.gently else LOOKS) if on_gpu else 0
+        least = self._parts[-1].end / LOOKS if on_gpu else 0
         # A broadcast waits for what the stream had before it was begun. Where each bucket has memory of its own, and the device
         # does the work, no broadcast needs that, and many are begun before the first look at any bytes.
         ahead = QUEUED // 2 if on_gpu else AHEAD
