@@ -22,7 +22,7 @@ torch: Any = importlib.import_module("torch")
 #: Ranks have this long to leave their cards, and to read each other's.
 CARDS_S = 5.0
 #: in the store: that its rank 0 says of each group how bytes go; in that of a group: how
-SAYS, WAY = "enginepool/says", "enginepool/way"
+SAYS, WAY = "enginepool.says", "enginepool.way"
 _COPIES, _TORCH = "copies", "torch"
 
 
@@ -92,11 +92,11 @@ def agree(store: Any, rank: int, device: Any, *, stays: bool) -> Card | None:
 
 
 def _card_key(rank: int) -> str:
-    return f"enginepool/card-{rank}"
+    return f"enginepool.card-{rank}"
 
 
 def _reaches_key(rank: int) -> str:
-    return f"enginepool/reaches-{rank}"
+    return f"enginepool.reaches-{rank}"
 
 
 def _leave(store: Any, rank: int, card: Card) -> None:
