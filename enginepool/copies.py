@@ -24,6 +24,8 @@ from enginepool.spaces import open_space, place_of
 
 torch: Any = importlib.import_module("torch")
 
+#: who connects says at once who he is
+HELLO_S = 2.0
 _LENGTH = 4
 _LONGEST = 1 << 16
 #: The memory of another rank's GPU is kept open: its two buffers, or its one space, and what replaces them.
@@ -109,18 +111,18 @@ class Origin(_Copies):
         try:
             while len(self._peers) < world - 1:
                 peer = listener.accept()[0]
-                peer.settimeout(timeout_s)
-                hello = _said(peer, Hello)
-                if hello is None or hello.rank in self._peers or not 0 < hello.rank < world or not _same(hello.token, token):
+                rank = _greeted(peer, token)
+                if rank is None or rank in self._peers or not 0 < rank < world:
                     peer.close()
                     continue
                 _make_quick(peer)
-                self._peers[hello.rank] = peer
+                self._peers[rank] = peer
         except BaseException:
             self.abort()
             raise
         for rank in self._peers:
-            threads.start(lambda rank=rank: self._listen(rank), "copies")
+            # It waits for words alone, and may be cut off at the program's end.
+            threading.Thread(target=self._listen, args=(rank,), name="copies", daemon=True).start()
 
     def begin(self, bucket: Any) -> Broadcast:
         self._still_there()
@@ -153,7 +155,7 @@ class Origin(_Copies):
                     self._have[rank] = here.number + 1
                     self._changed.notify_all()
             self._lose(f"has lost rank {rank}: it has closed its connection")
-        except (OSError, msgspec.MsgspecError) as error:
+        except Exception as error:  # whatever it is: who waits has to hear of it
             self._lose(f"has lost rank {rank}: {_one_line(error)}")
 
     def abort(self) -> None:
@@ -215,7 +217,7 @@ class Taker(_Copies):
             self._lose("has lost rank 0: it has closed its connection")
         except CollectiveError:
             self._lose("was given up")
-        except (OSError, RuntimeError, ValueError) as error:
+        except Exception as error:  # as in `Origin`
             self._lose(f"cannot copy: {_one_line(error)}")
         finally:
             self._told.put(None)
@@ -261,7 +263,7 @@ class Taker(_Copies):
                     self._have = here.number + 1
                     self._changed.notify_all()
                 _say(self._origin, here)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:  # as in `Origin`
             self._lose(f"cannot say what it has: {_one_line(error)}")
         self._opened.clear()
 
@@ -272,12 +274,20 @@ class Taker(_Copies):
             self._stream.synchronize()  # what was begun still writes
 
 
+def _greeted(peer: socket.socket, token: str) -> int | None:
+    """The rank that has connected; None: it is none of this group, or says nothing."""
+    peer.settimeout(HELLO_S)
+    try:
+        hello = _said(peer, Hello)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    if hello is None or not hmac.compare_digest(hello.token.encode(), token.encode()):
+        return None
+    return hello.rank
+
+
 def _is_gpu(device: Any) -> bool:
     return bool(torch.device(device).type == "cuda")
-
-
-def _same(one: str, other: str) -> bool:
-    return hmac.compare_digest(one.encode(), other.encode())
 
 
 def _make_quick(peer: socket.socket) -> None:
@@ -292,7 +302,7 @@ def _say(peer: socket.socket, message: Any) -> None:
 
 
 def _said(peer: socket.socket, kind: Any) -> Any:
-    """The next message; None at the end. Raises OSError, ValueError or MsgspecError: it is none."""
+    """The next message; None at the end. Raises OSError or MsgspecError: it is none."""
     head = _read(peer, _LENGTH)
     length = int.from_bytes(head, "little")
     if len(head) < _LENGTH or length > _LONGEST:

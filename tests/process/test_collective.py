@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from enginepool import cards, collective
+from enginepool import cards, collective, copies
 from enginepool.collective import Rendezvous, TorchBroadcast, TorchGroup, join
 from enginepool.copies import Origin, Taker
 from enginepool.group import CollectiveError, Group
@@ -277,6 +277,26 @@ def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rend
         origin.broadcast(first, LONG_S)
         came[2].order(LONG_S)
         assert [int(into[0]) for into in targets] == [1, 2, 3]
+
+
+def test_who_connects_and_talks_nonsense_or_not_at_all_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "HELLO_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address), socket.create_connection(address) as other:
+            other.sendall(b"\x03\x00\x00\x00GET")
+            made: list[Origin] = []
+            thread = threading.Thread(target=lambda: made.append(Origin("g", 2, "cpu", listener, "token", LONG_S)))
+            thread.start()
+            taker = Taker("g", 2, 1, "cpu", f"127.0.0.1:{address[1]}", "token", LONG_S)
+            thread.join(LONG_S)
+            [origin] = made
+            # Whoever waits hears of nonsense later, too.
+            taker._origin.sendall(b"\x01\x00\x00\x00\xc1")  # pyright: ignore[reportPrivateUsage]
+            with pytest.raises(CollectiveError, match="has lost rank 1"):
+                origin.broadcast(filled(256, 1), LONG_S)
+            origin.abort()
+            taker.abort()
 
 
 def test_no_word_waits_for_an_answer_to_the_one_before() -> None:
