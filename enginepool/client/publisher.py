@@ -47,8 +47,8 @@ class WeightPublisher:
     Args:
         pool: the pool; None on trainer ranks above 0.
         group: the pool's group; may be left out where there is one.
-        device: where the broadcast starts from: `cuda` (the current GPU, NCCL), `cpu` (gloo), a torch device, or `auto`: cuda
-            if there is a GPU. Tensors may lie elsewhere.
+        device: where the bytes start from: `cuda` (the current GPU; copies within a host, NCCL between hosts), `cpu` (gloo), a
+            torch device, or `auto`: cuda if there is a GPU. Tensors may lie elsewhere.
         bucket_bytes: bytes that are broadcast at once; two buckets are kept on `device`.
         host: the address at which workers' hosts reach this one.
         rename: (name, tensor) → the checkpoint's name, None to leave the tensor out, or (name, tensor) pairs if one becomes
