@@ -16,8 +16,10 @@ import msgspec
 import pytest
 
 from enginepool.collective import Rendezvous
+from enginepool.copies import Origin
 from enginepool.group import Group
 from enginepool.protocol.layout import buckets
+from enginepool.spaces import make_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.messages import AskHeld, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
@@ -57,6 +59,14 @@ def subject(request: pytest.FixtureRequest, engine: HostedEngine, models: Models
     return Subject(engine, getattr(models, kind), tmp_path)
 
 
+@pytest.fixture(params=["gloo", "nccl", "copies"])
+def way(request: pytest.FixtureRequest) -> str:
+    """How bytes reach a stager. Beyond the CPU the trainer has the second GPU."""
+    if request.param != "gloo" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two CUDA GPUs: torch finds {torch.cuda.device_count()}")
+    return request.param
+
+
 @pytest.fixture(params=["gloo", "nccl"])
 def backend(request: pytest.FixtureRequest) -> str:
     """NCCL wants a GPU for each rank: the trainer has the second one."""
@@ -66,10 +76,11 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 class Trainer:
-    """Rank 0 on a thread."""
+    """Rank 0 on a thread. `copies`: it offers to have its buckets copied."""
 
-    def __init__(self, backend: str) -> None:
+    def __init__(self, backend: str, *, copies: bool = False) -> None:
         self.backend = backend
+        self.copies = copies
         self.device = "cuda:1" if backend == "nccl" else "cpu"
         self.rendezvous = Rendezvous()
         self.name = secrets.token_hex(8)
@@ -82,8 +93,12 @@ class Trainer:
             if self.backend == "nccl":
                 torch.cuda.set_device(1)
             if self.group is None:
-                self.group = self.rendezvous.join(self.name, 2, backend=self.backend, device=self.device, timeout_s=PATIENCE_S)
-            space = given.space.to(self.device)
+                self.group = self.rendezvous.join(
+                    self.name, 2, backend=self.backend, device=self.device, timeout_s=PATIENCE_S, copies=self.copies
+                )
+                assert isinstance(self.group, Origin) == self.copies
+            memory = make_space(given.space.numel(), self.device)
+            space = memory.tensors[0].copy_(given.space)
             for bucket in buckets(given.manifest, BUCKET):
                 self.group.broadcast(space[bucket.at : bucket.at + bucket.nbytes], PATIENCE_S)
 
@@ -121,9 +136,9 @@ def with_stager(
 
 @pytest.mark.parametrize("room", ["device", "host"])
 def test_staged_weights_are_in_the_engine_bit_by_bit(
-    processes: Processes, subject: Subject, backend: str, room: str, tmp_path: Path
+    processes: Processes, subject: Subject, way: str, room: str, tmp_path: Path
 ) -> None:
-    trainer = Trainer(backend)
+    trainer = Trainer("gloo" if way == "gloo" else "nccl", copies=way == "copies")
     batch = full_batch(declared(subject.engine), rows=4, seed=1)
 
     async def story(link: StagerLink, received: "asyncio.Queue[Received]") -> None:
@@ -136,7 +151,7 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             ready = NewWeights(given.manifest, tuple(reserved.spaces))
             ready_s = subject.get_ready(ready)
             thread = trainer.begin(given)
-            ask = JoinGroup((1, version), trainer.name, trainer.rendezvous.address, 2, 1, backend)
+            ask = JoinGroup((1, version), trainer.name, trainer.rendezvous.address, 2, 1, trainer.backend)
             joined = await link.ask(ask, InGroup, PATIENCE_S)
             assert joined.message == ""
             whole(await asyncio.to_thread(subject.engine.score, batch))
@@ -147,7 +162,7 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             assert came.spaces == reserved.spaces
             times = subject.take(ready, version, given.digest)
             parts = {"ready": ready_s, "load": times.load_s, "flush": times.flush_s}
-            print(f"{room} {backend}:", ", ".join(f"{part} {s * 1e3:.2f} ms" for part, s in parts.items()))  # noqa: T201
+            print(f"{room} {way}:", ", ".join(f"{part} {s * 1e3:.2f} ms" for part, s in parts.items()))  # noqa: T201
             assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
             after = subject.scores(batch)
             assert before is None or any((a != b).any() for a, b in zip(after, before, strict=True))
