@@ -17,9 +17,16 @@ from enginepool.spaces import Memory, make_space
 
 torch: Any = importlib.import_module("torch")
 
+#: Devices whose ranks copy where they are on one host. Not "cpu": gloo does as well there, and works between hosts too.
+COPYING = ("cuda",)
 #: Tensors are copied as words of the largest kind that their sizes are multiples of: wide ones go faster, and whole ones keep
 #: every bit, which floating ones need not.
 _WORDS: tuple[Any, ...] = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def copied(device: Any) -> bool:
+    """Whether others may copy buckets on this device."""
+    return device.type in COPYING
 
 
 class Copies(NamedTuple):
@@ -82,7 +89,9 @@ class Buffers:
     def __init__(self, device: Any) -> None:
         self.device = device
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pair: list[Memory] = []
+        self._pair: list[Any] = []
+        #: what they lie in, where others may copy them
+        self._spaces: list[Memory] = []
         self._cut: Cut | None = None
 
     def make_ready(self) -> None:
@@ -115,11 +124,16 @@ class Buffers:
         return cut
 
     def _have(self, nbytes: int) -> list[Any]:
-        """Two uint8 tensors of at least so many bytes, which other processes of this host can open. Raises OSError: no room."""
-        if not self._pair or self._pair[0].nbytes < nbytes:
+        """Two uint8 tensors of at least so many bytes. Raises OSError: no room."""
+        if not self._pair or self._pair[0].numel() < nbytes:
             self._pair.clear()
-            self._pair += [make_space(nbytes, self.device) for _ in range(2)]
-        return [memory.tensors[0] for memory in self._pair]
+            self._spaces.clear()
+            if copied(self.device):
+                self._spaces += [make_space(nbytes, self.device) for _ in range(2)]
+                self._pair += [memory.tensors[0] for memory in self._spaces]
+            else:
+                self._pair += [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
+        return self._pair
 
 
 def cut_up(manifest: Sequence[Tensor], bucket_bytes: int, memory: Callable[[Bucket], Any]) -> Cut:

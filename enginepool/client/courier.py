@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from enginepool import threads
+from enginepool.client import buffers
 from enginepool.client.buffers import Buffers
 from enginepool.client.lending import Loan
 from enginepool.client.lockstep import Lockstep, follow
@@ -27,9 +28,6 @@ from enginepool.protocol.updates import Join, Published, Space
 torch: Any = importlib.import_module("torch")
 
 Outcome = Published | Failure
-
-#: Devices whose ranks copy where they are on one host. Not "cpu": gloo does as well there, and works between hosts too.
-COPYING = ("cuda",)
 
 
 class Side:
@@ -58,7 +56,7 @@ class Side:
                 backend=self.backend,
                 device=self._device,
                 timeout_s=timeout_s,
-                copies=self._device.type in COPYING,
+                copies=buffers.copied(self._device),
             )
             if self.lost:
                 group.abort()

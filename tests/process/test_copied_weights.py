@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.client import courier
+from enginepool.client import buffers
 from enginepool.collective import Rendezvous
 from enginepool.copies import Origin
 from enginepool.group import Group
@@ -30,7 +30,7 @@ def formed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Group]]:
         groups.append(join(rendezvous, name, world, **options))
         return groups[-1]
 
-    monkeypatch.setattr(courier, "COPYING", ("cuda", "cpu"))
+    monkeypatch.setattr(buffers, "COPYING", ("cuda", "cpu"))
     monkeypatch.setattr(Rendezvous, "join", joined)
     yield groups
     assert isinstance(groups[0], Origin) and groups[0].world == 4

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from enginepool import Pool, WeightPublisher
-from enginepool.client import courier
+from enginepool.client import buffers
 from tests.process.weights import MANIFEST, some_weights
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     address, version, where, *rest = sys.argv[1:]
     transfer: Any = rest[0] if rest else "staged"
     if rest[1:]:
-        courier.COPYING = tuple(rest[1:])
+        buffers.COPYING = tuple(rest[1:])
 
     def there() -> None:
         sys.stdout.write("there\n")
