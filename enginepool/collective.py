@@ -90,14 +90,19 @@ class Rendezvous:
             own = dist.PrefixStore(name, store)
             if not copies:
                 tell_way(own)
-                return _formed(own, name, world, 0, backend, device, timeout_s, first=connect)
-            with socket.create_server((self._host, 0), family=self._family, backlog=world) as listener:
-                token = secrets.token_hex(16)
-                if agree_at_0(own, world, device, listener, token):
-                    return Origin(name, world, device, listener, token, timeout_s)
+            elif (origin := self._copied(own, name, world, device, timeout_s)) is not None:
+                return origin
             return _formed(own, name, world, 0, backend, device, timeout_s, first=connect)
 
         return _in_time(form, name, world, 0, timeout_s)
+
+    def _copied(self, store: Any, name: str, world: int, device: Any, timeout_s: float) -> Group | None:
+        """The group, if all ranks copy."""
+        with socket.create_server((self._host, 0), family=self._family, backlog=world) as listener:
+            token = secrets.token_hex(16)
+            if not agree_at_0(store, world, device, listener, token):
+                return None
+            return Origin(name, world, device, listener, token, timeout_s)
 
     def close(self) -> None:
         """Stop listening. Groups that have formed live on."""
@@ -223,6 +228,7 @@ def _formed(
         if first:
             group.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), timeout_s)
     except BaseException:
+        # Whatever it is, and it is raised again, nobody else can leave this group.
         threads.start(group.abort, "collective")
         raise
     return group

@@ -118,6 +118,7 @@ class Origin(_Copies):
                 _make_quick(peer)
                 self._peers[rank] = peer
         except BaseException:
+            # Whatever it is, and it is raised again, those who have come must hear that nothing comes of it.
             self.abort()
             raise
         for rank in self._peers:
