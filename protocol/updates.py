@@ -101,10 +101,12 @@ class Commit(Message, tag="commit"):
 
 
 class Abandon(Message, tag="abandon"):
-    """Abort transaction `id`, unless its hand-over has begun; a direct one also then, until `sent`. Answered by its end."""
+    """Abort transaction `id`, unless its hand-over has begun; a direct one also then, until `sent`. Answered by its end.
+    `broken`: the process group broke; a member may know why."""
 
     id: int
     reason: str = ""
+    broken: bool = False
 
 
 class WeightsQuestion(Message, tag="weights_question"):
@@ -311,13 +313,15 @@ class Joined(Message, tag="joined"):
 
 
 class Staged(Message, tag="staged"):
-    """All bytes are here, verified, and their digest is `digest`; or why not. Findings are reported, not refused."""
+    """All bytes are here, verified, and their digest is `digest`; or why not. Findings are reported, not refused. `broken`: the
+    process group broke; another member may know why."""
 
     update: TaskId
     digest: str = ""
     findings: list[Finding] = []
     code: str = ""
     message: str = ""
+    broken: bool = False
 
 
 class HandedOver(Message, tag="handed_over"):

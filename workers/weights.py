@@ -272,7 +272,7 @@ class Weights:
             return
         pending.joined = not received.message
         code = "update_aborted" if received.message else ""
-        self._answer(Staged(received.update, received.digest, received.findings, code, received.message))
+        self._answer(Staged(received.update, received.digest, received.findings, code, received.message, received.broken))
 
     def _stager_lost(self, reason: str) -> None:
         # What it had for the engine to open, nobody else has.

@@ -98,6 +98,12 @@ class Buffers:
         """What takes seconds the first time, and is not to be waited for by a pool."""
         make_ready(self.device)
 
+    def close(self) -> None:
+        """Give their memory back, whoever else knows this object."""
+        self._cut = None
+        self._pair.clear()
+        self._spaces.clear()
+
     @contextmanager
     def aside(self, after: Any = None) -> Generator[None]:
         """On a GPU the block runs on the stream of these buffers, behind the event `after` if there is one. What it leaves to

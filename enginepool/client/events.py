@@ -92,10 +92,11 @@ class UpdateCommit(Event, frozen=True):
 
 
 class UpdateAbandon(Event, frozen=True):
-    """Give update `id` up, unless it is too late. Its final answer says which."""
+    """Give update `id` up, unless it is too late. Its final answer says which. `broken`: the process group broke."""
 
     id: int
     reason: str = ""
+    broken: bool = False
 
 
 class Received(Event, frozen=True):

@@ -109,7 +109,7 @@ class ClientSession:
             UpdateProgress: lambda event: self.updates.progress(event.id, event.sent_bytes),
             UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, event.spaces, self._out),
             UpdateCommit: lambda event: self.updates.allow(event.id, event.deadline, self._out),
-            UpdateAbandon: lambda event: self.updates.abandon(event.id, event.reason, self._now, self._out),
+            UpdateAbandon: lambda event: self.updates.abandon(event, self._now, self._out),
             Received: self._on_received,
             Tick: self._on_tick,
             Abort: lambda event: self._finish(event.failure),

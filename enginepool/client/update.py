@@ -86,11 +86,12 @@ class Desk:
         return self.side
 
     async def leave(self) -> None:
-        """Leave the process group, and lend nothing."""
+        """Leave the process group, lend nothing, and give memory back."""
         side, self.side = self.side, None
         if side is not None:
             await asyncio.to_thread(side.abandon)
         self.lender.close()
+        self.buffers.close()
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
         """From another thread to the loop. On one that is closed nobody waits."""
@@ -321,13 +322,13 @@ class UpdateHandle:
         reason = " ".join(str(error).split()) or type(error).__name__
         if self._cause is None:
             self._cause = error
-        self._give_up(reason)
+        self._give_up(reason, broken=isinstance(error, CollectiveError))
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, *, broken: bool = False) -> None:
         if self._id is None or self._desk.connection is None:
             self._end(Failure("update_aborted", f"the update to version {self.version} was aborted: {reason}"))
         else:
-            self._desk.connection.tell(UpdateAbandon(self._desk.loop.time(), self._id, reason[:_MAX_REASON]))
+            self._desk.connection.tell(UpdateAbandon(self._desk.loop.time(), self._id, reason[:_MAX_REASON], broken))
 
     def _follower_ended(self, outcome: Outcome, own: Exception | None) -> None:
         self._cause = own

@@ -18,7 +18,7 @@ appends to `out` what is to be done.
 from math import inf
 from typing import Literal
 
-from enginepool.client.events import Effect, Fail, JoinGroup, OpenUpdate, PhaseReached, Send, UpdateDone
+from enginepool.client.events import Effect, Fail, JoinGroup, OpenUpdate, PhaseReached, Send, UpdateAbandon, UpdateDone
 from enginepool.client.settings import Settings
 from enginepool.protocol.messages import Failure
 from enginepool.protocol.updates import (
@@ -121,11 +121,11 @@ class Updates:
                 self._say(update, Commit(id_), out)
             self._time()
 
-    def abandon(self, id_: int, reason: str, now: float, out: list[Effect]) -> None:
-        update = self.by_id.get(id_)
+    def abandon(self, event: UpdateAbandon, now: float, out: list[Effect]) -> None:
+        update, reason = self.by_id.get(event.id), event.reason
         if update is None or update.abandon is not None:
             return
-        update.abandon = Abandon(id_, reason)
+        update.abandon = Abandon(event.id, reason, event.broken)
         if not update.said:
             self._fail(update, _aborted(update, f"given up before it began{_because(reason)}"), out)
             return

@@ -250,6 +250,50 @@ def test_a_process_group_that_fails_aborts(answer: Joined | Staged, reason: str)
     assert reason in aborted(pool, pool.tell(links[0], answer))
 
 
+class Broken:
+    """A process group of four that broke in the middle of the bytes, because the stager of w1 died."""
+
+    def __init__(self) -> None:
+        self.pool, self.trainer, self.links = ready(4)
+        to_transfer(self.pool, self.trainer)
+
+    def member(self, place: int) -> list[Any]:
+        """Another one than w1 has noticed."""
+        said = Staged(self.pool.update.id, code="update_aborted", message="connection reset", broken=True)
+        return self.pool.tell(self.links[place], said)
+
+    def publisher(self) -> list[Any]:
+        return self.trainer.say(Abandon(1, "connection closed", broken=True))
+
+    def culprit(self) -> list[Any]:
+        said = Staged(self.pool.update.id, code="update_aborted", message="the stager ended")
+        return self.pool.tell(self.links[1], said)
+
+
+def test_who_broke_a_process_group_is_waited_for() -> None:
+    broken = Broken()
+    assert broken.publisher() == broken.member(0) == broken.member(2) == []
+    assert "w1: the stager ended" in aborted(broken.pool, broken.culprit())
+
+
+def test_a_process_group_that_broke_for_no_known_reason_is_given_up_after_a_second() -> None:
+    broken = Broken()
+    assert broken.member(0) == []
+    assert not of_type(broken.pool.wait(0.6), Release) and broken.publisher() == []
+    assert broken.trainer.renew(100) == []
+    assert "w0: connection reset" in aborted(broken.pool, broken.pool.wait(0.6))
+
+
+def test_a_process_group_of_which_all_say_that_it_broke_is_given_up_at_once() -> None:
+    broken = Broken()
+    broken.pool.stage(broken.links[3:])
+    assert broken.member(0) == broken.member(1) == []
+    assert "w0: connection reset" in aborted(broken.pool, broken.member(2))
+    broken = Broken()
+    broken.pool.stage(broken.links)
+    assert "abandoned by its publisher: connection closed" in aborted(broken.pool, broken.publisher())
+
+
 def test_a_stager_that_dies_after_it_had_all_still_aborts() -> None:
     pool, trainer, links = ready()
     to_transfer(pool, trainer)

@@ -15,7 +15,7 @@ from enginepool.collective import Rendezvous
 from enginepool.copies import Origin
 from enginepool.group import Group
 from tests.process.scenes import Play, arena, play
-from tests.process.weight_scenes import killed_trainer, loss, twenty_updates, wrong_weights
+from tests.process.weight_scenes import killed_trainer, lent_here, loss, twenty_updates, wrong_weights
 
 __all__ = ["arena", "play"]
 
@@ -35,6 +35,7 @@ def formed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Group]]:
     yield groups
     assert isinstance(groups[0], Origin) and groups[0].world == 4
     assert isinstance(groups[-1], Origin)
+    assert not lent_here(), "a publisher that is closed has given its memory back"
 
 
 def test_after_each_of_twenty_updates_under_load_every_answer_is_of_a_committed_version(

@@ -18,6 +18,7 @@ from tests.process.commands import ROOT
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, TIMES, Play, Stage, arena, play
+from tests.process.weight_scenes import lent_here
 from tests.process.weights import Load, some_weights
 
 __all__ = ["arena", "play"]
@@ -33,12 +34,6 @@ async def ended(stage: Stage, version: int) -> UpdateRecord:
         while (record := (await stage.pool.weights()).history[-1]).version != version:
             await asyncio.sleep(0.02)
     return record
-
-
-def lent_here() -> list[str]:
-    """Unnamed files in shared memory that this process has open."""
-    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-    return [name for name in names if os.path.islink(name) and os.readlink(name).startswith("/dev/shm/")]
 
 
 def test_every_answer_under_load_is_of_weights_that_were_lent_and_no_memory_stays(play: Play) -> None:

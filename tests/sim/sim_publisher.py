@@ -276,7 +276,7 @@ class SimPublisher:
             mine = ring is self.ring
             self._leave_rings()
             if mine and self.publish is not None and self.publish.id == id_ and not self.all_sent:
-                self._abandon("the process group broke")
+                self._abandon("the process group broke", broken=True)
 
     def _transfer(self, id_: int, steps: int) -> None:
         offer = self.offer
@@ -286,7 +286,7 @@ class SimPublisher:
             self.world.after(0.2, self._transfer, id_, steps)
             return
         if offer.transfer != "handles" and (self.ring is None or self.ring.broken):
-            self._abandon("the process group broke")
+            self._abandon("the process group broke", broken=True)
             return
         if steps == 2 and offer.fate == "vanish":
             self.vanish()
@@ -328,10 +328,10 @@ class SimPublisher:
             self.committed = True
             self._say(Commit(self.publish.id))
 
-    def _abandon(self, reason: str) -> None:
+    def _abandon(self, reason: str, *, broken: bool = False) -> None:
         if self.publish is not None and not self.abandoned:
             self.abandoned = True
-            self._say(Abandon(self.publish.id, reason))
+            self._say(Abandon(self.publish.id, reason, broken))
 
     # --- what befalls it -----------------------------------------------------------------------------------------------
 

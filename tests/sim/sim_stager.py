@@ -273,7 +273,7 @@ class Stager:
             if self.direct is not None:
                 self._break_engine()
             elif not self.staged:
-                self._say(Staged(update, code="engine_error", message="the process group broke"))
+                self._say(Staged(update, code="engine_error", message="the process group broke", broken=True))
         else:
             if self.damaged:
                 digest, self.damaged = self.disks.fresh("damaged"), False

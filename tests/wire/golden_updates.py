@@ -115,6 +115,12 @@ def _from_client() -> list[Valid]:
         ),
         Valid("commit", way, "it may be handed over", {"type": "commit", "id": 9}),
         Valid("abandon", way, "the publisher gives up", {"type": "abandon", "id": 9, "reason": "the gather failed"}),
+        Valid(
+            "abandon-broken",
+            way,
+            "the process group broke under the publisher",
+            {"type": "abandon", "id": 9, "reason": "connection closed by peer", "broken": True},
+        ),
         Valid("weights-question", way, "who holds what?", {"type": "weights_question", "id": 3}),
         Valid(
             "weights-question-tensor",
@@ -225,7 +231,7 @@ def _from_worker() -> list[Valid]:
             "staged-failed",
             way,
             "the broadcast broke",
-            {"type": "staged", "update": UPDATE, "code": "engine_error", "message": "connection reset"},
+            {"type": "staged", "update": UPDATE, "code": "engine_error", "message": "connection reset", "broken": True},
         ),
         Valid(
             "handed-over",

@@ -208,6 +208,7 @@ class Stager:
     def _run(self, update: Update, message: JoinGroup) -> None:
         """On a thread of its own: join, receive, say what came."""
         from enginepool.collective import join
+        from enginepool.group import CollectiveError
 
         group = self.group
         device = "cuda:0" if message.backend == "nccl" else "cpu"
@@ -239,7 +240,7 @@ class Stager:
             digest, findings = reception.receive(group)
             received = Received(update.id, digest, findings, spaces)
         except Exception as error:
-            received = Received(update.id, message=_why(error))
+            received = Received(update.id, message=_why(error), broken=isinstance(error, CollectiveError))
         update.received = received
         self._soon(update, received)
 

@@ -140,13 +140,14 @@ class InGroup(Message, tag="in_group"):
 
 
 class Received(Message, tag="received"):
-    """All bytes are in `spaces`; or why not."""
+    """All bytes are in `spaces`; or why not, and whether that is the process group's fault."""
 
     update: TaskId
     digest: str = ""
     findings: list[Finding] = []
     spaces: list[Space] = []
     message: str = ""
+    broken: bool = False
 
 
 class Held(Message, tag="held"):

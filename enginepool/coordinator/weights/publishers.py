@@ -94,7 +94,9 @@ class Publishers:
         _renew(update, self.core.now)
         if isinstance(message, Abandon):
             why = f"abandoned by its publisher: {message.reason or 'no reason given'}"
-            if not update.forward:
+            if message.broken and not update.forward:
+                self.weights.broke(update, why)
+            elif not update.forward:
                 self.weights.ending.abort(update, "update_aborted", why)
             elif update.direct and update.sent_digest is None:
                 # Its engines wait for bytes that will never come.

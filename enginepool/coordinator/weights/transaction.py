@@ -16,6 +16,9 @@ later. Each phase waits for one answer of each member, `pending`, and has a dead
                 direct: and `sent`                all loaded: journal                      fail
     journal     the journal is written            committed                                it could not be: fail
 
+    When the process group breaks before the hand-over, whoever was in it says so, and sooner than anybody says why. So the
+    abort waits a moment for a better reason.
+
     abort   no engine was touched: `release` to the members, `error` to the publisher, the group goes on
     fail    every member is killed and comes back on the committed weights; `error` to the publisher
 
@@ -56,6 +59,8 @@ from enginepool.protocol.updates import HandedOver, Inspect, Inspected, Joined, 
 _TOLD = frozenset({"weights_refused", "unsupported", "bad_request"})
 #: which phase an answer belongs to
 _PHASE = {Prepared: OPEN, Joined: JOIN, Staged: TRANSFER, HandedOver: HAND_OVER}
+#: seconds in which somebody may say why a process group broke
+REASON_S = 1.0
 
 
 class Weights:
@@ -83,6 +88,9 @@ class Weights:
         if update is None or message.update != update.id or worker.incarnation not in update.members:
             return
         member = update.members[worker.incarnation]
+        if isinstance(message, Staged) and message.broken and not update.forward:
+            self.broke(update, f"{worker.name}: {message.message}", member)
+            return
         if message.code and not update.forward:
             code = message.code if message.code in _TOLD else "update_aborted"
             self.ending.abort(update, code, f"{worker.name}: {message.message}")
@@ -132,9 +140,17 @@ class Weights:
         elif update.pending.pop(worker.incarnation, None) is not None:
             self._gave_out(member, f"lost: {reason}")
 
+    def broke(self, update: Update, reason: str, member: Member | None = None) -> None:
+        """The process group broke, says a member or the publisher; the one that knows why may not have spoken yet."""
+        if member is not None:
+            member.broken = True
+        if not update.broken:
+            update.broken = reason
+            update.until = min(update.until, self.core.now + REASON_S)
+
     def moves(self, update: Update) -> None:
         """Bytes pass: the phase in which they do goes on."""
-        if update.phase == TRANSFER:
+        if update.phase == TRANSFER and not update.broken:
             update.until = self.core.now + self.core.config.timing.update_stall_s
         elif update.phase == HAND_OVER and update.direct:
             update.until = self.core.now + self.core.config.timing.update_hand_over_s
@@ -172,6 +188,9 @@ class Weights:
 
     def _advance(self, update: Update) -> None:
         """One step, when the phase has all that it waits for."""
+        if update.broken and all(member.broken for member in update.pending.values()):
+            self.ending.abort(update, "update_aborted", update.broken)
+            return
         if update.pending:
             return
         timing = self.core.config.timing
@@ -356,7 +375,9 @@ class Weights:
                 say_phase(self.core, update)
 
     def _overdue(self, update: Update, why: str) -> None:
-        if update.phase == HOLD:
+        if update.broken:
+            self.ending.abort(update, "update_aborted", update.broken)
+        elif update.phase == HOLD:
             update.recalls = True
             update.until = float("inf")
         elif update.phase == HAND_OVER:

@@ -24,7 +24,7 @@ PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, HOLD, HAND_OVER, JOURNAL)
 class Member:
     """One worker in a transaction."""
 
-    __slots__ = ("digest", "failure", "findings", "loaded", "peer", "rank", "ranks", "recalled", "worker")
+    __slots__ = ("broken", "digest", "failure", "findings", "loaded", "peer", "rank", "ranks", "recalled", "worker")
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -32,6 +32,8 @@ class Member:
         self.peer = ""
         self.ranks = 1
         self.rank = 0
+        #: it says that the process group broke
+        self.broken = False
         #: of the bytes that it staged, or of what its engine took
         self.digest = ""
         self.findings: list[Finding] = []
@@ -84,6 +86,8 @@ class Update:
         #: how many had finished it when the publisher was told last
         self.told = 0
         self.ring: Ring | None = None
+        #: how the process group broke, in the words of who said so first
+        self.broken = ""
         #: when the publisher is given up, unless it says something
         self.lease_until = now + offer.lease_ms / 1000
         self.sent_bytes = 0
