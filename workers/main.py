@@ -44,8 +44,9 @@ from enginepool.workers.link import Link
 from enginepool.workers.machine import TICK_S, WorkerMachine
 from enginepool.workers.payload import decode_batch, decode_texts, encode_rows, encode_scores
 from enginepool.workers.process import end_process, say
+from enginepool.workers.sglang.model_size import UnknownSize, model_bytes
 from enginepool.workers.spec import VARIABLE, SpecError, WorkerSpec, read_spec
-from enginepool.workers.weights import Weights, checkpoint_bytes
+from enginepool.workers.weights import Weights
 
 #: an engine may hold the main thread while it loads; a coordinator that is there has this long to be heard before
 ACCEPT_FIRST_S = 3.0
@@ -202,8 +203,8 @@ class Worker:
                 await self.accepted.wait()
         except TimeoutError:
             say(f"no coordinator at {self.spec.endpoint} yet; loading {self.spec.model}")
-        if room := staging_room(self.spec):
-            making = self._make_room(room)
+        if wants_room(self.spec):
+            making = self._make_room()
             if self.spec.device != "cpu" and _has_gpu():
                 await making  # before the engine takes all memory that there is
             else:
@@ -224,7 +225,13 @@ class Worker:
         gc.freeze()
         self.feed(EngineReady(time.monotonic(), capabilities, self.engine.version))
 
-    async def _make_room(self, nbytes: int) -> None:
+    async def _make_room(self) -> None:
+        revision = self.spec.options.get("revision")
+        try:
+            nbytes = await asyncio.to_thread(model_bytes, self.spec.model, revision)
+        except UnknownSize as error:
+            say(f"no memory is reserved for weight updates before it is known how large they are: {error}")
+            return
         if line := await self.weights.make_room(nbytes):
             say(line)
 
@@ -289,11 +296,9 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
-def staging_room(spec: WorkerSpec) -> int:
-    """Bytes that are kept for a staged update before the engine starts; 0: none are wanted, or nobody knows how many."""
-    if not (spec.stager and spec.engine == "sglang" and spec.reserve_staging):
-        return 0
-    return checkpoint_bytes(spec.model)
+def wants_room(spec: WorkerSpec) -> bool:
+    """Whether memory is kept for staged updates before the engine starts."""
+    return bool(spec.stager) and spec.engine == "sglang" and spec.reserve_staging
 
 
 def _has_gpu() -> bool:

@@ -6,12 +6,10 @@ them; `staged` is said when both are done, so that the hold finds as little to d
 """
 
 import asyncio
-import contextlib
 import secrets
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 from enginepool.host import host_identity
@@ -45,8 +43,6 @@ from enginepool.workers.stager.messages import Forget, InGroup, JoinGroup, Keep,
 
 #: the other ranks have a minute to come
 JOIN_S = 90.0
-#: the most that lies between the tensors of a space
-_GAPS = 1 << 20
 
 
 class Pending:
@@ -362,11 +358,3 @@ class Weights:
             self._answer(Inspected(message.task, code="engine_error", message=str(error)))
         except EngineDied as error:
             self._feed(EngineLost(time.monotonic(), str(error)))
-
-
-def checkpoint_bytes(model: str) -> int:
-    """Bytes of the weights in a checkpoint directory, about; 0 where there is none."""
-    with contextlib.suppress(OSError):
-        sizes = [path.stat().st_size for path in Path(model).expanduser().glob("*.safetensors")]
-        return sum(sizes) + _GAPS if sizes else 0
-    return 0

@@ -15,7 +15,8 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.tiny_model import make_tiny_model
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_space, checkpoint_tensors
-from enginepool.workers.main import staging_room
+from enginepool.workers.main import wants_room
+from enginepool.workers.sglang.model_size import UnknownSize, model_bytes
 from enginepool.workers.sim.scores import expected_scores
 from enginepool.workers.spec import WorkerSpec
 from enginepool.workers.stager.snapshot import (
@@ -131,21 +132,19 @@ def test_sim_scores_depend_on_the_digest_of_the_weights() -> None:
     assert not np.array_equal(scores("0" * 31 + "1"), scores("0" * 31 + "2"))
 
 
-def test_memory_for_staged_updates_is_kept_where_it_is_wanted_and_its_size_is_known(tmp_path: Path) -> None:
+def test_memory_for_staged_updates_is_kept_where_it_is_wanted() -> None:
+    def wanted(engine: str = "sglang", stager: str = "/run/stager", reserve_staging: bool = True) -> bool:
+        names: dict[str, Any] = {"endpoint": "ipc://x", "group": "g", "incarnation": "w", "model": "m"}
+        return wants_room(WorkerSpec(**names, engine=engine, stager=stager, reserve_staging=reserve_staging))
+
+    assert wanted()
+    assert not wanted(reserve_staging=False) and not wanted(engine="sim") and not wanted(stager="")
+
+
+def test_the_size_of_a_model_in_a_folder_is_that_of_its_weights(tmp_path: Path) -> None:
+    with pytest.raises(UnknownSize, match="no safetensors files"):
+        model_bytes(str(tmp_path))
     (tmp_path / "a.safetensors").write_bytes(bytes(3_000_000))
     (tmp_path / "b.safetensors").write_bytes(bytes(2_000_000))
-
-    def room(engine: str = "sglang", model: str = str(tmp_path), stager: str = "/run/stager", wanted: bool = True) -> int:
-        names: dict[str, Any] = {
-            "endpoint": "ipc://x",
-            "group": "g",
-            "incarnation": "w",
-            "engine": engine,
-            "model": model,
-            "stager": stager,
-        }
-        return staging_room(WorkerSpec(**names, reserve_staging=wanted))
-
-    assert 5_000_000 <= room() < 7_000_000
-    assert room(wanted=False) == 0
-    assert room(engine="sim") == room(stager="") == room(model="some/name") == 0
+    (tmp_path / "tokenizer.json").write_bytes(bytes(4_000_000))
+    assert 5_000_000 <= model_bytes(str(tmp_path)) < 7_000_000

@@ -1,16 +1,20 @@
 """A model that the model hub does not have ends a group at once, with the reason; a hub that is not reached is asked again."""
 
 import asyncio
+import importlib
+import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from enginepool import Pool
 from enginepool.config import GroupConfig, PoolConfig, Restart
 from enginepool.errors import PoolDown
+from enginepool.workers.sglang.model_size import UnknownSize, model_bytes
 from tests.process.daemons import Daemon
 from tests.process.processes import Processes
 
@@ -20,10 +24,20 @@ START_S = 300.0
 NAME = "nowhere (no folder here, so looked for on the model hub): OSError: "
 
 
-class NoRepository(BaseHTTPRequestHandler):
-    """What the hub says of a name that it does not know."""
+class SmallHub(BaseHTTPRequestHandler):
+    """A hub with one model: what it says of its files, and of any other name."""
 
     def do_GET(self) -> None:
+        if self.path.partition("?")[0] == "/api/models/some/model" and "blobs=" in self.path:
+            sizes = {"a.safetensors": 3_000_000, "b.safetensors": 2_000_000, "old/c.safetensors": 7_000_000, "d.bin": 5}
+            files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
+            text = json.dumps({"id": "some/model", "siblings": files}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+            return
         self.send_response(404)
         self.send_header("X-Error-Code", "RepoNotFound")
         self.send_header("Content-Length", "0")
@@ -37,8 +51,8 @@ class NoRepository(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    """The address of a model hub without any model."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), NoRepository) as server:
+    """The address of a model hub."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), SmallHub) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -60,6 +74,28 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PoolConfig:
         state_dir=str(tmp_path / "state"),
         restart=Restart(backoff_s=0.1),
     )
+
+
+def test_the_size_of_a_model_is_what_its_hub_says_or_what_is_kept_of_it(
+    tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants: Any = importlib.import_module("huggingface_hub.constants")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    for name, value in (("ENDPOINT", hub), ("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", False)):
+        monkeypatch.setattr(constants, name, value)
+    assert 5_000_000 <= model_bytes("some/model") < 7_000_000
+    with pytest.raises(UnknownSize, match="some/other: RepositoryNotFoundError"):
+        model_bytes("some/other")
+    kept = tmp_path / "models--some--model"
+    snapshot = kept / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text("0123")
+    (snapshot / "model.safetensors.index.json").write_text('{"weight_map": {"v": "x.safetensors", "w": "y.safetensors"}}')
+    (snapshot / "x.safetensors").write_bytes(bytes(1_000_000))
+    assert model_bytes("some/model") >= 5_000_000, "what is kept of it is not all"
+    (snapshot / "y.safetensors").write_bytes(bytes(1_000_000))
+    assert 2_000_000 <= model_bytes("some/model") < 4_000_000
 
 
 def test_a_name_that_the_hub_does_not_know_is_not_tried_again(
