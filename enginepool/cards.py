@@ -20,7 +20,7 @@ from enginepool.spaces import make_space, open_space, sealed, set_seal
 torch: Any = importlib.import_module("torch")
 
 #: Ranks have this long to leave their cards, and to read each other's.
-CARDS_S = 5.0
+CARDS_S = 20.0
 #: in the store: that its rank 0 says of each group how bytes go; in that of a group: how
 SAYS, WAY = "enginepool.says", "enginepool.way"
 _COPIES, _TORCH = "copies", "torch"

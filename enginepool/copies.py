@@ -218,6 +218,8 @@ class Taker(_Copies):
             self._lose("has lost rank 0: it has closed its connection")
         except CollectiveError:
             self._lose("was given up")
+        except OSError as error:
+            self._lose(f"has lost rank 0: {_one_line(error)}")
         except Exception as error:  # as in `Origin`
             self._lose(f"cannot copy: {_one_line(error)}")
         finally:
@@ -228,7 +230,10 @@ class Taker(_Copies):
         into, after = self._targets.pop(here.number)
         if here.space is None or here.nbytes != into.numel():
             raise ValueError(f"bucket {here.number} has {here.nbytes} bytes at one rank and {into.numel()} at another")
-        source = self._open(here.space)[here.at : here.at + here.nbytes]
+        try:
+            source = self._open(here.space)[here.at : here.at + here.nbytes]
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(f"the memory of rank {self.rank - 1} cannot be opened: {_one_line(error)}") from error
         event = None
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             if self._stream is not None:
@@ -265,7 +270,7 @@ class Taker(_Copies):
                     self._changed.notify_all()
                 _say(self._origin, here)
         except Exception as error:  # as in `Origin`
-            self._lose(f"cannot say what it has: {_one_line(error)}")
+            self._lose(f"has lost rank 0: {_one_line(error)}")
         self._opened.clear()
 
     def abort(self) -> None:

@@ -78,6 +78,8 @@ class FakeCoordinator:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # Else answers to a client that is slow to read are dropped, and asked for again after half a minute.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(address)
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._thread = threading.Thread(target=self._run, daemon=True)
