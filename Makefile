@@ -28,11 +28,11 @@ help: ## show this list
 demo: $(STAMPS)/house ## set up, then show the pool at work on the real engine on this machine's CPU
 	@$(BIN)/enginepool demo
 
-# One after the other, so that the closing line of pytest is the last one.
+# One after the other, so that the closing line of pytest is the last one. Two processes run the tests: most of them wait.
 test: setup ## set up, then run everything that CI runs
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
-	@$(MAKE) --no-print-directory pytest
+	@$(MAKE) --no-print-directory pytest ARGS='-n 2 $(ARGS)'
 
 setup: $(STAMPS)/tools ## install the package, the engine and the tools into .venv
 	@:

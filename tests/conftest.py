@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
+from xdist.scheduler import LoadScopeScheduling  # pyright: ignore[reportMissingTypeStubs]
 
 from tests.process.processes import Processes
 
@@ -37,12 +39,35 @@ def missing(marker: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `engine` or `gpu` where they cannot run."""
+    """Skip tests marked `engine` or `gpu` where they cannot run. Those of real engines come first: they take longest."""
     for marker in ("engine", "gpu"):
         if reason := missing(marker):
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=reason))
+    items.sort(key=lambda item: scope(item.nodeid) != ENGINES)
+
+
+ENGINES = "tests/engine"
+
+
+def scope(nodeid: str) -> str:
+    """What one process runs where several run the tests: all that shares the real engines, or a file."""
+    path = nodeid.partition("::")[0]
+    return ENGINES if path.startswith(f"{ENGINES}/") else path
+
+
+class ByScope(LoadScopeScheduling):
+    """Gives each process whole scopes, in the order of the tests."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return scope(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByScope:
+    """The scheduler of `-n`."""
+    config.option.loadscopereorder = False
+    return ByScope(config, log)
 
 
 @pytest.fixture
