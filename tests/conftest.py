@@ -1,5 +1,6 @@
 """What all tests share: none is judged by the clock, or leaves a process; one that needs what this machine lacks says so."""
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -8,8 +9,6 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
-from xdist.scheduler import LoadScopeScheduling  # pyright: ignore[reportMissingTypeStubs]
 
 from tests.process.processes import Processes
 
@@ -29,6 +28,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Where pytest-xdist is installed, it shares the tests out as they should be."""
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(importlib.import_module("tests.scheduling"))
+
+
 def missing(marker: str) -> str | None:
     """What a test with this marker lacks here. CI lacks nothing of `engine`: there such a test runs, and fails if it must."""
     if marker == "engine" and "CI" not in os.environ and importlib.util.find_spec("sglang") is None:
@@ -39,35 +44,12 @@ def missing(marker: str) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `engine` or `gpu` where they cannot run. Those of real engines come first: they take longest."""
+    """Skip tests marked `engine` or `gpu` where they cannot run."""
     for marker in ("engine", "gpu"):
         if reason := missing(marker):
             for item in items:
                 if item.get_closest_marker(marker):
                     item.add_marker(pytest.mark.skip(reason=reason))
-    items.sort(key=lambda item: scope(item.nodeid) != ENGINES)
-
-
-ENGINES = "tests/engine"
-
-
-def scope(nodeid: str) -> str:
-    """What one process runs where several run the tests: all that shares the real engines, or a file."""
-    path = nodeid.partition("::")[0]
-    return ENGINES if path.startswith(f"{ENGINES}/") else path
-
-
-class ByScope(LoadScopeScheduling):
-    """Gives each process whole scopes, in the order of the tests."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return scope(nodeid)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByScope:
-    """The scheduler of `-n`."""
-    config.option.loadscopereorder = False
-    return ByScope(config, log)
 
 
 @pytest.fixture
