@@ -16,16 +16,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-weights = typer.Typer(
-    name="weights",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="""Look at the weights of a running pool, or change them.
-
-    All workers of a group run on one version of the weights; every answer names it. A trainer brings new ones with
-    enginepool.WeightPublisher; here is what needs no trainer.
-    """,
-)
+weights = typer.Typer(name="weights", rich_markup_mode=None)
 
 Group = Annotated[str, typer.Option(help="The group; a pool of one group needs no name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object.")]
@@ -33,6 +24,17 @@ Version = Annotated[int, typer.Option(min=0, help="The new version, above the on
 NewRun = Annotated[
     bool, typer.Option("--new-run", help="Let versions begin again, also below the committed one: another training begins.")
 ]
+
+
+@weights.callback(invoke_without_command=True)
+def main(context: typer.Context) -> None:
+    """Look at the weights of a running pool, or change them.
+
+    All workers of a group run on one version of the weights; every answer names it. A trainer brings new ones with
+    enginepool.WeightPublisher; here is what needs no trainer.
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @weights.command()

@@ -58,6 +58,7 @@ def commands(*group: str) -> list[str]:
 
 def test_without_arguments_it_shows_the_help() -> None:
     assert call() == call("--help")
+    assert call("weights") == call("weights", "--help")
 
 
 def test_version_is_the_packages() -> None:
