@@ -216,7 +216,7 @@ class Machine:
 
     def _inspected(self, e: ev.WorkerInspected) -> None:
         worker = self.fleet.of(e.link)
-        if worker is not None and not self.weights.inspected(worker, e.message):
+        if worker is not None and not self.weights.verifying.inspected(worker, e.message):
             self.questions.inspected(worker, e)
 
     # --- for tests -----------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from enginepool.coordinator.weights.publishers import Publishers
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Weights
 from enginepool.coordinator.weights.update import Stand, Update
+from enginepool.coordinator.weights.verifying import Verifying
 from enginepool.protocol.updates import Sent
 from enginepool.workers.events import Send
 from enginepool.workers.updates import WorkerUpdates
@@ -29,10 +30,10 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 
 def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    def verified(self: Weights, update: Update) -> bool:
+    def passes(self: Verifying, update: Update) -> bool:
         return True
 
-    patch.setattr(Weights, "_verified", verified)
+    patch.setattr(Verifying, "passes", passes)
 
 
 def the_publisher_hears_before_the_journal(patch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ again under its id is attached.
 
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.core import Core
-from enginepool.coordinator.effects import ToWorker, WriteJournal
+from enginepool.coordinator.effects import WriteJournal
 from enginepool.coordinator.state import Worker
 from enginepool.coordinator.weights.ending import Ending
 from enginepool.coordinator.weights.holding import hold, unfinished, working
@@ -51,9 +51,9 @@ from enginepool.coordinator.weights.update import (
     Stand,
     Update,
     failures,
-    zero_matrices,
 )
-from enginepool.protocol.updates import HandedOver, Inspect, Inspected, Joined, Prepared, Sent, Staged
+from enginepool.coordinator.weights.verifying import Verifying
+from enginepool.protocol.updates import HandedOver, Joined, Prepared, Sent, Staged
 
 #: codes with which a member may refuse, that are the publisher's to hear; all others become `update_aborted`
 _TOLD = frozenset({"weights_refused", "unsupported", "bad_request"})
@@ -70,6 +70,7 @@ class Weights:
         self.core = core
         self.ending = ending
         self.fleet = ending.fleet
+        self.verifying = Verifying(core, ending)
 
     def begin(self, update: Update) -> None:
         """Open a transaction: ask its members whether they can."""
@@ -127,7 +128,7 @@ class Weights:
         if update is not None and worker.incarnation in update.pending:
             ask(self.core, update, update.pending[worker.incarnation])
         if update is not None and update.inspecting is not None and update.inspecting[1] is worker:
-            self._inspect(update)
+            self.verifying.ask(update)
 
     def lost(self, worker: Worker, reason: str) -> None:
         """A worker is gone; members are fixed, so that it leaves a gap that nobody fills."""
@@ -210,7 +211,7 @@ class Weights:
             else:
                 update.until = float("inf")
         elif update.phase == TRANSFER:
-            if update.sent_digest is not None and self._verified(update):
+            if update.sent_digest is not None and self.verifying.passes(update):
                 self._enter(update, STAGED)
         elif update.phase == STAGED:
             if update.commit:
@@ -242,58 +243,6 @@ class Weights:
         self._enter(update, JOIN, self.core.config.timing.update_join_s)
         say_join(self.core, update)
         self._ask_all(update)
-
-    def _verified(self, update: Update) -> bool:
-        """Whether all members staged what was sent, and nothing in it is wrong; otherwise the transaction is aborted."""
-        for member in update.members.values():
-            if member.digest != update.sent_digest:
-                text = f"{member.worker.name} staged digest {member.digest}, and {update.sent_digest} was sent"
-                self.ending.abort(update, "update_aborted", text)
-                return False
-            if wrong := update.clash(member.digest):
-                self.ending.abort(update, "version_backwards", wrong, field="version", limit=str(update.group.version))
-                return False
-            for finding in member.findings:
-                if finding.kind != "zero":
-                    text = f"{finding.name}: {finding.count} elements are {finding.kind}"
-                    self.ending.abort(update, "weights_refused", text, field=finding.name)
-                    return False
-        zeros = zero_matrices(update)
-        if not zeros:
-            return True
-        known = update.group.zeros
-        if known is None:
-            self._ask_for_zeros(update)
-            return False
-        for name in sorted(zeros - known):
-            text = f"{name}: all zero, and it was not in version {update.group.version}"
-            self.ending.abort(update, "weights_refused", text, field=name)
-            return False
-        return True
-
-    def _ask_for_zeros(self, update: Update) -> None:
-        """What of the committed weights is zero, one member's engine knows."""
-        if update.inspecting is None:
-            worker = next(iter(update.members.values())).worker
-            update.inspecting = self.core.task_id(), worker
-            update.until = self.core.now + self.core.config.timing.update_inspect_s
-            self._inspect(update)
-
-    def _inspect(self, update: Update) -> None:
-        if update.inspecting is not None and update.phase == TRANSFER:
-            task, worker = update.inspecting
-            self.core.effects.append(ToWorker(worker.link, Inspect(task, "validate")))
-
-    def inspected(self, worker: Worker, message: Inspected) -> bool:
-        """An engine has said what is zero in it, or that it cannot: then zeros are reported, not refused."""
-        update = self.core.update_of(worker.group)
-        if update is None or update.inspecting != (message.task, worker):
-            return False
-        if message.code:
-            update.group.zeros = frozenset(zero_matrices(update))
-        else:
-            update.group.zeros = frozenset(finding.name for finding in message.findings if finding.kind == "zero")
-        return True
 
     def _hold(self, update: Update) -> None:
         offer = update.offer
