@@ -55,6 +55,9 @@ class Feed:
         self._lockstep.together(filling.until - self._pulled, lambda: self._pull(filling.until))
         if free is not None:
             free()
+        if self._stopped():
+            # The source may have kept this thread for long: whoever gave up does not wait for it, and has the memory again.
+            raise Stopped
         held = self._held
         for targets, sources in filling.copies:
             # On a GPU many small copies are one launch. From memory of the host they are over when this returns.

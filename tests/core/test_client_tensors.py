@@ -306,3 +306,22 @@ def test_an_update_that_was_given_up_sends_no_further_bucket() -> None:
     with pytest.raises(Stopped):
         send(make_plan({"a": torch.zeros(1000)}), 256, tape, stop=3)
     assert len(tape.buckets) == 3
+
+
+def test_an_update_that_is_given_up_while_its_source_is_read_leaves_the_buffers_to_the_next_one() -> None:
+    buffers, over = Buffers(torch.device("cpu")), list[Sending]()
+    weights = {f"t{i}": torch.full((64,), float(i + 2)) for i in range(4)}
+
+    def stuck() -> Iterator[tuple[str, Any]]:
+        yield "t0", torch.ones(64)
+        # Nobody waits any longer for what comes now: the next update has begun.
+        over.append(Sending(make_plan(weights), buffers, 256, Lockstep(), stopped=lambda: False))
+        over[0].prepare()
+        yield "t1", torch.ones(64)
+
+    plan = make_plan(stuck, manifest=[(f"t{i}", "float32", [64]) for i in range(2)])
+    with pytest.raises(Stopped):
+        Sending(plan, buffers, 256, Lockstep(), stopped=lambda: bool(over)).prepare()
+    tape = Tape()
+    over[0].send(tape, 5.0, lambda _sent: None)  # type: ignore[arg-type]
+    assert torch.equal(torch.cat(tape.buckets), torch.cat([in_bytes(tensor) for tensor in weights.values()]))
