@@ -34,11 +34,13 @@ class HostSpace:
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         """Raises OSError: no room."""
+        self.fd = -1
         try:
             self.fd = unnamed_file(SHARED)
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError:
             # The file system may be kept small where memory is not.
+            self.close()
             self.fd = os.memfd_create("enginepool-weights", os.MFD_CLOEXEC)
             os.posix_fallocate(self.fd, 0, nbytes)
         self.nbytes = nbytes
@@ -61,8 +63,7 @@ class HostSpace:
             self.fd = -1
 
     def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            self.close()
+        self.close()
         if getattr(self, "_pinned", False) and hasattr(self, "tensors"):
             # While it is mapped: else the next memory at its address could not be pinned, and CUDA would have an error to tell.
             torch.cuda.cudart().cudaHostUnregister(self.tensors[0].data_ptr())

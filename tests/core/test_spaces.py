@@ -1,5 +1,6 @@
 """Memory that an update's bytes lie in: made by one process, opened by another, lent with a seal."""
 
+import errno
 import importlib
 import os
 import subprocess
@@ -154,6 +155,25 @@ def test_memory_is_given_back_after_each_update_unless_it_is_kept() -> None:
         assert len(places) == 1
         lender.close()
         assert files() == before
+
+
+def test_memory_for_which_the_file_system_has_no_room_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocate, refused = os.posix_fallocate, list[int]()
+
+    def small(fd: int, at: int, nbytes: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}").startswith("/dev/shm/"):
+            refused.append(fd)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(fd, at, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", small)
+    before = len(os.listdir("/proc/self/fd"))
+    memory = HostSpace(1024)
+    assert refused and len(os.listdir("/proc/self/fd")) == before + 1
+    memory.tensors[0].fill_(3)
+    assert int(open_space(memory.spaces()[0]).sum()) == 3 * 1024
+    memory.close()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def _is_link(fd: str) -> bool:
