@@ -14,6 +14,7 @@ import importlib
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
@@ -237,7 +238,7 @@ def _formed(
 def _in_time(form: Callable[[], Group], name: str, world: int, rank: int, timeout_s: float) -> Group:
     try:
         # A little more: a limit that torch keeps itself comes with a better reason.
-        return _beside(form, timeout_s + 2.0)
+        return _beside(form, timeout_s + 2.0, late=lambda group: group.abort())
     except (CollectiveError, RuntimeError, ValueError, OSError) as error:
         raise CollectiveError(f"group {name}, rank {rank} of {world}: {_one_line(error)}") from error
 
@@ -292,16 +293,27 @@ def _environment(backend: str) -> Generator[None]:
                 os.environ[key] = value
 
 
-def _beside(work: Callable[[], Any], timeout_s: float) -> Any:
-    """The result of `work`, which runs on a thread of its own, or CollectiveError; it may then go on there for ever."""
+def _beside(work: Callable[[], Any], timeout_s: float, late: Callable[[Any], object] = lambda result: None) -> Any:
+    """The result of `work`, which runs on a thread of its own, or CollectiveError; it may then go on there for ever.
+
+    `late`: called with a result that comes when nobody waits for it any more.
+    """
     outcome: list[Any] = []
     failure: list[BaseException] = []
+    turn = threading.Lock()
+    over = False
 
     def run() -> None:
         try:
-            outcome.append(work())
+            result = work()
         except BaseException as error:
             failure.append(error)
+            return
+        with turn:
+            if not over:
+                outcome.append(result)
+                return
+        late(result)
 
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -311,6 +323,8 @@ def _beside(work: Callable[[], Any], timeout_s: float) -> Any:
         run()
 
     threads.start(on_device, "collective").join(timeout_s)
+    with turn:
+        over = True
     if failure:
         raise failure[0]
     if not outcome:

@@ -366,6 +366,27 @@ def test_a_group_that_nobody_else_joins_is_given_up_in_time(
         assert one.hear() == 0
 
 
+def test_a_group_that_forms_when_nobody_waits_for_it_any_more_is_left(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may, left = threading.Event(), threading.Event()
+
+    class Late(TorchGroup):
+        def abort(self) -> None:
+            left.set()
+
+    def formed(*_arguments: object, **_options: object) -> Group:
+        assert may.wait(LONG_S)
+        return Late(None, "late", 2, 0, "gloo", "cpu")
+
+    monkeypatch.setattr(collective, "_formed", formed)
+    with pytest.raises(CollectiveError, match="group late, rank 0 of 2: no answer within"):
+        rendezvous.join("late", 2, backend="gloo", timeout_s=0.1)
+    assert not left.is_set()
+    may.set()
+    assert left.wait(LONG_S)
+
+
 def test_a_rendezvous_that_is_not_there_is_given_up_in_time(rendezvous: Rendezvous) -> None:
     rendezvous.close()
     began = time.monotonic()
