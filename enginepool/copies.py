@@ -177,6 +177,8 @@ class Taker(_Copies):
         self._events: dict[int, Any] = {}
         #: buckets whose copies are begun, and that are here
         self._copied = self._have = 0
+        #: held while a copy is begun; who holds it when the group is lost knows that no other one will be
+        self._copying = threading.Lock()
         self._opened: dict[bytes, Any] = {}
         self._told: queue.SimpleQueue[tuple[Any, Here] | None] = queue.SimpleQueue()
         host, _, port = address.rpartition(":")
@@ -235,7 +237,8 @@ class Taker(_Copies):
         except (OSError, RuntimeError) as error:
             raise RuntimeError(f"the memory of rank {self.rank - 1} cannot be opened: {_one_line(error)}") from error
         event = None
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with self._copying, nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            self._still_there()
             if self._stream is not None:
                 self._stream.wait_event(after)
             into.copy_(source, non_blocking=True)
@@ -276,8 +279,9 @@ class Taker(_Copies):
     def abort(self) -> None:
         self._lose("was given up")
         _hang_up(self._origin)
-        if self._stream is not None:
-            self._stream.synchronize()  # what was begun still writes
+        with self._copying:
+            if self._stream is not None:
+                self._stream.synchronize()  # what was begun still writes
 
 
 def _greeted(peer: socket.socket, token: str) -> int | None:

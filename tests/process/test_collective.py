@@ -24,7 +24,8 @@ from enginepool import cards, collective, copies
 from enginepool.collective import Rendezvous, TorchBroadcast, TorchGroup, join
 from enginepool.copies import Origin, Taker
 from enginepool.group import CollectiveError, Group
-from enginepool.spaces import SEAL, make_space
+from enginepool.protocol.updates import Space
+from enginepool.spaces import SEAL, make_space, open_space
 
 torch: Any = importlib.import_module("torch")
 
@@ -314,6 +315,29 @@ def test_memory_that_took_the_place_of_other_memory_is_what_is_copied() -> None:
             origin.broadcast(filled(256, value), LONG_S)
             way.wait(LONG_S)
             assert int(into[0]) == value
+
+
+def test_when_a_group_is_left_nothing_is_copied_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    opening, may = threading.Event(), threading.Event()
+
+    def slow(space: Space, **options: Any) -> Any:
+        opening.set()
+        assert may.wait(LONG_S)
+        return open_space(space, **options)
+
+    monkeypatch.setattr(copies, "open_space", slow)
+    with pair() as (origin, taker):
+        source, into = filled(256, 1), filled(256, 0)
+        taker.begin(into)
+        origin.begin(source)
+        assert opening.wait(LONG_S)
+        taker.abort()
+        # From now on its memory is another update's.
+        may.set()
+        for thread in threading.enumerate():
+            if thread.name == "copied":
+                thread.join(LONG_S)  # the last of the two that a rank has
+        assert int(into.sum()) == 0
 
 
 def test_a_bucket_that_cannot_be_shared_is_refused() -> None:
