@@ -580,6 +580,55 @@ def test_a_receiver_that_fails_as_nobody_foresaw_says_so_at_once(
     assert "and a long explanation" in capsys.readouterr().err
 
 
+class Device:
+    """A stager's memory on a device, as far as its group is concerned."""
+
+    kind = "device"
+
+    def __init__(self, nbytes: int, into: Any = None) -> None:
+        self.nbytes = nbytes
+        self._into = into
+
+    def spaces(self) -> list[Any]:
+        return []
+
+    def reception(self, *_: object) -> Any:
+        return self._into
+
+
+def test_nothing_is_received_into_memory_that_the_group_before_may_still_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    begun = threading.Event()
+
+    class Before:
+        name = "before"
+
+        def abort(self) -> None:
+            begun.wait(0.5)  # which must not happen
+            events.append("left")
+
+    class Into:
+        def receive(self, _group: object) -> tuple[str, list[Any]]:
+            events.append("received")
+            begun.set()
+            return "digest", []
+
+    async def scene() -> None:
+        one = stager.Stager(staging.StagerSpec(socket="nowhere"))
+        one.group = Before()  # type: ignore[assignment]
+        one._leave()  # pyright: ignore[reportPrivateUsage]
+        update = stager.Update(staging.Reserve((1, 1), [], 256), Device(256, Into()))  # type: ignore[arg-type]
+        message = staging.JoinGroup((1, 1), "next", "127.0.0.1:1", 2, 1, "gloo")
+        await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
+
+    def joined(*_: object, **__: object) -> Before:
+        return Before()
+
+    monkeypatch.setattr("enginepool.collective.join", joined)
+    asyncio.run(scene())
+    assert events == ["left", "received"]
+
+
 def test_several_writers_leave_every_byte_of_a_space_in_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(receiving, "WRITTEN", 1000)
     space = torch.randint(0, 256, (10_240,), dtype=torch.uint8)

@@ -67,6 +67,7 @@ class Stager:
         self._friends = 0
         self._alone_since = time.monotonic()
         self._saving: threading.Thread | None = None
+        self._leaving: threading.Thread | None = None
 
     # --- connections ----------------------------------------------------------------------------------------------------
 
@@ -150,7 +151,8 @@ class Stager:
         group, self.group = self.group, None
         if group is not None:
             # It may wait for a peer that is stopped.
-            threading.Thread(target=group.abort, name="leave", daemon=True).start()
+            self._leaving = threading.Thread(target=group.abort, name="leave", daemon=True)
+            self._leaving.start()
 
     def _held(self) -> Held:
         kept = self.kept
@@ -213,6 +215,8 @@ class Stager:
         group = self.group
         device = "cuda:0" if message.backend == "nccl" else "cpu"
         try:
+            if self._leaving is not None:
+                self._leaving.join()  # it may write to this memory until then
             if group is None or group.name != message.rendezvous:
                 if group is not None:
                     group.abort()
