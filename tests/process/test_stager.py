@@ -596,6 +596,38 @@ class Device:
         return self._into
 
 
+def test_a_group_in_which_memory_was_to_stay_is_left_when_there_is_only_memory_that_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = threading.Event()
+
+    class Group:
+        abort = left.set
+
+    def reserve(one: stager.Stager, update: int, nbytes: int) -> staging.Reserved:
+        return one._reserve(staging.Reserve((1, update), [Tensor("a", "uint8", (nbytes,))], BUCKET))  # pyright: ignore[reportPrivateUsage]
+
+    def gpus_of(_device: str, wanted: int) -> int:
+        return wanted
+
+    def make_memory(nbytes: int, *, gpus: int) -> Any:
+        return Device(nbytes) if nbytes < 1024 else HostMemory(nbytes)
+
+    async def scene() -> None:
+        one = stager.Stager(staging.StagerSpec(socket="nowhere"))
+        first = reserve(one, 1, 256)
+        one.group = Group()  # type: ignore[assignment]
+        assert reserve(one, 2, 256).peer == first.peer and not left.is_set()
+        larger = reserve(one, 3, 1024)
+        assert (first.staging, larger.staging) == ("device", "host")
+        assert larger.peer not in ("", first.peer)
+        assert one.group is None and left.wait(PATIENCE_S)
+
+    monkeypatch.setattr(receiving, "gpus_of", gpus_of)
+    monkeypatch.setattr(receiving, "make_memory", make_memory)
+    asyncio.run(scene())
+
+
 def test_nothing_is_received_into_memory_that_the_group_before_may_still_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     begun = threading.Event()

@@ -59,6 +59,8 @@ class Stager:
         self.kept: Kept | None = None
         self.group: Group | None = None
         self.peer = ""
+        #: of the last update: the group was formed for memory of that kind
+        self.staging = ""
         #: memory taken before the engine started, and after an update on a GPU: there is room for one
         self.device_memory: Memory | None = None
         #: the last snapshot in shared memory that this stager was asked for
@@ -186,8 +188,6 @@ class Stager:
         gpus = receiving.gpus_of(self.spec.device, self.spec.gpus)
         if not gpus:
             receiving.be_small()
-        if self.group is None:
-            self.peer = receiving.new_peer()
         nbytes = layout(message.manifest).nbytes
         memory = self.device_memory
         try:
@@ -202,6 +202,11 @@ class Stager:
                     self.device_memory = memory
         except (OSError, RuntimeError) as error:
             return Reserved(message.update, message=f"no room for {nbytes} bytes of weights: {error}")
+        if memory.kind != self.staging:
+            self._leave()  # the others were told where buckets stay
+        if self.group is None:
+            self.peer = receiving.new_peer()
+        self.staging = memory.kind
         self.update = Update(message, memory)
         return Reserved(message.update, memory.kind, self.peer, spaces=memory.spaces())
 
