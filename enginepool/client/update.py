@@ -173,7 +173,7 @@ class UpdateHandle:
 
         On a trainer rank above 0 it waits for rank 0 to say how it ended.
         """
-        if not self._final.done() and self._courier is not None:
+        if not self._final.done() and self._desk.connection is not None:
             self._give_up(reason or "the publisher gave it up")
         if not self._final.done():
             await asyncio.wait([self._final])
@@ -195,6 +195,10 @@ class UpdateHandle:
             # Cancelled too: whoever waits for this update's end must see it. It is raised again.
             self._leave()
             raise
+        if self._final.done():
+            # It was given up while there was nobody yet to be told.
+            self._leave()
+            self._final.result()
         notes = Notes(
             planned=lambda plan: desk.post(self._planned, publish, plan),
             progress=lambda sent: desk.post(self._progress, sent),

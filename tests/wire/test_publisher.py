@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublisher, errors
+from enginepool.client.courier import Side
+from enginepool.client.update import Desk
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import GroupStatus
 from enginepool.protocol.updates import UpdateRecord
@@ -387,6 +389,33 @@ def test_a_cancelled_publish_gives_the_update_up(updates: FakeUpdates) -> None:
         assert updates.abandoned
         for receiver in updates.receivers:
             receiver.end()
+
+    play(updates, scene)
+
+
+def test_closing_the_publisher_ends_an_update_that_has_just_begun(
+    updates: FakeUpdates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_side = Desk.have_side
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        listening, may = asyncio.Event(), asyncio.Event()
+
+        async def slow(desk: Desk) -> Side:
+            listening.set()
+            await may.wait()
+            return await have_side(desk)
+
+        monkeypatch.setattr(Desk, "have_side", slow)
+        starting = asyncio.create_task(publisher.start(model(1), 1))
+        await listening.wait()
+        closing = asyncio.create_task(publisher.close())
+        await asyncio.sleep(0)
+        may.set()
+        with pytest.raises(errors.UpdateAborted, match="the publisher closed"):
+            await starting
+        await closing
+        assert [record.version for record in updates.journal] == [0]
 
     play(updates, scene)
 
