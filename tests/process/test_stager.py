@@ -661,6 +661,40 @@ def test_nothing_is_received_into_memory_that_the_group_before_may_still_write_t
     assert events == ["left", "received"]
 
 
+def test_an_update_that_is_forgotten_while_it_leaves_a_group_does_not_lose_that_of_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Other:
+        name = "other"
+
+        def abort(self) -> None:
+            pass
+
+    def joined(*_: object, **__: object) -> Other:
+        return Other()
+
+    async def scene() -> None:
+        one = stager.Stager(staging.StagerSpec(socket="nowhere"))
+        update = stager.Update(staging.Reserve((1, 1), [], 256), HostMemory(256))
+        following: Any = Other()
+
+        class Before:
+            name = "before"
+
+            def abort(self) -> None:
+                # It takes seconds beside a stopped peer: meanwhile the update is forgotten, and the next one has its group.
+                update.forgotten = True
+                one.group = following
+
+        one.group = Before()  # type: ignore[assignment]
+        message = staging.JoinGroup((1, 1), "g", "127.0.0.1:1", 2, 1, "gloo")
+        await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
+        assert one.group is following
+
+    monkeypatch.setattr("enginepool.collective.join", joined)
+    asyncio.run(scene())
+
+
 def test_several_writers_leave_every_byte_of_a_space_in_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(receiving, "WRITTEN", 1000)
     space = torch.randint(0, 256, (10_240,), dtype=torch.uint8)

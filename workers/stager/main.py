@@ -224,8 +224,8 @@ class Stager:
                 self._leaving.join()  # it may write to this memory until then
             if group is None or group.name != message.rendezvous:
                 if group is not None:
-                    group.abort()
                     self.group = None
+                    group.abort()
                 group = join(
                     message.address, message.rendezvous, message.world, message.rank,
                     backend=message.backend, device=device, timeout_s=JOIN_S,
