@@ -1,13 +1,16 @@
 """`BlockingWeightPublisher`: a `WeightPublisher` for trainers that do not await, on the loop of their `BlockingPool`."""
 
+import importlib
 from collections.abc import Callable, Coroutine
 from typing import Any, Unpack
 
 from enginepool.client.blocking import BlockingPool, LoopThread
-from enginepool.client.publisher import UpdateOptions, WeightPublisher
+from enginepool.client.publisher import UpdateOptions, WeightPublisher, device_of
 from enginepool.client.tensors import Source
 from enginepool.client.update import UpdateHandle
 from enginepool.protocol.updates import UpdateRecord
+
+torch: Any = importlib.import_module("torch")
 
 _Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -65,6 +68,8 @@ class BlockingWeightPublisher:
     """
 
     def __init__(self, pool: BlockingPool | None, **options: Any) -> None:
+        #: found here: the loop's thread has another current GPU
+        self._device = device_of(options.pop("device", "auto"))
         #: a loop of its own, on ranks without a pool
         self._thread: LoopThread | None = None
         self._run: _Run
@@ -75,7 +80,7 @@ class BlockingWeightPublisher:
             self._run = pool.call
 
         async def make() -> WeightPublisher:
-            return WeightPublisher(None if pool is None else pool.pool, **options)
+            return WeightPublisher(None if pool is None else pool.pool, device=self._device, **options)
 
         self._publisher: WeightPublisher = self._run(make())
 
@@ -100,11 +105,19 @@ class BlockingWeightPublisher:
 
     def publish(self, source: Source, version: int, **options: Unpack[UpdateOptions]) -> UpdateRecord:
         """As `WeightPublisher.publish`."""
+        self._stand_behind()
         return self._run(self._publisher.publish(source, version, **options))
 
     def start(self, source: Source, version: int, **options: Unpack[UpdateOptions]) -> BlockingUpdateHandle:
         """As `WeightPublisher.start`."""
+        self._stand_behind()
         return BlockingUpdateHandle(self._run(self._publisher.start(source, version, **options)), self._run)
+
+    def _stand_behind(self) -> None:
+        """What the caller's stream still has to compute comes first: the current stream of the loop's thread is the default
+        one."""
+        if self._device.type == "cuda":
+            torch.cuda.default_stream(self._device).wait_event(torch.cuda.current_stream(self._device).record_event())
 
     def close(self) -> None:
         """As `WeightPublisher.close`."""

@@ -98,7 +98,7 @@ class WeightPublisher:
         self._hooks: dict[str, Any] = {"rename": rename, "gather": gather, "dtype": dtype}
         self._lease_ms = int((check_timeout(lease, "lease") or 10.0) * 1000)
         self._on_wanted = on_wanted
-        buffers = Buffers(_device(device))
+        buffers = Buffers(device_of(device))
         self._desk = Desk(
             None if pool is None else pool.connection,
             trainer_group,
@@ -218,7 +218,8 @@ class WeightPublisher:
                 self._on_wanted(wanted.version)
 
 
-def _device(device: Any) -> Any:
+def device_of(device: Any) -> Any:
+    """The torch device that a publisher's `device` is in this thread: each has a current GPU of its own. Raises BadRequest."""
     if isinstance(device, str) and device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,0 +1,64 @@
+"""What a publisher that blocks its caller takes over from the caller's thread, in which the pool's loop does not run."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from enginepool.client import blocking_publisher
+from enginepool.client.blocking_publisher import BlockingWeightPublisher
+
+
+class Stream:
+    """One of a GPU, which notes what it waits for."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def record_event(self) -> str:
+        return f"what {self.name} had to do"
+
+    def wait_event(self, event: str) -> None:
+        self.events.append(f"{self.name} waits for {event}")
+
+
+def test_the_gpu_and_the_stream_are_those_of_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    caller = threading.current_thread()
+
+    class Publisher:
+        """In the thread of the loop."""
+
+        def __init__(self, _pool: None, *, device: Any = "auto", **_options: Any) -> None:
+            assert threading.current_thread() is not caller
+            events.append(f"made for {device}")
+
+        async def start(self, _source: object, version: int) -> None:
+            events.append(f"start {version}")
+
+        async def publish(self, _source: object, version: int) -> None:
+            events.append(f"publish {version}")
+
+        async def close(self) -> None:
+            pass
+
+    def current_device() -> int:
+        return 3 if threading.current_thread() is caller else 0
+
+    def current_stream(device: Any) -> Stream:
+        return Stream(f"{device} aside", events)
+
+    def default_stream(device: Any) -> Stream:
+        return Stream(f"{device}", events)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", current_device)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", default_stream)
+    monkeypatch.setattr(blocking_publisher, "WeightPublisher", Publisher)
+    with BlockingWeightPublisher(None) as publisher:
+        publisher.start({}, 1)
+        publisher.publish({}, 2)
+    waits = "cuda:3 waits for what cuda:3 aside had to do"
+    assert events == ["made for cuda:3", waits, "start 1", waits, "publish 2"]
