@@ -148,16 +148,19 @@ class Origin(_Copies):
 
     def _listen(self, rank: int) -> None:
         """Until the end: what this rank has, the next one may copy."""
+        other = rank
         try:
             while (here := _said(self._peers[rank], Here)) is not None:
                 if rank + 1 < self.world:
-                    _say(self._peers[rank + 1], here)
+                    other = rank + 1
+                    _say(self._peers[other], here)
+                    other = rank
                 with self._changed:
                     self._have[rank] = here.number + 1
                     self._changed.notify_all()
             self._lose(f"has lost rank {rank}: it has closed its connection")
         except Exception as error:  # whatever it is: who waits has to hear of it
-            self._lose(f"has lost rank {rank}: {_one_line(error)}")
+            self._lose(f"has lost rank {other}: {_one_line(error)}")
 
     def abort(self) -> None:
         self._lose("was given up")

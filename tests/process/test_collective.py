@@ -300,6 +300,30 @@ def test_who_connects_and_talks_nonsense_or_not_at_all_holds_nobody_up(monkeypat
             taker.abort()
 
 
+def test_the_rank_that_cannot_be_told_is_the_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    say = copies._say  # pyright: ignore[reportPrivateUsage]
+    made: list[Origin] = []
+
+    def deaf(peer: socket.socket, message: Any) -> None:
+        if made and peer is made[0]._peers[2]:  # pyright: ignore[reportPrivateUsage]
+            raise BrokenPipeError("Broken pipe")
+        say(peer, message)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        thread = threading.Thread(target=lambda: made.append(Origin("g", 3, "cpu", listener, "token", LONG_S)))
+        thread.start()
+        takers = [Taker("g", 3, rank, "cpu", address, "token", LONG_S) for rank in (1, 2)]
+        thread.join(LONG_S)
+    monkeypatch.setattr(copies, "_say", deaf)
+    way = takers[0].begin(filled(256, 0))
+    with pytest.raises(CollectiveError, match="group g has lost rank 2: Broken pipe"):
+        made[0].broadcast(filled(256, 1), LONG_S)
+    way.wait(LONG_S)
+    for one in (*takers, *made):
+        one.abort()
+
+
 def test_no_word_waits_for_an_answer_to_the_one_before() -> None:
     with pair() as (origin, taker):
         ends = [origin._peers[1], taker._origin]  # pyright: ignore[reportPrivateUsage]
