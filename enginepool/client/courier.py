@@ -150,9 +150,11 @@ class Courier:
             self._notes.planned(plan)
         outcome = self._serve(plan)
         try:
-            if isinstance(self.side, Loan):
-                self.side.end()
-            self._lockstep.end(outcome)
+            try:
+                if isinstance(self.side, Loan):
+                    self.side.end()
+            finally:
+                self._lockstep.end(outcome)
         finally:
             self._notes.ended()
 

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from enginepool import spaces
+from enginepool.client.courier import Courier, Notes
 from enginepool.client.lending import Lender, Loan
 from enginepool.client.lockstep import Lockstep
 from enginepool.client.streaming import Buffers, Stopped
@@ -21,7 +22,8 @@ from enginepool.client.tensors import make_plan
 from enginepool.errors import BadRequest
 from enginepool.host import host_identity
 from enginepool.protocol.layout import layout
-from enginepool.protocol.updates import Finding, Space
+from enginepool.protocol.messages import Failure
+from enginepool.protocol.updates import Finding, Published, Space
 from enginepool.spaces import HostSpace, break_seal, examined, open_space, sealed, set_seal, visible_gpus
 
 torch: Any = importlib.import_module("torch")
@@ -223,6 +225,29 @@ def test_an_update_that_is_stuck_does_not_touch_what_the_next_one_lends() -> Non
     assert examined(content, make_plan(SOURCE).manifest)[0] == digest and sealed(content, space.seal)
     loan.end()
     lender.close()
+
+
+def test_other_trainer_ranks_hear_how_an_update_ended_though_its_memory_is_beyond_reach(lender: Lender) -> None:
+    said: list[object] = []
+
+    class Lost(Loan):
+        def end(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    class Ranks(Lockstep):
+        def end(self, outcome: Published | Failure) -> None:
+            said.append(outcome)
+
+    def note(*what: object) -> None:
+        said.append(what)
+
+    notes = Notes(planned=note, progress=note, sent=note, failed=note, ended=note)
+    courier = Courier(lambda: make_plan(SOURCE), Lost(lender), lender.buffers, Ranks(), notes, bucket_bytes=512, timeout_s=1.0)
+    outcome = Failure("update_aborted", "as a test")
+    courier.end(outcome)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        courier._run()  # pyright: ignore[reportPrivateUsage]
+    assert said[1:] == [outcome, ()]
 
 
 def test_what_is_wrong_with_the_content_is_found_where_it_is_opened(lender: Lender) -> None:
