@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from enginepool.errors import ConfigError
+from enginepool.model_folder import holds_model
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -128,8 +129,6 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
-#: the one or the other is in every folder with a model
-_CONFIGS = ("config.json", "params.json")
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 
@@ -249,7 +248,7 @@ def check_models(config: PoolConfig, where: str) -> PoolConfig:
         if group.engine != "sglang" or not group.workers or "://" in model:
             continue
         if path.is_dir():
-            wrong = "" if any((path / file).is_file() for file in _CONFIGS) else f"{path.absolute()} has no config.json"
+            wrong = "" if holds_model(path) else f"{path.absolute()} has no config.json"
         elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
             wrong = f"no folder {path.absolute()}"
         else:

@@ -55,7 +55,8 @@ PURE_LIBRARIES = {"msgspec", "numpy"}
 #: The rooms that a pure file may import beside the pure files of its own.
 PURE_ROOMS = ("enginepool.protocol", "enginepool.errors", "enginepool.config")
 
-#: What workers may import beside their own room: the protocol, and the files that publisher, stager and engine have in common.
+#: What workers may import beside their own room: the protocol, the files that publisher, stager and engine have in common, and
+#: what tells a folder with a model.
 SHARED = (
     "enginepool.protocol",
     "enginepool.collective",
@@ -63,6 +64,7 @@ SHARED = (
     "enginepool.group",
     "enginepool.host",
     "enginepool.looking",
+    "enginepool.model_folder",
     "enginepool.spaces",
 )
 
@@ -129,7 +131,7 @@ def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
     if room == "protocol" and library not in {"msgspec", *sys.stdlib_module_names} and not found.within("enginepool.protocol"):
         return "protocol imports msgspec and the standard library, nothing else"
     if room == "workers" and library == "enginepool" and not found.within("enginepool.workers", *SHARED):
-        return "workers import enginepool.protocol, what both ends of an update share and their own room, nothing else"
+        return "workers import enginepool.protocol, the files that they share with others and their own room, nothing else"
     if room not in ("workers", "tests") and not path.startswith("bench/peers") and found.within("enginepool.workers"):
         return "nobody imports workers: they are started as processes"
     if path.startswith(COORDINATOR) and found.within("enginepool.client", "enginepool.cli"):

@@ -10,13 +10,11 @@ from typing import Any
 
 import msgspec
 
+from enginepool.model_folder import holds_model
 from enginepool.workers import cpu_bridge
 from enginepool.workers.sglang.packable import refuse_wrong_packing
 from enginepool.workers.sglang.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
 from enginepool.workers.sglang.settings import SettingsError, Wanted, engine_kwargs
-
-#: the one or the other is in every folder with a model
-CONFIGS = ("config.json", "params.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
     folder = Path(os.path.expanduser(model))
     if model.startswith(("/", ".", "~")) and not folder.is_dir():
         raise SettingsError("there is no such folder")
-    if folder.is_dir() and not any((folder / name).is_file() for name in CONFIGS):
+    if folder.is_dir() and not holds_model(folder):
         raise SettingsError("that folder has no config.json")
     try:
         device = _resolved(device)
