@@ -42,6 +42,7 @@ from bench.score.pivot import show_wide
 from bench.score.workloads import Head, Plan, plan
 from bench.table import Row, Target, parser, show, write
 from bench.wire import leave
+from enginepool.config import Device
 from enginepool.tiny_model import make_tiny_model
 
 #: Seconds to make a model.
@@ -92,9 +93,9 @@ def say(line: str) -> None:
 class Run:
     """One run of the benchmark: all contestants on one model after the other. `save` is called after each."""
 
-    def __init__(self, plan_: Plan, device: str, scratch: Path, gpu: GpuShare, save: Callable[["Run"], None]) -> None:
+    def __init__(self, plan_: Plan, device: Device, scratch: Path, gpu: GpuShare, save: Callable[["Run"], None]) -> None:
         self._plan = plan_
-        self._device = device
+        self._device: Device = device
         self._scratch = scratch
         self._gpu = gpu
         self._save = save

@@ -28,6 +28,7 @@ from bench.weights.figures import ALONE, FLAT, LOADED, OURS_DIRECT, OURS_STAGED,
 from bench.weights.plot import Bar, draw
 from bench.weights.steps import STEPS, USUAL, Steps
 from bench.wire import leave
+from enginepool.config import Device
 from enginepool.coordinator.supervisor import visible_gpus
 
 BESIDE_ONE = ", to one receiver"
@@ -56,7 +57,7 @@ def scale(device: str, quick: bool, buckets: Sequence[int], vocab: int) -> Scale
 def run(
     setting: str,
     model: Path,
-    device: str,
+    device: Device,
     receivers: int,
     amount: Scale,
     steps: Sequence[str],

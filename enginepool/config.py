@@ -8,12 +8,15 @@ import ipaddress
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 import msgspec
 
 from enginepool.errors import ConfigError
 from enginepool.model_folder import holds_model
+
+#: where engines run
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,7 +93,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: on the others, a query of so many tokens or more that rows share is computed once, ahead of them, and kept in SGLang's
     #: radix cache; none: each row computes its query
     cached_query_tokens: int | None = None
-    device: str = "auto"
+    device: Device = "auto"
     dtype: str = "auto"
     #: for each worker the GPUs it sees (CUDA_VISIBLE_DEVICES); empty: worker i sees GPU i on a CUDA machine
     gpus: list[str] = []
@@ -131,6 +134,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_NO_CHOICE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 
 
 def load_config(path: Path) -> PoolConfig:
@@ -185,6 +189,11 @@ def _say(text: str, raw: Any) -> str:
     unknown = _UNKNOWN.fullmatch(what)
     if unknown:
         return f"unknown key {f'{key}.' if key else ''}{unknown.group(1)}"
+    choice = _NO_CHOICE.fullmatch(what)
+    if choice:
+        # A group alone has such keys.
+        known = get_args(get_type_hints(GroupConfig)[key.rpartition(".")[2]])
+        return f"{key} = {choice.group(1)}: one of {', '.join(known)}"
     return f"{key}: {what}" if key else what
 
 

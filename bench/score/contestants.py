@@ -19,7 +19,7 @@ import psutil
 
 from bench.processes import Child, free_port
 from bench.score.callers import START_S
-from enginepool.config import GroupConfig, PoolConfig, encode_config
+from enginepool.config import Device, GroupConfig, PoolConfig, encode_config
 
 #: Settings of the engine that every contestant has on a GPU, by their names in Python. What the pool's worker and the bare
 #: engine set beyond these is printed with them.
@@ -43,7 +43,7 @@ class Ground:
     """Where a contestant is started: the model, the device, a scratch folder of its own."""
 
     model: Path
-    device: str
+    device: Device
     scratch: Path
 
     @property

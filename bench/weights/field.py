@@ -19,7 +19,7 @@ from bench.score.contestants import watch
 from bench.score.workloads import Shape
 from bench.table import Row
 from bench.weights.figures import OURS_STAGED, Answer, Update
-from enginepool.config import GroupConfig, PoolConfig, encode_config
+from enginepool.config import Device, GroupConfig, PoolConfig, encode_config
 
 #: seconds for engines to start, and for one order to be carried out
 START_S, ORDER_S = 300.0, 60.0
@@ -58,7 +58,7 @@ class Field:
         self,
         setting: str,
         model: Path,
-        device: str,
+        device: Device,
         gpus: list[str],
         receivers: int,
         scale: Scale,
@@ -75,7 +75,7 @@ class Field:
         self.version = 0
         self.backend = "nccl" if device == "cuda" else "gloo"
         self._model = model
-        self._device = device
+        self._device: Device = device
         self._gpus = gpus
         self._scratch = scratch
         self._stack = stack

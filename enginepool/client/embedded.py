@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from enginepool.config import PoolConfig, check_models, decode_config, encode_config
+from enginepool.config import GroupConfig, PoolConfig, check_models, decode_config, encode_config
 from enginepool.errors import ConfigError
 from enginepool.protocol.messages import Failure
 
@@ -42,8 +42,10 @@ def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> Pool
     """The whole configuration from the arguments of `Pool.start`. Raises ConfigError naming the key at fault."""
     try:
         if config is not None:
-            if group["model"] is not None:
-                raise ConfigError("model: name either a model or a whole config")
+            plain = {**msgspec.structs.asdict(GroupConfig(model="")), "model": None}
+            for key, value in group.items():
+                if key not in plain or value != plain[key]:
+                    raise ConfigError(f"{key}: write it in the config, which was given whole")
             return check_models(decode_config(encode_config(config)), "configuration")
         if group["model"] is None:
             raise ConfigError("model: name one, or give a whole config")

@@ -19,6 +19,8 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         (GOOD + "enginee = 1", "unknown key groups.a.enginee"),
         (GOOD + "[groups.b]\nmodel = 5", "groups.b.model: Expected `str`, got `int`"),
         (GOOD + "workers = -1", "groups.a.workers = -1: 0 to 4096"),
+        (GOOD + 'device = "gpu"', "groups.a.device = 'gpu': one of auto, cpu, cuda"),
+        (GOOD + 'snapshot = "ram"', "groups.a.snapshot = 'ram': one of memory, disk, none"),
         (GOOD + "ageing_s = 0", "groups.a.ageing_s = 0"),
         (GOOD + "ageing_s = nan", "groups.a.ageing_s = nan"),
         (GOOD + 'workers = 2\ngpus = ["0"]', "groups.a.gpus = ['0']: one entry for each of 2 workers"),

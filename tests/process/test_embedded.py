@@ -258,13 +258,16 @@ def test_cancelling_the_start_ends_the_child(stand_in: Callable[[str], None], mo
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"model": "m", "engine": "vllm"}, "engine: Invalid enum value 'vllm'"),
+        ({"model": "m", "engine": "vllm"}, "engine = 'vllm': one of sglang, sim"),
         ({"model": "m", "engine": "sim", "weather": 1}, "unknown key weather"),
         ({"model": "m", "engine": "sim", "workers": -1}, "workers = -1: 0 to 4096"),
         ({"model": "m", "engine": "sim", "workers": "two"}, "workers: Expected `int`"),
         ({"model": "m", "engine": "sim", "options": {"x": object()}}, "object"),
         ({}, "model: name one"),
-        ({"model": "m", "config": PoolConfig(groups={"g": SIM})}, "either a model or a whole config"),
+        ({"model": "m", "config": PoolConfig(groups={"g": SIM})}, "model: write it in the config"),
+        ({"workers": 2, "config": PoolConfig(groups={"g": SIM})}, "workers: write it in the config"),
+        ({"dtype": "half", "config": PoolConfig(groups={"g": SIM})}, "dtype: write it in the config"),
+        ({"weather": 1, "config": PoolConfig(groups={"g": SIM})}, "weather: write it in the config"),
         ({"config": PoolConfig(groups={})}, "at least one group"),
         ({"model": "/no/such/folder"}, "configuration: model = '/no/such/folder': no folder /no/such/folder"),
         ({"config": PoolConfig(groups={"g": GroupConfig("a/b/c")})}, "groups.g.model = 'a/b/c': no folder "),
