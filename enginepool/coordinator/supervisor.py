@@ -95,7 +95,12 @@ class LocalSupervisor:
     def survivors(self) -> list[LiveProcess]:
         found: list[LiveProcess] = []
         for path in sorted(self._records.glob("*.json")):
-            record = msgspec.json.decode(path.read_bytes(), type=_Record)
+            try:
+                record = msgspec.json.decode(path.read_bytes(), type=_Record)
+            except msgspec.MsgspecError:
+                # Torn by a crash. A worker that lives nevertheless dials in like one that somebody else started.
+                path.unlink()
+                continue
             if lives(record.pid, record.created):
                 self._processes[record.incarnation] = record
                 self._watch_leader(record)

@@ -148,6 +148,20 @@ def test_a_coordinator_that_is_killed_under_load_loses_nothing(processes: Proces
     run(scenario)
 
 
+def test_records_of_workers_that_a_crash_has_torn_keep_no_coordinator_from_starting(
+    processes: Processes, tmp_path: Path
+) -> None:
+    config = sim_pool(tmp_path, workers=1)
+    records = Path(config.state_dir) / "workers"
+    records.mkdir(parents=True)
+    torn = [records / "g-0-empty.json", records / "g-0-cut.json"]
+    for path, text in zip(torn, ("", '{"group":"g","ind'), strict=True):
+        path.write_text(text)
+    daemon = Daemon(processes, config).listening()
+    assert not any(path.exists() for path in torn)
+    assert daemon.end() == 0
+
+
 def test_workers_without_a_coordinator_end_themselves(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, orphan_s=1.0)
     daemon = Daemon(processes, config).listening()
