@@ -142,7 +142,7 @@ class WeightsRefused(_WireCode, ValueError, code="weights_refused"):
 
 
 class UpdateAborted(_WireCode, code="update_aborted"):
-    """The update was given up before any engine was touched: the old weights serve on. The message says why."""
+    """The update was given up: the old weights serve on, or will once restarted workers are back. The message says why."""
 
 
 class ShuttingDown(_WireCode, code="shutting_down"):
