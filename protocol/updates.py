@@ -12,6 +12,9 @@ import msgspec
 
 from enginepool.protocol.basis import FrameSpec, Message, TaskId
 
+#: An hour: nobody drains a group, or is silent, for longer.
+MAX_MS = 3_600_000
+
 #: How new weights reach an engine.
 #: staged: broadcast into a stager beside each worker, which serves on meanwhile; handed over inside the device.
 #: direct: broadcast straight into the engines, which stand still meanwhile.

@@ -81,8 +81,8 @@ def score(
 
 def _labels(text: str) -> list[int] | None:
     parts = [part.strip() for part in text.split(",")] if text else []
-    if not all(part.isascii() and part.isdigit() for part in parts):
-        raise CommandFailed(f"--label-token-ids = {text!r}: write token ids with commas, such as 9693,2152", BAD_USAGE)
+    if not all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts):
+        raise CommandFailed(f"--label-token-ids = {text[:80]!r}: write token ids with commas, such as 9693,2152", BAD_USAGE)
     return [int(part) for part in parts] or None
 
 

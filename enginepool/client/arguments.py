@@ -6,6 +6,7 @@ What needs no knowledge of the model is refused here with the same error that th
 
 import math
 from collections.abc import Sequence
+from os import PathLike, fspath
 from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
 import numpy as np
@@ -17,6 +18,9 @@ from enginepool.protocol.messages import MAX_PRIORITY
 
 #: One row of token ids: a sequence of ints, a one-dimensional integer array, or what numpy makes one of (a CPU tensor).
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+
+#: The longest time that can be asked for, 30 years: on the wire it is milliseconds in 64 bits.
+MOST_S = 1_000_000_000
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -69,16 +73,18 @@ def check_priority(value: Any) -> int:
     return priority
 
 
-def check_timeout(value: Any, name: str = "timeout") -> float | None:
-    """Seconds, or None for no deadline."""
+def check_timeout(value: Any, name: str = "timeout", most: int = MOST_S) -> float | None:
+    """Seconds, at most so many, or None for no deadline."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise bad(name, f"{name}: {kind(value)}; seconds, or None")
-    seconds = float(cast("float", value))
-    if not (math.isfinite(seconds) and seconds > 0):
+    seconds = cast("float", value)
+    if not seconds > 0 or seconds == math.inf:
         raise bad(name, f"{name}: {seconds}; a finite number of seconds, more than 0", "0")
-    return seconds
+    if seconds > most:
+        raise bad(name, f"{name}: over {most} seconds, which is the most", str(most))
+    return float(seconds)
 
 
 def check_version(value: Any, name: str = "version") -> int:
@@ -108,6 +114,24 @@ def check_name(value: Any) -> str:
         raise bad("name", f"name: {shown}; the name of a weight in the checkpoint")
     utf8("name", value)
     return value
+
+
+def check_address(value: Any) -> str:
+    """The address of a coordinator, as far as it is a text: ZeroMQ says what is wrong with one."""
+    if not isinstance(value, str):
+        raise bad("address", f"address: {kind(value)}; tcp://HOST:PORT or ipc://PATH")
+    utf8("address", value)
+    return value
+
+
+def check_path(value: Any) -> str:
+    """The path of a checkpoint directory."""
+    path = fspath(cast("PathLike[str]", value)) if isinstance(value, str | PathLike) else None
+    if not isinstance(path, str) or not path:
+        shown = "empty" if path == "" else kind(cast("object", value))
+        raise bad("path", f"path: {shown}; a checkpoint directory")
+    utf8("path", path)
+    return path
 
 
 def check_group(value: Any) -> str:

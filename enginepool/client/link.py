@@ -73,6 +73,10 @@ class Link:
         except zmq.ZMQError as error:
             socket.close(0)
             raise OSError(error.errno, error.strerror or str(error)) from None
+        except BaseException:
+            # Whatever it is: a socket that stays open keeps `close` waiting for ever. It is raised again.
+            socket.close(0)
+            raise
         self._socket = socket
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self.drain)

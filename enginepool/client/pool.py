@@ -2,15 +2,17 @@
 
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
-from os import PathLike, fspath
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
 from enginepool.client.arguments import (
     Ids,
     ScoreOptions,
+    check_address,
     check_flag,
     check_group,
     check_name,
+    check_path,
     check_priority,
     check_timeout,
     check_version,
@@ -91,10 +93,11 @@ class Pool:
             async with Pool.connect(address) as pool:     # closed at the end
 
         Raises:
+            BadRequest: an argument is none; `field` names it.
             ConnectError: nobody answered within `connect_timeout` seconds, perhaps because nobody knows the host's name, or
                 the address is none; the message says which, and names it.
         """
-        connect_timeout = check_timeout(connect_timeout, "connect_timeout")
+        address, connect_timeout = check_address(address), check_timeout(connect_timeout, "connect_timeout")
 
         async def open_() -> Pool:
             pool = cls(address)
@@ -323,7 +326,7 @@ class Pool:
         publish = publish_message(
             version, group=group, transfer="checkpoint", in_flight=in_flight, drain=drain, new_run=new_run
         )
-        publish.path = fspath(path)
+        publish.path = check_path(path)
         return await publish_unsent(self._connection, publish, check_timeout(timeout))
 
     async def _ask_weights(self, question: WeightsQuestion, seconds: float | None) -> WeightsAnswer:
@@ -351,7 +354,7 @@ class Pool:
         retry_busy: bool = True,
         min_version: int = 0,
     ) -> ScoreResult:
-        seconds = check_timeout(timeout)
+        seconds, retry = check_timeout(timeout), check_flag("retry_busy", retry_busy)
         now = self._connection.now()
         specs, frames = payload
         score = Score(
@@ -369,7 +372,7 @@ class Pool:
 
         def submit(id_: int) -> Submit:
             score.id = id_
-            return Submit(now, score, frames, deadline, retry_busy)
+            return Submit(now, score, frames, deadline, retry)
 
         answer = await self._connection.ask(submit, Answer, names)
         return read_result(answer.result, answer.frames)

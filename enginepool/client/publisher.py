@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout
+from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, kind
 from enginepool.client.buffers import Buffers
 from enginepool.client.events import Wanted
 from enginepool.client.lending import Lender
@@ -18,7 +18,7 @@ from enginepool.client.unsent import publish_message
 from enginepool.client.update import Desk, UpdateHandle
 from enginepool.errors import BadRequest, EnginepoolError
 from enginepool.protocol.layout import ALIGNMENT
-from enginepool.protocol.updates import InFlight, UpdateRecord
+from enginepool.protocol.updates import MAX_MS, InFlight, UpdateRecord
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
@@ -85,8 +85,10 @@ class WeightPublisher:
         on_wanted: Callable[[int], None] | None = None,
         keep_memory: bool = False,
     ) -> None:
-        if bucket_bytes <= 0 or bucket_bytes % ALIGNMENT:
-            raise BadRequest(f"bucket_bytes: {bucket_bytes}; a positive multiple of {ALIGNMENT}", field="bucket_bytes")
+        if type(bucket_bytes) is not int or bucket_bytes <= 0 or bucket_bytes % ALIGNMENT:
+            raise BadRequest(f"bucket_bytes: {bucket_bytes!r}; a positive multiple of {ALIGNMENT}", field="bucket_bytes")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise BadRequest(f"dtype: {dtype!r}; a floating dtype of torch, such as torch.bfloat16, or None", field="dtype")
         self.rank: int = 0 if trainer_group is None else trainer_group.rank()
         if (pool is None) != (self.rank > 0):
             raise BadRequest("pool: rank 0 of the trainer has the pool, the other ranks have None", field="pool")
@@ -95,8 +97,11 @@ class WeightPublisher:
         self.wanted = asyncio.Event()
         #: the version that it has lost: publish that one as it was, or a later one
         self.wanted_version = 0
+        for name, hook in (("rename", rename), ("gather", gather), ("on_wanted", on_wanted)):
+            if hook is not None and not callable(hook):
+                raise BadRequest(f"{name}: {kind(hook)}; something that can be called, or None", field=name)
         self._hooks: dict[str, Any] = {"rename": rename, "gather": gather, "dtype": dtype}
-        self._lease_ms = int((check_timeout(lease, "lease") or 10.0) * 1000)
+        self._lease_ms = int((check_timeout(lease, "lease", MAX_MS // 1000) or 10.0) * 1000)
         self._on_wanted = on_wanted
         buffers = Buffers(device_of(device))
         self._desk = Desk(

@@ -94,8 +94,11 @@ def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
         return _plain_names(_untied(state, set(tied)))
     if isinstance(source, Mapping):
         mapping = cast("Mapping[str, Any]", source)
+        for name in cast("Mapping[object, Any]", source):
+            if not isinstance(name, str):
+                raise BadRequest(f"source: its key {name!r} is a {type(name).__name__}; a tensor's name", field="source")
         return _plain_names(_untied(list(mapping.items()), set()))
-    if isinstance(source, Iterable):
+    if isinstance(source, Iterable) and not isinstance(source, str | bytes):
         return cast("Iterable[tuple[str, Any]]", source)
     raise BadRequest(
         f"source: a {type(source).__name__}; a torch.nn.Module, a mapping, (name, tensor) pairs, or a callable that gives them",
@@ -133,10 +136,14 @@ def _plain_names(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _checked(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for name, value in pairs:
-        if not isinstance(value, torch.Tensor):
-            raise BadRequest(f"source[{name}]: a {type(value).__name__}; a tensor", field=f"source[{name}]")
-        yield name, value
+    for number, pair in enumerate(pairs):
+        match pair:
+            case str(name), value:
+                if not isinstance(value, torch.Tensor):
+                    raise BadRequest(f"source[{name}]: a {type(value).__name__}; a tensor", field=f"source[{name}]")
+                yield name, value
+            case _:
+                raise BadRequest(f"source: its entry {number} is a {type(pair).__name__}; (name, tensor)", field="source")
 
 
 # --- what it becomes ---------------------------------------------------------------------------------------------------

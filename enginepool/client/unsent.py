@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, check_version
 from enginepool.client.events import Fail, OpenUpdate, UpdateAbandon, UpdateCommit, UpdateDone
-from enginepool.protocol.updates import InFlight, Publish, Transfer, UpdateRecord
+from enginepool.protocol.updates import MAX_MS, InFlight, Publish, Transfer, UpdateRecord
 
 if TYPE_CHECKING:
     from enginepool.client.connection import Connection, UpdateEffect
@@ -19,7 +19,7 @@ def publish_message(
     version: int, *, group: str, transfer: Transfer, in_flight: InFlight, drain: float, new_run: bool
 ) -> Publish:
     """The message of an update, from the arguments of a caller. Raises BadRequest."""
-    seconds = check_timeout(drain, "drain") if drain != 0 else 0.0
+    seconds = check_timeout(drain, "drain", MAX_MS // 1000) if drain != 0 else 0.0
     return Publish(
         0,
         check_version(version),

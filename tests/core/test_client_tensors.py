@@ -125,6 +125,11 @@ def test_an_iterator_with_a_manifest_is_not_read_before_its_turn() -> None:
         ({"a": torch.zeros(1, dtype=torch.complex64)}, "source[a]", "dtype complex64 cannot be sent"),
         ([("a", torch.zeros(1)), ("a", torch.ones(1))], "source[a]", "named twice"),
         ({}, "source", "at least one tensor"),
+        ({1: torch.zeros(1)}, "source", "its key 1 is a int"),
+        ("model.safetensors", "source", "a str; a torch.nn.Module"),
+        ([torch.zeros(2)], "source", "its entry 0 is a Tensor"),
+        ([("a", torch.zeros(1)), ("b",)], "source", "its entry 1 is a tuple"),
+        (lambda: [(1, torch.zeros(1))], "source", "its entry 0 is a tuple"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_by_name(source: Source, field: str, words: str) -> None:

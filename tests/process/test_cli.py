@@ -111,6 +111,8 @@ BAD_USAGE = [
     ("score in.jsonl out.jsonl --priority 1001", "invalid value for '--priority'"),
     ("score in.jsonl out.jsonl --concurrency 0", "invalid value for '--concurrency'"),
     ("score in.jsonl out.jsonl --label-token-ids 1,b", "--label-token-ids = '1,b': write token ids with commas"),
+    (f"score in.jsonl out.jsonl --label-token-ids {'9' * 5000}", "write token ids with commas"),
+    ("score in.jsonl out.jsonl --timeout 1e300", "--timeout: over 1000000000 seconds, which is the most"),
     ("score in.jsonl out.jsonl --label-token-ids 1,9999999999", "--label-token-ids[1]: token id 9999999999 does not fit"),
     ("score in.jsonl out.jsonl --timeout inf", "--timeout: inf; a finite number of seconds"),
     ("score in.jsonl out.jsonl --timeout 0", "invalid value for '--timeout'"),
@@ -139,7 +141,7 @@ BAD_USAGE = [
 
 
 @pytest.mark.usefixtures("folder")
-@pytest.mark.parametrize(("line", "said"), BAD_USAGE, ids=[line for line, _ in BAD_USAGE])
+@pytest.mark.parametrize(("line", "said"), BAD_USAGE, ids=[line[:80] for line, _ in BAD_USAGE])
 def test_wrong_usage_is_one_line_and_exit_code_2(line: str, said: str) -> None:
     code, out, err = call(*line.split())
     assert (code, out, err.count("\n")) == (2, "", 1)

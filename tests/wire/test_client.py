@@ -18,6 +18,7 @@ import uvloop
 
 from enginepool import BlockingPool, Pool, errors
 from enginepool.client import connection
+from enginepool.client.link import Link
 from enginepool.client.session import ClientSession
 from enginepool.client.settings import Settings
 from enginepool.protocol.messages import (
@@ -235,11 +236,14 @@ NAN = float("nan")
         ([1], [[2]], {"timeout": 0}, "timeout", "0", "more than 0"),
         ([1], [[2]], {"timeout": NAN}, "timeout", "0", "nan"),
         ([1], [[2]], {"timeout": "1"}, "timeout", "", "a str"),
+        ([1], [[2]], {"timeout": 1e300}, "timeout", "1000000000", "the most"),
+        ([1], [[2]], {"timeout": 10**400}, "timeout", "1000000000", "the most"),
         ([1], [[2]], {"label_token_ids": [-1]}, "label_token_ids[0]", "0", "negative"),
         ([1], [[2]], {"label_token_ids": [1] * 4097}, "label_token_ids", "4096", "4097"),
         ([1], [[2]], {"label_token_ids": ["yes"]}, "label_token_ids[0]", "", "a str"),
         ([1], [[2]], {"apply_softmax": 1}, "apply_softmax", "", "True or False"),
         ([1], [[2]], {"item_first": None}, "item_first", "", "True or False"),
+        ([1], [[2]], {"retry_busy": "no"}, "retry_busy", "", "True or False"),
         ([1], [[2]], {"group": 3}, "group", "", "the name of a group"),
     ],
 )
@@ -464,6 +468,25 @@ def test_connecting_to_nobody_fails_in_time_and_names_the_address(run: Callable[
             await Pool.connect(address, connect_timeout=0.2)
         assert address in str(caught.value)
         assert isinstance(caught.value, ConnectionError)
+
+    run(main())
+
+
+@pytest.mark.parametrize("address", [None, 5, Path("pool.sock"), b"ipc://x", "tcp://\ud800:1"])
+def test_an_address_that_is_no_text_is_refused_at_once(address: Any):
+    for pool in (Pool, BlockingPool):
+        with pytest.raises(errors.BadRequest, match=r"^address: ") as caught:
+            pool.connect(address)
+        assert caught.value.field == "address"
+
+
+def test_a_socket_that_cannot_be_opened_keeps_nobody_waiting_who_closes(run: Callable[..., None]):
+    async def main() -> None:
+        address: Any = 5
+        link = Link(address, lambda _message, _frames: None, lambda _line: None)
+        with pytest.raises(TypeError):
+            link.open()
+        link.close(0)
 
     run(main())
 

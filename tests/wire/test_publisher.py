@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -161,6 +161,10 @@ def test_weights_without_a_broadcast_are_a_version_or_a_directory(updates: FakeU
         with pytest.raises(errors.VersionBackwards) as caught:
             await pool.relabel(4)
         assert caught.value.limit == "4"
+        for path in ("", None, 7, b"some/model", "lone\ud800surrogate"):
+            with pytest.raises(errors.BadRequest) as refused:
+                await pool.publish_checkpoint(cast("Any", path), 5)
+            assert refused.value.field == "path"
 
     play(updates, scene)
     assert [publish.path for publish in updates.published] == ["", "some/model", ""]
@@ -253,6 +257,7 @@ def test_a_refusal_is_raised_by_start_and_the_group_stands(updates: FakeUpdates,
         ({"transfer": "relabel"}, "transfer"),
         ({"in_flight": "wait"}, "in_flight"),
         ({"drain": -1}, "drain"),
+        ({"drain": 3601}, "drain"),
         ({"partial": 1}, "partial"),
     ],
 )
@@ -271,9 +276,16 @@ def test_bad_arguments_are_refused_before_anything_is_sent(updates: FakeUpdates,
     ("options", "field"),
     [
         ({"bucket_bytes": 1000}, "bucket_bytes"),
+        ({"bucket_bytes": 512.0}, "bucket_bytes"),
+        ({"bucket_bytes": "1g"}, "bucket_bytes"),
+        ({"dtype": "bfloat16"}, "dtype"),
+        ({"dtype": torch.int8}, "dtype"),
         ({"device": "mps"}, "device"),
         ({"device": "gpu"}, "device"),
         ({"timeout": 0}, "timeout"),
+        ({"lease": 3601}, "lease"),
+        ({"rename": "model."}, "rename"),
+        ({"gather": 3}, "gather"),
     ],
 )
 def test_a_publisher_that_cannot_work_is_refused(updates: FakeUpdates, options: Any, field: str) -> None:

@@ -8,10 +8,8 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor, decode_manifest
-from enginepool.protocol.updates import Publish
+from enginepool.protocol.updates import MAX_MS, Publish
 
-#: an hour in ms: nobody holds a group, or is silent, for longer
-MAX_MS = 3_600_000
 #: transfers whose bytes are broadcast in a process group
 BROADCAST = ("staged", "direct")
 
