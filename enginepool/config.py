@@ -147,7 +147,7 @@ def load_config(path: Path) -> PoolConfig:
         raw = msgspec.toml.decode(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     return _convert(raw, str(path))
 
@@ -216,7 +216,8 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
             group.packed_workers,
             f"0 to workers, which is {group.workers}",
         )
-        need(group.ageing_s is None or 0 < group.ageing_s < 1e9, f"{at}.ageing_s", group.ageing_s, "more than 0, or left out")
+        aged = group.ageing_s is None or 0 < group.ageing_s < 1e9
+        need(aged, f"{at}.ageing_s", group.ageing_s, "more than 0 and less than 1e9, or left out")
         need(group.forwards_in_flight in (1, 2, 3, 4), f"{at}.forwards_in_flight", group.forwards_in_flight, "1 to 4")
         need(
             not group.gpus or len(group.gpus) == group.workers,
@@ -231,7 +232,7 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
         for key in struct.__struct_fields__:
             value = getattr(struct, key)
             zero_ok = key == "max_restarts"
-            need(0 < value < 1e15 or (zero_ok and value == 0), f"{part}.{key}", value, "more than 0")
+            need(0 < value < 1e15 or (zero_ok and value == 0), f"{part}.{key}", value, "more than 0 and less than 1e15")
     need(
         config.limits.max_message_bytes <= config.limits.window_bytes <= config.limits.queue_bytes,
         "limits.window_bytes",
@@ -241,6 +242,9 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
     need(
         config.timing.ping_s * 2 <= config.timing.silence_s, "timing.ping_s", config.timing.ping_s, "at most half of silence_s"
     )
+    need(bool(config.state_dir), "state_dir", config.state_dir, "must name a directory")
+    apart = config.listen_workers != config.listen or config.listen.endswith((":*", ":0"))
+    need(apart, "listen_workers", config.listen_workers, "workers have an address of their own")
     for key in ("listen", "listen_workers"):
         value = getattr(config, key)
         if key == "listen" or value:

@@ -19,6 +19,10 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         (GOOD + "enginee = 1", "unknown key groups.a.enginee"),
         (GOOD + "[groups.b]\nmodel = 5", "groups.b.model: Expected `str`, got `int`"),
         (GOOD + "workers = -1", "groups.a.workers = -1: 0 to 4096"),
+        (GOOD + "ageing_s = inf", "groups.a.ageing_s = inf: more than 0 and less than 1e9"),
+        (GOOD + "[timing]\ndrain_s = 1e20", "timing.drain_s = 1e+20: more than 0 and less than 1e15"),
+        ('state_dir = ""\n' + GOOD, "state_dir = '': must name a directory"),
+        ('listen = "ipc://x"\nlisten_workers = "ipc://x"\n' + GOOD, "listen_workers = 'ipc://x': workers have an address of"),
         (GOOD + 'device = "gpu"', "groups.a.device = 'gpu': one of auto, cpu, cuda"),
         (GOOD + 'snapshot = "ram"', "groups.a.snapshot = 'ram': one of memory, disk, none"),
         (GOOD + "ageing_s = 0", "groups.a.ageing_s = 0"),
@@ -45,6 +49,18 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, line: str) -> None:
     assert line in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "deep.toml"
+    path.write_text("x = " + "[" * 3000 + "]" * 3000)
+    with pytest.raises(ConfigError, match=r"deep\.toml: "):
+        load_config(path)
+
+
+def test_workers_and_clients_may_both_leave_the_port_to_the_system() -> None:
+    config = PoolConfig(groups={"a": GroupConfig(model="m")}, listen="tcp://127.0.0.1:*", listen_workers="tcp://127.0.0.1:*")
+    assert check_config(config, where="test") is config
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
