@@ -33,7 +33,7 @@ _BAD_CONFIG = 2
 _LAST_LINES = 10
 #: Seconds for the child to end after its lifeline closed, before it is killed.
 _END_S = 5.0
-#: Paths of ipc sockets have at most 107 bytes; mkdtemp adds 8 to the prefix, and the longest name below is workers.sock.
+#: Paths of sockets have at most 107 bytes; mkdtemp adds 8 to the prefix, and the longest name below is stagers/default.0.sock.
 _LONGEST_PARENT = 60
 _GROUP = "default"
 

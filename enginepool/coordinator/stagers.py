@@ -17,11 +17,14 @@ from pathlib import Path
 import msgspec
 
 from enginepool.coordinator.processes import lives, made_at
+from enginepool.errors import ConfigError
 
 #: a stager that ended by itself is started again after this, and after twice as long each further time, up to the second
 AGAIN_S = (0.5, 30.0)
 #: how often a stager that starts is tried
 CONNECT_S = 0.1
+#: bytes of the path of a Unix socket
+LONGEST_PATH = 107
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -59,7 +62,7 @@ class Stagers:
 
     def beside(self, place: str, environment: Mapping[str, str], *, device: str, gpus: int) -> str:
         """The socket of the stager of `place`, which runs from now on; one of an earlier coordinator is adopted."""
-        path = str(self._directory / f"{place}.sock")
+        path = self._socket(place)
         if place not in self._stagers:
             spec = {
                 "socket": path,
@@ -75,6 +78,18 @@ class Stagers:
         elif not self._stagers[place].pid:
             self._start(place)
         return path
+
+    def check(self, place: str) -> None:
+        """Raises ConfigError: the state directory and the group have names too long for the socket of a stager there."""
+        path = self._socket(place)
+        if len(os.fsencode(path)) > LONGEST_PATH:
+            raise ConfigError(
+                f"state_dir = {str(self._directory.parent)!r}: too long for the group's name: {path} is a socket, "
+                f"whose path has at most {LONGEST_PATH} bytes"
+            )
+
+    def _socket(self, place: str) -> str:
+        return str(self._directory / f"{place}.sock")
 
     def end(self) -> None:
         """End all of them, without waiting, whoever started them."""
@@ -167,7 +182,7 @@ class Stagers:
         connection = socket.socket(socket.AF_UNIX)
         connection.setblocking(False)
         try:
-            connection.connect(str(self._directory / f"{place}.sock"))
+            connection.connect(self._socket(place))
         except OSError:
             connection.close()
             return None

@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol
 import msgspec
 import psutil
 
-from enginepool.config import PoolConfig
+from enginepool.config import GroupConfig, PoolConfig
 from enginepool.coordinator.events import LiveProcess
 from enginepool.coordinator.processes import lives, made_at
 from enginepool.coordinator.stagers import Stagers
@@ -89,6 +89,9 @@ class LocalSupervisor:
         self._records.mkdir(exist_ok=True)
         self._logs.mkdir(exist_ok=True)
         self._stagers = Stagers(loop, directory, lifeline, config.timing.orphan_s)
+        for name, group in config.groups.items():
+            if group.workers and _takes_updates(group):
+                self._stagers.check(f"{name}.{group.workers - 1}")
 
     # --- starting ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +183,7 @@ class LocalSupervisor:
     def _stager(self, group: str, index: int, environment: Mapping[str, str]) -> str:
         """The socket of the stager beside a worker with this environment; "" where updates are impossible."""
         config = self._config.groups[group]
-        if config.engine == "sim" and not config.options.get("tensors"):
+        if not _takes_updates(config):
             return ""
         device = "cpu" if config.engine == "sim" else config.device
         gpus = config.options.get("tp_size") or 1
@@ -282,6 +285,10 @@ class LocalSupervisor:
 
     def _log(self, incarnation: str) -> Path:
         return self._logs / f"{incarnation}.log"
+
+
+def _takes_updates(config: GroupConfig) -> bool:
+    return config.engine != "sim" or bool(config.options.get("tensors"))
 
 
 def how_it_ended(code: int | None, why: str) -> str:

@@ -51,6 +51,15 @@ def config(tmp_path: Path) -> PoolConfig:
     return sim_pool(tmp_path, options={"tensors": MODEL})
 
 
+def test_a_path_too_long_for_a_stagers_socket_is_said_before_anything_starts(processes: Processes, tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, options={"tensors": MODEL})
+    config = msgspec.structs.replace(config, groups={"g" * 64: config.groups["g"]})
+    daemon = Daemon(processes, config)
+    assert "too long for the group's name" in daemon.wait_for("state_dir = ")
+    assert daemon.process.wait(PATIENCE_S) == 2
+    assert pids(tmp_path, "workers") == {}
+
+
 def started(processes: Processes, config: PoolConfig, directory: Path) -> tuple[Daemon, dict[str, int]]:
     daemon = Daemon(processes, config).listening()
     until(lambda: sorted(pids(directory, "stagers")) == PLACES)
