@@ -355,7 +355,7 @@ class ModelWeights:
         try:
             tensor, here = part_of(ticket["name"], self._model, self._plan, self._manifest)
         except KeyError as error:
-            raise KeyError(f"{error.args[0]}{'' if self._plan else f': {self._plain}'}") from None
+            return {"error": f"{error.args[0]}{'' if self._plan else f': {self._plain}'}"}
         return {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
