@@ -147,7 +147,7 @@ def publish(
     """Let all workers load a checkpoint.
 
     It is one transaction: all of them do, or none. The pool answers on the old weights until every worker has agreed, and then
-    on the new ones; requests wait meanwhile.
+    on the new ones; requests wait meanwhile. Names, shapes and dtypes are checked before; for NaN and infinity see validate.
 
     \b
     Examples:

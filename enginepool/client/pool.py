@@ -316,6 +316,8 @@ class Pool:
     ) -> UpdateRecord:
         """Let every worker of a group load the checkpoint directory `path`, which each must be able to see, as `version`.
 
+        Nobody looks for NaN and infinity in it before; `validate_weights` does afterwards.
+
         Args:
             in_flight: requests that an engine has begun finish before (`drain`), or run again on the new weights (`abort`).
             drain: seconds that `drain` waits for at most; then as `abort`.

@@ -162,9 +162,10 @@ class WeightPublisher:
                 callable without one is called twice.
             version: above the committed one; a pool that has lost its weights takes them again under their own.
             transfer: `staged`: into memory beside each engine, which serves meanwhile; `direct`: straight into the engines,
-                which stand still from `finish` on, for when there is no room; `handles`: into memory on this publisher's
-                `device`, as large as all tensors together, out of which the engines copy them. For that the workers are on the
-                same host, and their engines see that GPU: a trainer that shares GPUs with its engines.
+                which stand still from `finish` on, for when there is no room, and nobody looks for NaN before; `handles`: into
+                memory on this publisher's `device`, as large as all tensors together, out of which the engines copy them. For
+                that the workers are on the same host, and their engines see that GPU: a trainer that shares GPUs with its
+                engines.
             in_flight: at the hand-over, requests that an engine has begun finish (`drain`), or run again on the new weights
                 (`abort`).
             drain: seconds that `drain` waits for at most; then as `abort`.
