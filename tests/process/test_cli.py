@@ -14,7 +14,7 @@ import pytest
 
 from enginepool import __version__
 from enginepool.cli import examination
-from enginepool.config import Limits, Restart, Timing, load_config
+from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, load_config
 from tests.process.commands import LIMIT_S, ROOT, call
 
 
@@ -224,6 +224,9 @@ def test_the_example_config_holds_the_defaults(tmp_path: Path) -> None:
     config = load_config(plain)
     assert (config.limits, config.timing, config.restart) == (Limits(), Timing(), Restart())
     assert config.groups["judge"].options == {"tp_size": 2}
+    for struct in (PoolConfig, GroupConfig, Limits, Timing, Restart):
+        unexplained = [key for key in struct.__struct_fields__ if not re.search(rf"\b{key}\b( =|\]|\.)", example.read_text())]
+        assert unexplained == []
     said = load_config(example)
     assert msgspec.structs.replace(config, groups=said.groups) == said
 
