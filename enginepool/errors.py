@@ -182,8 +182,6 @@ def _by_code(base: type[EnginepoolError]) -> dict[str, type[EnginepoolError]]:
 
 #: Every code that has an exception, wire codes and local ones.
 BY_CODE: dict[str, type[EnginepoolError]] = _by_code(EnginepoolError)
-#: Codes that this library makes itself and that never travel.
-LOCAL_CODES: frozenset[str] = frozenset(BY_CODE) - frozenset(CODES)
 
 
 def _first_name(field: str) -> tuple[str, str]:

@@ -24,7 +24,7 @@ def report(core: Core, asked: StatusAsked) -> StatusReport:
 
 def _group(core: Core, group: Group) -> GroupStatus:
     head, update = group.queue.head(), core.update_of(group)
-    absent = [_absent(core, place) for place in group.places if place.incarnation not in group.workers]
+    absent = [_absent(place) for place in group.places if place.incarnation not in group.workers]
     return GroupStatus(
         name=group.name,
         queued=group.waiting,
@@ -77,7 +77,7 @@ def _detail(now: str, place: Place | None) -> str:
     return "; ".join(filter(None, (now, before)))
 
 
-def _absent(core: Core, place: Place) -> WorkerStatus:
+def _absent(place: Place) -> WorkerStatus:
     stage = {"up": "starting", "ending": "ending", "backoff": "backoff", "retired": "retired"}[place.state]
     return WorkerStatus(
         name=f"{place.group.name}-{place.index}",

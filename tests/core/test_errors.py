@@ -10,7 +10,7 @@ from enginepool.protocol.messages import Failure
 
 
 def test_every_wire_code_has_its_own_exception_with_the_facts_of_the_table():
-    assert set(errors.BY_CODE) - errors.LOCAL_CODES == set(CODES)
+    assert errors.BY_CODE.keys() >= CODES.keys()
     for code, facts in CODES.items():
         cls = errors.BY_CODE[code]
         assert (cls.code, cls.fault, cls.retry) == (code, facts.fault, facts.retry)
@@ -18,7 +18,7 @@ def test_every_wire_code_has_its_own_exception_with_the_facts_of_the_table():
 
 
 def test_local_codes_never_travel():
-    assert {"closed", "config", "connect"} == errors.LOCAL_CODES
+    assert errors.BY_CODE.keys() - CODES.keys() == {"closed", "config", "connect"}
 
 
 @pytest.mark.parametrize("code", sorted(errors.BY_CODE))
