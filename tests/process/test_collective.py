@@ -143,7 +143,7 @@ def rendezvous() -> Iterator[Rendezvous]:
 def filled(nbytes: int, value: int) -> Any:
     """A bucket, in memory that others can copy out of for as long as the bucket is there."""
     memory = make_space(nbytes, "cpu")
-    bucket = memory.tensors[0].fill_(value)
+    bucket = memory.tensors[0].fill_(value)[:]  # which the memory does not refer to
     bucket.memory = memory
     return bucket
 
