@@ -54,6 +54,21 @@ def test_a_model_that_does_not_exist_is_said_in_one_line(tmp_path: Path) -> None
     assert asyncio.run(start(str(tmp_path))) == f"{tmp_path}: that folder has no config.json"
 
 
+def test_a_gpu_that_is_not_there_is_said_in_one_line_and_not_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+    async def start() -> None:
+        engine = SglangEngine(str(tmp_path), device="cuda")
+        with pytest.raises(EngineUnusable, match=r"the device is cuda, and torch finds no CUDA GPU here$"):
+            await engine.start(lambda _stage, _detail: None)
+        await engine.close()
+
+    asyncio.run(start())
+
+
 def test_a_killed_scheduler_ends_calls_with_the_reason_and_leaves_nothing(reward: HostedEngine) -> None:
     reason, ended = reward.call("kill_scheduler", REWARD_BATCH)
     assert "scheduler" in reason

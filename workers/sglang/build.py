@@ -40,7 +40,7 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
         wishes: the other fields of `Wanted`.
 
     Raises:
-        SettingsError: there is no SGLang, no such folder, no model in it, or a setting is refused.
+        SettingsError: there is no SGLang, no such folder, no model in it, no such device, or a setting is refused.
     """
     folder = Path(os.path.expanduser(model))
     if model.startswith(("/", ".", "~")) and not folder.is_dir():
@@ -73,9 +73,12 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
 
 def _resolved(device: str) -> str:
     torch: Any = importlib.import_module("torch")
+    found = torch.cuda.is_available()
+    if device == "cuda" and not found:
+        raise SettingsError("the device is cuda, and torch finds no CUDA GPU here")
     if device != "auto":
         return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if found else "cpu"
 
 
 def _with_our_entries(engine: Any, attention: str) -> Any:
