@@ -19,8 +19,9 @@ from enginepool.spaces import make_space, open_space, sealed, set_seal
 
 torch: Any = importlib.import_module("torch")
 
-#: Ranks have this long to leave their cards, and to read each other's.
-CARDS_S = 20.0
+#: Ranks have this long to leave their cards, and to read each other's; or that part of the time for the group to form, if it
+#: is shorter: a group of torch has to form after it.
+CARDS_S, PART = 20.0, 1 / 3
 #: in the store: that its rank 0 says of each group how bytes go; in that of a group: how
 SAYS, WAY = "enginepool.says", "enginepool.way"
 _COPIES, _TORCH = "copies", "torch"
@@ -112,7 +113,7 @@ def _card(store: Any, rank: int) -> Card | None:
 def _came(store: Any, keys: list[str]) -> bool:
     """Whether all of them are there in time."""
     try:
-        store.wait(keys, timedelta(seconds=CARDS_S))
+        store.wait(keys, min(timedelta(seconds=CARDS_S), store.timeout * PART))
     except RuntimeError:
         return False
     return True

@@ -160,6 +160,9 @@ class TorchGroup(Group):
         except (RuntimeError, ValueError) as error:
             raise CollectiveError(f"group {self.name}: {_one_line(error)}") from error
 
+    def finish(self, timeout_s: float) -> None:
+        """Torch tells each rank of its own part alone."""
+
     def abort(self) -> None:
         if self._aborted:
             return

@@ -146,6 +146,10 @@ class Origin(_Copies):
         """See `Broadcast.wait`."""
         self._until(lambda: self._have[1] > number, timeout_s)
 
+    def finish(self, timeout_s: float) -> None:
+        """See `Group`: by way of this rank they hear what the one before them has."""
+        self._until(lambda: min(self._have[1:]) >= self._begun, timeout_s)
+
     def _listen(self, rank: int) -> None:
         """Until the end: what this rank has, the next one may copy."""
         other = rank
@@ -212,6 +216,9 @@ class Taker(_Copies):
         self._until(lambda: self._have > number, timeout_s)
         self._events.pop(number, None)
 
+    def finish(self, timeout_s: float) -> None:
+        """Nobody hears of anything by way of this rank."""
+
     def _copy(self) -> None:
         """Until the end: begin the copies that are asked for here and have been said to be possible."""
         try:
@@ -277,6 +284,8 @@ class Taker(_Copies):
                 _say(self._origin, here)
         except Exception as error:  # as in `Origin`
             self._lose(f"has lost rank 0: {_one_line(error)}")
+        if self._stream is not None:
+            self._stream.synchronize()  # what was begun still reads
         self._opened.clear()
 
     def abort(self) -> None:

@@ -55,5 +55,9 @@ class Group(ABC):
         self.begin(bucket).wait(timeout_s)
 
     @abstractmethod
+    def finish(self, timeout_s: float) -> None:
+        """At rank 0: until the others need it no more for the broadcasts that it has waited for. Raises CollectiveError."""
+
+    @abstractmethod
     def abort(self) -> None:
         """Leave the group, whatever its other ranks do. Broadcasts that wait end with an error. Idempotent, any thread."""

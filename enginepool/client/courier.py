@@ -141,6 +141,9 @@ class Courier:
 
     def _run(self) -> None:
         try:
+            if self._buffers.stream is not None:
+                # A thread begins on device 0, and the source may mean the current one.
+                torch.cuda.set_device(self._buffers.device)
             self._buffers.make_ready()
             plan = self._plan()
         except Exception as error:
@@ -224,8 +227,10 @@ class Courier:
 class Follower:
     """One update's thread on a trainer rank above 0."""
 
-    def __init__(self, plan: Callable[[], Plan], group: Any, ended: Callable[[Outcome, Exception | None], None]) -> None:
-        self._plan, self._group, self._ended = plan, group, ended
+    def __init__(
+        self, plan: Callable[[], Plan], group: Any, device: Any, ended: Callable[[Outcome, Exception | None], None]
+    ) -> None:
+        self._plan, self._group, self._device, self._ended = plan, group, device, ended
 
     def start(self) -> None:
         threads.start(self._run, "weights")
@@ -233,6 +238,8 @@ class Follower:
     def _run(self) -> None:
         plan, failure = None, None
         try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # as in `Courier`
             plan = self._plan()
         except Exception as error:
             failure = error

@@ -136,7 +136,7 @@ class Sending:
                 self._digest.add(filling.bytes, filling.at)
 
     def send(self, group: Group, timeout_s: float, progress: Callable[[int], None]) -> tuple[str, int]:
-        """Broadcast everything; returns the digest and the bytes of the space.
+        """Broadcast everything until nobody needs this rank any more; returns the digest and the bytes of the space.
 
         Args:
             timeout_s: seconds for each broadcast.
@@ -183,4 +183,5 @@ class Sending:
         # The last broadcasts that the digest's stream waits for are over. It is known before those that are still on their way.
         digest = self._digest.text()
         settle(0)
+        group.finish(timeout_s)
         return digest, sent

@@ -229,7 +229,7 @@ class UpdateHandle:
         def ended(outcome: Outcome, own: Exception | None) -> None:
             self._desk.post(self._follower_ended, outcome, own)
 
-        Follower(plan, self._desk.trainer_group, ended).start()
+        Follower(plan, self._desk.trainer_group, self._desk.buffers.device, ended).start()
         self._opened.set_result(None)
 
     # --- what the coordinator says -------------------------------------------------------------------------------------

@@ -146,10 +146,15 @@ class Tape:
 
     def __init__(self) -> None:
         self.buckets: list[Any] = []
+        self.finished = False
 
     def begin(self, bucket: Any) -> "Late":
         self.buckets.append(None)
         return Late(self, len(self.buckets) - 1, bucket)
+
+    def finish(self, timeout_s: float) -> None:
+        assert timeout_s == 5.0 and all(bucket is not None for bucket in self.buckets)
+        self.finished = True
 
 
 class Late:
@@ -184,7 +189,9 @@ def send(
     sending = Sending(plan, buffers, bucket_bytes, Lockstep(), stopped=lambda: len(tape.buckets) >= stop)
     sending.prepare()
     assert tape.buckets == []
-    return sending.send(tape, 5.0, told.append if progress is None else progress.append)  # type: ignore[arg-type]
+    sent = sending.send(tape, 5.0, told.append if progress is None else progress.append)  # type: ignore[arg-type]
+    assert tape.finished
+    return sent
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -235,6 +235,18 @@ def test_a_rank_0_of_another_program_has_a_group_of_torch() -> None:
         one.process.join()
 
 
+def test_rank_0_stays_until_the_last_rank_has_what_it_heard_of_by_way_of_rank_0(rendezvous: Rendezvous) -> None:
+    with members(rendezvous, "chain", 3, copies=True) as (group, [one, two]):
+        one.receive(256)
+        group.broadcast(filled(256, 1), LONG_S)
+        with pytest.raises(CollectiveError, match="took more than"):
+            group.finish(SHORT_S)
+        two.receive(256)
+        group.finish(LONG_S)
+        group.abort()
+        assert [one.hear(), two.hear()] == [256, 256]
+
+
 def test_a_connection_without_the_token_takes_no_rank(rendezvous: Rendezvous) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
