@@ -17,6 +17,8 @@ from enginepool.model_folder import holds_model
 
 #: where engines run
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+#: of weights and activations, by SGLang's names
+Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "half", "float32", "float"]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -94,7 +96,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: radix cache; none: each row computes its query
     cached_query_tokens: int | None = None
     device: Device = "auto"
-    dtype: str = "auto"
+    dtype: Dtype = "auto"
     #: for each worker the GPUs it sees (CUDA_VISIBLE_DEVICES); empty: worker i sees GPU i on a CUDA machine
     gpus: list[str] = []
     #: seconds of waiting that weigh as much as one level of priority; none: strict priority

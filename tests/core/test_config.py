@@ -24,6 +24,7 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         ('state_dir = ""\n' + GOOD, "state_dir = '': must name a directory"),
         ('listen = "ipc://x"\nlisten_workers = "ipc://x"\n' + GOOD, "listen_workers = 'ipc://x': workers have an address of"),
         (GOOD + 'device = "gpu"', "groups.a.device = 'gpu': one of auto, cpu, cuda"),
+        (GOOD + 'dtype = "float33"', "groups.a.dtype = 'float33': one of auto, bfloat16, float16, half, float32, float"),
         (GOOD + 'snapshot = "ram"', "groups.a.snapshot = 'ram': one of memory, disk, none"),
         (GOOD + "ageing_s = 0", "groups.a.ageing_s = 0"),
         (GOOD + "ageing_s = nan", "groups.a.ageing_s = nan"),
