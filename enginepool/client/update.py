@@ -348,12 +348,14 @@ class UpdateHandle:
             self._desk.open = None
 
     async def _wait_left(self) -> None:
-        """Until the thread has ended, or is stuck in the caller's own code; the next update has another one."""
+        """Until the thread has ended, or is stuck in the caller's own code. The next update has another one; but where trainer
+        ranks go in step, it is refused until then: the collectives of both would meet."""
         if not self._left.done():
             await asyncio.wait([self._left], timeout=_LEAVE_S)
         if not self._left.done():
             log.warning("the thread of the update to version %d is still busy", self.version)
-            self._leave()
+            if self._desk.trainer_group is None:
+                self._leave()
 
 
 def _looked_at(future: "asyncio.Future[Any]") -> None:

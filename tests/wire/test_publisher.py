@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublisher, errors
+from enginepool.client import update
 from enginepool.client.courier import Side
 from enginepool.client.update import Desk
 from enginepool.protocol.manifest import Tensor
@@ -372,6 +373,35 @@ def test_an_abort_by_the_coordinator_ends_a_transfer_whose_source_still_works(up
             receiver.end()
 
     play(updates, scene)
+
+
+def test_where_trainer_ranks_go_in_step_no_update_begins_while_the_source_of_the_last_one_is_read(
+    updates: FakeUpdates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OneRank:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 1
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        gate = Gate()
+        handle = await publisher.start(gate, 1, manifest=gate.manifest)
+        await reached(gate.reached)
+        updates.fail("the lease lapsed")
+        with monkeypatch.context() as patch:
+            patch.setattr(update, "_LEAVE_S", 0.1)
+            with pytest.raises(errors.UpdateAborted, match="the lease lapsed"):
+                await handle.finish()
+        with pytest.raises(errors.Publishing, match="update to version 1 is not over"):
+            await publisher.start(model(2), 2)
+        gate.opened.set()
+        await handle.abandon()
+        for receiver in updates.receivers:
+            receiver.end()
+
+    play(updates, scene, trainer_group=OneRank())
 
 
 def test_an_error_of_the_source_reaches_the_caller_as_it_is(updates: FakeUpdates) -> None:
