@@ -709,6 +709,8 @@ def test_what_lies_on_a_device_is_kept_as_a_whole_snapshot(tmp_path: Path) -> No
     memory.nbytes = 4096
     memory.tensors = [torch.randint(0, 256, (4096,), dtype=torch.uint8)]
     path = str(tmp_path / "kept" / f"g-{'0' * 32}")
-    memory.save(path, Footer(3, "d", manifest))
+    left: list[bool] = []
+    memory.save(path, Footer(3, "d", manifest), lambda: left.append(Path(path).exists()))
+    assert left == [False], "the memory is needed no more before the file has its name"
     assert read_footer(path) == Footer(3, "d", manifest)
     assert Path(path).read_bytes()[: layout(manifest).nbytes] == memory.tensors[0].numpy().tobytes()[: layout(manifest).nbytes]

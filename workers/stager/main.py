@@ -36,7 +36,7 @@ from enginepool.workers.stager.messages import (
     packet,
     read_spec,
 )
-from enginepool.workers.stager.snapshot import Footer, remove_older
+from enginepool.workers.stager.saving import Snapshots
 from enginepool.workers.stager.state import Kept, Update
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Stager:
         self._worker: asyncio.StreamWriter | None = None
         self._friends = 0
         self._alone_since = time.monotonic()
-        self._saving: threading.Thread | None = None
+        self._snapshots = Snapshots(say)
         self._leaving: threading.Thread | None = None
 
     # --- connections ----------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class Stager:
                 # What is held there goes: on a GPU there is room for one.
                 memory = self.device_memory = None
                 if self.kept is not None and self.kept.memory.kind == "device":
-                    self._saved()
+                    self._snapshots.leave_memory()
                     self.kept = None
                 memory = receiving.make_memory(nbytes, gpus=gpus)
                 if memory.kind == "device":
@@ -242,7 +242,7 @@ class Stager:
             self._soon(update, InGroup(update.id, _why(error)))
             return
         if self.kept is not None and self.kept.memory is update.memory:
-            self._saved()
+            self._snapshots.leave_memory()
             self.kept = None
         self._soon(update, InGroup(update.id))
         try:
@@ -278,26 +278,7 @@ class Stager:
         if message.snapshot.startswith("/dev/shm/"):
             self.memory_snapshot = message.snapshot
         if kept is not None and message.snapshot:
-            before = self._saving
-            thread = threading.Thread(target=self._save, args=(kept, message.snapshot, before), name="save", daemon=True)
-            self._saving = thread
-            thread.start()
-
-    def _save(self, kept: Kept, path: str, before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
-        if os.path.exists(path):
-            return
-        try:
-            kept.memory.save(path, Footer(kept.version, kept.digest, kept.manifest))
-            remove_older(path)
-        except (OSError, RuntimeError) as error:
-            say(f"no snapshot of version {kept.version} in {path}: {error}")
-
-    def _saved(self) -> None:
-        """Wait until a snapshot on its way is written: its memory is about to change."""
-        if self._saving is not None:
-            self._saving.join()
+            self._snapshots.write(kept, message.snapshot)
 
 
 def _why(error: Exception) -> str:

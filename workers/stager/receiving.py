@@ -5,7 +5,7 @@ import importlib
 import os
 import secrets
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,14 +46,15 @@ class HostMemory(HostSpace):
         """What receives these tensors here."""
         return Reception(self.tensors, manifest, bucket_bytes, device)
 
-    def save(self, path: str, footer: Footer) -> None:
-        """Keep it as a snapshot. Raises OSError."""
+    def save(self, path: str, footer: Footer, left: Callable[[], None]) -> None:
+        """Keep it as a snapshot; `left` is called when this memory is needed no more for that. Raises OSError."""
         if not self._complete:
             write_footer(self.fd, self.nbytes, footer)
             self._complete = True
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         if not link(self.fd, path):
             copy_snapshot(self.fd, path)
+        left()
 
 
 class DeviceMemory(DeviceSpace):
@@ -77,12 +78,13 @@ class DeviceMemory(DeviceSpace):
             kept = self._reception = Reception(self.tensors, manifest, bucket_bytes, device)
         return kept
 
-    def save(self, path: str, footer: Footer) -> None:
-        """Keep it as a snapshot. Raises OSError."""
+    def save(self, path: str, footer: Footer, left: Callable[[], None]) -> None:
+        """As `HostMemory.save`; to a disk it goes by way of the host's memory. Raises OSError, RuntimeError."""
         nbytes = layout(footer.manifest).nbytes
         fd = _shared_file(nbytes)
         try:
             write_out(self.tensors[0][:nbytes], fd)
+            left()
             write_footer(fd, nbytes, footer)
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             if not link(fd, path):
