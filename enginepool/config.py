@@ -154,6 +154,16 @@ def load_config(path: Path) -> PoolConfig:
     return _convert(raw, str(path))
 
 
+def checked_config(given: Any) -> PoolConfig:
+    """The same from what a program gives: a PoolConfig, or mappings like those of the file.
+
+    Raises:
+        ConfigError: as `load_config`.
+        TypeError: something in it can be in no file.
+    """
+    return _convert(msgspec.to_builtins(given), "configuration")
+
+
 def decode_config(data: bytes) -> PoolConfig:
     """The same from JSON, as an embedding program hands it over. Raises ConfigError."""
     try:

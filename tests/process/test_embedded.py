@@ -1,6 +1,7 @@
 """`Pool.start`: the coordinator as a child process, with the sim engine, and with stand-ins that misbehave."""
 
 import asyncio
+import math
 import os
 import shutil
 import signal
@@ -296,6 +297,14 @@ def test_defaults_and_open_ports_become_private_and_what_was_chosen_is_kept(tmp_
 def test_the_named_arguments_make_one_group():
     config = embedded_config(None, {"model": "m", "engine": "sim", "workers": 3, "device": "cpu", "ageing_s": None})
     assert config.groups == {"default": GroupConfig(model="m", engine="sim", workers=3, device="cpu", ageing_s=None)}
+
+
+def test_a_number_that_no_file_could_have_is_not_taken_for_one_that_was_left_out():
+    whole = PoolConfig(groups={"g": msgspec.structs.replace(SIM, ageing_s=math.nan)})
+    with pytest.raises(errors.ConfigError, match="ageing_s = nan: more than 0"):
+        embedded_config(whole, {})
+    with pytest.raises(errors.ConfigError, match="ageing_s = nan: more than 0"):
+        embedded_config(None, {"model": "m", "engine": "sim", "ageing_s": math.nan})
 
 
 def test_restarts_come_slower_and_end_when_too_many_fall_into_the_window():
