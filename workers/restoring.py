@@ -49,13 +49,13 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore) -> Event
 
 async def _held(stager: StagerLink, message: Restore, reasons: list[str]) -> Held | None:
     try:
-        held = await stager.ask(AskHeld(), Held)
+        held = await stager.ask(AskHeld(message.digest), Held)
     except StagerGone as error:
         reasons.append(str(error))
         return None
-    if held.version and held.digest == message.digest:
+    if held.digest == message.digest:
         return held
-    reasons.append(f"the stager holds version {held.version}" if held.version else "the stager holds nothing")
+    reasons.append(f"the stager holds version {held.version}" if held.digest else "the stager holds nothing")
     return None
 
 

@@ -395,6 +395,31 @@ def test_a_worker_that_comes_back_gets_the_committed_weights_while_the_next_are_
     asyncio.run(story())
 
 
+def test_an_update_that_was_received_is_there_for_the_successor_of_a_worker_that_died_with_the_word_of_its_commit(
+    place: Place, trainer: Trainer
+) -> None:
+    snapshot = place.directory / f"g-{2:032x}"
+
+    async def story() -> None:
+        async with place.worker() as worker:
+            join = trainer.join()
+            worker.tell(Committed(worker.update, 1, (await worker.staged(trainer, trainer.fill(1), join)).digest))
+            digest = (await worker.staged(trainer, trainer.fill(2), join)).digest
+        async with place.worker() as successor:
+            assert isinstance(await successor.restore(2, digest), WeightsTaken)
+            assert (successor.engine.version, successor.engine.digest) == (2, digest)
+            successor.tell(Committed((0, 0), 2, digest, str(snapshot)))
+            while not snapshot.exists():
+                await asyncio.sleep(0.02)
+        assert read_footer(str(snapshot)).digest == digest
+        async with place.worker() as third:
+            other = await third.restore(3, "0" * 32)
+            assert isinstance(other, WeightsAnswered) and isinstance(other.answer, Restored)
+            assert "holds version 2" in other.answer.message
+
+    asyncio.run(story())
+
+
 def test_the_snapshot_serves_where_the_stager_was_killed(place: Place, trainer: Trainer) -> None:
     snapshot = place.directory / "snapshots" / f"g-{1:032x}"
     older = snapshot.with_name(f"g-{0:032x}")

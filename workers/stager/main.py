@@ -134,7 +134,7 @@ class Stager:
         elif isinstance(message, Keep):
             self._keep(message)
         elif isinstance(message, AskHeld):
-            self._say(self._held())
+            self._say(self._held(message.digest))
 
     def _forget(self) -> None:
         """Leave whatever was begun and is not committed."""
@@ -156,8 +156,10 @@ class Stager:
             self._leaving = threading.Thread(target=group.abort, name="leave", daemon=True)
             self._leaving.start()
 
-    def _held(self) -> Held:
-        kept = self.kept
+    def _held(self, digest: str) -> Held:
+        kept, update = self.kept, self.update
+        if update is not None and update.came_whole(digest):
+            return Held(0, digest, update.manifest, update.memory.spaces())
         if kept is None:
             return Held()
         return Held(kept.version, kept.digest, kept.manifest, kept.memory.spaces())
@@ -265,10 +267,9 @@ class Stager:
 
     def _keep(self, message: Keep) -> None:
         update, kept = self.update, self.kept
-        if update is not None and update.id == message.update:
+        whole = update is not None and update.came_whole(message.digest)
+        if update is not None and (whole or update.id == message.update):
             self.update = None
-            received = update.received
-            whole = received is not None and not received.message and received.digest == message.digest
             kept = Kept(message.version, message.digest, update.manifest, update.memory) if whole else None
         elif kept is not None and kept.digest == message.digest:
             kept.version = message.version

@@ -103,7 +103,8 @@ class Forget(Message, tag="forget"):
 
 class Keep(Message, tag="keep"):
     """The update is committed. What was received is what is held from now on, and goes to the file `snapshot` in the
-    background, if it is not there yet. Of an update (0, 0) only `digest` counts: what is held stays if it is that."""
+    background, if it is not there yet. Of an update (0, 0) only `digest` counts: what is held, or was received, stays if it
+    is that."""
 
     update: TaskId
     version: int
@@ -112,7 +113,9 @@ class Keep(Message, tag="keep"):
 
 
 class AskHeld(Message, tag="ask_held"):
-    """Which committed weights are here? Answered by `held`."""
+    """Are the committed weights here that have this digest? Answered by `held`."""
+
+    digest: str = ""
 
 
 FromWorker = Worker | Room | Reserve | JoinGroup | Forget | Keep | AskHeld
@@ -151,7 +154,8 @@ class Received(Message, tag="received"):
 
 
 class Held(Message, tag="held"):
-    """The committed weights that are here; version 0: none."""
+    """The weights that were asked for: those that are kept, or an update that was received and whose commit was not heard
+    here, since the worker died with it. If they are not here: what is kept, without a digest if that is nothing."""
 
     version: int = 0
     digest: str = ""

@@ -22,6 +22,11 @@ class Update:
         self.joining = False
         self.forgotten = False
 
+    def came_whole(self, digest: str) -> bool:
+        """Whether what was received is the weights with this digest."""
+        received = self.received
+        return received is not None and not received.message and received.digest == digest
+
 
 class Kept:
     """Committed weights."""
