@@ -1,17 +1,38 @@
-"""Processes that are written down: a pid is given again, so the time at which its process was made is kept beside it."""
+"""Processes that are written down: a pid is given again, so it is kept beside it when its process was made, and where."""
 
-import psutil
+import os
+from pathlib import Path
+
+#: clock ticks in a second, as /proc counts them
+_TICKS = os.sysconf("SC_CLK_TCK")
+#: after the name in parentheses, which may hold anything: the state, and when the process was made
+_STATE, _MADE = 0, 19
 
 
 def made_at(pid: int) -> float:
-    """When a process of ours was made, in seconds since the epoch."""
-    return psutil.Process(pid).create_time()
+    """When this process was made, in seconds since the host was booted: its clock may be set, and that stays the same.
+
+    Raises OSError: there is none.
+    """
+    return int(_stat(pid)[_MADE]) / _TICKS
+
+
+def is_the_one(pid: int, made: float) -> bool:
+    """Whether the process with this pid, which may have ended and not been waited for, is the one that was made then."""
+    try:
+        return made_at(pid) == made
+    except OSError:
+        return False
 
 
 def lives(pid: int, made: float) -> bool:
     """Whether the process with this pid is the one that was made then, and has not ended."""
     try:
-        process = psutil.Process(pid)
-        return abs(process.create_time() - made) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        stat = _stat(pid)
+    except OSError:
         return False
+    return int(stat[_MADE]) / _TICKS == made and stat[_STATE] not in ("Z", "X")
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()

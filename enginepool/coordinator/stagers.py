@@ -18,6 +18,7 @@ import msgspec
 
 from enginepool.coordinator.processes import lives, made_at
 from enginepool.errors import ConfigError
+from enginepool.host import host_identity
 
 #: a stager that ended by itself is started again after this, and after twice as long each further time, up to the second
 AGAIN_S = (0.5, 30.0)
@@ -28,11 +29,16 @@ LONGEST_PATH = 107
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """A stager as written to disk; `created` tells it from a later process with the same pid."""
+    """A stager as written to disk; `host` and `created` tell it from another process with the same pid."""
 
     place: str
     pid: int
     created: float
+    host: str = ""
+
+    @property
+    def lives(self) -> bool:
+        return self.host == host_identity() and lives(self.pid, self.created)
 
 
 class _Stager:
@@ -96,7 +102,7 @@ class Stagers:
         self._ended = True
         for path in self._directory.glob("*.json"):
             record = _read(path)
-            if record is not None and lives(record.pid, record.created):
+            if record is not None and record.lives:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(record.pid, signal.SIGKILL)
             path.unlink()
@@ -105,7 +111,7 @@ class Stagers:
 
     def _adopt(self, place: str) -> bool:
         record = _read(self._directory / f"{place}.json")
-        if record is None or not lives(record.pid, record.created):
+        if record is None or not record.lives:
             return False
         stager = self._stagers[place]
         stager.pid = record.pid
@@ -117,6 +123,7 @@ class Stagers:
         stager = self._stagers[place]
         if self._ended or stager.pid:
             return
+        child: subprocess.Popen[bytes] | None = None
         try:
             with open(self._logs / f"stager-{place}.log", "ab") as log:
                 child = subprocess.Popen(
@@ -128,12 +135,15 @@ class Stagers:
                     start_new_session=True,
                     pass_fds=() if self._lifeline is None else (self._lifeline,),
                 )
+            record = _Record(place, child.pid, made_at(child.pid), host_identity())
+            (self._directory / f"{place}.json").write_bytes(msgspec.json.encode(record))
         except OSError:
+            if child is not None:
+                child.kill()  # one that is not written down would be nobody's after the next start
+                child.wait()
             self._later(place)  # the worker says so in its answers
             return
         stager.child, stager.pid = child, child.pid
-        record = _Record(place, child.pid, made_at(child.pid))
-        (self._directory / f"{place}.json").write_bytes(msgspec.json.encode(record))
         self._watch(place, child.pid)
         self._connect(place)
 

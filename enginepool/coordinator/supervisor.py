@@ -20,8 +20,9 @@ import psutil
 
 from enginepool.config import GroupConfig, PoolConfig
 from enginepool.coordinator.events import LiveProcess
-from enginepool.coordinator.processes import lives, made_at
+from enginepool.coordinator.processes import is_the_one, lives, made_at
 from enginepool.coordinator.stagers import Stagers
+from enginepool.host import host_identity
 
 #: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
 PERMANENT = 78
@@ -36,7 +37,9 @@ class Supervisor(Protocol):
     """Starts and ends worker processes, wherever they run. Every started one is reported as exited exactly once."""
 
     def survivors(self) -> list[LiveProcess]:
-        """Worker processes that an earlier coordinator started and that still run; from now on they are watched."""
+        """Worker processes that an earlier coordinator started and that still run; from now on they are watched.
+
+        Those of places that the pool does not have any more are ended."""
         ...
 
     def start(self, group: str, index: int, incarnation: str) -> None:
@@ -53,13 +56,14 @@ class Supervisor(Protocol):
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """A worker process as written to disk; `created` tells it from a later process with the same pid."""
+    """A worker process as written to disk; `host` and `created` tell it from another process with the same pid."""
 
     group: str
     index: int
     incarnation: str
     pid: int
     created: float
+    host: str = ""
 
 
 class LocalSupervisor:
@@ -104,27 +108,36 @@ class LocalSupervisor:
                 # Torn by a crash. A worker that lives nevertheless dials in like one that somebody else started.
                 path.unlink()
                 continue
-            if lives(record.pid, record.created):
+            config = self._config.groups.get(record.group)
+            here = record.host == host_identity()
+            if here and config is not None and record.index < config.workers and lives(record.pid, record.created):
                 self._processes[record.incarnation] = record
                 self._watch_leader(record)
-                if record.group in self._config.groups:
-                    self._stager(record.group, record.index, self._environment(record.group, record.index))
+                self._stager(record.group, record.index, self._environment(record.group, record.index))
                 found.append(LiveProcess(record.group, record.index, record.incarnation))
-            else:
+                continue
+            # Its pid may be somebody else's by now; it cannot be while its session has members.
+            if here and (not psutil.pid_exists(record.pid) or is_the_one(record.pid, record.created)):
                 _kill_group(record.pid)
-                path.unlink()
+            path.unlink()
         return found
 
     def start(self, group: str, index: int, incarnation: str) -> None:
+        child: subprocess.Popen[bytes] | None = None
         try:
             with open(self._log(incarnation), "wb") as log:
                 child = self._spawn(group, index, incarnation, log)
+            record = _Record(group, index, incarnation, child.pid, made_at(child.pid), host_identity())
+            self._path(incarnation).write_bytes(msgspec.json.encode(record))
         except OSError as error:
+            # One that is not written down would be nobody's after the next start.
+            if child is not None:
+                child.kill()
+                child.wait()
+            self._ports.pop(incarnation, None)
             reason = f"the worker process could not be started: {error.strerror}"
             self._loop.call_soon(self._exited, incarnation, reason, False)
             return
-        record = _Record(group, index, incarnation, child.pid, made_at(child.pid))
-        self._path(incarnation).write_bytes(msgspec.json.encode(record))
         self._processes[incarnation] = record
         self._children[incarnation] = child
         self._watch_leader(record)

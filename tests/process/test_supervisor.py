@@ -1,0 +1,187 @@
+"""The supervisor and its records of worker processes: whom it takes up, whom it ends, and whom it must leave alone."""
+
+import asyncio
+import contextlib
+import errno
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+
+from enginepool.coordinator import processes as records
+from enginepool.coordinator.stagers import Stagers
+from enginepool.coordinator.supervisor import LocalSupervisor
+from enginepool.host import host_identity
+from tests.process.daemons import PATIENCE_S, sim_pool
+from tests.process.processes import Processes
+
+#: answers each line, for as long as it lives
+ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
+#: starts a child in its own session, says its id, and ends
+LEAVES_ONE = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
+
+
+class Scene:
+    """A supervisor on a loop of its own, in a state directory that an earlier one has left."""
+
+    def __init__(self, processes: Processes, directory: Path) -> None:
+        self.processes = processes
+        self.directory = directory / "state"
+        self.config = sim_pool(directory, workers=1)
+        self.exited: list[tuple[str, str, bool]] = []
+        (self.directory / "workers").mkdir(parents=True)
+
+    def stranger(self) -> "subprocess.Popen[str]":
+        """A process that leads a session, as a worker does."""
+        return self.processes.start(
+            [sys.executable, "-c", ECHO], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def record(self, pid: int, *, index: int = 0, **fields: Any) -> Path:
+        """What an earlier supervisor wrote of its worker."""
+        path = self.directory / "workers" / f"g-{index}.1.1.json"
+        record = {"group": "g", "index": index, "incarnation": path.stem, "pid": pid, "created": 0.0, "host": host_identity()}
+        path.write_bytes(msgspec.json.encode(record | fields))
+        return path
+
+    def run(self, act: Callable[[LocalSupervisor], Any]) -> Any:
+        async def story() -> Any:
+            supervisor = LocalSupervisor(
+                asyncio.get_running_loop(), self.config, self.directory, "ipc://nowhere", None, self._exited
+            )
+            found = act(supervisor)
+            await asyncio.sleep(0)
+            return found
+
+        return asyncio.run(story())
+
+    def _exited(self, incarnation: str, reason: str, permanent: bool) -> None:
+        self.exited.append((incarnation, reason, permanent))
+
+
+@pytest.fixture
+def scene(processes: Processes, tmp_path: Path) -> Scene:
+    return Scene(processes, tmp_path)
+
+
+def answers(process: "subprocess.Popen[str]") -> bool:
+    assert process.stdin is not None and process.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write("there?\n")
+        process.stdin.flush()
+    return process.stdout.readline() == "there?\n"
+
+
+def test_a_worker_that_still_runs_is_taken_up(scene: Scene) -> None:
+    worker = scene.stranger()
+    path = scene.record(worker.pid, created=records.made_at(worker.pid))
+    [found] = scene.run(lambda supervisor: supervisor.survivors())
+    assert (found.group, found.index, found.incarnation) == ("g", 0, path.stem)
+    assert path.exists() and answers(worker)
+
+
+@pytest.mark.parametrize("other", ["process", "host"])
+def test_whoever_got_the_process_id_of_a_dead_worker_is_left_alone(scene: Scene, other: str) -> None:
+    """After a reboot, or in a container that was started again, the same numbers are given to others."""
+    stranger = scene.stranger()
+    if other == "process":
+        path = scene.record(stranger.pid, created=records.made_at(stranger.pid) - 1000)
+    else:
+        path = scene.record(stranger.pid, created=records.made_at(stranger.pid), host="another boot/pid:[1]")
+    assert scene.run(lambda supervisor: supervisor.survivors()) == []
+    assert not path.exists()
+    assert answers(stranger)
+
+
+def test_what_a_dead_worker_has_left_in_its_session_is_ended(scene: Scene) -> None:
+    worker = scene.processes.start(
+        [sys.executable, "-c", LEAVES_ONE], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    created = records.made_at(worker.pid)
+    assert worker.stdout is not None
+    left = psutil.Process(int(worker.stdout.readline()))
+    scene.processes.adopt(left)
+    assert worker.wait(PATIENCE_S) == 0
+    path = scene.record(worker.pid, created=created)
+    assert scene.run(lambda supervisor: supervisor.survivors()) == []
+    assert not path.exists()
+    psutil.wait_procs([left], PATIENCE_S)
+    assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_worker_whose_place_the_pool_does_not_have_any_more_is_ended(scene: Scene) -> None:
+    config = msgspec.structs.replace(scene.config.groups["g"], gpus=["0"])
+    scene.config = msgspec.structs.replace(scene.config, groups={"g": config})
+    worker = scene.stranger()
+    path = scene.record(worker.pid, index=1, created=records.made_at(worker.pid))
+    assert scene.run(lambda supervisor: supervisor.survivors()) == []
+    assert not path.exists()
+    assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+
+
+def test_a_clock_that_is_set_makes_no_other_process_of_one(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = scene.stranger()
+    created = records.made_at(worker.pid)
+    booted = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 3600.0)
+    assert records.lives(worker.pid, created)
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No record can be written any more."""
+
+    def write_bytes(path: Path, _data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+
+
+@pytest.fixture
+def children(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> "list[subprocess.Popen[bytes]]":
+    """Every process that is started from now on."""
+    found: list[subprocess.Popen[bytes]] = []
+    popen: Any = subprocess.Popen
+
+    def start(*args: Any, **options: Any) -> Any:
+        found.append(popen(*args, **options))
+        processes.adopt(psutil.Process(found[-1].pid))
+        return found[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    return found
+
+
+@pytest.mark.usefixtures("full")
+def test_a_worker_of_which_no_record_can_be_written_is_one_that_could_not_be_started(
+    scene: Scene, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    scene.run(lambda supervisor: supervisor.start("g", 0, "g-0.2.1"))
+    [child] = children
+    assert child.poll() == -signal.SIGKILL
+    assert scene.exited == [("g-0.2.1", "the worker process could not be started: No space left on device", False)]
+
+
+@pytest.mark.usefixtures("full")
+def test_a_stager_of_which_no_record_can_be_written_is_ended_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    monkeypatch.setattr("enginepool.coordinator.stagers.AGAIN_S", (0.01, 0.01))
+    (tmp_path / "logs").mkdir()
+
+    async def story() -> None:
+        stagers = Stagers(asyncio.get_running_loop(), tmp_path, None, PATIENCE_S)
+        stagers.beside("g.0", {}, device="cpu", gpus=1)
+        async with asyncio.timeout(PATIENCE_S):
+            while len(children) < 3:
+                await asyncio.sleep(0.01)
+        stagers.end()
+
+    asyncio.run(story())
+    assert [child.poll() for child in children] == [-signal.SIGKILL] * len(children)
