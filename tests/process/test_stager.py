@@ -420,6 +420,59 @@ def test_an_update_that_was_received_is_there_for_the_successor_of_a_worker_that
     asyncio.run(story())
 
 
+def test_what_a_dead_worker_waited_for_is_no_answer_to_its_successor(place: Place, trainer: Trainer) -> None:
+    async def story() -> None:
+        async with place.worker() as worker:
+            assert (await worker.prepare()).code == ""
+            # Nobody else comes to this group, so that the stager is joining when its worker dies.
+            link = worker.weights._stager  # pyright: ignore[reportPrivateUsage]
+            link.tell(staging.JoinGroup(worker.update, "nobody", trainer.rendezvous.address, 2, 1, "gloo"))
+            await link.alive()
+        async with place.worker() as successor:
+            successor.update = worker.update
+            prepared = await successor.prepare()
+            assert (prepared.code, prepared.message) == ("", "")
+            assert (await successor.staged(trainer, trainer.fill(1))).code == ""
+
+    asyncio.run(story())
+
+
+def test_the_room_that_a_dead_worker_waited_for_is_not_its_successors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    making, may = threading.Event(), threading.Event()
+    path = str(tmp_path / "stager.sock")
+
+    def make_memory(nbytes: int, *, gpus: int) -> HostMemory:
+        making.set()
+        may.wait(PATIENCE_S)
+        return HostMemory(nbytes)
+
+    def reserve(number: int) -> staging.Reserve:
+        return staging.Reserve((number, 1), MODEL, BUCKET)
+
+    def link() -> StagerLink:
+        return StagerLink(path, "w", lambda _: None, lambda _: None)
+
+    async def story() -> None:
+        one = stager.Stager(staging.StagerSpec(socket=path))
+        server = await asyncio.start_unix_server(one.serve, path)
+        worker, successor = link(), link()
+        asking = asyncio.create_task(worker.ask(reserve(1), staging.Reserved))
+        assert await asyncio.to_thread(making.wait, PATIENCE_S)
+        asking.cancel()
+        await worker.close()
+        await successor.alive()
+        asking = asyncio.create_task(successor.ask(reserve(2), staging.Reserved))
+        await asyncio.sleep(0)
+        may.set()
+        reserved = await asking
+        assert (reserved.update, one.update and one.update.id) == ((2, 1), (2, 1))
+        await successor.close()
+        server.close()
+
+    monkeypatch.setattr(receiving, "make_memory", make_memory)
+    asyncio.run(story())
+
+
 def test_the_snapshot_serves_where_the_stager_was_killed(place: Place, trainer: Trainer) -> None:
     snapshot = place.directory / "snapshots" / f"g-{1:032x}"
     older = snapshot.with_name(f"g-{0:032x}")
@@ -593,7 +646,7 @@ def test_a_receiver_that_fails_as_nobody_foresaw_says_so_at_once(
     async def scene() -> list[Any]:
         said: list[Any] = []
         one = stager.Stager(staging.StagerSpec(socket="nowhere"))
-        monkeypatch.setattr(one, "_say", said.append)
+        monkeypatch.setattr(one, "_say", lambda message, _to: said.append(message))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         update = stager.Update(staging.Reserve((1, 1), [], 256), HostMemory(256))
         message = staging.JoinGroup((1, 1), "g", "127.0.0.1:1", 2, 1, "gloo")
         await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]

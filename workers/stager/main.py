@@ -38,6 +38,7 @@ from enginepool.workers.stager.messages import (
 )
 from enginepool.workers.stager.saving import Snapshots
 from enginepool.workers.stager.state import Kept, Update
+from enginepool.workers.stager.words import say, why
 
 if TYPE_CHECKING:
     from enginepool.group import Group
@@ -66,6 +67,7 @@ class Stager:
         #: the last snapshot in shared memory that this stager was asked for
         self.memory_snapshot = ""
         self._worker: asyncio.StreamWriter | None = None
+        self._making = asyncio.Lock()
         self._friends = 0
         self._alone_since = time.monotonic()
         self._snapshots = Snapshots(say)
@@ -83,7 +85,7 @@ class Stager:
                         self._worker.close()
                     self._worker = writer
                 elif self._worker is writer:
-                    await self._handle(message)
+                    await self._handle(message, writer)
         except Exception:
             # A worker that sends nonsense loses its connection, not the weights that are kept here; the log has the rest.
             traceback.print_exc()
@@ -94,9 +96,10 @@ class Stager:
                 self._worker = None
             writer.close()
 
-    def _say(self, message: FromStager) -> None:
-        if self._worker is not None and not self._worker.is_closing():
-            self._worker.write(packet(message))
+    def _say(self, message: FromStager, to: asyncio.StreamWriter | None) -> None:
+        """To the worker that asked; its successor waits for other answers."""
+        if to is not None and not to.is_closing():
+            to.write(packet(message))
 
     def owner_gone(self) -> None:
         """The program that embeds the pool ended: nobody will want the weights back from the host's memory."""
@@ -115,15 +118,12 @@ class Stager:
 
     # --- messages -------------------------------------------------------------------------------------------------------
 
-    async def _handle(self, message: FromWorker) -> None:
-        if isinstance(message, Room):
-            self._say(await asyncio.to_thread(self._room, message))
-        elif isinstance(message, Reserve):
-            self._forget()
-            self._say(await asyncio.to_thread(self._reserve, message))
+    async def _handle(self, message: FromWorker, worker: asyncio.StreamWriter) -> None:
+        if isinstance(message, Room | Reserve):
+            await self._make(message, worker)
         elif isinstance(message, JoinGroup):
             if self.update is None or self.update.id != message.update:
-                self._say(InGroup(message.update, "this update is not known here; the stager was started anew"))
+                self._say(InGroup(message.update, "this update is not known here; the stager was started anew"), worker)
                 return
             self.update.joining = True
             thread = threading.Thread(target=self._run, args=(self.update, message), name="receive", daemon=True)
@@ -134,7 +134,17 @@ class Stager:
         elif isinstance(message, Keep):
             self._keep(message)
         elif isinstance(message, AskHeld):
-            self._say(self._held(message.digest))
+            self._say(self._held(message.digest), worker)
+
+    async def _make(self, message: Room | Reserve, worker: asyncio.StreamWriter) -> None:
+        """Memory, on a thread; its worker may die meanwhile, and the next one asks for some."""
+        async with self._making:
+            if isinstance(message, Room):
+                reserved = await asyncio.to_thread(self._room, message)
+            else:
+                self._forget()
+                reserved = await asyncio.to_thread(self._reserve, message, worker)
+            self._say(reserved, worker)
 
     def _forget(self) -> None:
         """Leave whatever was begun and is not committed."""
@@ -144,7 +154,7 @@ class Stager:
         update.forgotten = True
         if update.joining:
             # The others may be waited for a long time yet, but not by the worker.
-            self._say(InGroup(update.id, "the update was given up meanwhile"))
+            self._say(InGroup(update.id, "the update was given up meanwhile"), update.worker)
         if update.received is None or update.received.message:
             self._leave()
 
@@ -182,7 +192,7 @@ class Stager:
             return Reserved(message=str(error))
         return Reserved(staging="device")
 
-    def _reserve(self, message: Reserve) -> Reserved:
+    def _reserve(self, message: Reserve, worker: asyncio.StreamWriter | None = None) -> Reserved:
         try:
             from enginepool.workers.stager import receiving
         except ImportError as error:
@@ -209,7 +219,7 @@ class Stager:
         if self.group is None:
             self.peer = receiving.new_peer()
         self.staging = memory.kind
-        self.update = Update(message, memory)
+        self.update = Update(message, memory, worker)
         return Reserved(message.update, memory.kind, self.peer, spaces=memory.spaces())
 
     # --- receiving ------------------------------------------------------------------------------------------------------
@@ -241,7 +251,7 @@ class Stager:
             reception = update.memory.reception(update.manifest, update.bucket_bytes, device)
             spaces = update.memory.spaces()
         except Exception as error:  # whatever it is: the worker waits for a word
-            self._soon(update, InGroup(update.id, _why(error)))
+            self._soon(update, InGroup(update.id, why(error)))
             return
         if self.kept is not None and self.kept.memory is update.memory:
             self._snapshots.leave_memory()
@@ -251,7 +261,7 @@ class Stager:
             digest, findings = reception.receive(group)
             received = Received(update.id, digest, findings, spaces)
         except Exception as error:
-            received = Received(update.id, message=_why(error), broken=isinstance(error, CollectiveError))
+            received = Received(update.id, message=why(error), broken=isinstance(error, CollectiveError))
         update.received = received
         self._soon(update, received)
 
@@ -259,7 +269,7 @@ class Stager:
         def say() -> None:
             if not update.forgotten:
                 update.joining = False
-                self._say(message)
+                self._say(message, update.worker)
 
         self.loop.call_soon_threadsafe(say)
 
@@ -280,22 +290,6 @@ class Stager:
             self.memory_snapshot = message.snapshot
         if kept is not None and message.snapshot:
             self._snapshots.write(kept, message.snapshot)
-
-
-def _why(error: Exception) -> str:
-    """One line; what nobody foresaw is told with its kind, and in full on stderr."""
-    from enginepool.group import CollectiveError
-
-    if isinstance(error, CollectiveError):
-        return str(error)
-    traceback.print_exception(error)
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-
-
-def say(line: str) -> None:
-    """One line on stderr, where the supervisor keeps it."""
-    sys.stderr.write(f"enginepool stager {os.getpid()}: {line}\n")
-    sys.stderr.flush()
 
 
 async def _serve(spec: StagerSpec) -> NoReturn:

@@ -1,5 +1,6 @@
 """What a stager knows: the update that it receives, and the committed weights that it keeps."""
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from enginepool.protocol.manifest import Tensor
@@ -10,13 +11,14 @@ if TYPE_CHECKING:
 
 
 class Update:
-    """What a stager knows of the update that it prepares for or receives."""
+    """What a stager knows of the update that it prepares for or receives, for the worker that asked for it."""
 
-    def __init__(self, message: Reserve, memory: "Memory") -> None:
+    def __init__(self, message: Reserve, memory: "Memory", worker: asyncio.StreamWriter | None = None) -> None:
         self.id = message.update
         self.manifest = message.manifest
         self.bucket_bytes = message.bucket_bytes
         self.memory = memory
+        self.worker = worker
         self.received: Received | None = None
         #: the worker waits for `in_group`
         self.joining = False
