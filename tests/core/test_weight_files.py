@@ -3,6 +3,8 @@
 import importlib
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,33 @@ def test_only_older_snapshots_of_the_same_group_are_removed(tmp_path: Path) -> N
     (tmp_path / "g-notes").write_text("kept")
     remove_older(str(tmp_path / f"g-{2:032x}"))
     assert sorted(os.listdir(tmp_path)) == sorted([f"g-{2:032x}", f"g-{3:032x}", f"g-h-{1:032x}", "g-notes"])
+
+
+def test_a_snapshot_of_a_new_run_removes_those_of_the_runs_before_and_is_removed_by_none_of_them(tmp_path: Path) -> None:
+    """Versions begin again with a run: the last snapshot of the one before must not stay in memory until they have come by."""
+    old, first, second = (tmp_path / name for name in (f"g-{9:032x}", f"g+1-{1:032x}", f"g+1-{2:032x}"))
+    saved(old, 1000)
+    saved(first, 1)
+    remove_older(str(old))
+    assert first.exists()
+    remove_older(str(first))
+    assert sorted(tmp_path.iterdir()) == [first]
+    saved(second, 2)
+    saved(tmp_path / f"g+10-{1:032x}", 1)
+    remove_older(str(second))
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / f"g+10-{1:032x}", second])
+
+
+def test_half_a_snapshot_of_a_stager_that_died_is_removed_with_the_next_one(tmp_path: Path) -> None:
+    """Where files cannot be without a name, as on NFS."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as dead:
+        dead.wait()
+    half, mine = (tmp_path / f"g-{1:032x}.{pid}" for pid in (dead.pid, os.getpid()))
+    half.write_bytes(b"half")
+    mine.write_bytes(b"being written")
+    saved(tmp_path / f"g-{2:032x}", 2)
+    remove_older(str(tmp_path / f"g-{2:032x}"))
+    assert sorted(os.listdir(tmp_path)) == sorted([mine.name, f"g-{2:032x}"])
 
 
 def test_a_checkpoint_is_read_from_its_headers_in_the_order_of_its_bytes(tmp_path: Path) -> None:

@@ -143,6 +143,14 @@ def test_a_snapshot_is_named_where_stagers_hold_all_bytes() -> None:
     assert pool.machine.core.groups["g"].weights.snapshot == ""
 
 
+def test_a_snapshot_is_named_with_its_run_where_versions_began_again() -> None:
+    pool, trainer, links = ready()
+    pool.machine.ending.snapshots = {"memory": "/dev/shm/pool"}
+    committed(pool, trainer, 7, links)
+    committed(pool, trainer, 1, links, new_run=True)
+    assert pool.machine.core.groups["g"].weights.snapshot == f"/dev/shm/pool/g+1-{DIGEST}"
+
+
 # --- who may publish ---------------------------------------------------------------------------------------------------
 
 

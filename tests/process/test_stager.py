@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,11 +184,14 @@ class NotedEngine(SimEngine):
 class Place:
     """A stager process and what it takes to have it again."""
 
-    def __init__(self, processes: Processes, directory: Path, orphan_s: float = PATIENCE_S) -> None:
+    def __init__(
+        self, processes: Processes, directory: Path, orphan_s: float = PATIENCE_S, lifeline: int | None = None
+    ) -> None:
         self.processes = processes
         self.directory = directory
         self.socket = str(directory / "stager.sock")
-        self.spec = {"socket": self.socket, "name": "g.0", "device": "cpu", "orphan_s": orphan_s}
+        self.lifeline = lifeline
+        self.spec = {"socket": self.socket, "name": "g.0", "device": "cpu", "orphan_s": orphan_s, "lifeline_fd": lifeline}
         self.start()
 
     def start(self) -> None:
@@ -195,7 +199,11 @@ class Place:
         Path(self.socket).unlink(missing_ok=True)
         environment = {**os.environ, "ENGINEPOOL_STAGER": msgspec.json.encode(self.spec).decode()}
         self.process = self.processes.start(
-            [sys.executable, "-m", "enginepool.workers.stager.main"], env=environment, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "enginepool.workers.stager.main"],
+            env=environment,
+            pass_fds=() if self.lifeline is None else (self.lifeline,),
+            stderr=subprocess.PIPE,
+            text=True,
         )
         end = time.monotonic() + PATIENCE_S
         while not os.path.exists(self.socket):
@@ -623,6 +631,36 @@ def test_a_stager_ends_when_nobody_needs_it_and_at_once_with_its_owner(processes
     os.close(read)
     os.close(write)
     assert process.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["written", "not written"])
+def test_no_snapshot_in_memory_outlives_the_owner(processes: Processes, tmp_path: Path, written: bool) -> None:
+    """Nor that of the version before, where the last one was not written yet."""
+    kept = Path(f"/dev/shm/enginepool-test-{secrets.token_hex(6)}")
+    processes.then(lambda: shutil.rmtree(kept, ignore_errors=True))
+    read, write = os.pipe()
+    place = Place(processes, tmp_path, lifeline=read)
+    os.close(read)
+
+    first = kept / f"g-{1:032x}"
+
+    async def story(trainer: Trainer) -> None:
+        async with place.worker() as worker:
+            digest = (await worker.staged(trainer, trainer.fill(1))).digest
+            worker.tell(Committed(worker.update, 1, digest, str(first)))
+            while not first.exists():
+                await asyncio.sleep(0.02)
+            if not written:
+                worker.tell(Committed((0, 0), 2, "another", str(kept / f"g-{2:032x}")))
+                await worker.weights._stager.alive()  # pyright: ignore[reportPrivateUsage]
+
+    trainer = Trainer()
+    asyncio.run(story(trainer))
+    trainer.group.abort()
+    trainer.rendezvous.close()
+    os.close(write)
+    assert place.process.wait(PATIENCE_S) == 0
+    assert not kept.exists()
 
 
 def test_sigterm_ends_a_stager_and_its_socket(place: Place) -> None:

@@ -37,6 +37,7 @@ from enginepool.workers.stager.messages import (
     read_spec,
 )
 from enginepool.workers.stager.saving import Snapshots
+from enginepool.workers.stager.snapshot import remove_all
 from enginepool.workers.stager.state import Kept, Update
 from enginepool.workers.stager.words import say, why
 
@@ -104,9 +105,7 @@ class Stager:
     def owner_gone(self) -> None:
         """The program that embeds the pool ended: nobody will want the weights back from the host's memory."""
         if self.memory_snapshot:
-            with contextlib.suppress(OSError):
-                os.unlink(self.memory_snapshot)
-                os.rmdir(os.path.dirname(self.memory_snapshot))  # when it was the last
+            remove_all(self.memory_snapshot)
         if not self.ended.done():
             self.ended.set_result("the process that owns this stager is gone")
 

@@ -76,13 +76,38 @@ def link(fd: int, path: str) -> bool:
 
 
 def remove_older(path: str) -> None:
-    """Remove what was kept of earlier versions of the same group, beside the snapshot `path` (GROUP-DIGEST)."""
-    newest = read_footer(path).version
-    group = Path(path).name.rpartition("-")[0]
-    for other in Path(path).parent.glob(f"{glob.escape(group)}-" + "[0-9a-f]" * 32):
+    """Remove what was kept of earlier versions and runs of the same group, beside the snapshot `path`, and what those who died
+    have left of theirs."""
+    run, newest = _group(path)[1], read_footer(path).version
+    for other in _of_group(path):
         with contextlib.suppress(SnapshotError, FileNotFoundError):
-            if read_footer(str(other)).version < newest:
-                other.unlink()
+            if (_group(other)[1], read_footer(other).version) < (run, newest):
+                os.unlink(other)
+    for part in _of_group(path, ".[0-9]*"):
+        if not os.path.exists(f"/proc/{part.rpartition('.')[2]}"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(part)
+
+
+def remove_all(path: str) -> None:
+    """Remove all snapshots of the group to which `path` belongs, also where that is not written yet, and an empty folder."""
+    for other in _of_group(path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(other)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(path))
+
+
+def _of_group(path: str, more: str = "") -> list[str]:
+    """The files beside `path` with names as snapshots of its group have them, and `more`."""
+    name = glob.escape(os.path.join(os.path.dirname(path), _group(path)[0]))
+    return [one for run in ("", "+[0-9]*") for one in glob.glob(f"{name}{run}-" + "[0-9a-f]" * 32 + more)]
+
+
+def _group(path: str) -> tuple[str, int]:
+    """(group, run) of a snapshot, by its name: GROUP-DIGEST, or GROUP+RUN-DIGEST, for versions begin again with each run."""
+    group, _, run = os.path.basename(path).rpartition("-")[0].partition("+")
+    return group, int(run or 0)
 
 
 def copy_snapshot(fd: int, path: str) -> None:

@@ -41,7 +41,9 @@ class Ending:
             return GroupWeights(offer.version, layered(before.digest, digest), run=run)
         folder = self.snapshots.get(group.config.snapshot, "")
         keeps = bool(folder) and offer.transfer == "staged"
-        snapshot = f"{folder}/{group.name}-{digest}" if keeps else ""
+        # Versions of different runs cannot be compared, and a stager removes what is older than what it writes.
+        name = f"{group.name}+{run}" if run else group.name
+        snapshot = f"{folder}/{name}-{digest}" if keeps else ""
         return GroupWeights(offer.version, digest, snapshot, offer.path, run)
 
     def commit(self, update: Update, weights: GroupWeights) -> None:
