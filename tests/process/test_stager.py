@@ -811,6 +811,37 @@ def test_an_update_that_is_forgotten_while_it_leaves_a_group_does_not_lose_that_
     asyncio.run(scene())
 
 
+def test_an_update_that_is_forgotten_before_its_first_byte_leaves_what_is_kept_in_its_memory() -> None:
+    class Group:
+        name = "g"
+
+        def abort(self) -> None:
+            pass
+
+    class Into:
+        def receive(self, _group: object) -> tuple[str, list[Any]]:
+            raise AssertionError("an update that is forgotten is not received")
+
+    async def scene() -> None:
+        one = stager.Stager(staging.StagerSpec(socket="nowhere"))
+
+        class Memory(Device):
+            def reception(self, *_: object) -> Any:
+                # It takes a moment to make one, and meanwhile the worker is told to release the update.
+                one._forget()  # pyright: ignore[reportPrivateUsage]
+                return Into()
+
+        memory: Any = Memory(256)
+        kept = one.kept = stager.Kept(1, "d", [], memory)
+        update = one.update = stager.Update(staging.Reserve((1, 2), [], 256), memory)
+        one.group = Group()  # type: ignore[assignment]
+        message = staging.JoinGroup((1, 2), "g", "127.0.0.1:1", 2, 1, "gloo")
+        await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
+        assert one.kept is kept
+
+    asyncio.run(scene())
+
+
 def test_several_writers_leave_every_byte_of_a_space_in_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(receiving, "WRITTEN", 1000)
     space = torch.randint(0, 256, (10_240,), dtype=torch.uint8)

@@ -252,6 +252,8 @@ class Stager:
         except Exception as error:  # whatever it is: the worker waits for a word
             self._soon(update, InGroup(update.id, why(error)))
             return
+        if update.forgotten:
+            return  # no byte of it comes, and what lies in its memory stays
         if self.kept is not None and self.kept.memory is update.memory:
             self._snapshots.leave_memory()
             self.kept = None
