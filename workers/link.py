@@ -22,6 +22,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
 from enginepool.protocol.messages import Accept, Message, Ping, Pong, ToWorker
 from enginepool.workers.events import Connected, Disconnected, Event, Exit, Frame, LifelineClosed, Received
+from enginepool.workers.machine import STALL_S
 from enginepool.workers.process import end_process, say
 from enginepool.workers.spec import SpecError
 
@@ -148,7 +149,7 @@ class Link:
         poller.register(self._wake_read, zmq.POLLIN)
         if self._lifeline is not None:
             poller.register(self._lifeline, zmq.POLLIN)
-        self._heard_at = time.monotonic()
+        looked_at = self._heard_at = time.monotonic()
         doom: float | None = None
         while self._linger_ms is None:
             # A blocked outbox means that the link is down or full; POLLOUT says when it is worth another try.
@@ -167,6 +168,10 @@ class Link:
                 self._deliver(LifelineClosed(time.monotonic()))
             self._write()
             now = time.monotonic()
+            if now - looked_at > STALL_S:
+                # This process stood still, and maybe all others with it: nobody is to blame for the silence.
+                self._heard_at = min(self._heard_at + now - looked_at, now)
+            looked_at = now
             if doom is not None and now > doom:
                 say("the owner is gone and the main thread does not answer: killed")
                 end_process(Exit.OWNER_GONE)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from enginepool.protocol.messages import (
     Tokenised,
 )
 from enginepool.workers.events import Exit
+from enginepool.workers.link import LIFELINE_GRACE_S, ORPHAN_GRACE
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.processes import Processes
 
@@ -343,6 +345,20 @@ def test_an_orphan_whose_main_thread_stands_still_ends(coordinator: Coordinator,
     coordinator.accept(orphan_s=0.1)
     coordinator.until_loading()
     assert worker.ends() == Exit.ORPHANED
+
+
+def test_a_worker_that_was_stopped_for_longer_than_an_orphan_lives_goes_on(coordinator: Coordinator, start: Start) -> None:
+    """A batch system suspends a job with its coordinator: nobody spoke because nobody could."""
+    worker = start()
+    coordinator.accept(orphan_s=1.0)
+    coordinator.until(Ready)
+    worker.process.send_signal(signal.SIGSTOP)
+    time.sleep(ORPHAN_GRACE * 1.0 + LIFELINE_GRACE_S + 0.5)  # shorter, and nobody had a reason to end it
+    worker.process.send_signal(signal.SIGCONT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.process.wait(0.5)
+    coordinator.send(Ping(7))
+    assert coordinator.until(Pong).at == 7
 
 
 # --- the end ------------------------------------------------------------------------------------------------------------
