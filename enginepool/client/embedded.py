@@ -24,6 +24,7 @@ import msgspec
 
 from enginepool.config import GroupConfig, PoolConfig, check_models, checked_config, encode_config
 from enginepool.errors import ConfigError
+from enginepool.folders import PrivateFolder, snapshot_folders
 from enginepool.protocol.messages import Failure
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
@@ -88,8 +89,9 @@ class EmbeddedCoordinator:
         parent = tempfile.gettempdir()
         if len(os.fsencode(parent)) > _LONGEST_PARENT:
             parent = "/tmp"
-        self.directory = Path(tempfile.mkdtemp(prefix="enginepool-", dir=parent))
-        self._remove = weakref.finalize(self, _remove, self.directory, os.getpid())
+        folder = PrivateFolder(Path(parent), "enginepool-", _forget)
+        self.directory = folder.path
+        self._remove = weakref.finalize(self, _remove, folder, os.getpid())
         standard = PoolConfig(groups={})
         if config.listen == standard.listen or config.listen.endswith((":*", ":0")):
             config = msgspec.structs.replace(config, listen=f"ipc://{self.directory}/pool.sock")
@@ -246,9 +248,14 @@ def _close(*descriptors: int) -> None:
         os.close(descriptor)
 
 
-def _remove(directory: Path, owner: int) -> None:
+def _remove(folder: PrivateFolder, owner: int) -> None:
     if os.getpid() == owner:
-        shutil.rmtree(directory, ignore_errors=True)
+        folder.remove()
+
+
+def _forget(directory: Path) -> None:
+    """A program was killed with all of its pool, which kept its state here: nobody wants its weights in memory any more."""
+    shutil.rmtree(snapshot_folders(directory)["memory"], ignore_errors=True)
 
 
 _living: "weakref.WeakSet[EmbeddedCoordinator]" = weakref.WeakSet()

@@ -10,7 +10,6 @@ workers end.
 import asyncio
 import contextlib
 import gc
-import hashlib
 import os
 import shutil
 import signal
@@ -33,6 +32,7 @@ from enginepool.coordinator.sockets import Router, Sockets
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, id_of, worker_event
 from enginepool.errors import ConfigError
+from enginepool.folders import snapshot_folders
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Failure
@@ -253,12 +253,6 @@ class Daemon:
             gc.callbacks.remove(self._pauses)
         self.sockets.close()
         self._stack.close()
-
-
-def snapshot_folders(directory: Path) -> dict[str, str]:
-    """Where the pool that keeps its state in `directory` keeps snapshots of weights, by the group option."""
-    pool = hashlib.blake2b(str(directory.resolve()).encode(), digest_size=6).hexdigest()
-    return {"memory": f"/dev/shm/enginepool-{pool}", "disk": str(directory.resolve() / "snapshots")}
 
 
 def say(text: str) -> None:

@@ -61,6 +61,7 @@ SHARED = (
     "enginepool.protocol",
     "enginepool.collective",
     "enginepool.digest",
+    "enginepool.folders",
     "enginepool.group",
     "enginepool.host",
     "enginepool.looking",

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, encode_config
-from enginepool.coordinator.daemon import snapshot_folders
+from enginepool.folders import snapshot_folders
 from tests.process.processes import Processes
 
 #: how long anything here may take before the test fails

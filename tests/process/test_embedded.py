@@ -21,6 +21,7 @@ from enginepool import BlockingPool, Pool, errors
 from enginepool.client import embedded
 from enginepool.client.embedded import EmbeddedCoordinator, RestartPolicy, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.folders import snapshot_folders
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.processes import Processes
 
@@ -165,6 +166,34 @@ def test_coordinator_and_workers_end_with_a_program_that_is_killed(processes: Pr
     assert psutil.wait_procs(pool, PATIENCE_S)[1] == []
     assert all(fork.is_running() for fork in forks)
     shutil.rmtree(directory)
+
+
+PRIVATE = """
+import sys
+from enginepool.client.embedded import EmbeddedCoordinator
+from enginepool.config import PoolConfig
+coordinator = EmbeddedCoordinator(PoolConfig(groups={}))
+print(coordinator.directory, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_program_leaves_that_is_killed_with_all_of_its_pool_is_removed_by_the_next_one(processes: Processes):
+    """A batch system kills all processes of a job at once; the weights that it kept in memory would stay there."""
+    program = processes.start([sys.executable, "-c", PRIVATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    directory = Path(program.stdout.readline().strip())
+    kept = Path(snapshot_folders(directory)["memory"])
+    kept.mkdir()
+    processes.then(lambda: shutil.rmtree(kept, ignore_errors=True))
+    (kept / "g-weights").write_bytes(b"large")
+    meanwhile = EmbeddedCoordinator(PoolConfig(groups={"g": SIM}))
+    assert directory.exists() and kept.exists()
+    program.kill()
+    program.wait(PATIENCE_S)
+    following = EmbeddedCoordinator(PoolConfig(groups={"g": SIM}))
+    assert not directory.exists() and not kept.exists()
+    assert meanwhile.directory.exists() and following.directory.exists()
 
 
 # --- coordinators that misbehave ---------------------------------------------------------------------------------------

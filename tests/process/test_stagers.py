@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from enginepool.config import PoolConfig, encode_config
-from enginepool.coordinator.daemon import snapshot_folders
+from enginepool.folders import snapshot_folders
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 

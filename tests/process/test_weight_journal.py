@@ -9,9 +9,9 @@ import msgspec
 import pytest
 import zmq
 
-from enginepool.coordinator.daemon import snapshot_folders
 from enginepool.coordinator.events import GroupWeights
 from enginepool.coordinator.journal import Journal
+from enginepool.folders import snapshot_folders
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (
     Accept,

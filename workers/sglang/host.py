@@ -10,7 +10,6 @@ import atexit
 import contextlib
 import multiprocessing
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -24,6 +23,7 @@ from typing import Any
 
 import psutil
 
+from enginepool.folders import PrivateFolder
 from enginepool.workers.sglang.process import NOTES_VARIABLE
 
 STOP_S = 15.0
@@ -45,7 +45,8 @@ class EngineHost:
         self._built: Future[Any] = Future()
         self._wake, self._woken = multiprocessing.Pipe()
         self._stopping = False
-        self._notes = Path(tempfile.mkdtemp(prefix="enginepool-"))
+        self._folder = PrivateFolder(Path(tempfile.gettempdir()), "enginepool-notes-")
+        self._notes = self._folder.path
         #: Processes of this process that are not the engine's.
         self._others = {child.pid for child in multiprocessing.active_children()}
 
@@ -101,7 +102,7 @@ class EngineHost:
 
     def last_error(self) -> str:
         """What one of the engine's processes logged as its last error; empty when none did."""
-        for path in sorted(self._notes.glob("*"), key=lambda path: path.stat().st_mtime, reverse=True):
+        for path in sorted(self._notes.glob("[0-9]*"), key=lambda path: path.stat().st_mtime, reverse=True):
             role, error = self._note(int(path.name))
             if error:
                 return f"the engine's {role} failed: {error}"
@@ -117,7 +118,7 @@ class EngineHost:
                 self._kill()  # a build ends only when its processes do
             self._thread.join(0.2)
         self._kill()
-        shutil.rmtree(self._notes, ignore_errors=True)
+        self._folder.remove()
 
     def _children(self) -> list[BaseProcess]:
         return [child for child in multiprocessing.active_children() if child.pid not in self._others]

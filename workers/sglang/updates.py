@@ -10,7 +10,6 @@ import importlib
 import itertools
 import os
 import pickle
-import shutil
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from enginepool.folders import PrivateFolder
+from enginepool.host import SHARED
 from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding
@@ -57,8 +58,9 @@ class EngineWeights:
         self._unless_over = unless_over
         self._numbers = itertools.count()
         #: where answers are left: in memory, where the host has a place for that
-        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        self._answers = Path(tempfile.mkdtemp(prefix="enginepool-", dir=shared))
+        shared = SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
+        self._folder = PrivateFolder(shared, "enginepool-answers-")
+        self._answers = self._folder.path
         #: what the schedulers have ready to take, and its name
         self._ready: tuple[NewWeights, int] | None = None
         self._model: ModelTensors | None = None
@@ -71,7 +73,7 @@ class EngineWeights:
 
     def close(self) -> None:
         """Remove what lies in files."""
-        shutil.rmtree(self._answers, ignore_errors=True)
+        self._folder.remove()
 
     async def describe(self) -> None:
         """Learn what an update of this model consists of. Called once, before the engine serves."""
