@@ -5,6 +5,7 @@ lend it: random bytes at its end, which are gone before its content changes. Who
 seal there has copied what was there when it was lent.
 """
 
+import contextlib
 import importlib
 import os
 import weakref
@@ -45,9 +46,7 @@ class HostSpace:
             os.posix_fallocate(self.fd, 0, nbytes)
         self.nbytes = nbytes
         space = torch.from_file(f"/proc/self/fd/{self.fd}", shared=True, size=nbytes, dtype=torch.uint8)
-        self._pinned = pinned
-        if pinned:
-            torch.cuda.cudart().cudaHostRegister(space.data_ptr(), nbytes, 0)
+        self._pinned = pinned and _pin(space)
         #: one for each device of the engine: here all of them map the same
         self.tensors = [space]
         _made[space.data_ptr()] = self
@@ -67,6 +66,16 @@ class HostSpace:
         if getattr(self, "_pinned", False) and hasattr(self, "tensors"):
             # While it is mapped: else the next memory at its address could not be pinned, and CUDA would have an error to tell.
             torch.cuda.cudart().cudaHostUnregister(self.tensors[0].data_ptr())
+
+
+def _pin(space: Any) -> bool:
+    """Have a GPU copy from it at full speed; whether it can."""
+    if int(torch.cuda.cudart().cudaHostRegister(space.data_ptr(), space.numel(), 0)) == 0:
+        return True
+    # CUDA keeps the error, and tells it to the next kernel: to this one, and not to somebody's who has nothing to do with it.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
 
 
 class DeviceSpace:

@@ -113,8 +113,9 @@ def test_pinned_memory_is_given_back_to_cuda_while_it_is_still_mapped(monkeypatc
         return any(int(line.split("-")[0], 16) <= at < int(line.split("-")[1].split()[0], 16) for line in lines)
 
     class Cudart:
-        def cudaHostRegister(self, at: int, nbytes: int, flags: int) -> None:
+        def cudaHostRegister(self, at: int, nbytes: int, flags: int) -> int:
             told.append((f"register {nbytes} {flags}", at, mapped(at)))
+            return 0
 
         def cudaHostUnregister(self, at: int) -> None:
             told.append(("unregister", at, mapped(at)))
@@ -126,6 +127,33 @@ def test_pinned_memory_is_given_back_to_cuda_while_it_is_still_mapped(monkeypatc
     assert told == [("register 1048576 0", at, True), ("unregister", at, True)]
     HostSpace(1024)
     assert len(told) == 2
+
+
+def test_memory_that_cuda_does_not_pin_is_used_as_it_is_and_nobody_else_hears_of_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA keeps the last error and tells it to the next kernel, whoever started that."""
+    last: list[str] = []
+
+    class Cudart:
+        def cudaHostRegister(self, _at: int, _nbytes: int, _flags: int) -> int:
+            last.append("out of memory")
+            return 2
+
+        def cudaHostUnregister(self, _at: int) -> None:
+            raise AssertionError("what was not pinned cannot be given back")
+
+    def zeros(_size: int, device: str) -> None:
+        assert device == "cuda"
+        if last:
+            raise RuntimeError(f"CUDA error: {last.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    memory = HostSpace(1024, pinned=True)
+    assert last == []
+    memory.tensors[0].fill_(1)
+    memory.__del__()
 
 
 def test_a_seal_is_another_one_each_time_and_breaks_before_the_content_changes() -> None:
