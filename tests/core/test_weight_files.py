@@ -71,6 +71,16 @@ def test_a_snapshot_says_what_it_holds_and_is_whole(tmp_path: Path) -> None:
     assert os.listdir(other.parent) == ["g-1"]
 
 
+def test_a_footer_that_the_system_takes_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[:100], at))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    fd = unnamed_file(tmp_path)
+    write_footer(fd, NBYTES, Footer(3, "f" * 32, MANIFEST))
+    assert link(fd, str(tmp_path / "g-1"))
+    os.close(fd)
+    assert read_footer(str(tmp_path / "g-1")) == Footer(3, "f" * 32, MANIFEST)
+
+
 def test_what_is_no_snapshot_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "g-1"
     saved(path)

@@ -34,11 +34,14 @@ class Footer(msgspec.Struct, frozen=True):
 
 
 def write_footer(fd: int, nbytes: int, footer: Footer) -> None:
-    """Complete the file `fd`, whose first `nbytes` bytes are the space."""
+    """Complete the file `fd`, whose first `nbytes` bytes are the space. Raises OSError."""
     text = msgspec.json.encode(footer)
     data = text + len(text).to_bytes(8, "little") + _MAGIC
     os.ftruncate(fd, nbytes)
-    os.pwrite(fd, data, nbytes)
+    written = 0
+    while written < len(data):
+        # Where room runs out the system may take a part, and say at the next one that there is none.
+        written += os.pwrite(fd, data[written:], nbytes + written)
 
 
 def read_footer(path: str) -> Footer:
