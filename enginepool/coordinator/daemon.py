@@ -37,6 +37,8 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Failure
 
+#: stagers that owe nothing end within this
+QUIET_S = 1.0
 CONFIG_VARIABLE = "ENGINEPOOL_CONFIG"
 LIFELINE_VARIABLE = "ENGINEPOOL_LIFELINE"
 #: What requests are made of is freed by reference counts; a full collection over a long queue would stop everything.
@@ -210,11 +212,22 @@ class Daemon:
         elif type(effect) is ef.WriteJournal:
             self._writer.submit(self._commit, effect)
         elif type(effect) is ef.Drained:
-            self._end_all()  # the workers are gone; their stagers are not
-            if not self.ended.done():
-                self.ended.set_result(0)
+            # The workers are gone; their stagers are not.
+            if self._lifeline is not None:
+                self._end_now(0)
+            else:
+                self.supervisor.finish(self._finished)
+                self.loop.call_later(QUIET_S, self._still_finishing)
         else:
             raise AssertionError(f"no way to perform {effect}")
+
+    def _still_finishing(self) -> None:
+        if not self.ended.done():
+            say("the workers have ended; committed weights are being written for those who come after them")
+
+    def _finished(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(0)
 
     def _commit(self, effect: ef.WriteJournal) -> None:
         """In the writer's thread, the only one that writes after the start. A held group waits: the loop is told straight."""

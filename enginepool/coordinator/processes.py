@@ -1,7 +1,10 @@
 """Processes that are written down: a pid is given again, so it is kept beside it when its process was made, and where."""
 
 import os
+import signal
 from pathlib import Path
+
+import psutil
 
 #: clock ticks in a second, as /proc counts them
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -32,6 +35,16 @@ def lives(pid: int, made: float) -> bool:
     except OSError:
         return False
     return int(stat[_MADE]) / _TICKS == made and stat[_STATE] not in ("Z", "X")
+
+
+def kill_session(leader: int) -> None:
+    """SIGKILL what is in the session that `leader` leads or led. Nothing else can have that session id while a member lives."""
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader:
+                os.kill(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
 
 
 def _stat(pid: int) -> list[str]:

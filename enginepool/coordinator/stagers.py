@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,8 @@ from enginepool.host import host_identity
 
 #: a stager that ended by itself is started again after this, and after twice as long each further time, up to the second
 AGAIN_S = (0.5, 30.0)
+#: a snapshot that takes longer is given up at the end of a pool
+FINISH_S = 600.0
 #: how often a stager that starts is tried
 CONNECT_S = 0.1
 #: bytes of the path of a Unix socket
@@ -64,6 +66,8 @@ class Stagers:
         self._orphan_s = orphan_s
         self._stagers: dict[str, _Stager] = {}
         self._ended = False
+        #: called when all of them have ended, where somebody waits for that
+        self._all_gone: Callable[[], None] | None = None
         self._directory.mkdir(exist_ok=True)
 
     def beside(self, place: str, environment: Mapping[str, str], *, device: str, gpus: int) -> str:
@@ -105,7 +109,23 @@ class Stagers:
             if record is not None and record.lives:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(record.pid, signal.SIGKILL)
-            path.unlink()
+            path.unlink(missing_ok=True)
+
+    def finish(self, gone: Callable[[], None]) -> None:
+        """Ask all of them to end, which they do when the snapshots are written that they owe; `gone` is called then."""
+        self._ended, self._all_gone = True, gone
+        for stager in self._stagers.values():
+            if stager.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(stager.pid, signal.SIGTERM)
+                    os.kill(stager.pid, signal.SIGCONT)  # one that is stopped would never hear of it
+        self._loop.call_later(FINISH_S, self.end)
+        self._loop.call_soon(self._maybe_gone)
+
+    def _maybe_gone(self) -> None:
+        if self._all_gone is not None and not any(stager.pid for stager in self._stagers.values()):
+            gone, self._all_gone = self._all_gone, None
+            gone()
 
     # --- one of them ----------------------------------------------------------------------------------------------------
 
@@ -169,8 +189,10 @@ class Stagers:
         if stager.connection is not None:
             stager.connection.close()
             stager.connection = None
-        if not self._ended:
-            (self._directory / f"{place}.json").unlink(missing_ok=True)
+        (self._directory / f"{place}.json").unlink(missing_ok=True)
+        if self._ended:
+            self._maybe_gone()
+        else:
             self._later(place)
 
     def _later(self, place: str) -> None:

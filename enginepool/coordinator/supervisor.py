@@ -20,7 +20,7 @@ import psutil
 
 from enginepool.config import GroupConfig, PoolConfig
 from enginepool.coordinator.events import LiveProcess
-from enginepool.coordinator.processes import is_the_one, lives, made_at
+from enginepool.coordinator.processes import is_the_one, kill_session, lives, made_at
 from enginepool.coordinator.stagers import Stagers
 from enginepool.host import host_identity
 
@@ -52,6 +52,10 @@ class Supervisor(Protocol):
 
     def kill_all(self) -> None:
         """End all of them and everything that stands beside them, without waiting."""
+        ...
+
+    def finish(self, gone: Callable[[], None]) -> None:
+        """The same, but what stands beside them may write first what it owes; `gone` is called when that has ended."""
         ...
 
 
@@ -118,7 +122,7 @@ class LocalSupervisor:
                 continue
             # Its pid may be somebody else's by now; it cannot be while its session has members.
             if here and (not psutil.pid_exists(record.pid) or is_the_one(record.pid, record.created)):
-                _kill_group(record.pid)
+                kill_session(record.pid)
             path.unlink()
         return found
 
@@ -234,12 +238,19 @@ class LocalSupervisor:
         record = self._processes.get(incarnation)
         if record is not None:
             self._killed.setdefault(incarnation, reason)
-            _kill_group(record.pid)
+            kill_session(record.pid)
 
     def kill_all(self) -> None:
+        self._kill_workers()
+        self._stagers.end()
+
+    def finish(self, gone: Callable[[], None]) -> None:
+        self._kill_workers()
+        self._stagers.finish(gone)
+
+    def _kill_workers(self) -> None:
         for incarnation in list(self._processes):
             self.kill(incarnation, "the pool ends")
-        self._stagers.end()
 
     def _watch_leader(self, record: _Record) -> None:
         self._when_ended(record.pid, lambda: self._leader_ended(record))
@@ -261,7 +272,7 @@ class LocalSupervisor:
     def _leader_ended(self, record: _Record) -> None:
         child = self._children.pop(record.incarnation, None)
         code = child.wait() if child is not None else None
-        _kill_group(record.pid)
+        kill_session(record.pid)
         self._await_group(record, code)
 
     def _await_group(self, record: _Record, code: int | None) -> None:
@@ -319,16 +330,6 @@ def last_line(log: bytes) -> str:
     """The last line, as a terminal shows it: a bar of progress writes one over the other, with a return between them."""
     lines = log.decode(errors="replace").replace("\r", "\n").split("\n")
     return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")
-
-
-def _kill_group(leader: int) -> None:
-    """SIGKILL what is in the session that `leader` leads or led. Nothing else can have that session id while a member lives."""
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == leader:
-                os.kill(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:

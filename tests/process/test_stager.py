@@ -181,8 +181,24 @@ class NotedEngine(SimEngine):
         return await SimEngine.take(self, weights, version, digest)
 
 
+#: a stager whose snapshots are written when the file of this name is there
+SLOW = """
+import os, sys, time
+from enginepool.workers.stager import main, receiving
+save = receiving.HostMemory.save
+def slowly(*args):
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.02)
+    save(*args)
+receiving.HostMemory.save = slowly
+main.main()
+"""
+
+
 class Place:
     """A stager process and what it takes to have it again."""
+
+    command = ("-m", "enginepool.workers.stager.main")
 
     def __init__(
         self, processes: Processes, directory: Path, orphan_s: float = PATIENCE_S, lifeline: int | None = None
@@ -199,7 +215,7 @@ class Place:
         Path(self.socket).unlink(missing_ok=True)
         environment = {**os.environ, "ENGINEPOOL_STAGER": msgspec.json.encode(self.spec).decode()}
         self.process = self.processes.start(
-            [sys.executable, "-m", "enginepool.workers.stager.main"],
+            [sys.executable, *self.command],
             env=environment,
             pass_fds=() if self.lifeline is None else (self.lifeline,),
             stderr=subprocess.PIPE,
@@ -661,6 +677,33 @@ def test_no_snapshot_in_memory_outlives_the_owner(processes: Processes, tmp_path
     os.close(write)
     assert place.process.wait(PATIENCE_S) == 0
     assert not kept.exists()
+
+
+def test_a_stager_that_is_asked_to_end_writes_the_snapshot_that_it_owes_first(
+    processes: Processes, tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are committed, and its memory has them alone."""
+    gate, snapshot = tmp_path / "gate", tmp_path / "snapshots" / f"g-{1:032x}"
+    monkeypatch.setattr(Place, "command", ("-c", SLOW, str(gate)))
+    place = Place(processes, tmp_path)
+
+    async def story() -> str:
+        async with place.worker() as worker:
+            digest = (await worker.staged(trainer, trainer.fill(1))).digest
+            worker.tell(Committed(worker.update, 1, digest, str(snapshot)))
+            await worker.weights._stager.alive()  # pyright: ignore[reportPrivateUsage]
+        return digest
+
+    digest = asyncio.run(story())
+    place.process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + PATIENCE_S
+    while os.path.exists(place.socket):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    assert not snapshot.exists()
+    gate.touch()
+    assert place.process.wait(PATIENCE_S) == 0
+    assert read_footer(str(snapshot)).digest == digest
 
 
 def test_sigterm_ends_a_stager_and_its_socket(place: Place) -> None:

@@ -168,6 +168,49 @@ def test_a_worker_of_which_no_record_can_be_written_is_one_that_could_not_be_sta
     assert scene.exited == [("g-0.2.1", "the worker process could not be started: No space left on device", False)]
 
 
+#: ends when it is asked to, some time later, and says that it has
+ENDS_LATER = """
+import os, signal, sys, time
+def end(*_):
+    time.sleep(0.5)
+    open(os.environ["SAID"], "w").close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+open(os.environ["SAID"] + ".ready", "w").close()
+time.sleep(600)
+"""
+
+
+def test_stagers_are_waited_for_when_a_pool_ends_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    popen: Any = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", ENDS_LATER], **options))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    (tmp_path / "logs").mkdir()
+    said = {place: tmp_path / place for place in ("g.0", "g.1")}
+
+    async def until(true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not true():
+                await asyncio.sleep(0.02)
+
+    async def story() -> None:
+        stagers = Stagers(asyncio.get_running_loop(), tmp_path, None, PATIENCE_S)
+        for place, path in said.items():
+            stagers.beside(place, {"SAID": str(path)}, device="cpu", gpus=1)
+        await until(lambda: all(path.with_name(f"{path.name}.ready").exists() for path in said.values()))
+        gone = asyncio.Event()
+        stagers.finish(gone.set)
+        assert not gone.is_set()
+        async with asyncio.timeout(PATIENCE_S):
+            await gone.wait()
+        assert all(path.exists() for path in said.values())
+
+    asyncio.run(story())
+    assert [child.poll() for child in children] == [0, 0]
+    assert list((tmp_path / "stagers").glob("*.json")) == []
+
+
 @pytest.mark.usefixtures("full")
 def test_a_stager_of_which_no_record_can_be_written_is_ended_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"

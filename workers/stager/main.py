@@ -2,7 +2,7 @@
 
 `python -m enginepool.workers.stager.main`, with its configuration in the environment (`messages.py`). It never touches the
 engine: the worker gives the engine what lies in its spaces, so it can be killed at any time. It outlives its worker, and ends
-with its owner. torch is imported when the first update comes.
+with its owner; asked to end, it first writes the snapshots that it owes. torch is imported when the first update comes.
 """
 
 import asyncio
@@ -67,6 +67,8 @@ class Stager:
         self.device_memory: Memory | None = None
         #: the last snapshot in shared memory that this stager was asked for
         self.memory_snapshot = ""
+        #: nobody will come back to what is committed here
+        self.unwanted = False
         self._worker: asyncio.StreamWriter | None = None
         self._making = asyncio.Lock()
         self._friends = 0
@@ -103,11 +105,19 @@ class Stager:
             to.write(packet(message))
 
     def owner_gone(self) -> None:
-        """The program that embeds the pool ended: nobody will want the weights back from the host's memory."""
+        """The program that embeds the pool ended: nobody will want the weights back."""
+        assert self.spec.lifeline_fd is not None
+        self.loop.remove_reader(self.spec.lifeline_fd)
         if self.memory_snapshot:
             remove_all(self.memory_snapshot)
-        if not self.ended.done():
-            self.ended.set_result("the process that owns this stager is gone")
+        if self.ended.done():
+            os._exit(0)  # from writing them
+        self.unwanted = True
+        self.ended.set_result("the process that owns this stager is gone")
+
+    def finish(self) -> None:
+        """Return when the snapshots are written that were asked for."""
+        self._snapshots.finish()
 
     def tick(self) -> None:
         """Called every TICK_S: whether somebody still needs this process."""
@@ -315,6 +325,8 @@ async def _serve(spec: StagerSpec) -> NoReturn:
     server.close()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(spec.socket)
+    if not stager.unwanted:
+        await asyncio.to_thread(stager.finish)
     sys.stderr.flush()
     # Threads may wait for peers that are gone.
     os._exit(0)

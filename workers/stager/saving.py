@@ -42,6 +42,11 @@ class Snapshots:
         self._thread = threading.Thread(target=self._write, args=(one,), name="save", daemon=True)
         self._thread.start()
 
+    def finish(self) -> None:
+        """Return when all of them are written, or given up."""
+        if self._thread is not None:
+            self._thread.join()
+
     def leave_memory(self) -> None:
         """Return when none of them reads memory that was kept: it is about to change.
 
