@@ -30,10 +30,16 @@ class CheckpointError(Exception):
 
 def checkpoint_files(path: str) -> list[Path]:
     """The files with weights, in order. Raises CheckpointError."""
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
+    try:
+        folder = Path(path).expanduser()
+        found = folder.is_dir()
+        files = sorted(folder.glob("*.safetensors"))
+    except OSError as error:  # a name that is too long, a directory that this user may not look into
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    except RuntimeError as error:  # `~name` of a user that this host does not have
+        raise CheckpointError(f"{path}: {error}") from None
+    if not found:
         raise CheckpointError(f"{path}: there is no such directory here")
-    files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(f"{path}: no safetensors files in it")
     return files
@@ -80,7 +86,7 @@ def _header(file: Path) -> tuple[list[Tensor], int]:
         whole = not entries or entries[-1][1]["data_offsets"][1] == size
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a safetensors file ({error})") from None
     if not whole:
         raise CheckpointError(f"{file}: truncated")

@@ -1,5 +1,6 @@
 """Weights in files: checkpoints and snapshots are read without torch, and what is not one is refused by name."""
 
+import errno
 import importlib
 import os
 import random
@@ -159,6 +160,30 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         file.write_bytes(data)
         with pytest.raises(CheckpointError, match=why):
             checkpoint_tensors(str(model))
+    odd = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": []}}'
+    for header in (b"[]", b"null", b"[" * 100_000, odd):
+        file.write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(CheckpointError, match="not a safetensors file"):
+            checkpoint_tensors(str(model))
+
+
+def test_a_checkpoint_s_path_that_no_directory_can_have_here_is_refused_and_harms_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path, why in (
+        (f"/{'a' * 300}", "File name too long"),
+        ("~no-such-user-here/model", "home directory"),
+        ("/a\0b", "no such directory"),
+    ):
+        with pytest.raises(CheckpointError, match=why):
+            checkpoint_tensors(path)
+
+    def forbidden(path: Path) -> bool:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(Path, "is_dir", forbidden)  # what it raises where a directory above may not be entered
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        checkpoint_tensors(str(tmp_path))
 
 
 def test_sim_scores_depend_on_the_digest_of_the_weights() -> None:
