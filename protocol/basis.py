@@ -8,6 +8,10 @@ PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_LABELS = 4096
 MAX_ID = 2**63 - 1
+#: Characters of a text for people, where the message would not fit frame 0 with all of it.
+MAX_TEXT = 500
+#: Findings in one message.
+MAX_FINDINGS = 4096
 #: Frame 0 over this many bytes is refused before it is decoded.
 MAX_HEADER_BYTES = 1 << 20
 

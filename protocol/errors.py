@@ -6,8 +6,7 @@ section "Errors" is the specification of this table; a test holds the two togeth
 
 from typing import Literal, NamedTuple
 
-#: characters of an error's message or field
-MAX_TEXT = 500
+from enginepool.protocol.basis import MAX_TEXT
 
 Fault = Literal["caller", "pool", "nobody"]
 
@@ -50,6 +49,11 @@ CODES: dict[str, CodeFacts] = {
 }
 
 
+def brief(text: str) -> str:
+    """A text for people, cut off where it is longer than anybody reads."""
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
+
+
 class WireError(Exception):
     """A message or a field that is refused.
 
@@ -66,6 +70,6 @@ class WireError(Exception):
         super().__init__(message)
         self.code = code
         # Messages and fields may repeat what a peer sent; an error is a line, not an echo.
-        self.message = message if len(message) <= MAX_TEXT else message[:MAX_TEXT] + "…"
+        self.message = brief(message)
         self.field = field[:MAX_TEXT]
         self.limit = limit

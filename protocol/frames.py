@@ -5,16 +5,19 @@ Everything here raises `WireError` with a code of `errors.CODES`; nothing else e
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
-from enginepool.protocol.errors import WireError
+from enginepool.protocol.errors import WireError, brief
 from enginepool.protocol.messages import MAX_HEADER_BYTES, FrameSpec, Message
 
 Buffer = bytes | memoryview
 
 ITEM_BYTES = {"int32": 4, "uint32": 4, "float32": 4, "utf8": 1}
+
+#: fields, also of structures, whose text is for people alone
+_TEXTS = frozenset({"message", "detail", "reason", "field", "limit", "evidence", "down", "needs_weights"})
 
 _encoder = msgspec.msgpack.Encoder()
 _AT = re.compile(r" - at `\$\.?(.*)`$")
@@ -22,8 +25,26 @@ _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
 def encode_header(message: Message) -> bytes:
-    """Frame 0 of `message`."""
-    return _encoder.encode(message)
+    """Frame 0 of `message`. Where it would be longer than a receiver reads, its texts for people are cut off.
+
+    They may repeat what a peer sent, or be what a library said; a peer that gets what it cannot read waits, or drops the link.
+    """
+    header = _encoder.encode(message)
+    if len(header) <= MAX_HEADER_BYTES:
+        return header
+    return _encoder.encode(_shortened(msgspec.to_builtins(message, builtin_types=(bytes,))))
+
+
+def _shortened(value: Any, name: str = "") -> Any:
+    if isinstance(value, str) and name in _TEXTS:
+        return brief(value)
+    if isinstance(value, dict):
+        fields = cast("dict[str, Any]", value)
+        return {key: _shortened(entry, key) for key, entry in fields.items()}
+    if isinstance(value, list | tuple):
+        entries = cast("Sequence[Any]", value)
+        return [_shortened(entry, name) for entry in entries]
+    return value
 
 
 def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer) -> Any:

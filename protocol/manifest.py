@@ -9,7 +9,9 @@ from math import prod
 
 import msgspec
 
+from enginepool.protocol.basis import MAX_FINDINGS
 from enginepool.protocol.errors import WireError
+from enginepool.protocol.updates import Finding
 
 #: bytes of one element
 SIZES = {
@@ -90,6 +92,11 @@ def difference(offered: Manifest, model: Manifest, optional: frozenset[str] = fr
         if missing:
             return f"missing names: {_some(missing)} (partial = true allows it)"
     return ""
+
+
+def worst(findings: list[Finding], most: int = MAX_FINDINGS) -> list[Finding]:
+    """What a message says of so many: it has to fit frame 0, and zeros are the least of it."""
+    return findings if len(findings) <= most else sorted(findings, key=lambda finding: finding.kind == "zero")[:most]
 
 
 def _plain_float(dtype: str) -> bool:

@@ -11,10 +11,12 @@ from typing import Literal
 
 import msgspec
 
+from enginepool.protocol.basis import MAX_FINDINGS as MAX_FINDINGS
 from enginepool.protocol.basis import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from enginepool.protocol.basis import MAX_ID as MAX_ID
 from enginepool.protocol.basis import MAX_LABELS as MAX_LABELS
 from enginepool.protocol.basis import MAX_PRIORITY as MAX_PRIORITY
+from enginepool.protocol.basis import MAX_TEXT as MAX_TEXT
 from enginepool.protocol.basis import PROTOCOL_VERSION, FrameSpec, Message, TaskId
 from enginepool.protocol.basis import Dtype as Dtype
 from enginepool.protocol.updates import (

@@ -16,7 +16,7 @@ from enginepool.host import host_identity
 from enginepool.protocol.basis import FrameSpec, TaskId
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.layout import layout
-from enginepool.protocol.manifest import Tensor, decode_manifest, difference
+from enginepool.protocol.manifest import Tensor, decode_manifest, difference, worst
 from enginepool.protocol.updates import (
     Committed,
     Examine,
@@ -259,7 +259,7 @@ class Weights:
             return Staged(message.update, code="update_aborted", message=str(error))
         pending.ready_s = await self._opened.get_ready(weights)
         pending.received = Received(message.update, digest, findings, message.spaces)
-        return Staged(message.update, digest, findings)
+        return Staged(message.update, digest, worst(findings))
 
     def _say_staged(self, pending: Pending) -> None:
         """Say it if it is so."""
@@ -268,7 +268,8 @@ class Weights:
             return
         pending.joined = not received.message
         code = "update_aborted" if received.message else ""
-        self._answer(Staged(received.update, received.digest, received.findings, code, received.message, received.broken))
+        findings = worst(received.findings)
+        self._answer(Staged(received.update, received.digest, findings, code, received.message, received.broken))
 
     def _stager_lost(self, reason: str) -> None:
         # What it had for the engine to open, nobody else has.
@@ -353,7 +354,7 @@ class Weights:
                 self._answer(Inspected(message.task, dtype=dtype, frames=[spec]), (tensor.tobytes(),))
                 return
             digest, findings = await self._engine.inspect(message.what)
-            self._answer(Inspected(message.task, digest=digest, findings=findings))
+            self._answer(Inspected(message.task, digest=digest, findings=worst(findings)))
         except EngineError as error:
             self._answer(Inspected(message.task, code="engine_error", message=str(error)))
         except EngineDied as error:

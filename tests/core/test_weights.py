@@ -7,7 +7,10 @@ import pytest
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.events import GroupWeights
+from enginepool.protocol.basis import MAX_FINDINGS, MAX_HEADER_BYTES
+from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered
+from enginepool.protocol.manifest import worst
 from enginepool.protocol.messages import Capabilities, Failure, Stage
 from enginepool.protocol.updates import (
     Abandon,
@@ -342,6 +345,36 @@ def test_zeros_are_refused_where_the_committed_weights_have_none() -> None:
     sent = pool.tell(links[0], Inspected(question.task, findings=[Finding("b", "zero", 3)]))
     assert refusal(sent, 1).field == "w"
     aborted(pool, sent, "weights_refused")
+
+
+def test_what_a_worker_finds_in_all_tensors_of_a_large_model_fits_its_message() -> None:
+    names = [
+        f"model.layers.{i // 768}.mlp.experts.{i % 256}.{('up', 'gate', 'down')[i % 3]}_proj.weight" for i in range(45_000)
+    ]
+    zeros, nans = ([Finding(name, kind, 7) for name in names] for kind in ("zero", "nan"))
+    said = worst([*zeros, *nans])
+    assert said == nans[:MAX_FINDINGS], "what is refused goes before what may be meant"
+    pool, trainer, links = ready(3)
+    to_transfer(pool, trainer)
+    trainer.sent()
+    sent = pool.stage(links, findings=said)
+    assert refusal(sent, 1).code == "weights_refused"
+    assert len(pool.machine.core.groups["g"].workers) == 3, "their answers could be read"
+    asked = of_type(trainer.say(WeightsQuestion(7, what="validate")), Inspect)
+    for link, question in zip(links, asked, strict=True):
+        sent = pool.tell(link, Inspected(question.task, findings=said))
+    (report,) = of_type(sent, WeightsReport)
+    assert [len(worker.findings) for worker in report.workers] == [MAX_FINDINGS // 3] * 3
+    assert len(encode_header(report)) < MAX_HEADER_BYTES
+
+
+def test_zeros_are_not_refused_where_a_worker_could_not_name_all_that_there_were() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    trainer.sent()
+    (question,) = of_type(pool.stage(links, findings=[Finding("w", "zero", 6)]), Inspect)
+    others = [Finding(f"e{i}", "zero", 1) for i in range(MAX_FINDINGS)]
+    assert phases(pool.tell(links[0], Inspected(question.task, findings=others))) == ["staged"]
 
 
 def test_zeros_that_were_there_before_are_reported() -> None:

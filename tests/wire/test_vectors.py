@@ -15,6 +15,7 @@ from enginepool.protocol import messages
 from enginepool.protocol.errors import CODES, WireError
 from enginepool.protocol.frames import check_frames, decode_header, encode_header
 from enginepool.protocol.messages import Batch, Capabilities, Done, FrameSpec, Message, Score
+from enginepool.protocol.updates import UpdateRecord
 from tests.wire.golden import unpieced
 from tests.wire.make_vectors import PATH, document
 
@@ -190,6 +191,34 @@ def test_a_vector_cut_anywhere_is_refused_and_nothing_else_escapes(vector: dict[
         if frame:
             with pytest.raises(WireError, match=specs[i].name):
                 check_frames(specs, [*payload[:i], frame[:-1], *payload[i + 1 :]])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        messages.Failure("unknown_group", "\0" * 500_000, 7, limit="ä" * 600_000, evidence=["e" * 700_000, "died"]),
+        messages.Inspected((5, 1), code="engine_error", message="no such weight: " + "x" * 2_000_000),
+        messages.Bye("out of memory " * 200_000, failed=True),
+        messages.Done((5, 2), [messages.PartDone(code="engine_error", message="m" * 600_000)] * 2),
+        messages.WeightsReport(1, "g", history=[UpdateRecord(v, "update_aborted", message="r" * 20_000) for v in range(64)]),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_an_answer_whose_text_would_not_fit_frame_0_is_sent_with_less_of_it(message: Message) -> None:
+    frame = encode_header(message)
+    assert len(frame) < messages.MAX_HEADER_BYTES
+    sent = msgspec.msgpack.decode(frame, type=type(message))
+    assert shortened(msgspec.to_builtins(message)) == shortened(msgspec.to_builtins(sent))
+    assert len(frame) < 100_000
+
+
+def shortened(value: Any) -> Any:
+    """With every text of at most 500 characters and a mark."""
+    if isinstance(value, str):
+        return value if len(value) <= 501 else value[:500] + "…"
+    if isinstance(value, dict):
+        return {key: shortened(entry) for key, entry in cast("dict[str, Any]", value).items()}
+    return [shortened(entry) for entry in cast("list[Any]", value)] if isinstance(value, list | tuple) else value
 
 
 def test_a_message_over_the_size_limit_is_refused() -> None:

@@ -7,6 +7,8 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient, ToWorker
 from enginepool.coordinator.events import Buffer, Link
 from enginepool.coordinator.state import Group, Worker
+from enginepool.protocol.basis import MAX_FINDINGS
+from enginepool.protocol.manifest import worst
 from enginepool.protocol.messages import TaskId
 from enginepool.protocol.updates import Inspect, WeightsQuestion, WeightsReport, WorkerWeights
 
@@ -88,6 +90,10 @@ class Questions:
     def _close_if_done(self, question: Question, frames: Sequence[Buffer] = ()) -> None:
         if not question.pending:
             self.open.remove(question)
+            workers = question.report.workers
+            if sum(len(worker.findings) for worker in workers) > MAX_FINDINGS:
+                for worker in workers:
+                    worker.findings = worst(worker.findings, max(1, MAX_FINDINGS // len(workers)))
             self.core.effects.append(ToClient(question.link, question.report, frames))
 
     def lost(self, worker: Worker, reason: str) -> None:

@@ -5,6 +5,7 @@ from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.state import Worker
 from enginepool.coordinator.weights.ending import Ending
 from enginepool.coordinator.weights.update import TRANSFER, Update, zero_matrices
+from enginepool.protocol.basis import MAX_FINDINGS
 from enginepool.protocol.updates import Inspect, Inspected
 
 
@@ -59,11 +60,11 @@ class Verifying:
             self.core.effects.append(ToWorker(worker.link, Inspect(task, "validate")))
 
     def inspected(self, worker: Worker, message: Inspected) -> bool:
-        """An engine has said what is zero in it, or that it cannot: then zeros are reported, not refused."""
+        """An engine has said what is zero in it. If it cannot, or not all, zeros are reported, not refused."""
         update = self.core.update_of(worker.group)
         if update is None or update.inspecting != (message.task, worker):
             return False
-        if message.code:
+        if message.code or len(message.findings) >= MAX_FINDINGS:
             update.group.zeros = frozenset(zero_matrices(update))
         else:
             update.group.zeros = frozenset(finding.name for finding in message.findings if finding.kind == "zero")
