@@ -1,10 +1,11 @@
 """`BlockingPool`: the same calls for code that does not await (notebooks, scripts), over a loop in a thread of its own."""
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -29,7 +30,8 @@ _STOP_S = 5.0
 
 
 class BlockingPool:
-    """A `Pool` whose calls return when they are done. Any thread may call, also several at once.
+    """A `Pool` whose calls return when they are done. Any thread may call, also several at once, but for the pool's own, which
+    calls `report` and `on_wanted`. It does not survive a fork: a child opens one of its own.
 
     Ctrl-C in a call takes its request back. The pool closes with `close`, at the end of a `with` block, when the object is
     forgotten, and at the end of the program.
@@ -157,20 +159,40 @@ class BlockingPool:
         if not self._end.alive:
             work.close()
             raise PoolClosed("the pool is closed")
-        return self._thread.call(work)
+        try:
+            return self._thread.call(work)
+        except CancelledError:
+            if self._end.alive:
+                raise
+            # Closing ends the loop, and with it what still runs there.
+            raise PoolClosed("the pool is closed") from None
 
 
 class LoopThread:
     """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
+        self._process = os.getpid()
         running: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
         self._thread = threading.Thread(target=_run, args=(running,), name="enginepool", daemon=True)
         self._thread.start()
         self._loop, self._stop = running.result()
 
     def call(self, work: Coroutine[Any, Any, T], within: float | None = None) -> T:
-        """Run `work` on the loop and wait for it. Whatever interrupts the waiting cancels the work."""
+        """Run `work` on the loop and wait for it. Whatever interrupts the waiting cancels the work.
+
+        Raises:
+            RuntimeError: it would wait for ever: this is the loop's own thread, or a fork, where that thread is not.
+            PoolClosed: the thread has ended.
+        """
+        if self.is_current or self.is_elsewhere:
+            work.close()
+            if self.is_current:
+                raise RuntimeError("this is the pool's own thread, where a call would wait for itself: call from another one")
+            raise RuntimeError("this pool belongs to the process that this one was forked from; open one here")
+        if not self._thread.is_alive():
+            work.close()
+            raise PoolClosed("it is closed")
         future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(within)
@@ -179,7 +201,9 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """Cancel what runs and end the thread."""
+        """Cancel what runs and end the thread. Twice is once."""
+        if self.is_elsewhere or not self._thread.is_alive():
+            return
         self._loop.call_soon_threadsafe(self._stop.set)
         if not self.is_current:
             self._thread.join(_STOP_S)
@@ -187,6 +211,11 @@ class LoopThread:
     @property
     def is_current(self) -> bool:
         return threading.current_thread() is self._thread
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """This process is a fork, and the thread is in the other one."""
+        return os.getpid() != self._process
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Begin `work` from the loop's own thread, where nobody may wait, and stop after it."""
@@ -209,6 +238,8 @@ async def _opened(opening: Callable[[], Opening]) -> Pool:
 
 
 def _close(thread: LoopThread, pool: Pool) -> None:
+    if thread.is_elsewhere:
+        return
     if thread.is_current:
         # The garbage collector found the forgotten pool while it ran in the pool's own thread.
         thread.spawn(pool.close())

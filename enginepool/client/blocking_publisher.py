@@ -8,6 +8,7 @@ from enginepool.client.blocking import BlockingPool, LoopThread
 from enginepool.client.publisher import UpdateOptions, WeightPublisher, device_of
 from enginepool.client.tensors import Source
 from enginepool.client.update import UpdateHandle
+from enginepool.errors import PoolClosed
 from enginepool.protocol.updates import UpdateRecord
 
 torch: Any = importlib.import_module("torch")
@@ -62,6 +63,8 @@ class BlockingUpdateHandle:
 class BlockingWeightPublisher:
     """A `WeightPublisher` whose calls return when they are done. Ctrl-C in a call gives the update up.
 
+    `on_wanted` is called in the pool's thread, which must not wait for the pool: it tells another thread to publish.
+
     Args:
         pool: the pool; None on trainer ranks above 0.
         options: all of `WeightPublisher`'s.
@@ -82,7 +85,11 @@ class BlockingWeightPublisher:
         async def make() -> WeightPublisher:
             return WeightPublisher(None if pool is None else pool.pool, device=self._device, **options)
 
-        self._publisher: WeightPublisher = self._run(make())
+        try:
+            self._publisher: WeightPublisher = self._run(make())
+        except BaseException:  # also Ctrl-C: nobody has the object that would stop the thread; raised again
+            self._stop()
+            raise
 
     def __enter__(self) -> "BlockingWeightPublisher":
         return self
@@ -120,7 +127,18 @@ class BlockingWeightPublisher:
             torch.cuda.default_stream(self._device).wait_event(torch.cuda.current_stream(self._device).record_event())
 
     def close(self) -> None:
-        """As `WeightPublisher.close`."""
-        self._run(self._publisher.close())
+        """As `WeightPublisher.close`, also after the pool's own `close`."""
+        try:
+            self._run(self._publisher.close())
+        except PoolClosed:
+            # The loop is gone; what is held on this side can still be given back.
+            thread = LoopThread()
+            try:
+                thread.call(self._publisher.close())
+            finally:
+                thread.stop()
+        self._stop()
+
+    def _stop(self) -> None:
         if self._thread is not None:
             self._thread.stop()

@@ -6,6 +6,7 @@ at several times the CPU.)
 """
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -44,6 +45,10 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
+        #: the open one, for the day when this object is forgotten with its loop: a context waits for ever for its sockets
+        self._left: list[zmq.Socket[bytes]] = []
+        self._forgotten = weakref.finalize(self, _leave, self._context, self._left)
+        self._forgotten.atexit = False
         self._descriptor: int = -1
         self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
         #: messages that the socket did not take; bounded by the session's window and by `open`
@@ -78,6 +83,7 @@ class Link:
             socket.close(0)
             raise
         self._socket = socket
+        self._left.append(socket)
         self._descriptor = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._descriptor, self.drain)
 
@@ -117,6 +123,7 @@ class Link:
         """Close for good; what was sent has so long to leave. Blocks that long at most."""
         self._flush()
         self._close_socket(int(linger_s * 1000))
+        self._forgotten.detach()
         self._context.term()
 
     @property
@@ -179,6 +186,13 @@ class Link:
             self._loop.remove_reader(self._descriptor)
             self._socket.close(linger_ms)
             self._socket = None
+            self._left.clear()
+
+
+def _leave(context: "zmq.Context[zmq.Socket[bytes]]", sockets: "Sequence[zmq.Socket[bytes]]") -> None:
+    for socket in sockets:
+        socket.close(0)
+    context.term()
 
 
 def _readable(socket: "zmq.Socket[bytes]") -> bool:

@@ -198,7 +198,7 @@ class WeightPublisher:
 
     async def close(self) -> None:
         """Give up what is under way, leave the process group, give memory back. Twice is once."""
-        if self._desk.open is not None:
+        if self._desk.open is not None and not self._desk.loop.is_closed():
             await self._desk.open.abandon("the publisher closed")
         if self._asking is not None:
             self._asking.cancel()

@@ -8,6 +8,7 @@ import torch
 
 from enginepool.client import blocking_publisher
 from enginepool.client.blocking_publisher import BlockingWeightPublisher
+from enginepool.errors import BadRequest, PoolClosed
 
 
 class Stream:
@@ -21,6 +22,26 @@ class Stream:
 
     def wait_event(self, event: str) -> None:
         self.events.append(f"{self.name} waits for {event}")
+
+
+def test_a_publisher_of_a_rank_without_a_pool_leaves_no_thread_whether_it_could_be_made_or_not() -> None:
+    before = threading.active_count()
+    with pytest.raises(BadRequest, match="bucket_bytes"):
+        BlockingWeightPublisher(None, device="cpu", bucket_bytes=3)
+    assert threading.active_count() == before
+
+    class Group:
+        """A trainer's, in which this is another rank than the first."""
+
+        def rank(self) -> int:
+            return 1
+
+    publisher = BlockingWeightPublisher(None, device="cpu", trainer_group=Group())
+    publisher.close()
+    publisher.close()
+    assert threading.active_count() == before
+    with pytest.raises(PoolClosed):
+        publisher.publish({"w": torch.zeros(2)}, 1)
 
 
 def test_the_gpu_and_the_stream_are_those_of_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -757,6 +757,80 @@ def test_a_program_that_never_closes_its_blocking_pool_still_ends_and_says_goodb
     coordinator.wait_for(Goodbye)
 
 
+FORGETFUL = """
+import asyncio, gc, sys
+from enginepool import Pool
+async def main():
+    pool = await Pool.connect(sys.argv[1])
+    print((await pool.score([1], [[2]])).usage.tokens)
+asyncio.run(main())
+gc.collect()
+print("ends")
+"""
+
+
+def test_a_program_that_forgets_a_pool_with_its_loop_still_ends(coordinator: FakeCoordinator):
+    assert output(FORGETFUL, coordinator.address) == "2\nends\n"
+
+
+FORKED = """
+import os, sys, time
+from enginepool import BlockingPool
+pool = BlockingPool.connect(sys.argv[1])
+began = time.monotonic()
+child = os.fork()
+if child == 0:
+    try:
+        pool.score([1], [[2]])
+    except RuntimeError as error:
+        print(error, flush=True)
+    pool.close()
+    sys.exit()  # with all that a program's end does
+assert os.waitpid(child, 0)[1] == 0
+print(time.monotonic() - began < 10, pool.score([1], [[2]]).usage.tokens)
+"""
+
+
+def test_in_a_fork_a_blocking_pool_is_refused_at_once_and_the_parents_goes_on(coordinator: FakeCoordinator):
+    said = "this pool belongs to the process that this one was forked from; open one here\nTrue 2\n"
+    assert output(FORKED, coordinator.address) == said
+
+
+def output(program: str, address: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program, address], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_call_on_the_blocking_pools_own_thread_is_refused_instead_of_waiting_for_itself(coordinator: FakeCoordinator):
+    coordinator.groups = [GroupStatus("g", workers=[worker("ready")])]
+    with BlockingPool.connect(coordinator.address) as pool:
+        with pytest.raises(RuntimeError, match="own thread"):
+            pool.ready(PATIENCE_S, report=lambda line: pool.status() and None)
+        assert pool.status().epoch == 1
+
+
+def test_closing_a_blocking_pool_ends_the_wait_for_its_workers(coordinator: FakeCoordinator):
+    coordinator.groups = [GroupStatus("g", workers=[worker("loading")])]
+    pool = BlockingPool.connect(coordinator.address)
+    waits, ends = threading.Event(), list[BaseException]()
+
+    def wait() -> None:
+        try:
+            pool.ready(report=lambda line: waits.set())
+        except BaseException as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waits.wait(PATIENCE_S)
+    pool.close()
+    thread.join(PATIENCE_S)
+    assert [type(error) for error in ends] == [errors.PoolClosed]
+
+
 def test_importing_the_package_is_cheap_and_the_client_needs_no_torch():
     program = """
 import sys

@@ -226,6 +226,20 @@ def test_a_trainer_that_does_not_await_has_the_same(updates: FakeUpdates) -> Non
     assert [given.reason for given in updates.abandoned] == ["as a test"]
 
 
+def test_a_blocking_publisher_closes_after_its_pool_too_and_twice_is_once(updates: FakeUpdates) -> None:
+    pool = BlockingPool.connect(updates.coordinator.address)
+    publisher = BlockingWeightPublisher(pool, device="cpu", bucket_bytes=BUCKET)
+    assert publisher.publish(model(1), 1).version == 1
+    before = threading.active_count()
+    pool.close()
+    publisher.close()
+    assert threading.active_count() < before
+    publisher.close()
+    other = BlockingPool.connect(updates.coordinator.address)
+    with other, BlockingWeightPublisher(other, device="cpu") as publisher:
+        publisher.close()
+
+
 # --- refusals, which leave the process group alone ---------------------------------------------------------------------
 
 
