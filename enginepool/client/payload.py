@@ -5,7 +5,7 @@ Buffers are always copies: the caller may change its arrays while a request wait
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -56,7 +56,8 @@ def encode_pairs(
     heads, rows = _rows("prompts", prompts), _rows("responses", responses)
     if len(heads) != len(rows):
         raise bad("responses", f"responses: {len(rows)} for {len(heads)} prompts; as many of each", str(len(heads)))
-    if isinstance(heads[0], str):
+    # Not by its index: that of a column of a table begins where it likes.
+    if isinstance(next(iter(heads)), str):
         head_lengths, head = _texts("prompts", heads, "prompts[0] is text")
         lengths, body = _texts("responses", rows, "the prompts are text")
         dtype = "utf8"
@@ -80,8 +81,8 @@ def encode_pairs(
 def _rows(name: str, rows: Any) -> Sequence[Any]:
     if isinstance(rows, str | bytes | bytearray) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise bad(name, f"{name}: {kind(rows)}; a list of texts, or a list of token id sequences")
-    if isinstance(rows, dict):
-        raise bad(name, f"{name}: a dict; a list of texts, or a list of token id sequences")
+    if isinstance(rows, Mapping):  # also what tokenizers return: its keys are texts
+        raise bad(name, f"{name}: {kind(cast('object', rows))}; a list of texts, or a list of token id sequences")
     if not len(rows):
         raise bad(name, f"{name}: empty; a score request has at least one item", "1")
     return rows

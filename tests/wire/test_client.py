@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import UserDict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,33 @@ def test_text_travels_as_utf8_with_lengths_in_bytes(coordinator: FakeCoordinator
     assert coordinator.payloads[0][:2] == ["zwölf".encode(), "äbc".encode()]
 
 
+class Column(Sequence[Any]):
+    """Of a table some of whose rows were taken: an index is a row's label, not its place."""
+
+    def __init__(self, values: dict[int, Any]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, label: Any) -> Any:
+        return self.values[label]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values.values())
+
+
+def test_the_columns_of_a_table_are_rows_in_their_order(coordinator: FakeCoordinator, run: Callable[..., None]):
+    async def main() -> None:
+        async with Pool.connect(coordinator.address) as pool:
+            pairs = await pool.score_pairs(Column({7: "a", 9: "bc"}), Column({7: "def", 9: ""}))
+            assert pairs.scores[:, 0].tolist() == [4, 2]
+            shared = await pool.score([1], Column({3: [2], 5: [3, 4]}))
+            assert shared.scores.tolist() == [[2, 3], [3, 8]]
+
+    run(main())
+
+
 def test_pairs_have_a_query_of_their_own(coordinator: FakeCoordinator, run: Callable[..., None]):
     async def main() -> None:
         async with Pool.connect(coordinator.address) as pool:
@@ -213,6 +241,7 @@ NAN = float("nan")
         ([1], [[2], "x"], {}, "items[1]", "", "text"),
         ("a", ["b", [1]], {}, "items[1]", "", "a list"),
         ("a", ["b", None], {}, "items[1]", "", "None"),
+        ("a", UserDict(input_ids=[[1]], attention_mask=[[1]]), {}, "items", "", "a UserDict"),
         ("a\ud800", ["b"], {}, "query", "", "not UTF-8"),
         ("a", ["b", "c\udfff"], {}, "items[1]", "", "not UTF-8"),
         ("", ["a", ""], {}, "items[1]", "1", "empty"),
