@@ -206,6 +206,37 @@ def test_the_highest_incarnation_of_a_client_wins_and_its_secret_proves_it(clien
     second.goodbye()
 
 
+def test_whatever_a_link_without_hello_says_of_requests_is_answered_hello_required_under_its_id(
+    client: PlainClient, context: Context
+) -> None:
+    stranger = PlainClient(context, client.address)
+    publish = {"type": "publish", "version": 3, "transfer": "relabel"}
+    sent = {"type": "sent", "digest": "", "sent_bytes": 0}
+    for header in (publish, {"type": "renew"}, sent, {"type": "commit"}, {"type": "abandon"}, {"type": "cancel"}):
+        stranger.send({**header, "id": 8})
+        refusal = next_answer(stranger)
+        assert (refusal["code"], refusal["id"]) == ("hello_required", 8)
+    for kind in ("ping", "pong"):
+        stranger.send({"type": kind}, [b"that nobody reads"])
+        assert next_answer(stranger)["code"] == "hello_required"
+    for kind in ("ack", "goodbye"):
+        stranger.send({"type": kind, "ids": [1]})
+    stranger.send({"type": "weights_question", "id": 9, "group": "none such"})
+    refusal = next_answer(stranger)
+    assert (refusal["code"], refusal["id"]) == ("unknown_group", 9), "a question needs no hello, and its error has its id"
+    stranger.socket.close(0)
+
+
+def test_of_two_links_with_one_incarnation_the_later_one_is_the_client_s(client: PlainClient, context: Context) -> None:
+    other = PlainClient(context, client.address)
+    other.client, other.token, other.incarnation = client.client, client.token, client.incarnation - 1
+    other.hello()
+    client.send({"type": "cancel", "id": 1})
+    assert next_answer(client)["code"] == "hello_required"
+    assert other.score([1], [[2]], labels=[3]).rows() == expected([[1, 2]], [3])
+    other.goodbye()
+
+
 @contextmanager
 def greeted(context: Context, daemon: Daemon) -> Generator[PlainClient]:
     plain = PlainClient(context, daemon.address)
