@@ -41,7 +41,11 @@ class Admission:
             return
         limits = core.config.limits
         nbytes = work.nbytes
-        if len(client.live) >= limits.window_requests:
+        if work.rows > limits.queue_items:
+            # Waiting would not help: it is more than an empty queue takes.
+            text = f"items: {work.rows}; at most {limits.queue_items} in one request"
+            core.refuse(e.link, e.id, "bad_request", text, field="items", limit=str(limits.queue_items))
+        elif len(client.live) >= limits.window_requests:
             self._busy(e, group, "window_requests", limits.window_requests)
         elif client.nbytes + nbytes > limits.window_bytes:
             self._busy(e, group, "window_bytes", limits.window_bytes)

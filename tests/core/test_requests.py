@@ -107,6 +107,15 @@ def test_past_a_bound_the_answer_is_busy_and_names_the_bound(limits: Limits, fie
     assert codes(pool.submit(client, 3, work())) == []
 
 
+def test_a_request_that_not_even_an_empty_queue_would_take_is_refused_instead_of_told_to_wait() -> None:
+    pool = Pool(config(limits=Limits(queue_items=2)))
+    client = pool.client()
+    (failure,) = failures(pool.submit(client, 1, work(rows=3))).values()
+    assert (failure.code, failure.field, failure.limit) == ("bad_request", "items", "2")
+    assert "3" in failure.message
+    assert pool.submit(client, 2, work(rows=2)) == []
+
+
 def test_queue_bytes_bound_all_clients_together() -> None:
     pool = Pool(config(limits=Limits(max_message_bytes=60, window_bytes=60, queue_bytes=100)))
     assert codes(pool.submit(pool.client(), 1, work())) == []
