@@ -7,9 +7,9 @@ loop lives; `tensors.py` says what a source is.
 import asyncio
 import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
-from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, kind
+from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, kind, utf8
 from enginepool.client.buffers import Buffers
 from enginepool.client.events import Wanted
 from enginepool.client.lending import Lender
@@ -89,6 +89,9 @@ class WeightPublisher:
             raise BadRequest(f"bucket_bytes: {bucket_bytes!r}; a positive multiple of {ALIGNMENT}", field="bucket_bytes")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise BadRequest(f"dtype: {dtype!r}; a floating dtype of torch, such as torch.bfloat16, or None", field="dtype")
+        if not isinstance(cast("object", host), str) or not host:
+            raise BadRequest(f"host: {host!r}; the address at which workers' hosts reach this one", field="host")
+        utf8("host", host)
         self.rank: int = 0 if trainer_group is None else trainer_group.rank()
         if (pool is None) != (self.rank > 0):
             raise BadRequest("pool: rank 0 of the trainer has the pool, the other ranks have None", field="pool")

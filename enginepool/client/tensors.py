@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
+from enginepool.client.arguments import kind, utf8
 from enginepool.errors import BadRequest
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.manifest import SIZES, Tensor, decode_manifest, encode_manifest
@@ -122,7 +123,7 @@ def _place(value: Any) -> tuple[Any, ...] | None:
     The storage and not the address: a rank's shard may be empty, and all ranks have to come to the same end.
     """
     local = getattr(value, "_local_tensor", value)
-    if not isinstance(local, torch.Tensor) or (local is value and not local.numel()):
+    if not isinstance(local, torch.Tensor) or local.layout != torch.strided or (local is value and not local.numel()):
         return None
     storage = local.untyped_storage()._cdata
     return storage, local.storage_offset(), local.dtype, tuple(local.shape), local.stride()
@@ -141,6 +142,9 @@ def _checked(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
             case str(name), value:
                 if not isinstance(value, torch.Tensor):
                     raise BadRequest(f"source[{name}]: a {type(value).__name__}; a tensor", field=f"source[{name}]")
+                if value.layout != torch.strided:
+                    text = f"source[{name}]: a tensor of layout {value.layout}; a dense one"
+                    raise BadRequest(text, field=f"source[{name}]")
                 yield name, value
             case _:
                 raise BadRequest(f"source: its entry {number} is a {type(pair).__name__}; (name, tensor)", field="source")
@@ -167,6 +171,9 @@ def _given(pairs: Iterable[tuple[str, Any]], rename: Rename | None, gather: Gath
         tensor = tensor.detach()
         wanted = _wire_dtype(tensor.dtype, dtype)
         tensor = gather(name, tensor if wanted is tensor.dtype else tensor.to(wanted))
+        if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+            where = f"source[{name}]"
+            raise BadRequest(f"{where}: a tensor on the device meta, which has no values", field=where)
         yield from _renamed(name, tensor, rename)
 
 
@@ -185,11 +192,18 @@ def _described(pairs: Iterable[tuple[str, Any]], rename: Rename | None, dtype: A
 
 def _written(manifest: Described) -> list[Tensor]:
     """The manifest as it travels, held to what the coordinator would say about it."""
-    tensors = [
-        entry if isinstance(entry, Tensor) else Tensor(entry[0], _dtype_name(entry[1]), tuple(map(int, entry[2])))
-        for entry in manifest
-    ]
+    if not isinstance(cast("object", manifest), Iterable):
+        raise BadRequest(f"manifest: {kind(manifest)}; (name, dtype, shape) of each tensor", field="manifest")
+    tensors: list[Tensor] = []
+    for number, entry in enumerate(manifest):
+        try:
+            name, dtype, shape = entry if not isinstance(entry, Tensor) else (entry.name, entry.dtype, entry.shape)
+            tensors.append(Tensor(name, _dtype_name(dtype), tuple(map(int, shape))))
+        except (TypeError, ValueError):
+            raise BadRequest(f"manifest: its entry {number}: not (name, dtype, shape)", field="manifest") from None
     for tensor in tensors:
+        if isinstance(cast("object", tensor.name), str):
+            utf8("source", tensor.name)
         if tensor.dtype not in SIZES:
             where = f"source[{tensor.name}]"
             raise BadRequest(f"{where}: dtype {tensor.dtype} cannot be sent", field=where, limit=", ".join(SIZES))

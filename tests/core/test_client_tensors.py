@@ -130,12 +130,33 @@ def test_an_iterator_with_a_manifest_is_not_read_before_its_turn() -> None:
         ([torch.zeros(2)], "source", "its entry 0 is a Tensor"),
         ([("a", torch.zeros(1)), ("b",)], "source", "its entry 1 is a tuple"),
         (lambda: [(1, torch.zeros(1))], "source", "its entry 0 is a tuple"),
+        ({"a": torch.zeros(2).to_sparse()}, "source[a]", "layout torch.sparse_coo"),
+        ({"a\udc80": torch.zeros(2)}, "source", "not UTF-8"),
     ],
 )
 def test_what_cannot_be_sent_is_refused_by_name(source: Source, field: str, words: str) -> None:
     with pytest.raises(BadRequest, match=words.replace("[", r"\[")) as caught:
         make_plan(source)
     assert caught.value.field == field
+
+
+def test_a_tensor_without_values_is_refused_by_name_when_its_turn_comes() -> None:
+    source = {"a": torch.zeros(2, device="meta")}
+    with pytest.raises(BadRequest, match="meta, which has no values") as caught:
+        list(make_plan(source).tensors())
+    assert caught.value.field == "source[a]"
+    (found,) = make_plan(source, gather=lambda name, tensor: torch.ones(tensor.shape)).tensors()
+    assert found[1].tolist() == [1, 1], "a hook may know where they are"
+
+
+NO_MANIFESTS: list[Any] = [5, [("w", "float32")], [("w", "float32", 2)], [("w", "float32", ["x"])], ["w"]]
+
+
+@pytest.mark.parametrize("manifest", NO_MANIFESTS)
+def test_a_manifest_that_is_none_is_refused(manifest: Any) -> None:
+    with pytest.raises(BadRequest, match="manifest: ") as caught:
+        make_plan({"w": torch.zeros(2)}, manifest=manifest)
+    assert caught.value.field == "manifest"
 
 
 # --- bytes -------------------------------------------------------------------------------------------------------------

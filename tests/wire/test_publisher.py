@@ -301,6 +301,9 @@ def test_bad_arguments_are_refused_before_anything_is_sent(updates: FakeUpdates,
         ({"lease": 3601}, "lease"),
         ({"rename": "model."}, "rename"),
         ({"gather": 3}, "gather"),
+        ({"host": None}, "host"),
+        ({"host": ""}, "host"),
+        ({"host": "\ud800"}, "host"),
     ],
 )
 def test_a_publisher_that_cannot_work_is_refused(updates: FakeUpdates, options: Any, field: str) -> None:
