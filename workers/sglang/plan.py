@@ -2,8 +2,9 @@
 
 `load_weights` looks up names, cuts and fuses, in Python, for each of hundreds of tensors; the copies that come of it are always
 the same. It is called with tensors on torch's `meta` device under a mode that notes each copy from one of them into the model's
-memory, and carries none out. Anything but views, copies and constant fills is not understood, and such a model is loaded
-plainly. Runs in the engine's processes; no SGLang here.
+memory, and carries none out. Anything but views, copies and constant fills is not understood, nor is a load that makes some of
+the model's tensors anew, from others of its weights; such a model is loaded plainly. Runs in the engine's processes; no SGLang
+here.
 """
 
 import importlib
@@ -40,11 +41,12 @@ class Copy(NamedTuple):
 
 
 class _Watch(_Mode):
-    """Notes copies from known meta tensors into real ones."""
+    """Notes copies from known meta tensors into real ones. `weights`: the storages of the model's own."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: set[int]) -> None:
         _Mode.__init__(self)
         self.copies: dict[str, list[Copy]] = {}
+        self._weights = weights
         self._known: dict[int, tuple[str, Any]] = {}
         self.latest = ""
 
@@ -68,6 +70,8 @@ class _Watch(_Mode):
             return args[0]
         if real and (len(real) < len(tensors) or func._schema.is_mutable):
             raise Unplannable(f"{self.latest}: its load does more than copy: {func}")
+        if not func.is_view and any(tensor.untyped_storage()._cdata in self._weights for tensor in real):
+            raise Unplannable(f"{self.latest}: its load computes with weights of the model: {func}")
         return func(*args, **kwargs)
 
     def _note(self, target: Any, source: Any) -> None:
@@ -88,7 +92,8 @@ class Plan:
     """
 
     def __init__(self, model: Any, tensors: Sequence[Tensor]) -> None:
-        watch = _Watch()
+        watch = _Watch({tensor.untyped_storage()._cdata for tensor in _memory(model)})
+        before = _kept(model)
         try:
             with torch.no_grad(), watch:
                 model.load_weights(watch.feed(tensors))
@@ -96,6 +101,10 @@ class Plan:
             raise
         except Exception as error:
             raise Unplannable(f"{watch.latest}: {type(error).__name__}: {error}") from error
+        finally:
+            anew = _put_back(model, before)
+        if anew:
+            raise Unplannable(f"its load makes {anew} anew")
         self._model = model
         self.copies = watch.copies
         self._addresses = self._look()
@@ -203,6 +212,34 @@ def _turned(tensor: Any) -> Any:
 
 def _memory(model: Any) -> list[Any]:
     return [tensor for _, tensor in (*model.named_parameters(), *model.named_buffers()) if not tensor.is_meta]
+
+
+def _kept(model: Any) -> dict[tuple[int, str], tuple[dict[str, Any], Any, Any]]:
+    """Every tensor that a module keeps, attributes among them: where, which one, and its memory."""
+    places: list[dict[str, Any]] = [
+        kept for module in model.modules() for kept in (module._parameters, module._buffers, vars(module))
+    ]
+    return {
+        (id(kept), name): (kept, tensor, tensor.detach())
+        for kept in places
+        for name, tensor in kept.items()
+        if isinstance(tensor, torch.Tensor)
+    }
+
+
+def _put_back(model: Any, before: dict[tuple[int, str], tuple[dict[str, Any], Any, Any]]) -> str:
+    """Have modules keep the tensors of before, in the memory and shape of before. The name of one that was another, or ""."""
+    anew = ""
+    for place, (kept, _, _) in _kept(model).items():
+        if place not in before:
+            _, anew = place
+            del kept[anew]
+    for (_, name), (kept, tensor, data) in before.items():
+        if kept.get(name) is not tensor:
+            kept[name], anew = tensor, name
+        if tensor.shape != data.shape or (not tensor.is_meta and tensor.data_ptr() != data.data_ptr()):
+            tensor.data, anew = data, name
+    return anew
 
 
 def _marks(model: Any) -> list[list[int]]:

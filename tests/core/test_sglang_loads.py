@@ -1,0 +1,71 @@
+"""Loads of models as SGLang has them that do not copy each tensor as it comes: what they leave must be right all the same."""
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from enginepool.workers.sglang.plan import Plan, Unplannable
+from tests.core.test_sglang_plan import TENSORS, Model, same, state
+
+torch: Any = importlib.import_module("torch")
+
+
+class Derives(Model):
+    """Makes weights for its attention from others at the end of each load, as Kimi-Linear does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.derive()
+
+    def derive(self) -> None:
+        self.w_kc = self.qk.view(2, 3, 6).transpose(1, 2).contiguous().transpose(1, 2)
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        super().load_weights(weights)
+        self.derive()
+
+
+class DerivesElsewhere(Derives):
+    """Keeps what it makes where no module has it."""
+
+    def derive(self) -> None:
+        self.kept = [self.qk.view(2, 3, 6).transpose(1, 2).contiguous()]
+
+    @property
+    def w_kc(self) -> Any:
+        return self.kept[0]
+
+
+class KeepsWhatCame(Derives):
+    """Has one of the checkpoint's tensors itself, and not a copy of it."""
+
+    def derive(self) -> None:
+        self.w_kc = torch.ones(6)
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        tensors = dict(weights)
+        Model.load_weights(self, tensors.items())
+        self.w_kc = tensors["norm"]
+
+
+class Reshapes(Derives):
+    """Has its weights in another shape while they are loaded, as SGLang does for an expert kernel."""
+
+    def derive(self) -> None:
+        self.w_kc = self.qk
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        super().load_weights(weights)
+        self.qk.data = self.qk.data.reshape(36)
+
+
+@pytest.mark.parametrize("kind", [Derives, DerivesElsewhere, KeepsWhatCame, Reshapes])
+def test_a_load_that_makes_tensors_of_the_model_anew_is_not_understood(kind: type[Derives]) -> None:
+    model = kind()
+    before, made, kept = state(model), model.w_kc.clone(), model.w_kc
+    with pytest.raises(Unplannable):
+        Plan(model, TENSORS)
+    assert same(before, state(model))
+    assert model.w_kc is kept and torch.equal(kept, made)
