@@ -2,12 +2,19 @@
 
 import importlib
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from enginepool.digest import views
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import encode_manifest
+from enginepool.workers.sglang import process as sglang_process
+from enginepool.workers.sglang import scheduler as sglang_scheduler
 from enginepool.workers.sglang.plan import Plan, Unplannable
-from tests.core.test_sglang_plan import TENSORS, Model, same, state
+from enginepool.workers.sglang.weights import ModelWeights
+from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")
 
@@ -69,3 +76,39 @@ def test_a_load_that_makes_tensors_of_the_model_anew_is_not_understood(kind: typ
         Plan(model, TENSORS)
     assert same(before, state(model))
     assert model.w_kc is kept and torch.equal(kept, made)
+
+
+class Waits(Model):
+    """Copies nothing before it has all, and computes, as GptOss sorts and fuses."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        super().load_weights([(name, tensor * 2) for name, tensor in sorted(weights)])
+
+
+class Group:
+    """Rank 0 has sent all; buckets come in their order."""
+
+    name, device = "g", "cpu"
+
+    def __init__(self, seed: int) -> None:
+        self.space = torch.zeros(layout(TENSORS).nbytes, dtype=torch.uint8)
+        self.came = 0
+        for view, (_, tensor) in zip(views(self.space, TENSORS), drawn(seed), strict=True):
+            view.copy_(tensor)
+
+    def begin(self, bucket: Any) -> Any:
+        bucket.copy_(self.space[self.came : self.came + bucket.numel()])
+        self.came += bucket.numel()
+        return SimpleNamespace(order=lambda limit: None, wait=lambda limit: None)  # type: ignore[reportUnknownLambdaType]
+
+
+def test_a_load_that_keeps_what_comes_for_later_finds_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_process, "_own_load", [(one.name, one.dtype, one.shape) for one in TENSORS])
+    monkeypatch.setattr(sglang_scheduler, "_schedulers", [SimpleNamespace(flush_cache=lambda: True)])
+    model, expected = Waits(), Waits()
+    weights = ModelWeights(model)
+    assert "computes" in weights.do_describe({})["plain"]
+    weights._group = Group(1)  # pyright: ignore[reportPrivateUsage]
+    weights.do_receive({"group": "g", "manifest": encode_manifest(TENSORS).decode(), "bucket_bytes": 256})
+    expected.load_weights(drawn(1))
+    assert same(state(model), state(expected))

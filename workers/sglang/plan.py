@@ -216,9 +216,9 @@ def _memory(model: Any) -> list[Any]:
 
 def _kept(model: Any) -> dict[tuple[int, str], tuple[dict[str, Any], Any, Any]]:
     """Every tensor that a module keeps, attributes among them: where, which one, and its memory."""
-    places: list[dict[str, Any]] = [
-        kept for module in model.modules() for kept in (module._parameters, module._buffers, vars(module))
-    ]
+    places: list[dict[str, Any]] = []
+    for module in model.modules():
+        places += [module._parameters, module._buffers, vars(module)]
     return {
         (id(kept), name): (kept, tensor, tensor.detach())
         for kept in places

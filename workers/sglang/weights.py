@@ -240,14 +240,21 @@ class ModelWeights:
         if self._group is None or self._group.name != ticket["group"]:
             raise ValueError(f"not in group {ticket['group']}")
         digest = Digest()
-        times = self._load(manifest, lambda: self._received(manifest, ticket["bucket_bytes"], digest), looked=self._looked)
+
+        def received(own: bool) -> Iterator[tuple[str, Any]]:
+            return self._received(manifest, ticket["bucket_bytes"], digest, own)
+
+        times = self._load(manifest, lambda: received(False), lambda: received(True), looked=self._looked)
         return times | {"digest": digest.text()}
 
-    def _load(self, manifest: list[Tensor], pairs: Pairs, *, looked: bool = False) -> dict[str, Any]:
+    def _load(
+        self, manifest: list[Tensor], pairs: Pairs, lasting: Pairs | None = None, *, looked: bool = False
+    ) -> dict[str, Any]:
+        """Load `pairs`; by the model's own load `lasting` ones, where there is a difference: it may keep them for later."""
         plan = self._plan
         if plan is not None and plan.holds((tensor.name for tensor in manifest), looked=looked):
             return self._exchange(manifest, lambda: plan.replay(pairs()))
-        return self._exchange(manifest, lambda: self._model.load_weights(iter(pairs())))
+        return self._exchange(manifest, lambda: self._model.load_weights(iter((lasting or pairs)())))
 
     def _exchange(self, manifest: list[Tensor], load: Callable[[], Any]) -> dict[str, Any]:
         """What the engine stands still for. Raises Busy: nothing has changed."""
@@ -267,17 +274,19 @@ class ModelWeights:
         ended = time.perf_counter()
         return {"load_s": loaded - flushed, "flush_s": flushed - began + ended - loaded}
 
-    def _received(self, manifest: list[Tensor], bucket_bytes: int, digest: Digest) -> Iterator[tuple[str, Any]]:
+    def _received(self, manifest: list[Tensor], bucket_bytes: int, digest: Digest, own: bool) -> Iterator[tuple[str, Any]]:
         """Each tensor as soon as it is whole; the next bucket is on its way meanwhile.
 
         On a GPU a broadcast into a bucket's memory waits for the copies out of it that were begun before, and what is yielded
-        may still be on its way: copies out of it wait by themselves.
+        may still be on its way: copies out of it wait by themselves. `own`: what is yielded is here, in memory of its own, that
+        may be copied out of at any time and by any thread; on the host if the device has no room for all.
         """
         from enginepool.group import QUEUED
 
         nbytes = layout(manifest).nbytes
         device = self._group.device
         size = min(bucket_bytes, nbytes)
+        room = device == "cpu" or torch.cuda.mem_get_info()[0] > nbytes + size
         ring = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
         cuts = list(buckets(manifest, bucket_bytes))
         ways: list[Any] = []
@@ -290,7 +299,7 @@ class ModelWeights:
         begin(0)
         begin(1)
         for k, bucket in enumerate(cuts):
-            ways[k].order(BUCKET_S)
+            (ways[k].wait if own else ways[k].order)(BUCKET_S)
             came = ring[k % 2][: bucket.nbytes]
             digest.add(came, bucket.at)
             for piece in bucket.pieces:
@@ -303,6 +312,10 @@ class ModelWeights:
                     if piece.tensor_at + piece.nbytes < tensor.nbytes:
                         continue
                     part = torn.pop(piece.tensor)
+                if own:
+                    part = part.clone() if room else part.to("cpu", copy=True)
+                    if device != "cpu":
+                        torch.cuda.current_stream().synchronize()
                 yield tensor.name, part.view(getattr(torch, tensor.dtype)).view(tensor.shape)
             begin(k + 2)
             if k >= QUEUED:
