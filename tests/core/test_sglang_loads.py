@@ -1,20 +1,26 @@
 """Loads of models as SGLang has them that do not copy each tensor as it comes: what they leave must be right all the same."""
 
+import asyncio
 import importlib
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from enginepool.digest import views
+from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import encode_manifest
+from enginepool.workers.engine import EngineError, NewWeights, Space
 from enginepool.workers.sglang import process as sglang_process
 from enginepool.workers.sglang import scheduler as sglang_scheduler
+from enginepool.workers.sglang import weights as sglang_weights
 from enginepool.workers.sglang.plan import Plan, Unplannable
 from enginepool.workers.sglang.weights import ModelWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
+from tests.core.test_sglang_updates import Engine
 
 torch: Any = importlib.import_module("torch")
 
@@ -112,3 +118,43 @@ def test_a_load_that_keeps_what_comes_for_later_finds_it_whole(monkeypatch: pyte
     weights.do_receive({"group": "g", "manifest": encode_manifest(TENSORS).decode(), "bucket_bytes": 256})
     expected.load_weights(drawn(1))
     assert same(state(model), state(expected))
+
+
+class Expert(Model):
+    """One rank of several that share out a model's experts: it loads `mine` of them and leaves the others."""
+
+    def __init__(self, mine: str) -> None:
+        super().__init__()
+        self.mine = mine
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        super().load_weights((name, tensor) for name, tensor in weights if name not in ("q", "k") or name == self.mine)
+
+
+def test_what_one_rank_leaves_to_another_is_no_weight_that_an_update_may_lack(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = [tensor for tensor in TENSORS if tensor.name != "row"]  # of which Model has a part
+    monkeypatch.setattr(sglang_process, "_own_load", [(one.name, one.dtype, one.shape) for one in whole])
+    monkeypatch.setattr(sglang_weights, "_weights", {})
+    monkeypatch.setattr(sglang_scheduler, "_schedulers", [])
+    engine, given = Engine(2), {name: tensor for name, tensor in drawn(1) if name != "row"}
+    engine.models[:] = Expert("q"), Expert("k")
+    space = torch.zeros(layout(whole).nbytes, dtype=torch.uint8)
+    for view, tensor in zip(views(space, whole), given.values(), strict=True):
+        view.copy_(tensor)
+    path = tmp_path / "space"
+    path.write_bytes(space.numpy().tobytes())
+
+    async def story() -> None:
+        await engine.weights.describe()
+        assert engine.weights.model_tensors().optional == {"skipped"}
+        weights = NewWeights(tuple(whole), (Space("file", space.numel(), path=str(path)),))
+        await engine.weights.take(weights, 1, digest_of(space))
+        for name in ("q", "k", "norm"):
+            assert np.array_equal((await engine.weights.tensor(name))[0], given[name].numpy())
+        with pytest.raises(EngineError, match="skipped"):
+            await engine.weights.tensor("skipped")
+
+    asyncio.run(story())
+    engine.weights.close()

@@ -86,7 +86,9 @@ class EngineWeights:
         if not self._refused:
             self.plain = next((one["plain"] for one in answers if one["plain"]), "")
             tensors = tuple(Tensor(name, dtype, tuple(shape)) for name, dtype, shape in answer["tensors"])
-            self._model = ModelTensors(tensors, frozenset(answer["optional"]), tuple(answer["gpus"]))
+            # What one rank leaves to another is needed.
+            optional = frozenset[str].intersection(*(frozenset(one["optional"]) for one in answers))
+            self._model = ModelTensors(tensors, optional, tuple(answer["gpus"]))
 
     def model_tensors(self) -> ModelTensors:
         """What an update of this model consists of. Raises EngineError."""
@@ -216,6 +218,7 @@ class EngineWeights:
     async def tensor(self, name: str) -> tuple[Scores, str]:
         """One weight by its checkpoint name, put together from all ranks. Raises EngineError."""
         answers = await self._ask({"do": "tensor", "name": name})
+        answers = [answer for answer in answers if answer.get("kind") != "Absent"] or answers
         _raise_first(answers)
         shape = tuple(answers[0]["shape"])
         tensor = np.zeros(shape, np.float32)
