@@ -158,3 +158,16 @@ def test_what_one_rank_leaves_to_another_is_no_weight_that_an_update_may_lack(
 
     asyncio.run(story())
     engine.weights.close()
+
+
+@pytest.mark.parametrize("version", ["0.5.17", "0.5.20"])
+def test_experts_that_were_rearranged_after_their_load_take_no_updates(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """SGLang does so for a kernel, and of an update it would copy what is not rearranged to where that is."""
+    monkeypatch.setattr(sglang_process, "_own_load", [(one.name, one.dtype, one.shape) for one in TENSORS])
+    kind = type("UnquantizedFusedMoEMethod", (), {"use_flashinfer_trtllm_moe": version == "0.5.17"})
+    model = Model()
+    model.quant_method = kind()
+    if version == "0.5.20":
+        assert "refused" not in ModelWeights(model).do_describe({})
+        model.w13_swiglu_interleaved = True
+    assert "rearranged" in ModelWeights(model).do_describe({})["refused"]
