@@ -37,6 +37,12 @@ class Updater:
             ragged.begin_forward("gpu", "gpu", 16, 8, 128, q_data_type="bf16")
         paged.begin_forward("gpu", "gpu", torch.tensor([7, 8, 9]), "last pages on the gpu", 16, 8, 128, 1, causal=True)
 
+    def update_sliding_window(self, lengths: Any) -> None:
+        """Of a model some of whose layers look back a few tokens, in place of `update_single_wrapper`."""
+        here = [None] * 8
+        for _ in range(2):
+            self.call_begin_forward(self.ragged, self.paged, *here, self.use_ragged, None, seq_lens_cpu=lengths)
+
 
 class PatchedUpdater(Updater):
     """The same with the change."""
@@ -71,6 +77,12 @@ def test_what_the_host_does_not_know_stays_with_the_gpu() -> None:
         updater.update_single_wrapper(lengths, None, spec, extend_prefix_lens_cpu=prefixes)
         assert told(updater.ragged)[:2] == ["gpu", "gpu"]
         assert told(updater.paged)[3] == "last pages on the gpu"
+
+
+def test_layers_with_a_sliding_window_are_planned_as_before() -> None:
+    updater = PatchedUpdater(use_ragged=False)
+    updater.update_sliding_window(torch.tensor([5, 9]))
+    assert [args[:2] for args, _ in updater.paged.told] == [("gpu", "gpu")] * 2
 
 
 def test_bounds_are_what_flashinfer_wants() -> None:

@@ -24,7 +24,8 @@ def plan_on_the_host(updater: Any) -> None:
         return update(self, *args, **kwargs)
 
     def call_begin_forward(self: Any, ragged: Any, paged: Any, *args: Any, **kwargs: Any) -> Any:
-        prefixes: list[int] | None = self._prefixes
+        # Other updates, of layers with a sliding window, plan for lengths that the host does not know.
+        prefixes: list[int] | None = getattr(self, "_prefixes", None)
         lengths: torch.Tensor | None = kwargs.get("seq_lens_cpu")
         use_ragged, speculated = args[8], args[9]
         plain = speculated is None and kwargs.get("custom_kv_indices") is None
