@@ -10,8 +10,9 @@ import pytest
 
 from enginepool.workers.engine import EngineError, ScorePart
 from enginepool.workers.packed import join
-from enginepool.workers.sglang.packable import wrong_for_packing
+from enginepool.workers.sglang.packable import refuse_wrong_sharing, wrong_for_caching, wrong_for_packing
 from enginepool.workers.sglang.packed import DELIMITER, packed_head_scores, packed_heads, packed_label_scores, packed_labels
+from enginepool.workers.sglang.settings import SettingsError, Wanted
 
 
 def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False) -> ScorePart:
@@ -184,6 +185,19 @@ def test_models_of_full_causal_attention_may_be_packed(config: dict[str, Any]) -
 )
 def test_models_for_which_multi_item_scoring_is_wrong_are_refused_with_the_reason(config: dict[str, Any], said: str) -> None:
     assert said in wrong_for_packing(config)
+    # Of what looks back alone, a query's states do not depend on what follows.
+    assert bool(wrong_for_caching(config)) == (said == "encoder")
+
+
+@pytest.mark.parametrize(
+    "config", [{"architectures": ["BertForSequenceClassification"]}, {"text_config": {"model_type": "xlm-roberta"}}]
+)
+def test_queries_of_an_encoder_are_not_cached(config: dict[str, Any]) -> None:
+    wanted = Wanted("model", "cpu", cached_query_tokens=64)
+    with pytest.raises(SettingsError, match=r"looks ahead.*unset cached_query_tokens"):
+        refuse_wrong_sharing(wanted, config)
+    refuse_wrong_sharing(wanted, {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
+    refuse_wrong_sharing(Wanted("model", "cpu"), config)
 
 
 REAL = """

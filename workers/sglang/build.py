@@ -12,7 +12,7 @@ import msgspec
 
 from enginepool.model_folder import holds_model
 from enginepool.workers import cpu_bridge
-from enginepool.workers.sglang.packable import refuse_wrong_packing
+from enginepool.workers.sglang.packable import refuse_wrong_sharing
 from enginepool.workers.sglang.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
 from enginepool.workers.sglang.settings import SettingsError, Wanted, engine_kwargs
 
@@ -61,9 +61,9 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
         raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
     wanted = Wanted(model=os.path.expanduser(model), device=device, **wishes)
     config = Path(wanted.model) / "config.json"
-    if wanted.packed and config.is_file():
+    if config.is_file():
         # Known before minutes of loading; a model from elsewhere is asked once it is there.
-        refuse_wrong_packing(msgspec.json.decode(config.read_bytes()))
+        refuse_wrong_sharing(wanted, msgspec.json.decode(config.read_bytes()))
     kwargs = engine_kwargs(wanted, _setting_names(module.ServerArgs))
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
     engine_class = _with_our_entries(module.Engine, "sglang.srt.layers.attention.flashinfer_backend" if flashinfer else "")

@@ -4,7 +4,7 @@ from typing import Any
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.packed import MAX_ITEM
-from enginepool.workers.sglang.packable import refuse_wrong_packing
+from enginepool.workers.sglang.packable import refuse_wrong_sharing
 from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets
 
 #: Architectures without a next token whose head scores; the others are embedding models.
@@ -36,8 +36,8 @@ def capabilities_of(tm: Any, name: str, version: str, wanted: Wanted, running: R
     Raises:
         SettingsError: whole batches cannot be run with these settings, or the model has nothing that scores.
     """
-    if wanted.packed:
-        refuse_wrong_packing(tm.model_config.hf_config.to_dict())
+    if wanted.packed or wanted.cached_query_tokens is not None:
+        refuse_wrong_sharing(wanted, tm.model_config.hf_config.to_dict())
     bounds = budgets(wanted, running)
     architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
     if not tm.is_generation and not any(head in architectures[0] for head in _SCORING_HEADS):

@@ -1,9 +1,10 @@
-"""For which models SGLang's multi-item scoring computes another function, told from their `config.json`. No SGLang here."""
+"""For which models SGLang's multi-item scoring or its cache of prefixes computes another function, told from their
+`config.json`. No SGLang here."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from enginepool.workers.sglang.settings import SettingsError
+from enginepool.workers.sglang.settings import SettingsError, Wanted
 
 _RECURRENT = ("linear", "mamba", "recurrent", "rwkv", "conv", "ssm", "kda", "gdn", "lightning")
 _RECURRENT_KEYS = (
@@ -19,21 +20,38 @@ _ALIBI_TYPES = ("bloom", "mpt")
 
 def wrong_for_packing(config: Mapping[str, Any]) -> str:
     """Why multi-item scoring computes another function, or none, for a model with this `config.json`; "" where it is right."""
+    return next((why for part in _parts(config) if (why := _wrong(part))), "")
+
+
+def wrong_for_caching(config: Mapping[str, Any]) -> str:
+    """Why what was computed of a query alone is not what rows that begin with it need; "" where it is."""
+    return "an encoder looks ahead, from the query into the item" if any(map(_looks_ahead, _parts(config))) else ""
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for part in (config, *(config.get(key) for key in ("text_config", "llm_config", "language_config", "thinker_config"))):
-        if isinstance(part, Mapping) and (why := _wrong(cast("Mapping[str, Any]", part))):
-            return why
-    return ""
+        if isinstance(part, Mapping):
+            yield cast("Mapping[str, Any]", part)
 
 
-def refuse_wrong_packing(config: Mapping[str, Any]) -> None:
-    """Raise SettingsError when a model with this `config.json` cannot be scored packed."""
-    if why := wrong_for_packing(config):
+def refuse_wrong_sharing(wanted: Wanted, config: Mapping[str, Any]) -> None:
+    """Raise SettingsError when rows of a model with this `config.json` cannot share a query as is wanted."""
+    if wanted.packed and (why := wrong_for_packing(config)):
         raise SettingsError(f"this model cannot be scored packed: {why}; let packed_workers of the group be 0")
+    if wanted.cached_query_tokens is not None and (why := wrong_for_caching(config)):
+        raise SettingsError(f"queries of this model cannot be cached: {why}; unset cached_query_tokens of the group")
+
+
+def _looks_ahead(config: Mapping[str, Any]) -> bool:
+    kind = str(config.get("model_type") or "").lower()
+    names = " ".join(map(str, config.get("architectures") or ())).lower()
+    if config.get("is_encoder_decoder") or config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        return True
+    return any(mark in kind for mark in _ENCODER_TYPES) or "bert" in names or "encoder" in names or "crossenc" in names
 
 
 def _wrong(config: Mapping[str, Any]) -> str:
     kind = str(config.get("model_type") or "").lower()
-    names = " ".join(map(str, config.get("architectures") or ())).lower()
     layers = [str(layer).lower() for key in ("layer_types", "layers_block_type") for layer in config.get(key) or ()]
     if any(mark in layer for layer in layers for mark in _RECURRENT) or any(
         config.get(key) not in (None, [], 0) for key in _RECURRENT_KEYS
@@ -43,9 +61,7 @@ def _wrong(config: Mapping[str, Any]) -> str:
         return "recurrent or hybrid layers carry state from one item into the next"
     if config.get("kv_lora_rank") is not None:
         return "multi-head latent attention has no kernel that keeps items apart"
-    if config.get("is_encoder_decoder") or config.get("is_causal") is False or config.get("use_bidirectional_attention"):
-        return "an encoder looks ahead, from one item into the next"
-    if any(mark in kind for mark in _ENCODER_TYPES) or "bert" in names or "encoder" in names or "crossenc" in names:
+    if _looks_ahead(config):
         return "an encoder looks ahead, from one item into the next"
     if layers:
         if any(layer not in ("full_attention", "attention") for layer in layers):
