@@ -46,7 +46,9 @@ ALL_KNOWN = KNOWN | {
     "max_queued_requests",
     "min_free_slots_delay",
     "nnodes",
+    "hicache_storage_backend",
     "pp_size",
+    "preferred_sampling_params",
     "prefill_max_requests",
     "speculative_algorithm",
     "tokenizer_worker_num",
@@ -131,6 +133,8 @@ def test_the_port_that_the_coordinator_gave_is_taken() -> None:
         ({"prefill_max_requests": 4}, "would be split"),
         ({"enable_prefill_delayer": True}, "held back"),
         ({"min_free_slots_delay": 8}, "held back"),
+        ({"hicache_storage_backend": "file"}, "held back"),
+        ({"preferred_sampling_params": '{"logit_bias": {"3": 5.0}}'}, "other scores"),
         ({"max_queued_requests": 10}, "refused while others run"),
         ({"enable_mis": True}, "set packed_workers of the group"),
         ({"allow_auto_truncate": True}, "cut silently"),
@@ -241,6 +245,12 @@ def test_budgets_shrink_with_the_pool_and_the_slots() -> None:
     found = budgets(wanted(), running(kv_tokens=6000, max_running=100))
     assert found.inflight_rows == 50
     assert found.inflight_tokens + found.inflight_rows < 6000
+
+
+def test_rows_of_a_batch_are_no_more_than_sglang_adds_to_one_forward() -> None:
+    """Whatever `max_running_requests` says: it counts against this one, which it takes from that unless it is given."""
+    assert budgets(wanted(), running(settings={"pp_max_micro_batch_size": 64})).inflight_rows == 32
+    assert budgets(wanted(), running(settings={"pp_max_micro_batch_size": None})) == budgets(wanted(), running())
 
 
 def test_the_users_bounds_hold() -> None:

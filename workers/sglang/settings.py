@@ -217,6 +217,11 @@ _WHOLE: dict[str, tuple[tuple[Any, ...], str]] = {
     "prefill_max_requests": ((None,), "a batch of more rows would be split"),
     "enable_prefill_delayer": ((False, None), "rows could be held back from their batch"),
     "min_free_slots_delay": ((None, 1), "rows could be held back from their batch"),
+    "hicache_storage_backend": ((None,), "rows whose beginnings are still read from there are held back from their batch"),
+    "preferred_sampling_params": (
+        (None,),
+        "SGLang adds its biases and penalties to what is scored: the answers are other scores",
+    ),
     "max_queued_requests": ((None,), "some rows of a batch would be refused while others run; the pool bounds its own queue"),
     "enable_mis": ((False, None), "SGLang dies when packed and other rows meet; set packed_workers of the group instead"),
     "allow_auto_truncate": ((False, None), "a row that is too long would be cut silently instead of refused"),
@@ -290,7 +295,8 @@ def budgets(wanted: Wanted, running: Running) -> Budgets:
     if wanted.cached_query_tokens is not None:
         refuse_uncached(settings)
     page = max(1, settings.get("page_size") or 1)
-    rows = min(wanted.inflight_rows, running.max_running // 2)
+    slots = min(running.max_running, settings.get("pp_max_micro_batch_size") or running.max_running)
+    rows = min(wanted.inflight_rows, slots // 2)
     # In a small pool the spare page of each row may take a quarter at most: better fewer rows than no tokens.
     rows = min(rows, running.kv_tokens // (4 * page))
     room = running.kv_tokens - (rows + 1) * page
@@ -301,7 +307,7 @@ def budgets(wanted: Wanted, running: Running) -> Budgets:
     tokens = tokens // page * page
     if rows < 1 or tokens < 1:
         raise SettingsError(
-            f"the engine has no room for one batch: max_running_requests={running.max_running} (two for each row),"
+            f"the engine has no room for one batch: max_running_requests={slots} (two for each row),"
             f" max_prefill_tokens={settings['max_prefill_tokens']}, key-value pool {running.kv_tokens} tokens, page {page}"
         )
     cached_query = wanted.cached_query_tokens or 0
