@@ -87,6 +87,12 @@ def test_softmax_over_labels_is_right_where_probabilities_vanish() -> None:
     np.testing.assert_allclose(heads, [[0.5, 0.5]])
 
 
+def test_a_bare_number_for_a_row_is_the_output_of_a_head_with_one_label() -> None:
+    """SGLang drops the dimension of a cross-encoder's one label, as of bge-reranker-v2-m3."""
+    assert head_scores([1.5, -2.0], softmax=False).tolist() == [[1.5], [-2.0]]
+    assert head_scores([[1.5, 0.5]], softmax=False).tolist() == [[1.5, 0.5]]
+
+
 def test_a_row_that_the_engine_gave_up_is_an_error() -> None:
     refuse_aborted([{"meta_info": {"finish_reason": {"type": "length"}}}, {"meta_info": {"finish_reason": None}}])
     with pytest.raises(EngineError, match="aborted a row: too long"):

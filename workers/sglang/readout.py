@@ -40,9 +40,12 @@ def label_shares(rows: Sequence[Sequence[tuple[float, int, Any]]], labels: Seque
     return _softmax(logprobs) if softmax else np.exp(logprobs).astype(np.float32)
 
 
-def head_scores(rows: Sequence[Sequence[float]], softmax: bool) -> Scores:
-    """The classification head's outputs, [rows, labels]; with `softmax` as probabilities."""
-    logits = np.asarray(rows, dtype=np.float64)
+def head_scores(rows: Sequence[Sequence[float]] | Sequence[float], softmax: bool) -> Scores:
+    """The classification head's outputs, [rows, labels]; with `softmax` as probabilities.
+
+    Where a cross-encoder has one label, SGLang says a bare number for each row.
+    """
+    logits = np.asarray(rows, dtype=np.float64).reshape(len(rows), -1)
     return _softmax(logits) if softmax else logits.astype(np.float32)
 
 
