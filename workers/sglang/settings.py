@@ -222,6 +222,7 @@ _WHOLE: dict[str, tuple[tuple[Any, ...], str]] = {
         (None,),
         "SGLang adds its biases and penalties to what is scored: the answers are other scores",
     ),
+    "enable_eplb": ((False, None), "experts change places while they serve, and new weights would go to where they were"),
     "max_queued_requests": ((None,), "some rows of a batch would be refused while others run; the pool bounds its own queue"),
     "enable_mis": ((False, None), "SGLang dies when packed and other rows meet; set packed_workers of the group instead"),
     "allow_auto_truncate": ((False, None), "a row that is too long would be cut silently instead of refused"),

@@ -38,7 +38,7 @@ async def warm_up(scoring: EngineScoring) -> Capabilities:
         with contextlib.suppress(EngineError):  # some heads give no hidden states; then `hidden` stays 0
             [scored, *_], _, _ = await scoring.compute(parts, 0, hidden=True)
             hidden = 0 if scored.hidden is None else scored.hidden.shape[1]
-    if capabilities.device != "cpu":
+    if capabilities.device != "cpu" and forwards == 1:
         # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never.
         rows = min(capabilities.inflight_rows, capabilities.inflight_tokens // capabilities.context)
         parts = _made_up(capabilities, max(1, rows), capabilities.context)
