@@ -171,3 +171,27 @@ def test_experts_that_were_rearranged_after_their_load_take_no_updates(monkeypat
         assert "refused" not in ModelWeights(model).do_describe({})
         model.w13_swiglu_interleaved = True
     assert "rearranged" in ModelWeights(model).do_describe({})["refused"]
+
+
+class Strict(Model):
+    """Knows the tensors of its checkpoint and no others, as many loads do; of `once` not a second time, as MiniCPM3's."""
+
+    def __init__(self, once: str = "") -> None:
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=True)
+        self.unknown = {once, "lm_head.weight"}
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        for name, tensor in weights:
+            if name in self.unknown:
+                raise KeyError(name)
+            super().load_weights([(name.removesuffix("_tokens.weight"), tensor)])
+
+
+def test_a_load_is_not_given_what_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [("embed_tokens.weight", "float32", (8, 6))] + [(one.name, one.dtype, one.shape) for one in TENSORS[1:]]
+    monkeypatch.setattr(sglang_process, "_own_load", own)
+    described = ModelWeights(Strict()).do_describe({})
+    assert (described["optional"], described["plain"]) == (["skipped"], "")
+    # An update would fail half-way.
+    assert "'norm'" in ModelWeights(Strict("norm")).do_describe({})["refused"]

@@ -26,6 +26,10 @@ class Unplannable(Exception):
     """Updates of this model cannot be replayed. The message is one line."""
 
 
+class Unrepeatable(Unplannable):
+    """The model's load does not know one of the tensors, or knows it no more. The message is one line."""
+
+
 class Copy(NamedTuple):
     """Elements of a checkpoint's tensor, and the memory of the model that they go to; `size` () and `fill`: a constant."""
 
@@ -89,6 +93,7 @@ class Plan:
 
     Raises:
         Unplannable: its load does more than copy.
+        Unrepeatable: it does not take these tensors.
     """
 
     def __init__(self, model: Any, tensors: Sequence[Tensor]) -> None:
@@ -99,6 +104,8 @@ class Plan:
                 model.load_weights(watch.feed(tensors))
         except Unplannable:
             raise
+        except KeyError as error:
+            raise Unrepeatable(f"{watch.latest}: its load does not know {error}") from error
         except Exception as error:
             raise Unplannable(f"{watch.latest}: {type(error).__name__}: {error}") from error
         finally:

@@ -25,7 +25,7 @@ from enginepool.protocol.updates import Space
 from enginepool.spaces import examined, sealed, visible_gpus
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
 from enginepool.workers.sglang.held import digests, findings, part_of
-from enginepool.workers.sglang.plan import Plan, Unplannable
+from enginepool.workers.sglang.plan import Plan, Unplannable, Unrepeatable
 from enginepool.workers.sglang.process import own_load
 from enginepool.workers.sglang.ready import Ready, manifest_of, open_space
 from enginepool.workers.sglang.scheduler import flush_caches
@@ -110,11 +110,12 @@ class ModelWeights:
             optional.add(tied.name)
             tied = Tensor(tied.name, embedding.dtype, embedding.shape)
         try:
-            known = {tensor.name for tensor in own}
-            plan = Plan(self._model, [*own, tied] if optional - known else own)
+            plan = self._planned(own, [tied] if optional - {tensor.name for tensor in own} else [], optional)
             plan.prove(own)
             optional |= {name for name, copies in plan.copies.items() if not copies}
             self._plan, self._plain = plan, ""
+        except Unrepeatable as error:
+            return {"refused": f"what it was loaded from cannot be loaded again: {error}"}
         except Unplannable as error:
             self._plain = str(error)
         return {
@@ -123,6 +124,15 @@ class ModelWeights:
             "gpus": visible_gpus(),
             "plain": self._plain,
         }
+
+    def _planned(self, own: list[Tensor], others: list[Tensor], optional: set[str]) -> Plan:
+        """A plan for `own` and, if the model's load knows them, `others`; what it does not know is not `optional`."""
+        if others:
+            try:
+                return Plan(self._model, [*own, *others])
+            except Unrepeatable:
+                optional -= {tensor.name for tensor in others}
+        return Plan(self._model, own)
 
     def _refused(self, own: list[Tensor]) -> str:
         if not own:
