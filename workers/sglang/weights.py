@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from enginepool.digest import Digest, make_ready, views
-from enginepool.protocol.layout import buckets, layout
+from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Space
 from enginepool.spaces import examined, sealed, visible_gpus
@@ -28,12 +28,11 @@ from enginepool.workers.sglang.held import digests, findings, part_of
 from enginepool.workers.sglang.plan import Plan, Unplannable, Unrepeatable
 from enginepool.workers.sglang.process import own_load
 from enginepool.workers.sglang.ready import Ready, manifest_of, open_space
+from enginepool.workers.sglang.received import received
 from enginepool.workers.sglang.scheduler import flush_caches
 
 torch: Any = importlib.import_module("torch")
 
-#: a bucket that takes longer never comes
-BUCKET_S = 60.0
 #: what one ticket to get ready takes from the forwards, about
 READY_S = 0.001
 
@@ -253,10 +252,10 @@ class ModelWeights:
             raise ValueError(f"not in group {ticket['group']}")
         digest = Digest()
 
-        def received(own: bool) -> Iterator[tuple[str, Any]]:
-            return self._received(manifest, ticket["bucket_bytes"], digest, own)
+        def came(own: bool) -> Iterator[tuple[str, Any]]:
+            return received(self._group, manifest, ticket["bucket_bytes"], digest, own)
 
-        times = self._load(manifest, lambda: received(False), lambda: received(True), looked=self._looked)
+        times = self._load(manifest, lambda: came(False), lambda: came(True), looked=self._looked)
         return times | {"digest": digest.text()}
 
     def _load(
@@ -285,55 +284,6 @@ class ModelWeights:
             self._manifest = manifest
         ended = time.perf_counter()
         return {"load_s": loaded - flushed, "flush_s": flushed - began + ended - loaded}
-
-    def _received(self, manifest: list[Tensor], bucket_bytes: int, digest: Digest, own: bool) -> Iterator[tuple[str, Any]]:
-        """Each tensor as soon as it is whole; the next bucket is on its way meanwhile.
-
-        On a GPU a broadcast into a bucket's memory waits for the copies out of it that were begun before, and what is yielded
-        may still be on its way: copies out of it wait by themselves. `own`: what is yielded is here, in memory of its own, that
-        may be copied out of at any time and by any thread; on the host if the device has no room for all.
-        """
-        from enginepool.group import QUEUED
-
-        nbytes = layout(manifest).nbytes
-        device = self._group.device
-        size = min(bucket_bytes, nbytes)
-        room = device == "cpu" or torch.cuda.mem_get_info()[0] > nbytes + size
-        ring = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
-        cuts = list(buckets(manifest, bucket_bytes))
-        ways: list[Any] = []
-        torn: dict[int, Any] = {}
-
-        def begin(k: int) -> None:
-            if k < len(cuts):
-                ways.append(self._group.begin(ring[k % 2][: cuts[k].nbytes]))
-
-        begin(0)
-        begin(1)
-        for k, bucket in enumerate(cuts):
-            (ways[k].wait if own else ways[k].order)(BUCKET_S)
-            came = ring[k % 2][: bucket.nbytes]
-            digest.add(came, bucket.at)
-            for piece in bucket.pieces:
-                tensor = manifest[piece.tensor]
-                part = came[piece.bucket_at : piece.bucket_at + piece.nbytes]
-                if piece.nbytes < tensor.nbytes:
-                    if piece.tensor not in torn:
-                        torn[piece.tensor] = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device)
-                    torn[piece.tensor][piece.tensor_at : piece.tensor_at + piece.nbytes].copy_(part)
-                    if piece.tensor_at + piece.nbytes < tensor.nbytes:
-                        continue
-                    part = torn.pop(piece.tensor)
-                if own:
-                    part = part.clone() if room else part.to("cpu", copy=True)
-                    if device != "cpu":
-                        torch.cuda.current_stream().synchronize()
-                yield tensor.name, part.view(getattr(torch, tensor.dtype)).view(tensor.shape)
-            begin(k + 2)
-            if k >= QUEUED:
-                ways[k - QUEUED].wait(BUCKET_S)
-        for way in ways[-QUEUED:]:
-            way.wait(BUCKET_S)
 
     # --- a process group ------------------------------------------------------------------------------------------------
 
