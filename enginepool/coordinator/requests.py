@@ -277,10 +277,12 @@ class Requests:
                     if request.group is group and request.pieces:
                         self._start_over(request)
         for queue in (group.early, group.queue, group.suspects):
-            for request in queue.waiting():
-                if request.queue is not queue and request.state == QUEUED:
-                    request.queue.push(request)
-                    queue.forget()
+            moved = [request for request in queue.waiting() if request.queue is not queue and request.state == QUEUED]
+            for request in moved:
+                request.queue.push(request)
+            if moved:
+                # Their entries leave at once: after a new run they may come back here, and nobody stands in a queue twice.
+                queue.sort()
 
 
 def _join(request: Request) -> tuple[list[FrameSpec], list[Buffer]]:

@@ -784,6 +784,24 @@ def test_after_a_new_run_requests_wait_again() -> None:
     assert [request.id for request in group.early.waiting()] == [50]
 
 
+def test_a_request_may_wait_for_its_version_a_second_time() -> None:
+    """Its entry of the first time must not stand in the queue beside the new one."""
+    pool, trainer, links = ready(1)
+    for id in (50, 51):
+        pool.do(ev.Submit(0, trainer.link, id, work(), 0, None, 5))
+    for id in (60, 61):
+        pool.submit(trainer.link, id, work(8, 10))
+    for version in (5, 1, 5):
+        committed(pool, trainer, version, links, in_flight="abort", new_run=version == 1)
+        (report,) = [s.message for s in pool.do(ev.StatusAsked(0, trainer.link, 1))]
+        assert report.groups[0].early == (2 if version == 1 else 0)  # type: ignore[union-attr]
+    pool.batches = [batch for batch in pool.batches if batch.message.batch in pool.machine.core.worker_links[links[0]].batches]  # type: ignore[union-attr]
+    sent: list[Any] = []
+    while pool.batches:
+        sent += pool.finish(pool.batches[0], version=5)
+    assert sorted(results(sent)) == [50, 51, 60, 61]
+
+
 @pytest.mark.parametrize("version", [0, 1])
 def test_parts_of_other_weights_are_never_put_together_even_under_one_version(version: int) -> None:
     """A new run may begin at the version that was there: only the coordinator knows that the weights are others."""
