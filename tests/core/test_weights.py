@@ -502,6 +502,28 @@ def test_a_drain_lets_the_rest_of_a_begun_request_start() -> None:
     assert of_type(sent, HandOver)
 
 
+def test_a_drain_does_not_wait_for_a_worker_that_is_kept_for_a_trial() -> None:
+    pool, trainer, (dying,) = ready(1)
+    for number in (50, 52):
+        pool.submit(trainer.link, number, work(1, 100))
+    kept = pool.worker("kept")
+    pool.submit(trainer.link, 51, work(60, 10))
+    pool.batches = [batch for batch in pool.batches if batch.link == kept]
+    pool.do(ev.WorkerBroken(0, dying, "nonsense"))
+    assert pool.machine.core.groups["g"].kept_worker is pool.machine.core.worker_links[kept]
+    to_transfer(pool, trainer)
+    trainer.sent()
+    pool.stage([kept])
+    sent = trainer.commit()
+    assert phases(sent) == ["hold"]
+    while pool.batches:
+        sent = pool.finish(pool.batches[0])
+    assert of_type(sent, HandOver), "what could be finished is, without waiting for the end of the drain"
+    pool.answer(sent)
+    pool.written()
+    assert pool.machine.core.groups["g"].trial is not None, "the suspects have their turn on the new weights"
+
+
 def test_a_drain_that_takes_too_long_puts_back_and_goes_on() -> None:
     pool, _, _, _ = to_hold("drain", drain_ms=500)
     old = list(pool.batches)
@@ -787,10 +809,10 @@ def test_after_a_new_run_requests_wait_again() -> None:
 def test_a_request_may_wait_for_its_version_a_second_time() -> None:
     """Its entry of the first time must not stand in the queue beside the new one."""
     pool, trainer, links = ready(1)
-    for id in (50, 51):
-        pool.do(ev.Submit(0, trainer.link, id, work(), 0, None, 5))
-    for id in (60, 61):
-        pool.submit(trainer.link, id, work(8, 10))
+    for number in (50, 51):
+        pool.do(ev.Submit(0, trainer.link, number, work(), 0, None, 5))
+    for number in (60, 61):
+        pool.submit(trainer.link, number, work(8, 10))
     for version in (5, 1, 5):
         committed(pool, trainer, version, links, in_flight="abort", new_run=version == 1)
         (report,) = [s.message for s in pool.do(ev.StatusAsked(0, trainer.link, 1))]

@@ -6,7 +6,7 @@ weight version, so that finishing them on the old weights saves what is done of 
 
 from collections.abc import Iterable
 
-from enginepool.coordinator.batching import send_batch
+from enginepool.coordinator.batching import release_kept, send_batch
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.filling import cut_next, take
 from enginepool.coordinator.phases import QUEUED, RUNNING
@@ -20,6 +20,8 @@ def hold(update: Update) -> None:
     update.begun = [request for request in group.queue.waiting() if request.flying or request.pieces]
     update.begun.sort(key=lambda request: (request.key, request.seq))
     group.held = True
+    # No trial starts while it is held, and begun requests may have nobody else to finish them.
+    release_kept(group)
     _tell(group)
 
 
