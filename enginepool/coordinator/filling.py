@@ -257,3 +257,4 @@ def take(core: Core, slice_: Slice) -> None:
         request.state = RUNNING
         request.group.waiting -= 1
         request.group.running += 1
+        request.group.running_tokens += request.work.tokens

@@ -16,6 +16,7 @@ from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import Drained, Effect, ToClient
 from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.phases import RUNNING
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client, Group
@@ -251,6 +252,7 @@ class Machine:
             mine = [r for r in live if r.group is group]
             assert group.waiting + group.running == len(mine), (group.waiting, group.running, len(mine))
             assert group.tokens == sum(r.work.tokens for r in mine)
+            assert group.running_tokens == sum(r.work.tokens for r in mine if r.state == RUNNING)
             for place in group.places:
                 place.check()
 

@@ -10,6 +10,8 @@ once they are half of the queue: cancelling costs O(1) and memory stays in propo
 
 from collections import deque
 from heapq import heappop, heappush, heapreplace
+from itertools import chain
+from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 
 from enginepool.coordinator.events import Work
@@ -23,6 +25,7 @@ class Waits(Protocol):
     """What a queue reads of a request, and `lane`, which it alone sets."""
 
     work: Work
+    arrival: float
     classes: int
     priority: int
     key: float
@@ -159,6 +162,17 @@ class Queue(Generic[R]):
             for request in lane.requests()
             if request.state <= QUEUED and request.lane is self
         ]  # fmt: skip
+
+    def oldest(self) -> float:
+        """When the request that has waited longest arrived; infinity when none waits. Looks at the first of each priority."""
+        found = inf
+        for lane in self._lanes.values():
+            for _, _, first, fifo in lane:
+                for request in chain((first,), fifo or ()):
+                    if request.state <= QUEUED and request.lane is self:
+                        found = min(found, request.arrival)
+                        break
+        return found
 
     def check(self) -> None:
         assert self.size == sum(len(lane.requests()) for lane in self._lanes.values()), self.size

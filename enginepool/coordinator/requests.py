@@ -115,6 +115,7 @@ class Requests:
         if request.state == RUNNING:
             request.state = QUEUED
             request.group.running -= 1
+            request.group.running_tokens -= request.work.tokens
             request.group.waiting += 1
         request.queue.push(request)
 
@@ -192,6 +193,7 @@ class Requests:
         core, client, group, work = self.core, request.client, request.group, request.work
         if request.state == RUNNING:
             group.running -= 1
+            group.running_tokens -= work.tokens
         else:
             group.waiting -= 1
             if request.lane is not None:

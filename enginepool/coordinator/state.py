@@ -341,8 +341,8 @@ class Group:
     __slots__ = (
         "answered", "batches", "config", "down", "early", "expected", "failed", "first", "forwards", "gone", "halvings",
         "held", "history", "kept_worker", "lost_batches", "name", "needs", "needy", "packed", "packed_routing", "peak",
-        "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running", "spent_s", "spent_tokens",
-        "split_batches", "suspects", "text_turn", "text_waiting", "tokens", "trial", "version", "waiting",
+        "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running", "running_tokens", "spent_s",
+        "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting", "tokens", "trial", "version", "waiting",
         "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
@@ -400,10 +400,11 @@ class Group:
         #: time and tokens of recent batches; decayed apart, so that many small batches do not foretell large ones
         self.spent_s = 0.0
         self.spent_tokens = 0.0
-        #: requests in TEXT or QUEUED, requests in RUNNING, and the tokens of all of them
+        #: requests in TEXT or QUEUED, requests in RUNNING, the tokens of all of them, and of those in RUNNING
         self.waiting = 0
         self.running = 0
         self.tokens = 0
+        self.running_tokens = 0
         self.answered = self.failed = self.poisoned = 0
         self.batches = self.forwards = self.split_batches = self.lost_batches = 0
 

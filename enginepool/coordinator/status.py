@@ -1,7 +1,9 @@
 """The status report: what the pool is doing, read off the machine's state."""
 
+from enginepool.coordinator.classes import PACKED
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.events import StatusAsked
+from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.state import Group, Place, Worker
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 
@@ -23,14 +25,14 @@ def report(core: Core, asked: StatusAsked) -> StatusReport:
 
 
 def _group(core: Core, group: Group) -> GroupStatus:
-    head, update = group.queue.head(), core.update_of(group)
+    update = core.update_of(group)
     absent = [_absent(place) for place in group.places if place.incarnation not in group.workers]
     return GroupStatus(
         name=group.name,
         queued=group.waiting,
         running=group.running,
-        queued_tokens=group.tokens,
-        oldest_s=round(core.now - head[0][2].arrival, 3) if head else 0.0,
+        queued_tokens=group.tokens - group.running_tokens,
+        oldest_s=round(core.now - min(core.now, _oldest(group)), 3),
         version=group.version,
         answered=group.answered,
         failed=group.failed,
@@ -50,6 +52,13 @@ def _group(core: Core, group: Group) -> GroupStatus:
     )
 
 
+def _oldest(group: Group) -> float:
+    """When the request arrived that has waited longest, wherever it waits; infinity when none does."""
+    given = [text for worker in group.workers.values() for text, _ in worker.texts.values() if text.state == TEXT]
+    queues = (group.queue, group.suspects, group.early)
+    return min([*(queue.oldest() for queue in queues), *(text.arrival for text in (*group.text_waiting, *given))])
+
+
 def _worker(core: Core, worker: Worker) -> WorkerStatus:
     place = worker.place
     return WorkerStatus(
@@ -65,7 +74,7 @@ def _worker(core: Core, worker: Worker) -> WorkerStatus:
         silent_s=round(core.now - worker.heard, 3),
         detail=_detail(worker.detail, place),
         restarts=place.restarts if place is not None else 0,
-        packed=worker.routing is worker.group.packed_routing,
+        packed=worker.class_ == PACKED,
         pace=worker.pace.tokens if worker.pace is not None else 0,
         pace_row=round(worker.pace.row) if worker.pace is not None else 0,
     )

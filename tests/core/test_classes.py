@@ -252,6 +252,14 @@ def test_a_worker_of_the_wrong_class_for_its_place_is_lost() -> None:
     assert not pool.machine.core.groups["g"].workers
 
 
+def test_status_knows_a_packed_worker_before_it_is_ready() -> None:
+    pool = Pool(PoolConfig({"g": GroupConfig("m", "sim", workers=2, packed_workers=1)}))
+    for place in pool.started:
+        pool.worker(place.incarnation, ready=False)
+    (report,) = [s.message for s in pool.do(ev.StatusAsked(0, pool.client(), 1))]
+    assert [worker.packed for worker in report.groups[0].workers] == [False, True]  # type: ignore[union-attr]
+
+
 def test_workers_of_two_classes_may_differ_in_budget_and_not_in_model() -> None:
     pool = Pool()
     pool.worker("plain")

@@ -327,6 +327,41 @@ def test_status_counts_what_is_there() -> None:
     assert (group.queued, group.running, group.workers[0].batches) == (1, 2, 2)
 
 
+def test_status_tells_what_waits_from_what_runs_and_how_long_the_oldest_has_waited() -> None:
+    """Not how long that has waited which is next: what has a low priority waits longest."""
+    pool = Pool()
+    client = pool.client()
+    pool.worker()
+
+    def shown() -> tuple[int, int, int, float]:
+        (sent,) = pool.do(ev.StatusAsked(0, client, 1))
+        assert isinstance(sent.message, StatusReport)
+        (group,) = sent.message.groups
+        return group.queued, group.running, group.queued_tokens, group.oldest_s
+
+    pool.submit(client, 1, work(8))
+    pool.submit(client, 2, work(8))
+    assert shown() == (0, 2, 0, 0.0)
+    pool.submit(client, 3, work(8))
+    pool.now += 3.0
+    pool.submit(client, 4, work(2), priority=5)
+    assert shown() == (2, 2, 100, 3.0)
+    pool.do(ev.CancelAsked(0, client, 3))
+    assert shown() == (1, 2, 20, 0.0)
+    pool.now += 1.0
+    pool.do(ev.CancelAsked(0, client, 4))
+    pool.do(ev.Submit(0, client, 5, work(), 0, None, 9))
+    pool.now += 1.0
+    pool.submit(client, 6, text("q", ["a"]))
+    assert shown() == (2, 2, 12, 1.0), "what waits for a version"
+    pool.do(ev.CancelAsked(0, client, 5))
+    pool.now += 1.0
+    assert shown() == (1, 2, 2, 1.0), "text that waits for its ids"
+    pool.finish(pool.batches[0])
+    pool.do(ev.WorkerBroken(0, b"w", "nonsense"))
+    assert shown() == (2, 0, 82, 6.0), "what runs again has waited since it came"
+
+
 def test_refusals_of_one_do_not_touch_others() -> None:
     pool = Pool()
     pool.worker()

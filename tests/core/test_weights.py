@@ -928,6 +928,18 @@ def lost_everywhere() -> tuple[UpdatePool, Trainer, list[bytes]]:
     return pool, trainer, links
 
 
+def test_status_forgets_that_a_worker_had_no_weights_once_it_has_some() -> None:
+    pool, trainer, links = lost_everywhere()
+
+    def details() -> list[str]:
+        (report,) = [s.message for s in pool.do(ev.StatusAsked(0, trainer.link, 1))]
+        return [worker.detail for worker in report.groups[0].workers]  # type: ignore[union-attr]
+
+    assert details() == ["cannot restore weight version 3: no snapshot"] * 2
+    committed(pool, trainer, 4, links)
+    assert details() == ["", ""]
+
+
 def test_a_version_that_is_lost_names_no_other_weights_when_it_is_published_again() -> None:
     pool, trainer, links = lost_everywhere()
     other = "e" * 32

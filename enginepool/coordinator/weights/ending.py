@@ -71,6 +71,8 @@ class Ending:
                 self._replace(worker, f"it did not take weight version {weights.version}: {member.failure}")
                 continue
             worker.version, worker.digest = weights.version, weights.digest
+            if worker.lacks is not None:
+                worker.detail = ""
             worker.lacks = worker.restore_until = None
             message = Committed(update.id, weights.version, weights.digest, weights.snapshot)
             self.core.effects.append(ToWorker(worker.link, message))
