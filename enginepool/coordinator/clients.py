@@ -84,9 +84,10 @@ class Clients:
         core.clients.pop(client.id, None)
 
     def expire(self) -> None:
-        """Forget silent clients and old answers."""
+        """Forget silent clients and old answers. Whose transaction is open has a lease of its own, and its end to hear of."""
         core = self.core
+        publishers = {update.client for update in core.updates.values()}
         core.answers.expire(core.now)
         limit = core.now - core.config.timing.client_silence_s
-        for client in [c for c in core.clients.values() if c.heard < limit]:
+        for client in [c for c in core.clients.values() if c.heard < limit and c not in publishers]:
             self._drop(client)

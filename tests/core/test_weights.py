@@ -408,6 +408,43 @@ def test_a_publisher_that_is_silent_loses_its_lease() -> None:
     assert "silent for 2000 ms" in aborted(pool, pool.wait(1.0))
 
 
+def test_a_lease_may_be_longer_than_the_silence_after_which_clients_are_forgotten() -> None:
+    pool, trainer, links = ready(1)
+    to_transfer(pool, trainer, lease_ms=45_000)
+    trainer.say(Sent(trainer.ids, DIGEST, 512))
+    pool.stage(links)
+    for _ in range(44):
+        pool.do(ev.WorkerHeard(0, links[0]))
+        assert not failures(pool.wait(1.0))
+    assert pool.update.phase == "staged"
+    pool.do(ev.WorkerHeard(0, links[0]))
+    assert "silent for 45000 ms" in refusal(pool.wait(1.5), 1).message
+    pool.wait(29.0)
+    assert refusal(trainer.renew(), 1).code == "update_aborted", "the answer is kept as long as any other"
+
+
+def test_a_publisher_that_was_away_hears_what_became_of_its_transaction() -> None:
+    pool, trainer, links = ready(1)
+    to_transfer(pool, trainer)
+    trainer.sent()
+    pool.stage(links)
+    handed = trainer.commit()
+    for _ in range(40):
+        pool.do(ev.WorkerHeard(0, links[0]))
+        pool.wait(1.0)
+    pool.do(ev.ClientHello(0, b"back", b"trainer.........", b"t" * 16, 1))
+    trainer.link = b"back"
+    assert phases(trainer.publish(1, id=1, peer="trainer")) == ["hand_over"]
+    for _ in range(15):
+        pool.do(ev.WorkerHeard(0, links[0]))
+        pool.wait(1.0)
+    pool.answer(handed)
+    pool.written()
+    pool.do(ev.WorkerHeard(0, links[0]))
+    pool.wait(9.0)
+    assert of_type(trainer.publish(1, id=1, peer="trainer"), Published)
+
+
 def test_once_all_is_sent_and_wanted_the_publisher_may_go() -> None:
     pool, trainer, links = ready()
     to_transfer(pool, trainer, lease_ms=1000)

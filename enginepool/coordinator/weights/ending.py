@@ -142,6 +142,8 @@ class Ending:
         """The publisher's final answer."""
         core, client = self.core, update.client
         if core.clients.get(client.id) is client:
+            # It may have said nothing for as long as it was not needed: it has time to ask for this.
+            client.heard = max(client.heard, core.now)
             core.answers.add(client, update.offer.id, update.offer_digest, message, (), core.now)
             tell(self.core, update, message)
 
