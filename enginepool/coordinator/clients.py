@@ -8,6 +8,7 @@ import hmac
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient
+from enginepool.coordinator.events import Link
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client
 from enginepool.protocol.messages import PROTOCOL_VERSION, Pong, Welcome
@@ -59,6 +60,12 @@ class Clients:
         """A client is alive; a link that nobody has greeted is told to say Hello."""
         if self.core.client_of(e.link, None) is not None and e.at is not None:
             self.core.effects.append(ToClient(e.link, Pong(e.at, self.core.epoch)))
+
+    def spoke(self, link: Link) -> None:
+        """Something came that needs no Hello: if a client is on the link, it is alive."""
+        client = self.core.links.get(link)
+        if client is not None:
+            client.heard = self.core.now
 
     def left(self, e: ev.ClientLeft) -> None:
         """A client leaves for good."""

@@ -86,7 +86,7 @@ class Machine:
             ev.MemberSaid: weights.answered,
             ev.JournalWritten: weights.journalled,
             ev.RestoreFailed: self._restore_failed,
-            ev.WeightsAsked: self.questions.asked,
+            ev.WeightsAsked: self._weights_asked,
             ev.WorkerInspected: self._inspected,
         }
 
@@ -180,6 +180,7 @@ class Machine:
             core.effects.append(Drained())
 
     def _status(self, e: ev.StatusAsked) -> None:
+        self.clients.spoke(e.link)
         self.core.effects.append(ToClient(e.link, report(self.core, e)))
 
     # --- weights -------------------------------------------------------------------------------------------------------
@@ -209,6 +210,10 @@ class Machine:
         client = self.core.links.get(e.link)
         if client is not None:
             self.restoring.hello(client)
+
+    def _weights_asked(self, e: ev.WeightsAsked) -> None:
+        self.clients.spoke(e.link)
+        self.questions.asked(e)
 
     def _restore_failed(self, e: ev.RestoreFailed) -> None:
         worker = self.fleet.of(e.link)

@@ -5,6 +5,7 @@ import pytest
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
 from enginepool.protocol.messages import Batch, Capabilities, Failure, FrameSpec, StatusReport, Welcome
+from enginepool.protocol.updates import WeightsQuestion
 from tests.core.machines import CAN, Pool, codes, config, failures, results, text, texts, work
 
 
@@ -250,6 +251,18 @@ def test_a_goodbye_cancels() -> None:
     pool.do(ev.ClientLeft(0, client))
     pool.worker()
     assert not pool.batches
+
+@pytest.mark.parametrize("what", ["status", "weights"])
+def test_whatever_a_client_says_counts_as_being_heard(what: str) -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work())
+    for _ in range(40):
+        pool.do(ev.StatusAsked(0, client, 1) if what == "status" else ev.WeightsAsked(0, client, WeightsQuestion(1)))
+        pool.wait(1.0)
+    pool.worker()
+    assert 1 in results(pool.finish_all())
+
 
 
 def test_a_cut_link_keeps_its_requests_for_the_next_link() -> None:
