@@ -61,7 +61,8 @@ class Admission:
         core = self.core
         live = client.live.get(e.id)
         kept = None if live is not None else core.answers.get(client, e.id)
-        if live is None and kept is None:
+        digest = live.work.digest if live is not None else kept.digest if kept is not None else None
+        if digest is None and not any(u.client is client and u.offer.id == e.id for u in core.updates.values()):
             return False
         digest = live.work.digest if live is not None else kept.digest if kept is not None else 0
         if digest != e.work.digest:

@@ -192,6 +192,15 @@ def test_a_publish_that_comes_again_is_attached_and_its_answer_is_kept() -> None
     assert of_type(trainer.say(Sent(1, DIGEST, 1)), Published), "whoever asks after the end hears the end"
 
 
+def test_the_id_of_an_open_transaction_is_used_for_nothing_else() -> None:
+    pool, trainer, _ = ready()
+    trainer.publish(1)
+    assert codes(pool.submit(trainer.link, trainer.ids, work())) == ["id_reused"]
+    trainer.say(Abandon(trainer.ids))
+    assert codes(pool.submit(trainer.link, trainer.ids, work())) == ["id_reused"], "its answer is kept"
+    assert len(pool.machine.core.answers) == 1
+
+
 def test_nobody_hears_of_a_transaction_that_is_not_his() -> None:
     pool, trainer, _ = ready()
     assert refusal(trainer.renew(), 0).code == "update_aborted"
