@@ -64,7 +64,6 @@ class Admission:
         digest = live.work.digest if live is not None else kept.digest if kept is not None else None
         if digest is None and not any(u.client is client and u.offer.id == e.id for u in core.updates.values()):
             return False
-        digest = live.work.digest if live is not None else kept.digest if kept is not None else 0
         if digest != e.work.digest:
             core.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
         elif kept is not None:

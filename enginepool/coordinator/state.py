@@ -250,6 +250,9 @@ class Worker:
             and not self.lost
             and self.stage == "ready"
             and self.holds
+            # Else it was told to take other weights before these were committed again.
+            and self.restore_until is None
+            and self.lacks is None
         )
 
     @property

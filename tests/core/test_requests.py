@@ -244,14 +244,6 @@ def test_a_silent_client_is_forgotten_with_all_it_asked_for() -> None:
     assert not core.clients and not core.links and not core.live_rows and not len(core.answers)
 
 
-def test_a_goodbye_cancels() -> None:
-    pool = Pool()
-    client = pool.client()
-    pool.submit(client, 1, work())
-    pool.do(ev.ClientLeft(0, client))
-    pool.worker()
-    assert not pool.batches
-
 @pytest.mark.parametrize("what", ["status", "weights"])
 def test_whatever_a_client_says_counts_as_being_heard(what: str) -> None:
     pool = Pool()
@@ -263,6 +255,14 @@ def test_whatever_a_client_says_counts_as_being_heard(what: str) -> None:
     pool.worker()
     assert 1 in results(pool.finish_all())
 
+
+def test_a_goodbye_cancels() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work())
+    pool.do(ev.ClientLeft(0, client))
+    pool.worker()
+    assert not pool.batches
 
 
 def test_a_cut_link_keeps_its_requests_for_the_next_link() -> None:

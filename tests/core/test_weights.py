@@ -1100,6 +1100,34 @@ def test_a_part_is_only_for_workers_that_hold_the_rest() -> None:
     assert refusal(trainer.publish(4, partial=True), 1).code == "update_aborted"
 
 
+@pytest.mark.parametrize("found", [True, False])
+def test_who_was_told_to_take_other_weights_gets_no_work_before_it_says_what_it_holds(found: bool) -> None:
+    """Somebody goes back to weights from which a worker was being restored: what it says it holds may be gone by now."""
+    pool, trainer, links = ready(1)
+    committed(pool, trainer, 1, links)
+    to_transfer(pool, trainer, 2)
+    trainer.sent("e" * 32)
+    pool.stage(links, "e" * 32)
+    pool.answer(trainer.commit(), digest="e" * 32)
+    pool.written()
+    late = pool.worker("late", ready=False)
+    pool.do(ev.WorkerIdle(0, late, EPOCH))
+    assert of_type(pool.do(ev.WorkerReady(0, late, CAN, 1, DIGEST)), Restore)
+    told = committed(pool, trainer, 1, links, new_run=True)
+    assert [s.link for s in told if isinstance(s.message, Restore)] == [late]
+    for number in (50, 51, 52):
+        pool.submit(trainer.link, number, work(8, 10))
+    assert {batch.link for batch in pool.batches} == set(links)
+    if found:
+        pool.do(ev.WorkerReady(0, late, CAN, 1, DIGEST))
+    else:
+        pool.tell(late, Restored(1, "needs_weights", "no snapshot"))
+        assert {batch.link for batch in pool.batches} == set(links)
+        assert [s.link for s in pool.live(11.0) if isinstance(s.message, Restore)] == [late], "it is asked again"
+        pool.do(ev.WorkerReady(0, late, CAN, 1, DIGEST))
+    assert {batch.link for batch in pool.batches} == {late, *links}
+
+
 def test_who_holds_what_is_committed_once_more_keeps_its_work() -> None:
     """A new run may begin with the version and the weights that are there: who was no member has no reason to stop."""
     pool, trainer, _ = ready(1)

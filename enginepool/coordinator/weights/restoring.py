@@ -85,7 +85,9 @@ class Restoring:
             update = self.core.update_of(group)
             members = update.members if update is not None else {}
             for worker in group.workers.values():
-                if worker.holds or worker.stage != "ready" or worker.restore_until is not None or not worker.idle:
+                if worker.stage != "ready" or worker.restore_until is not None or not worker.idle:
+                    continue
+                if worker.holds and worker.lacks is None:
                     continue
                 if worker.incarnation in members or (worker.lacks is not None and self.core.now < worker.lacks[1]):
                     continue
