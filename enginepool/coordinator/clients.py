@@ -87,6 +87,7 @@ class Clients:
             client.link = None
         for request in list(client.live.values()):
             self.requests.fail(request, "cancelled", "the client left")
+            core.wake(request.group)
         core.answers.drop_client(client)
         core.clients.pop(client.id, None)
 

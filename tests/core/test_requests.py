@@ -265,6 +265,18 @@ def test_a_goodbye_cancels() -> None:
     assert not pool.batches
 
 
+def test_a_goodbye_lets_others_start_who_waited_behind_it() -> None:
+    pool = Pool()
+    leaving, staying = pool.client(), pool.client()
+    pool.worker()
+    for number, length in ((1, 100), (2, 60), (3, 90)):
+        pool.submit(leaving, number, work(1, length))
+    pool.submit(staying, 4, work(1, 30))
+    assert len(pool.batches) == 2
+    pool.do(ev.ClientLeft(0, leaving))
+    assert len(pool.batches) == 3, "what stood before it did not fit, and is gone"
+
+
 def test_a_cut_link_keeps_its_requests_for_the_next_link() -> None:
     pool = Pool()
     client = pool.client(b"one", client=b"c" * 16)
