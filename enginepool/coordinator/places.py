@@ -13,6 +13,8 @@ from enginepool.coordinator.state import Group, Place
 
 #: a place that stayed up this long has its backoff forgotten
 STEADY_S = 60.0
+#: a backoff is doubled so many times at most: any that is configured is then over its maximum, and the number still a float
+MOST_DOUBLED = 128
 
 
 class Places:
@@ -59,10 +61,11 @@ class Places:
         core, policy = self.core, self.core.config.restart
         place.incarnation = ""
         if core.now - place.begun > STEADY_S:
-            place.losses.clear()
+            place.hasty = 0
         place.losses = [at for at in place.losses if core.now - at < policy.window_s]
         if not place.blameless:
             place.losses.append(core.now)
+            place.hasty += 1
         place.blameless = False
         if core.draining or permanent or len(place.losses) > policy.max_restarts:
             place.state = "retired"
@@ -70,7 +73,8 @@ class Places:
             return
         place.state = "backoff"
         place.restarts += 1
-        place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2 ** max(0, len(place.losses) - 1))
+        doubled = min(max(0, min(place.hasty, len(place.losses)) - 1), MOST_DOUBLED)
+        place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2.0**doubled)
 
     def maybe_down(self, group: Group) -> None:
         """When nothing will ever run in `group` again, or on one class of its workers, its requests are told so."""

@@ -305,8 +305,8 @@ class Place:
     """A worker that this pool starts itself: the succession of its incarnations."""
 
     __slots__ = (
-        "before", "begun", "blameless", "group", "hopeless", "incarnation", "index", "last_words", "losses", "packed",
-        "restarts", "state", "until",
+        "before", "begun", "blameless", "group", "hasty", "hopeless", "incarnation", "index", "last_words", "losses",
+        "packed", "restarts", "state", "until",
     )  # fmt: skip
 
     def __init__(self, group: "Group", index: int) -> None:
@@ -323,6 +323,8 @@ class Place:
         self.begun = 0.0
         #: times of losses within the restart window
         self.losses: list[float] = []
+        #: the latest of them in a row of processes that were not up for long: as often the backoff doubles
+        self.hasty = 0
         self.restarts = 0
         #: why the present one ends, or the last one ended
         self.last_words = ""

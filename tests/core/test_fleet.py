@@ -284,6 +284,29 @@ def test_places_start_at_once_and_restart_with_growing_backoff() -> None:
     assert gaps == [0.5, 1.0, 2.0, 4.0]
 
 
+def test_losses_are_counted_also_of_workers_that_take_long_to_fail() -> None:
+    """A large model may load for longer than makes a worker steady, and fail then, each time."""
+    pool = Pool(config(workers=1, restart=Restart(max_restarts=3, window_s=3600.0)))
+    gaps: list[float] = []
+    for count in range(1, 5):
+        pool.wait(90.0)
+        at = pool.now
+        pool.do(ev.WorkerExited(0, pool.started[-1].incarnation, "exit code 1"))
+        while len(pool.started) == count and not pool.machine.core.groups["g"].down:
+            pool.wait(0.25)
+        gaps.append(pool.now - at)
+    assert max(gaps) < 1.0, "each was up for long: the next one need not wait"
+    assert pool.machine.core.groups["g"].down
+
+
+def test_a_worker_may_be_restarted_for_ever() -> None:
+    pool = Pool(config(workers=1, restart=Restart(max_restarts=10**9, window_s=1e9, backoff_max_s=0.1)))
+    for count in range(1, 1100):
+        pool.do(ev.WorkerExited(0, pool.started[-1].incarnation, "exit code 1"))
+        pool.wait(0.6)
+        assert len(pool.started) == count + 1
+
+
 def test_no_successor_starts_before_the_end_of_the_process_group_is_seen() -> None:
     pool = Pool(workers=1)
     incarnation = start(pool)
@@ -376,6 +399,19 @@ def test_survivors_of_an_earlier_coordinator_are_adopted_or_ended() -> None:
         pool.do(ev.WorkerHeard(0, b"old-0"))
     assert pool.killed == ["old-1"]
     assert "old-0" in pool.machine.core.groups["g"].workers
+
+
+def test_survivors_for_which_there_is_no_place_are_ended() -> None:
+    """The configuration has changed since they were started; their GPUs may be others' now."""
+    pool = Pool(workers=0)
+    pool.machine = type(pool.machine)(config(workers=1), checked=True)
+    alive = [ev.LiveProcess("g", 0, "old-0"), ev.LiveProcess("g", 1, "old-1"), ev.LiveProcess("gone", 0, "gone-0")]
+    pool.do(ev.Started(0, EPOCH, {}, alive))
+    assert pool.killed == ["old-1", "gone-0"]
+    assert codes(pool.do(ev.WorkerRegistered(0, b"old-1", "g", "old-1", 1, "host"))) == ["superseded"]
+    pool.do(ev.WorkerExited(0, "old-1", "ended by SIGKILL"))
+    pool.worker("old-0")
+    assert list(pool.machine.core.groups["g"].workers) == ["old-0"]
 
 
 def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:
