@@ -209,6 +209,9 @@ class SimCoordinator:
             return
         self.world.note("coordinator", "goes on")
         self.stalled = False
+        for event in self._events:
+            # A process that stood still reads its sockets, and then the clock, after that: times never go back.
+            event.now = self.world.now
         held, self._held = self._held, []
         exits, self._exits = self._exits, []
         first = self.world.chance(0.5)

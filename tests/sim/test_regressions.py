@@ -27,6 +27,7 @@ UPDATES = [
     (900758, 7, "where one class of workers was gone for good, nobody said that the weights of the other one are missing"),
     (312925, 7, True, "a part that came back during the hand-over was given to an engine that takes weights"),
     (9900007, 6, False, "after a stall a worker had heard its coordinator later than it was, by a rounding"),
+    (71030678, 7, False, "what came right before a stall was heard after it at its old time: a healthy worker was silent"),
     (30744, 6, True, "a version that was lost was published again with other weights, so that it named two sets of them"),
 ]
 
