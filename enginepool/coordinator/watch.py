@@ -6,7 +6,7 @@ deadline for each stage, and for each forward) means it is alive and does nothin
 
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker
-from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.fleet import GOODBYE_S, Fleet
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.state import Worker
 from enginepool.protocol.messages import Ping
@@ -47,6 +47,9 @@ class Watch:
         allowed = {"starting": timing.starting_s, "loading": timing.loading_s, "compiling": timing.compiling_s}.get(
             worker.stage
         )
+        if worker.stage == "draining" and not worker.batches and not worker.texts:
+            # Nothing is left that it could finish: it should have said goodbye.
+            allowed = timing.drain_s + GOODBYE_S
         if allowed is not None and now - worker.since > allowed:
             return f"{worker.stage} for more than {allowed:.0f} s"
         for batch in worker.batches.values():

@@ -76,7 +76,7 @@ def test_a_forward_that_takes_too_long_loses_a_worker_that_still_answers_pings()
     assert not pool.machine.core.groups["g"].workers
 
 
-@pytest.mark.parametrize(("stage", "allowed"), [("loading", 1800), ("compiling", 900)])
+@pytest.mark.parametrize(("stage", "allowed"), [("loading", 1800), ("compiling", 900), ("draining", 40)])
 def test_each_stage_has_its_own_deadline(stage: str, allowed: int) -> None:
     pool = Pool()
     link = pool.worker(ready=False)
