@@ -749,6 +749,19 @@ def test_nothing_is_committed_before_it_is_journalled() -> None:
     assert not group.workers and group.version == 0
 
 
+def test_a_member_that_died_after_it_had_loaded_does_not_run_on_the_new_weights() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    trainer.sent()
+    pool.stage(links)
+    sent = trainer.commit()
+    pool.answer([one for one in sent if one.link == links[0]])
+    pool.do(ev.WorkerBroken(0, links[0], "died"))
+    pool.answer([one for one in sent if one.link == links[1]])
+    (published,) = of_type(pool.written(), Published)
+    assert (published.record.members, published.record.committed) == (2, 1)
+
+
 def test_an_abandon_after_the_hand_over_changes_nothing() -> None:
     pool, trainer, links = to_hand_over()
     assert trainer.say(Abandon(1)) == []

@@ -61,7 +61,7 @@ class Ending:
         self._close(update)
         loaded = [member for member in update.members.values() if member.loaded]
         record = self._record(update, "committed", _note(update))
-        record.committed, record.digest = len(loaded), weights.digest
+        record.committed, record.digest = sum(not member.worker.lost for member in loaded), weights.digest
         group.first = record, handed_over
         for member in update.members.values():
             worker = member.worker
