@@ -26,7 +26,12 @@ class Requests:
 
     def tokenised(self, worker: Worker, e: ev.TextTokenised) -> None:
         """The ids of a text request, or why there are none."""
+        oldest = next(iter(worker.texts), None) == e.task
         request = take_text(worker, e.task)
+        if oldest and worker.texts:
+            # A tokenizer takes one after the other: the next one's time begins now, however many came together.
+            task, (text, due) = next(iter(worker.texts.items()))
+            worker.texts[task] = text, max(due, self.core.now + self.core.config.timing.forward_s)
         if request is None or request.state == DONE:
             return
         if e.message:

@@ -227,7 +227,8 @@ class Worker:
         #: sums over `batches`; never over the declared inflight_tokens and inflight_rows
         self.cost = 0
         self.rows = 0
-        #: text requests that it tokenises now, and when it must have done so
+        #: text requests that it tokenises now, in the order in which it got them, and when it must have done so; of the first
+        #: one that counts
         self.texts: dict[TaskId, tuple[Request, float]] = {}
         self.done = 0
         #: number of its newest entry in the routing; 0: none is valid

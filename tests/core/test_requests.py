@@ -415,6 +415,35 @@ def test_text_that_a_reconnecting_worker_may_have_lost_is_sent_again() -> None:
     assert [s.link for s in again] == [b"a2"]
 
 
+def test_many_texts_at_once_have_time_each() -> None:
+    """A tokenizer that takes one after the other is healthy as long as each is done in time, however long all of them take."""
+    pool = Pool()
+    link = pool.worker()
+    client = pool.client()
+    for number in range(80):
+        pool.submit(client, number, text("q", ["a"]))
+    asked = texts(pool.sent)
+    assert len(asked) == 80
+    for number, one in enumerate(asked[:60]):
+        pool.do(ev.WorkerHeard(0, link))
+        pool.do(ev.Heard(0, client))
+        pool.finish_all()
+        pool.wait(1.0)
+        ids(pool, one, [[number]])
+    assert pool.machine.core.groups["g"].workers
+    for one in asked[61:]:
+        ids(pool, one, [[1]])
+    for _ in range(29):
+        pool.do(ev.WorkerHeard(0, link))
+        pool.do(ev.Heard(0, client))
+        pool.finish_all()
+        pool.wait(1.0)
+    assert pool.machine.core.groups["g"].workers, "the one that is left has as much time as any other"
+    pool.do(ev.WorkerHeard(0, link))
+    pool.wait(2.0)
+    assert not pool.machine.core.groups["g"].workers
+
+
 def test_text_that_is_not_tokenised_in_time_loses_the_worker() -> None:
     pool = Pool()
     client = pool.client()
