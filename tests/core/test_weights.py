@@ -749,6 +749,24 @@ def test_nothing_is_committed_before_it_is_journalled() -> None:
     assert not group.workers and group.version == 0
 
 
+@pytest.mark.parametrize(
+    ("transfer", "partial", "kept"), [("staged", False, True), ("staged", True, False), ("handles", False, False)]
+)
+def test_weights_that_died_with_all_who_had_loaded_them_are_not_committed(transfer: str, partial: bool, kept: bool) -> None:
+    """A stager may have them for a successor; of what lay in the publisher's memory alone, or of a part, nobody has all."""
+    pool, trainer, links = ready()
+    pool.answer(pool.answer(trainer.publish(1, transfer=transfer, partial=partial, host="here")))
+    trainer.sent()
+    pool.stage(links)
+    sent = trainer.commit()
+    pool.answer([one for one in sent if one.link == links[0]])
+    pool.do(ev.WorkerBroken(0, links[0], "died"))
+    last = pool.do(ev.WorkerBroken(0, links[1], "died"))
+    assert bool(pool.journal) == kept
+    if not kept:
+        assert "lost after they had taken it: w0; w1: lost: died" in refusal(last, 1).message
+
+
 def test_a_member_that_died_after_it_had_loaded_does_not_run_on_the_new_weights() -> None:
     pool, trainer, links = ready()
     to_transfer(pool, trainer)

@@ -12,7 +12,8 @@ later. Each phase waits for one answer of each member, `pending`, and has a dead
     transfer    staged of all, and `sent`         digests and findings: staged, or abort   abort; the lease: abort
     staged      `commit`                          hold                                     abort; the lease: abort
     hold        nothing in hand of members        hand_over                                drain: put back, go on; a loss: abort
-    hand_over   handed_over of all                one loaded: journal; none: fail          the member has failed
+    hand_over   handed_over of all                one loaded: journal; none, or all who    the member has failed
+                                                  did are lost and nobody else has it: fail
                 direct: and `sent`                all loaded: journal                      fail
     journal     the journal is written            committed                                it could not be: fail
 
@@ -282,6 +283,10 @@ class Weights:
                 return
         if not loaded:
             self.ending.fail(update, failures(members))
+            return
+        if not update.kept and all(member.worker.lost for member in loaded):
+            names = ", ".join(member.worker.name for member in loaded[:3])
+            self.ending.fail(update, "; ".join(filter(None, (f"lost after they had taken it: {names}", failures(members)))))
             return
         for member in loaded[1:]:
             # Of a checkpoint nobody else knows the digest.

@@ -119,6 +119,11 @@ class Update:
         return self.offer.transfer == "handles"
 
     @property
+    def kept(self) -> bool:
+        """Beside the engines somebody has all of the weights: a stager, a checkpoint, or whoever had them before."""
+        return not self.lent and not self.direct and not self.offer.partial
+
+    @property
     def broadcasts(self) -> bool:
         """The publisher sends bytes."""
         return bool(self.manifest)
