@@ -401,19 +401,6 @@ def test_survivors_of_an_earlier_coordinator_are_adopted_or_ended() -> None:
     assert "old-0" in pool.machine.core.groups["g"].workers
 
 
-def test_survivors_for_which_there_is_no_place_are_ended() -> None:
-    """The configuration has changed since they were started; their GPUs may be others' now."""
-    pool = Pool(workers=0)
-    pool.machine = type(pool.machine)(config(workers=1), checked=True)
-    alive = [ev.LiveProcess("g", 0, "old-0"), ev.LiveProcess("g", 1, "old-1"), ev.LiveProcess("gone", 0, "gone-0")]
-    pool.do(ev.Started(0, EPOCH, {}, alive))
-    assert pool.killed == ["old-1", "gone-0"]
-    assert codes(pool.do(ev.WorkerRegistered(0, b"old-1", "g", "old-1", 1, "host"))) == ["superseded"]
-    pool.do(ev.WorkerExited(0, "old-1", "ended by SIGKILL"))
-    pool.worker("old-0")
-    assert list(pool.machine.core.groups["g"].workers) == ["old-0"]
-
-
 def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:
     pool = Pool()
     pool.worker(

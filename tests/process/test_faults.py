@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 
 from enginepool import Pool
 from enginepool.config import encode_config
+from enginepool.coordinator.processes import lives, made_at
 from enginepool.errors import EnginepoolError, RequestCancelled
 from enginepool.protocol.messages import GroupStatus, StatusReport
 from enginepool.workers.sim.scores import expected_scores
@@ -295,3 +297,26 @@ def test_engines_that_run_out_of_memory_get_less_at_a_time_and_lose_nothing(proc
     assert group.halvings in (2, 3), "the other worker had batches of 4 rows as well"
     assert group.poisoned == group.failed == 0
     assert group.down == ""
+
+
+def test_a_successor_with_fewer_places_ends_the_workers_that_have_none(processes: Processes, tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, options=COSTS)
+    (group,) = config.groups.values()
+    config = msgspec.structs.replace(config, groups={"g": msgspec.structs.replace(group, gpus=["0", "1"])})
+    smaller = msgspec.structs.replace(config, groups={"g": msgspec.structs.replace(group, workers=1, gpus=["0"])})
+
+    async def workers(daemon: Daemon) -> dict[str, int]:
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready(timeout=PATIENCE_S)
+            return {worker.name: worker.pid for worker in (await pool.status()).groups[0].workers}
+
+    daemon = Daemon(processes, config).listening()
+    before = asyncio.run(workers(daemon))
+    made = made_at(before["g-1"])
+    daemon.kill()
+    successor = Daemon(processes, smaller).listening()
+    assert asyncio.run(workers(successor)) == {"g-0": before["g-0"]}
+    end = time.monotonic() + PATIENCE_S
+    while lives(before["g-1"], made):
+        assert time.monotonic() < end
+        time.sleep(0.02)
