@@ -42,7 +42,9 @@ from enginepool.workers.sim.scores import expected_scores
 from tests.process.processes import Processes
 
 #: nothing here takes so long; a test that waits for it fails
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
+#: a batch that takes so long is still there for what comes after it, also where a process gets no CPU for a while
+LONG_S = 3.0
 
 M = TypeVar("M")
 
@@ -219,7 +221,7 @@ def test_a_batch_delivered_twice_runs_once_and_is_answered_again(coordinator: Co
 
 
 def test_a_higher_epoch_drops_what_runs(coordinator: Coordinator, start: Start) -> None:
-    start(**faults("slow", at_batch=1, seconds=0.5))
+    start(**faults("slow", at_batch=1, seconds=LONG_S))
     coordinator.accept_until_ready()
     coordinator.send(*batch(5, 1))
     coordinator.send(Accept(6))
@@ -366,7 +368,7 @@ def test_a_worker_that_was_stopped_for_longer_than_an_orphan_lives_goes_on(coord
 
 @pytest.mark.parametrize("how", ["SIGTERM", "drain"])
 def test_a_drain_finishes_what_runs_then_ends(how: str, coordinator: Coordinator, start: Start) -> None:
-    worker = start(**faults("slow", at_batch=1, seconds=0.3))
+    worker = start(**faults("slow", at_batch=1, seconds=LONG_S))
     coordinator.accept_until_ready()
     coordinator.send(*batch(5, 1))
     if how == "drain":
