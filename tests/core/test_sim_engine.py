@@ -17,6 +17,7 @@ from enginepool.workers.engine import (
     Engine,
     EngineDied,
     EngineError,
+    NewWeights,
     PartScores,
     ScoreBatch,
     ScorePart,
@@ -310,6 +311,19 @@ def test_slow_and_block_take_their_seconds(kind: str, sleeper: str, monkeypatch:
     monkeypatch.setattr(sleeper, sleep if kind == "slow" else slept.append)
     assert score(faulty(kind, seconds=7.0), part([1], [[2]])).forwards == 1
     assert slept == [7.0]
+
+
+def test_new_weights_may_be_slow_to_take_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr("asyncio.sleep", sleep)
+    sim = faulty("slow_on_take", at_take=2, seconds=7.0)
+    for version in (1, 2, 3):
+        work(sim.take(NewWeights(), version, ""))
+    assert (slept, sim.version) == ([7.0], 3)
 
 
 def test_an_error_refuses_the_batch_or_only_the_part_with_the_token() -> None:

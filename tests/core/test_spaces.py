@@ -25,6 +25,7 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.messages import Failure
 from enginepool.protocol.updates import Finding, Published, Space
 from enginepool.spaces import HostSpace, break_seal, examined, open_space, sealed, set_seal, visible_gpus
+from tests.open_files import lent_here, open_here
 
 torch: Any = importlib.import_module("torch")
 
@@ -168,23 +169,24 @@ def test_a_seal_is_another_one_each_time_and_breaks_before_the_content_changes()
 
 
 def test_memory_is_given_back_after_each_update_unless_it_is_kept() -> None:
-    def files() -> int:
-        return sum("deleted" in os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _is_link(fd))
+    before = lent_here()
 
-    before = files()
+    def files() -> int:
+        return len(lent_here() - before)
+
     buffers = Buffers(torch.device("cpu"))
     for keep in (False, True):
         lender = Lender(buffers, keep=keep)
         places: set[str] = set()
         for _ in range(3):
             loan, _, space = lend(lender)
-            assert files() == before + 1
+            assert files() == 1
             loan.end()
-            assert files() == before + keep
+            assert files() == keep
             places.add(space.path)
         assert len(places) == 1
         lender.close()
-        assert files() == before
+        assert files() == 0
 
 
 def test_memory_for_which_the_file_system_has_no_room_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,17 +199,13 @@ def test_memory_for_which_the_file_system_has_no_room_leaves_no_file_open(monkey
         allocate(fd, at, nbytes)
 
     monkeypatch.setattr(os, "posix_fallocate", small)
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_here()
     memory = HostSpace(1024)
-    assert refused and len(os.listdir("/proc/self/fd")) == before + 1
+    assert refused and len(open_here() - before) == 1
     memory.tensors[0].fill_(3)
     assert int(open_space(memory.spaces()[0]).sum()) == 3 * 1024
     memory.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def _is_link(fd: str) -> bool:
-    return Path(f"/proc/self/fd/{fd}").is_symlink()
+    assert open_here() <= before
 
 
 def test_kept_memory_that_is_too_small_is_replaced() -> None:

@@ -14,11 +14,11 @@ from enginepool import Pool, WeightPublisher, errors
 from enginepool.client import lending, update
 from enginepool.digest import Digest
 from enginepool.protocol.updates import UpdateRecord
+from tests.open_files import lent_here
 from tests.process.commands import ROOT
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
-from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, TIMES, Play, Stage, arena, play
-from tests.process.weight_scenes import lent_here
+from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, SLOW_TAKE, TIMES, Play, Stage, arena, play
 from tests.process.weights import Load, some_weights
 
 __all__ = ["arena", "play"]
@@ -38,12 +38,13 @@ async def ended(stage: Stage, version: int) -> UpdateRecord:
 
 def test_every_answer_under_load_is_of_weights_that_were_lent_and_no_memory_stays(play: Play) -> None:
     async def scene(stage: Stage) -> None:
+        before = lent_here()
         for version in range(stage.old + 1, stage.old + 5):
             record = await stage.publish(version, transfer="handles", in_flight="abort" if version % 2 else "drain")
             assert (record.transfer, record.members, record.committed) == ("handles", 3, 3)
             assert "join" not in record.phases and record.sent_bytes > 0
             await stage.load.more(5)
-        assert not lent_here()
+        assert lent_here() <= before
         assert len({worker.digest for worker in (await stage.pool.weights_digest()).workers}) == 1
         part = {"norm": some_weights(2)["norm"]}
         record = await stage.publisher.publish(part, stage.old + 5, transfer="handles", partial=True)
@@ -110,12 +111,12 @@ def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Play, where:
             assert stage.committed(record).committed == 3
         else:
             # Once it is dead, nobody can open what it lent.
-            reasons = ("silent for 2000 ms", "No such file") if where == "staged" else ("silent for 2000 ms",)
+            reasons = ("silent for 4000 ms", "No such file") if where == "staged" else ("silent for 4000 ms",)
             assert record.outcome == "update_aborted" and any(reason in record.message for reason in reasons)
             assert (await stage.pool.weights()).version == stage.old
         assert await pids(stage) == before
 
-    play(scene, **({"take_s": 1.0} if where == "hand_over" else {}))
+    play(scene, **(SLOW_TAKE if where == "hand_over" else {}))
 
 
 def test_memory_that_is_taken_away_in_the_hand_over_mixes_nothing(play: Play) -> None:
@@ -128,7 +129,7 @@ def test_memory_that_is_taken_away_in_the_hand_over_mixes_nothing(play: Play) ->
         assert record.outcome == "update_aborted"
         await stage.all_on(stage.old)
 
-    play(scene, take_s=1.0)
+    play(scene, **SLOW_TAKE)
 
 
 def test_a_worker_that_is_lost_before_the_hand_over_aborts(play: Play) -> None:
@@ -136,6 +137,7 @@ def test_a_worker_that_is_lost_before_the_hand_over_aborts(play: Play) -> None:
         handle = await stage.publisher.start(some_weights(2), stage.old + 1, transfer="handles")
         await stage.phase(handle, "staged")
         os.kill(await stage.pid(1), signal.SIGKILL)
+        await stage.failed(handle)  # one whose loss nobody has noticed yet may be lost in the hand-over
         with pytest.raises(errors.UpdateAborted, match="g-1 was lost"):
             await handle.finish()
 

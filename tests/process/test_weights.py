@@ -18,7 +18,7 @@ from enginepool.client.buffers import Buffers, Cut
 from enginepool.protocol.manifest import Manifest
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
-from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, TIMES, Play, Stage, arena, play
+from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, SLOW_TAKE, TIMES, Play, Stage, arena, play
 from tests.process.weight_scenes import killed_trainer, loss, twenty_updates, wrong_weights
 from tests.process.weights import MANIFEST, Gate, Load, some_weights
 
@@ -189,7 +189,7 @@ def test_a_worker_that_is_lost_in_the_hand_over_comes_back_on_what_the_others_to
         assert (record.committed, record.members) == (2, 3)
         await stage.all_on(stage.old + 1)
 
-    play(scene, take_s=1.0)
+    play(scene, **SLOW_TAKE)
 
 
 @pytest.mark.parametrize("fault", ["fail_on_take", "abort_on_take", "crash_on_take"])
@@ -230,7 +230,7 @@ def test_a_coordinator_that_is_killed_has_committed_or_not(play: Play, phase: st
         assert (await stage.pool.weights()).version == (stage.old if why else new)
         assert not why or "coordinator" in why
 
-    play(scene, **({"take_s": 1.0} if phase == "hand_over" else {}))
+    play(scene, **(SLOW_TAKE if phase == "hand_over" else {}))
 
 
 def test_bytes_that_do_not_come_are_missed_in_time(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ def main() -> None:
 
     async def run() -> None:
         async with Pool.connect(address) as pool:
-            publisher = WeightPublisher(pool, device="cpu", bucket_bytes=4096, lease=2.0)
+            publisher = WeightPublisher(pool, device="cpu", bucket_bytes=4096, lease=4.0)
             handle = await publisher.start(source, int(version), manifest=MANIFEST, transfer=transfer)
             await handle.sent()
             if where == "hand_over":

@@ -55,7 +55,7 @@ async def suffer(fault: Fault, rows: int = 0) -> None:
             await asyncio.Event().wait()
         case "block" | "block_on_load":
             time.sleep(fault.seconds)  # noqa: ASYNC251 - standing still is what this fault is
-        case "slow":
+        case "slow" | "slow_on_take":
             await asyncio.sleep(fault.seconds)
         case "fail_on_take":
             raise EngineError(asked_for)

@@ -21,6 +21,7 @@ FaultKind = Literal[
     "crash_on_take",
     "abort_on_take",
     "hang_on_take",
+    "slow_on_take",
 ]
 
 
@@ -34,7 +35,7 @@ class Fault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reported. out_of_memory: a batch of more than `rows` rows kills the engine; without `at_batch` so does its start, where so
     many may be in flight. exit_on_load, crash_on_load, block_on_load: the process exits, the engine dies, the main thread
     stands still, while it loads. fail_on_take: new weights are refused and the old ones stay; crash_on_take, abort_on_take,
-    hang_on_take: as crash, abort and hang, in place of taking them.
+    hang_on_take: as crash, abort and hang, in place of taking them; slow_on_take: they take `seconds` more.
     """
 
     kind: FaultKind
