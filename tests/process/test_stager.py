@@ -211,7 +211,7 @@ class Place:
         self.start()
 
     def start(self) -> None:
-        """Returns once it listens."""
+        """Returns once it listens; or has, and has ended since."""
         Path(self.socket).unlink(missing_ok=True)
         environment = {**os.environ, "ENGINEPOOL_STAGER": msgspec.json.encode(self.spec).decode()}
         self.process = self.processes.start(
@@ -222,7 +222,7 @@ class Place:
             text=True,
         )
         end = time.monotonic() + PATIENCE_S
-        while not os.path.exists(self.socket):
+        while not os.path.exists(self.socket) and self.process.poll() is None:
             assert time.monotonic() < end
             time.sleep(0.02)
 

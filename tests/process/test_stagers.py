@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,14 @@ MODEL = [["a", "float32", [4, 4]]]
 PLACES = ["g.0", "g.1"]
 
 
+def lives(pid: int) -> bool:
+    """It may end while it is looked at."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def pids(directory: Path, what: str) -> dict[str, int]:
     """Of the living, by the names of their records."""
     found: dict[str, int] = {}
@@ -29,7 +38,7 @@ def pids(directory: Path, what: str) -> dict[str, int]:
             pid = msgspec.json.decode(path.read_bytes())["pid"]
         except FileNotFoundError:
             continue
-        if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if lives(pid):
             found[path.stem] = pid
     return found
 
@@ -43,7 +52,7 @@ def until(true: Callable[[], bool]) -> None:
 
 
 def gone(*processes: int) -> bool:
-    return all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in processes)
+    return not any(lives(pid) for pid in processes)
 
 
 @pytest.fixture
@@ -65,6 +74,17 @@ def started(processes: Processes, config: PoolConfig, directory: Path) -> tuple[
     until(lambda: sorted(pids(directory, "stagers")) == PLACES)
     until(lambda: all((directory / "state" / "stagers" / f"{place}.sock").exists() for place in PLACES))
     return daemon, pids(directory, "stagers")
+
+
+def connected(directory: Path) -> dict[str, int]:
+    """The stagers to which somebody holds a connection."""
+    found: dict[str, int] = {}
+    for name, pid in pids(directory, "stagers").items():
+        with suppress(psutil.NoSuchProcess):
+            ends = [end.laddr for end in psutil.Process(pid).net_connections("unix")]
+            if ends.count(str(directory / "state" / "stagers" / f"{name}.sock")) > 1:  # beside the one that listens
+                found[name] = pid
+    return found
 
 
 def test_a_stager_outlives_its_worker_and_a_dead_coordinator_and_ends_with_the_pool(
@@ -91,7 +111,10 @@ def test_a_stager_that_was_killed_is_started_again(processes: Processes, config:
 
 
 def test_stagers_whose_coordinator_stays_dead_end_by_themselves(processes: Processes, tmp_path: Path) -> None:
-    daemon, stagers = started(processes, sim_pool(tmp_path, options={"tensors": MODEL}, orphan_s=1.0), tmp_path)
+    daemon = Daemon(processes, sim_pool(tmp_path, options={"tensors": MODEL}, orphan_s=1.0)).listening()
+    # One whose owner is slow to connect has been an orphan, and another one stands in its place.
+    until(lambda: sorted(connected(tmp_path)) == PLACES)
+    stagers = connected(tmp_path)
     time.sleep(1.5)  # longer than an orphan lives: the connection of its owner keeps each alive
     assert pids(tmp_path, "stagers") == stagers
     daemon.kill()

@@ -100,7 +100,8 @@ def worker_of(dial: Dial, daemon: Daemon, name: str) -> Peer:
 
 
 def test_what_was_published_survives_the_coordinator(processes: Processes, tmp_path: Path, dial: Dial) -> None:
-    config = sim_pool(tmp_path, workers=0)
+    # The test plays a worker too, which answers no pings while it does something else.
+    config = sim_pool(tmp_path, workers=0, silence_s=PATIENCE_S)
     daemon = Daemon(processes, config).listening()
     worker = worker_of(dial, daemon, "first")
     publisher = dial(daemon.address, ToClient)
