@@ -30,7 +30,7 @@ LABELS = [5, 6]
 
 @pytest.fixture
 def daemon(processes: Processes, tmp_path: Path) -> Daemon:
-    return Daemon(processes, sim_pool(tmp_path, options=COSTS)).listening()
+    return Daemon(processes, sim_pool(tmp_path, options=COSTS, silence_s=3.0)).listening()
 
 
 class Load:
