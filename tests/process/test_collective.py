@@ -31,6 +31,8 @@ torch: Any = importlib.import_module("torch")
 
 #: for what must happen; never reached
 LONG_S = 60.0
+#: for a process that imports torch, or SGLang
+START_S = 200.0
 #: for what must not; waited for in full
 SHORT_S = 2.0
 
@@ -45,6 +47,7 @@ def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglan
 
         cpu_bridge.install()
         utils: Any = importlib.import_module("sglang.srt.utils")
+        pipe.send("here")
         theirs = utils.init_custom_process_group(
             backend="gloo", init_method=f"tcp://{address}", world_size=world, rank=rank, group_name=name
         )
@@ -54,6 +57,7 @@ def peer(pipe: Connection, address: str, name: str, world: int, rank: int, sglan
         def receive(bucket: Any) -> None:
             dist.broadcast(bucket, src=0, group=theirs)
     else:
+        pipe.send("here")
         group = join(address, name, world, rank, backend="gloo", timeout_s=LONG_S, copies=stays is not None, stays=bool(stays))
 
         def receive(bucket: Any) -> None:
@@ -83,8 +87,12 @@ class Peer:
         self.process.start()
         theirs.close()
 
-    def hear(self) -> Any:
-        assert self.pipe.poll(LONG_S), "the peer says nothing"
+    def come(self) -> None:
+        """Wait until it is about to join: others wait for it then, and not for a program that starts."""
+        assert self.hear(START_S) == "here"
+
+    def hear(self, limit: float = LONG_S) -> Any:
+        assert self.pipe.poll(limit), "the peer says nothing"
         return self.pipe.recv()
 
     def receive(self, nbytes: int) -> None:
@@ -106,6 +114,8 @@ def members(
     peers = [Peer(rendezvous.address, name, world, rank, sglang=rank in sglang, stays=stays) for rank in range(1, world)]
     group = None
     try:
+        for one in peers:
+            one.come()
         group = rendezvous.join(name, world, backend="gloo", timeout_s=LONG_S, copies=copies)
         assert [one.hear() for one in peers] == ["joined"] * (world - 1)
         yield group, peers
@@ -224,6 +234,7 @@ def test_a_rank_0_of_another_program_has_a_group_of_torch() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     one = Peer(f"127.0.0.1:{store.port}", "plain", 2, 1)
     try:
+        one.come()
         made = collective._form(dist.PrefixStore("plain", store), "plain", 2, 0, "gloo", LONG_S)  # pyright: ignore[reportPrivateUsage]
         dist.broadcast(torch.zeros(1, dtype=torch.uint8), src=0, group=made)
         assert one.hear() == "joined"
@@ -293,7 +304,7 @@ def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rend
 
 
 def test_who_connects_and_talks_nonsense_or_not_at_all_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "HELLO_S", 0.1)
+    monkeypatch.setattr(copies, "HELLO_S", 1.5)  # for the one that says nothing, and for the taker too
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with socket.create_connection(address), socket.create_connection(address) as other:
