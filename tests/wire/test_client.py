@@ -161,7 +161,7 @@ def test_options_arrive_under_their_wire_names(coordinator: FakeCoordinator, run
         async with Pool.connect(coordinator.address) as pool:
             await pool.score(
                 [1], [[2]], label_token_ids=np.array([7, 8]), apply_softmax=True, item_first=True,
-                return_pooled_hidden_states=True, group="g", priority=-7, timeout=12.5,
+                return_pooled_hidden_states=True, group="g", priority=-7, timeout=1000.0,
             )  # fmt: skip
 
     run(main())
@@ -169,7 +169,7 @@ def test_options_arrive_under_their_wire_names(coordinator: FakeCoordinator, run
     assert (sent.labels, sent.softmax, sent.item_first, sent.hidden) == ([7, 8], True, True, True)
     assert (sent.group, sent.priority) == ("g", -7)
     assert sent.timeout_ms is not None
-    assert 12_000 < sent.timeout_ms <= 12_500
+    assert 900_000 < sent.timeout_ms <= 1_000_000
 
 
 @pytest.mark.parametrize("rows", [1, 40])
@@ -440,7 +440,7 @@ def test_a_timeout_ends_the_call_also_when_nobody_answers(coordinator: FakeCoord
 def test_a_silent_coordinator_is_told_once_and_so_is_its_return(
     coordinator: FakeCoordinator, run: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    quick = functools.partial(ClientSession, settings=Settings(silence_s=0.2, hello_s=0.1))
+    quick = functools.partial(ClientSession, settings=Settings(silence_s=2.0, hello_s=0.1))
     monkeypatch.setattr(connection, "ClientSession", quick)
 
     async def main() -> None:
@@ -523,9 +523,10 @@ def test_a_socket_that_cannot_be_opened_keeps_nobody_waiting_who_closes(run: Cal
 def test_a_coordinator_that_does_not_answer_is_nobody(tmp_path: Path, run: Callable[..., None]):
     async def main() -> None:
         with FakeCoordinator(f"ipc://{tmp_path}/c.sock", silent=True) as fake:
-            with pytest.raises(errors.ConnectError, match=r"within 0\.2 s"):
-                await Pool.connect(fake.address, connect_timeout=0.2)
+            opening = asyncio.ensure_future(Pool.connect(fake.address, connect_timeout=2.0))
             await heard(fake, Hello)
+            with pytest.raises(errors.ConnectError, match="within 2 s"):
+                await opening
 
     run(main())
 
@@ -566,7 +567,7 @@ def test_closing_does_not_wait_for_a_coordinator_that_is_gone(tmp_path: Path, ru
         await asyncio.to_thread(fake.stop)
         calls = [asyncio.ensure_future(pool.score([1], [[2]])) for _ in range(2000)]
         await asyncio.sleep(0)
-        await asyncio.wait_for(pool.close(), 5)
+        await asyncio.wait_for(pool.close(), PATIENCE_S)
         assert {type(end) for end in await asyncio.gather(*calls, return_exceptions=True)} == {errors.PoolClosed}
 
     run(main())
@@ -660,7 +661,7 @@ def test_ready_ends_at_its_timeout_and_says_what_is_missing(coordinator: FakeCoo
     async def main() -> None:
         async with Pool.connect(coordinator.address) as pool:
             with pytest.raises(errors.DeadlineExceeded, match=r"'g': g-0 compiling; group 'h' has no worker yet"):
-                await pool.ready(timeout=0.3)
+                await pool.ready(timeout=2.0)
 
     run(main())
 
@@ -753,10 +754,10 @@ def test_ctrl_c_in_a_blocking_call_takes_its_request_back(coordinator: FakeCoord
 
 
 def test_a_blocking_pool_that_cannot_connect_leaves_no_thread():
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(errors.ConnectError):
         BlockingPool.connect("ipc:///nonexistent/pool.sock", connect_timeout=0.1)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_blocking_pool_that_is_forgotten_says_goodbye(coordinator: FakeCoordinator):

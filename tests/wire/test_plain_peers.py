@@ -97,12 +97,12 @@ def test_a_plain_client_asks_in_the_golden_bytes_and_reads_the_golden_answer(cli
     hello = welcome(*client)
     assert (len(hello.client), len(hello.token), hello.protocol) == (16, 16, 1)
 
-    id_ = plain.submit([11, 12, 13], [[21, 22], [23]], labels=[5, 6], softmax=True, timeout_s=30)
+    id_ = plain.submit([11, 12, 13], [[21, 22], [23]], labels=[5, 6], softmax=True, timeout_s=1000)
     score, frames = script.hear(m.Score, step)
     assert frames[1:] == GOLDEN["score"][1:]
     assert isinstance(client_event(0.0, b"", frames, 1 << 20), Submit)
     assert (score.id, score.labels, score.softmax) == (1, [5, 6], True)
-    assert 29_000 < score.timeout_ms <= 30_000
+    assert 900_000 < score.timeout_ms <= 1_000_000
 
     script.say(*GOLDEN["result"])
     answer = plain.wait(id_)

@@ -11,7 +11,7 @@ import zmq
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.sockets import Router, Sockets
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""A trainer of several ranks: `python -m tests.wire.trainer RANK WORLD PORT ADDRESS FAULT`. Rank 0 has the pool.
+"""A trainer of several ranks: `python -m tests.wire.trainer RANK WORLD FILE ADDRESS FAULT`. Rank 0 has the pool.
 
 Every rank publishes version 1 and 2 and says on stdout how each ended, with the tensors that it gathered.
 """
@@ -18,10 +18,10 @@ from enginepool.errors import EnginepoolError
 
 def main() -> None:
     """One rank."""
-    rank, world, port = (int(word) for word in sys.argv[1:4])
-    address, fault = sys.argv[4:6]
+    rank, world = (int(word) for word in sys.argv[1:3])
+    meeting, address, fault = sys.argv[3:6]
     dist: Any = torch.distributed
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     ranks = dist.new_group(backend="gloo")
     gathered: list[str] = []
 
