@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import zmq
 
+from bench.processes import free_port
 from enginepool.config import GroupConfig, PoolConfig
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import Daemon
@@ -26,21 +27,20 @@ REFUSED = [v for v in INVALID if v["direction"] == "client-coordinator" and v["i
 
 
 def listening(processes: Processes, folder: Path, group: GroupConfig, after: Daemon | None = None) -> Daemon:
-    """A coordinator that listens: on free ports of this host, or where an earlier one did."""
-    free = "tcp://127.0.0.1:0"
-    clients, workers = (after.address, after.workers) if after else (free, free)
+    """A coordinator that listens: on free ports of this host, which nobody else is given, or where an earlier one did."""
+    clients, workers = (after.address, after.workers) if after else (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
     config = PoolConfig({"policy": group}, listen=clients, listen_workers=workers, state_dir=str(folder))
     return Daemon(processes, config).listening()
 
 
 @contextmanager
-def plain_workers(context: Context, address: str, n: int) -> Generator[list[PlainWorker]]:
-    """`n` plain workers, each on a thread of its own."""
+def plain_workers(context: Context, address: str, n: int, silence_s: float = 60.0) -> Generator[list[PlainWorker]]:
+    """`n` plain workers, each on a thread of its own; they look for another coordinator after so long a silence."""
     over = threading.Event()
     found: list[PlainWorker] = []
 
     def work(ready: threading.Event) -> None:
-        worker = PlainWorker(context, address, "policy", silence_s=2.5)
+        worker = PlainWorker(context, address, "policy", silence_s=silence_s)
         found.append(worker)
         ready.set()
         while not worker.ended and not over.is_set():
@@ -268,7 +268,7 @@ def test_plain_peers_find_a_restarted_coordinator_and_nothing_is_lost(
 
 def test_a_plain_worker_is_adopted_by_the_next_coordinator(processes: Processes, tmp_path: Path, context: Context) -> None:
     first = listening(processes, tmp_path, DIAL_IN)
-    with plain_workers(context, first.workers, 1) as (worker,):
+    with plain_workers(context, first.workers, 1, silence_s=2.5) as (worker,):
         plain = PlainClient(context, first.address)
         plain.hello()
         assert plain.score([1], [[2]], labels=[3]).rows() == expected([[1, 2]], [3])
