@@ -57,17 +57,20 @@ def named(cases: list[tuple[str, Block]]) -> list[object]:
     return [pytest.param(name, block, id=f"{name}:{block.line}") for name, block in cases]
 
 
-def lay_out(name: str, folder: Path) -> None:
-    """Write the files that a page shows, so that its commands and programs find them."""
+def lay_out(name: str, folder: Path, listen: str = "") -> None:
+    """Write the files that a page shows, so that its commands and programs find them. A pool that does not say where it listens
+    does so at `listen`."""
     for block in markdown.blocks(page(name)):
         if block.key == "file":
             assert re.fullmatch(r"[\w.-]+", block.value), f"{name}:{block.line}: a plain file name, not {block.value!r}"
-            (folder / block.value).write_text(block.text, "utf-8")
+            open_pool = listen and block.value.startswith("pool") and "listen" not in tomllib.loads(block.text)
+            (folder / block.value).write_text(f'listen = "{listen}"\n' * bool(open_pool) + block.text, "utf-8")
 
 
-def run(processes: Processes, command: list[str], folder: Path) -> None:
+def run(processes: Processes, command: list[str], folder: Path, **variables: str) -> None:
     """Run in a folder and a process group of its own, with this environment's commands first on PATH."""
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, **variables}
     output = folder / "output.txt"
     with output.open("wb") as file:
         process = processes.start(command, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True)
@@ -105,12 +108,17 @@ def test_an_example_configuration_is_what_the_loader_takes(example: str) -> None
 
 @pytest.mark.parametrize("name", sorted({name for name, _ in blocks_in("console")}))
 def test_the_commands_on_a_page_run_in_order(processes: Processes, name: str, tmp_path: Path) -> None:
-    """All in one shell and one folder, as a reader would type them; what was left in the background ends with the shell."""
-    lay_out(name, tmp_path)
+    """All in one shell and one folder, as a reader would type them; what was left in the background ends with the shell.
+
+    Their pool listens in that folder: where pools usually do, another one of this host may.
+    """
+    address = f"ipc://{tmp_path}/pool.sock"
+    lay_out(name, tmp_path, address)
     typed = [command for page_, block in blocks_in("console") if page_ == name for command in markdown.commands(block)]
     assert typed, f"{name}: a console block without a line that begins with '$ '"
     script = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"]
-    run(processes, ["bash", "-c", "\n".join(script + [command for command in typed if command not in NOT_RUN_HERE])], tmp_path)
+    script += [command for command in typed if command not in NOT_RUN_HERE]
+    run(processes, ["bash", "-c", "\n".join(script)], tmp_path, ENGINEPOOL_ADDRESS=address)
 
 
 def test_every_block_says_its_language() -> None:

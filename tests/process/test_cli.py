@@ -14,6 +14,7 @@ import pytest
 
 from enginepool import __version__
 from enginepool.cli import examination
+from enginepool.cli.connect import DEFAULT_ADDRESS
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, load_config
 from tests.process.commands import LIMIT_S, ROOT, call
 
@@ -214,6 +215,10 @@ def test_no_pool_at_the_address_is_one_line_that_names_it(tmp_path: Path, monkey
         assert (code, out, err.count("\n")) == (1, "", 1)
         assert address in err
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_commands_look_where_a_pool_listens_that_does_not_say_where() -> None:
+    assert PoolConfig(groups={}).listen == DEFAULT_ADDRESS
 
 
 def test_the_example_config_holds_the_defaults(tmp_path: Path) -> None:

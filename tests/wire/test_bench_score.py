@@ -39,7 +39,8 @@ from bench.score.pivot import show_wide
 from bench.score.workloads import STRIDE, Mix, Plan, Shape, Workload, plan
 
 SHAPE = Shape(3, 2, 4, vocab=50)
-TINY = Plan((Workload("pr", SHAPE, (50,), 4),), seconds=0.3, mix=Mix(high_share=0.5))
+#: Phases long enough for something to be counted where a process stands still for a second of them.
+TINY = Plan((Workload("pr", SHAPE, (50,), 4),), seconds=1.5, mix=Mix(high_share=0.5))
 
 
 class Echo:

@@ -40,7 +40,10 @@ from bench.weights.parts import PARTS
 from bench.weights.plot import Bar, draw
 
 TENSORS: list[Any] = [["embed", "float32", [300, 20]], ["head", "bfloat16", [5000]], ["norm", "float32", [3]]]
-SIM: dict[str, Any] = {"forward_s": 0.005, "batch_tokens": 400, "batch_rows": 8, "inflight_tokens": 800, "inflight_rows": 16}
+#: A worker is not back sooner than the others have answered, even if they stand still for a second.
+SIM: dict[str, Any] = {
+    "load_s": 1.5, "forward_s": 0.005, "batch_tokens": 400, "batch_rows": 8, "inflight_tokens": 800, "inflight_rows": 16,
+}  # fmt: skip
 BUCKET = 8192
 
 
@@ -134,7 +137,7 @@ def sim_field(directory: Path, receivers: int, stack: ExitStack) -> Field:
     tensors = {name: torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for name, dtype, shape in TENSORS}
     safetensors.save_file(tensors, str(directory / "model.safetensors"))
     burden = Burden("short requests", Shape(3, 2, 4, vocab=50), 3, 2)
-    scale = Scale((BUCKET,), (burden,), idle=2, direct=1, beside_s=1.0, engine="sim", options={**SIM, "tensors": TENSORS})
+    scale = Scale((BUCKET,), (burden,), idle=2, direct=1, beside_s=2.0, engine="sim", options={**SIM, "tensors": TENSORS})
     logs = directory / "logs"
     logs.mkdir()
     return Field("sim", directory, "cpu", [], receivers, scale, logs, stack, lambda _line: None)
@@ -144,7 +147,7 @@ def sim_field(directory: Path, receivers: int, stack: ExitStack) -> Field:
 def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps, "STEADY_S", 0.5)
+    monkeypatch.setattr(steps, "STEADY_S", 2.0)
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with ExitStack() as stack:
         field = sim_field(tmp_path, 2, stack)
