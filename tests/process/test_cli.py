@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from bench.processes import free_port
 from enginepool import __version__
 from enginepool.cli import examination
 from enginepool.cli.connect import DEFAULT_ADDRESS
@@ -267,7 +268,7 @@ def test_doctor_fails_only_where_no_coordinator_can_run(monkeypatch: pytest.Monk
 
 def test_doctor_says_that_the_default_endpoint_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", free_port()))
         taken.listen()
         monkeypatch.setattr(examination, "DEFAULT_LISTEN", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         assert examination.endpoint().state == "note"

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import zmq
 
+from bench.processes import free_port
 from enginepool.protocol.messages import (
     Accept,
     Batch,
@@ -52,13 +53,14 @@ M = TypeVar("M")
 class Coordinator:
     """What the workers dial: one ROUTER. Times out instead of waiting for ever."""
 
-    def __init__(self, address: str = "tcp://127.0.0.1:*") -> None:
+    def __init__(self, address: str = "") -> None:
         self.context = zmq.Context()
         self.router = self.context.socket(zmq.ROUTER)
         self.router.set(zmq.LINGER, 0)
         self.router.set(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
         self.router.set(zmq.ROUTER_MANDATORY, 1)
-        self.router.bind(address)
+        # A port that nobody else is given while a successor takes it over.
+        self.router.bind(address or f"tcp://127.0.0.1:{free_port()}")
         self.endpoint = self.router.get_string(zmq.LAST_ENDPOINT)
         self.decoder = msgspec.msgpack.Decoder(FromWorker)
         self.peer = b""

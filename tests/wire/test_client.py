@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import uvloop
 
+from bench.processes import free_port
 from enginepool import BlockingPool, Pool, errors
 from enginepool.client import connection
 from enginepool.client.link import Link
@@ -463,7 +464,8 @@ def test_a_silent_coordinator_is_told_once_and_so_is_its_return(
 def test_what_was_not_answered_is_answered_by_the_coordinators_successor(
     tmp_path: Path, run: Callable[..., None], transport: str
 ):
-    first = FakeCoordinator(f"ipc://{tmp_path}/c.sock" if transport == "ipc" else "tcp://127.0.0.1:*", epoch=1)
+    address = f"ipc://{tmp_path}/c.sock" if transport == "ipc" else f"tcp://127.0.0.1:{free_port()}"
+    first = FakeCoordinator(address, epoch=1)
     first.rule = lambda message, frames: None
 
     async def main() -> None:
