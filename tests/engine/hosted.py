@@ -19,6 +19,8 @@ from enginepool.workers.sglang.engine import SglangEngine
 
 #: An engine starts in 20 s where nothing else runs; tests share their machine.
 START_S = 500
+#: Whatever hangs is killed before, by the engine itself.
+CLOSE_S = 120
 
 
 class HostedEngine:
@@ -66,7 +68,7 @@ class HostedEngine:
     def close(self) -> "Closed":
         """Close the engine and end its process."""
         closed = self.call("close")
-        self._process.join(30)
+        self._process.join(CLOSE_S)
         assert self._process.exitcode == 0
         return closed
 
@@ -119,12 +121,30 @@ class _Host:
     async def finish_order(self, batches: tuple[ScoreBatch, ...]) -> list[int]:
         """In which order batches finish that are sent all at once, in the given order."""
         order: list[int] = []
+        engine: Any = self._engine
+        dispatch, sent = engine._tm._dispatch_to_scheduler, 0
+
+        def counted(message: object) -> None:
+            nonlocal sent
+            dispatch(message)
+            sent += 1
 
         async def one(place: int) -> None:
             await self._engine.score(batches[place])
             order.append(place)
 
-        await asyncio.gather(*(one(place) for place in range(len(batches))))
+        # It finds all of them when it looks, however long it takes to send them.
+        scheduler = _scheduler()
+        scheduler.suspend()
+        engine._tm._dispatch_to_scheduler = counted
+        try:
+            pending = [asyncio.create_task(one(place)) for place in range(len(batches))]
+            while sent < len(batches):
+                await asyncio.sleep(0.01)
+        finally:
+            del engine._tm._dispatch_to_scheduler
+            scheduler.resume()
+        await asyncio.gather(*pending)
         return order
 
     async def flush(self) -> None:
@@ -163,7 +183,7 @@ class _Host:
 
     async def kill_scheduler(self, batch: ScoreBatch) -> tuple[str, Exception]:
         """SIGKILL the scheduler with a batch in flight; (why the engine died, how the batch ended)."""
-        [scheduler] = [child for child in psutil.Process().children() if "scheduler" in " ".join(child.cmdline())]
+        scheduler = _scheduler()
         scheduler.suspend()  # so that the batch is in flight when it dies
         pending = asyncio.create_task(self._engine.score(batch))
         await asyncio.sleep(0)
@@ -185,6 +205,12 @@ class _Host:
         except EngineDied as error:
             return Closed(seconds, children, str(error))
         raise AssertionError("a closed engine answered")
+
+
+def _scheduler() -> psutil.Process:
+    """SGLang's own process."""
+    [scheduler] = [child for child in psutil.Process().children() if "scheduler" in " ".join(child.cmdline())]
+    return scheduler
 
 
 def _host(pipe: Connection, model: str, settings: dict[str, Any], refused: dict[str, Any] | None) -> None:

@@ -121,6 +121,6 @@ def test_a_hub_that_is_not_reached_is_asked_again(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     daemon = Daemon(processes, config).listening()
-    assert f"{NAME}We couldn't connect" in daemon.wait_for("ended")
-    daemon.wait_for("starting worker")
+    assert f"{NAME}We couldn't connect" in daemon.wait_for("ended", START_S)
+    daemon.wait_for("starting worker", START_S)
     assert daemon.end() == 0

@@ -61,7 +61,7 @@ gather_logits_by_nccl(logits_processor.LogitsProcessor)
 gatherer(max_tokens=1)
 print("changed")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     # As it is, it looks for its group of ranks; and then it has no use for one.
     assert done.stdout.splitlines() == ["unchanged: tensor model parallel group is not initialized", "changed"]

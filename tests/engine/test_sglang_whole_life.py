@@ -8,7 +8,7 @@ import pytest
 
 from enginepool.workers.engine import EngineDied, EngineUnusable, ScoreBatch, ScorePart
 from enginepool.workers.sglang.engine import SglangEngine
-from tests.engine.hosted import HostedEngine
+from tests.engine.hosted import CLOSE_S, HostedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 ROW = (np.array([5], np.int32), np.array([6, 7], np.int32), np.array([2], np.uint32))
@@ -79,11 +79,11 @@ def test_a_killed_scheduler_ends_calls_with_the_reason_and_leaves_nothing(reward
     assert str(after) == reason
     closed = reward.close()
     assert closed.children == []
-    assert closed.seconds < 20
+    assert closed.seconds < CLOSE_S
 
 
 def test_a_closed_engine_leaves_no_process_and_refuses_work(causal: HostedEngine) -> None:
     closed = causal.close()
     assert closed.children == []
-    assert closed.seconds < 20
+    assert closed.seconds < CLOSE_S
     assert "closed" in closed.refusal

@@ -15,7 +15,7 @@ from tests.process.processes import Processes
 ROOT = Path(__file__).parents[2]
 PROGRAM = [sys.executable, "-c", "from enginepool.cli.main import app; app()"]
 #: Seconds after which a command that should have ended is a failure.
-LIMIT_S = 60
+LIMIT_S = 150
 
 
 def call(*arguments: object, env: dict[str, str] | None = None) -> tuple[int, str, str]:

@@ -86,11 +86,11 @@ class Daemon:
                 self.lines.append(line.rstrip())
                 self._said.put(line.rstrip())
 
-    def wait_for(self, text: str) -> str:
-        """The next line with `text` in it."""
+    def wait_for(self, text: str, limit_s: float = PATIENCE_S) -> str:
+        """The next line with `text` in it; before it, no silence is longer than `limit_s`."""
         while True:
             try:
-                line = self._said.get(timeout=PATIENCE_S)
+                line = self._said.get(timeout=limit_s)
             except Empty:
                 raise AssertionError(f"no line with {text!r} came; so far: {self.lines}") from None
             if text in line:

@@ -292,8 +292,8 @@ def test_a_coordinator_whose_log_nobody_reads_still_drains(processes: Processes,
 def test_engines_that_run_out_of_memory_get_less_at_a_time_and_lose_nothing(processes: Processes, tmp_path: Path) -> None:
     """At first what may be in flight is too much, and later a batch."""
     # Which batches are full is up to chance; whichever is the first from the fifth on.
-    later = [{"kind": "out_of_memory", "rows": 3, "at_batch": batch} for batch in range(5, 300)]
-    faults: list[dict[str, object]] = [{"kind": "out_of_memory", "rows": 9}, *later]
+    later: list[dict[str, object]] = [{"kind": "out_of_memory", "rows": 3, "at_batch": batch} for batch in range(5, 300)]
+    faults = [{"kind": "out_of_memory", "rows": 9}, *later]
     config = sim_pool(tmp_path, options=COSTS | {"faults": faults})
     config = msgspec.structs.replace(config, restart=msgspec.structs.replace(config.restart, max_restarts=0))
     daemon = Daemon(processes, config).listening()

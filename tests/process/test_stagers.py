@@ -81,7 +81,7 @@ def connected(directory: Path) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, pid in pids(directory, "stagers").items():
         with suppress(psutil.NoSuchProcess):
-            ends = [end.laddr for end in psutil.Process(pid).net_connections("unix")]
+            ends = [str(end.laddr) for end in psutil.Process(pid).net_connections("unix")]
             if ends.count(str(directory / "state" / "stagers" / f"{name}.sock")) > 1:  # beside the one that listens
                 found[name] = pid
     return found

@@ -33,7 +33,7 @@ M = TypeVar("M", bound=Message)
 #: What answers a score request: a message and its payload frames. None: nothing, for now.
 Rule = Callable[[Score, Sequence[bytes]], tuple[Message, Sequence[bytes]] | None]
 #: Seconds that a test waits for what must come.
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 def lengths_and_sums(message: Score, frames: Sequence[bytes], version: int = 1) -> tuple[Message, Sequence[bytes]]:

@@ -361,7 +361,7 @@ def test_a_receiver_that_is_stopped_is_noticed_without_the_coordinator_too(updat
         for receiver in updates.receivers:
             receiver.end()
 
-    play(updates, scene, collective_timeout=3.0)
+    play(updates, scene, collective_timeout=6.0)
 
 
 def test_a_receiver_that_never_joins_ends_the_update_in_time(updates: FakeUpdates) -> None:
@@ -372,7 +372,7 @@ def test_a_receiver_that_never_joins_ends_the_update_in_time(updates: FakeUpdate
         for receiver in updates.receivers:
             receiver.end()
 
-    play(updates, scene, collective_timeout=2.0)
+    play(updates, scene, collective_timeout=5.0)
 
 
 def test_an_abort_by_the_coordinator_ends_a_transfer_whose_source_still_works(updates: FakeUpdates) -> None:
