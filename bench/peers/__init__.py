@@ -42,7 +42,7 @@ class Peer:
 
 
 #: Seconds for a child of our own to say that it is up.
-UP_S = 30.0
+UP_S = 120.0
 
 
 def begin(stack: ExitStack, argv: list[str], scratch: Path, up_s: float = UP_S) -> Child:

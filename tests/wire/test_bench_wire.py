@@ -95,7 +95,7 @@ def test_the_http_load_reaches_the_http_worker(tmp_path: Path) -> None:
 def test_a_child_that_ends_is_reported_with_its_last_words(tmp_path: Path) -> None:
     child = Child(["-m", "bench.workers", "no such kind", "x"], scratch=tmp_path)
     with pytest.raises(RuntimeError, match=r"bench\.workers ended; its last words: .*invalid choice"):
-        child.hear(10)
+        child.hear(100)
     child.stop()
 
 
