@@ -34,7 +34,7 @@ def sim_pool(
     **timing: float,
 ) -> PoolConfig:
     """A pool of sim workers on ipc sockets in `directory`. A test that stops one gives it less than `silence_s` of so long."""
-    times: dict[str, float] = {"silence_s": 10.0, "ping_s": 0.25, "orphan_s": 20.0, **timing}
+    times: dict[str, float] = {"silence_s": 10.0, "ping_s": 0.25, "orphan_s": 60.0, **timing}
     return PoolConfig(
         groups={
             "g": GroupConfig(

@@ -346,7 +346,7 @@ def test_a_closed_lifeline_ends_a_worker_whose_main_thread_stands_still(coordina
 
 def test_an_orphan_whose_main_thread_stands_still_ends(coordinator: Coordinator, start: Start) -> None:
     worker = start(**faults("block_on_load", seconds=600.0))
-    coordinator.accept(orphan_s=0.1)
+    coordinator.accept(orphan_s=1.0)
     coordinator.until_loading()
     assert worker.ends() == Exit.ORPHANED
 
