@@ -64,7 +64,8 @@ class Pending:
         self.received: Received | None = None
         #: the engine has it, or tries to take it
         self.taken = False
-        #: in direct transfer: the process group that the engine is in
+        #: in direct transfer: the engine joins a process group; the one that it is in
+        self.joining = False
         self.group = ""
 
 
@@ -164,6 +165,8 @@ class Weights:
         """It is committed or aborted."""
         pending = self._known(update)
         self._pending = None if pending is not None else self._pending
+        if pending is not None and pending.joining:
+            self._peer = ""  # nobody knows which group the engine will be in
         if pending is not None and not pending.stays:
             self._spawn(self._let_go())
 
@@ -225,11 +228,10 @@ class Weights:
         if pending is None:
             failed = "this update is not known here"
         elif pending.prepare.transfer == "direct":
-            try:
-                await self._engine.join(message.rendezvous, message.address, message.world, message.rank, message.backend)
-                pending.group = message.rendezvous
-            except EngineError as error:
-                failed, self._peer = str(error), ""
+            # Not in its turn: where the others do not come, the next update need not wait for that.
+            pending.joining = True
+            self._spawn(self._join_engine(pending, message))
+            return
         else:
             self._spawn(self._get_ready(pending))
             ask = JoinGroup(message.update, message.rendezvous, message.address, message.world, message.rank, message.backend)
@@ -241,6 +243,21 @@ class Weights:
         if pending is not None and not failed and pending.prepare.transfer == "staged":
             pending.joined = True
             self._say_staged(pending)
+
+    async def _join_engine(self, pending: Pending, message: Join) -> None:
+        failed = ""
+        try:
+            await self._engine.join(message.rendezvous, message.address, message.world, message.rank, message.backend)
+            pending.group = message.rendezvous
+        except EngineError as error:
+            failed = str(error)
+        except Exception as error:  # as `_lost` says
+            self._lost("joining", error)
+            return
+        pending.joining = False
+        if self._pending is pending:
+            self._peer = "" if failed else self._peer
+            self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
 
     def _received(self, message: Received) -> None:
         pending = self._known(message.update)

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,8 @@ from enginepool.workers.sglang.updates import EngineWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")
+
+PATIENCE_S = 60.0
 
 
 class Scheduler:
@@ -348,3 +351,40 @@ def test_a_scheduler_that_cannot_be_told_what_to_empty_is_flushed_as_well() -> N
     assert sglang_scheduler.flush_caches() and made.flushed == 1
     made.says = lambda: False
     assert not sglang_scheduler.flush_caches()
+
+
+def test_of_groups_that_are_joined_at_a_time_the_last_one_asked_for_is_kept(
+    make: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update may be given up while its group forms, and the next one's forms first."""
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name, self.aborted = name, False
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    groups = {name: Group(name) for name in ("first", "second")}
+    begun, may = threading.Event(), threading.Event()
+
+    def join(address: str, name: str, world: int, rank: int, **options: Any) -> Group:
+        if name == "first":
+            begun.set()
+            assert may.wait(PATIENCE_S)
+        return groups[name]
+
+    monkeypatch.setattr(collective, "join", join)
+    engine = make(1)
+
+    async def story() -> None:
+        first = asyncio.create_task(engine.weights.join("first", "nowhere", 2, 1, "gloo"))
+        assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+        await engine.weights.join("second", "nowhere", 2, 1, "gloo")
+        may.set()
+        with pytest.raises(EngineError, match="group first: another one is joined by now"):
+            await first
+        await engine.weights.join("second", "nowhere", 2, 1, "gloo")  # it is in it
+
+    asyncio.run(story())
+    assert (groups["first"].aborted, groups["second"].aborted) == (True, False)

@@ -162,9 +162,15 @@ class NotedEngine(SimEngine):
     def __init__(self, options: dict[str, Any]) -> None:
         SimEngine.__init__(self, "sim", options=options)
         self.asked: list[NewWeights | str] = []
+        self.joining = asyncio.Event()
         self.may = asyncio.Event()
         self.may.set()
         self.fails: Exception | None = None
+
+    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+        self.joining.set()
+        await self.may.wait()
+        await SimEngine.join(self, name, address, world, rank, backend)
 
     async def ready(self, weights: NewWeights) -> float:
         self.asked.append(weights)
@@ -379,6 +385,24 @@ def test_a_stagers_one_device_space_stays_open_until_it_takes_a_larger_one_or_is
             assert (await worker.join(join)).code == "update_aborted"
             while asked[6:] != ["let go"]:
                 await asyncio.sleep(0.01)
+
+    asyncio.run(story())
+
+
+def test_an_update_that_is_released_while_its_engine_joins_a_group_holds_up_no_other() -> None:
+    async def story() -> None:
+        worker = Worker("")
+        worker.engine.may.clear()
+        first = await worker.prepare(transfer="direct")
+        worker.tell(Join("of nobody", 2, 1, "127.0.0.1:9", "gloo", update=worker.update))
+        await worker.engine.joining.wait()
+        worker.tell(Release(worker.update, "the publisher is gone"))
+        second = await worker.prepare(transfer="direct")
+        assert first.code == second.code == ""
+        assert first.peer != second.peer, "nobody knows which group the engine is in"
+        for task in worker.tasks:
+            task.cancel()
+        await asyncio.gather(*worker.tasks, return_exceptions=True)
 
     asyncio.run(story())
 

@@ -83,6 +83,8 @@ class ModelWeights:
         #: what the model holds, as far as names and order go
         self._manifest: list[Tensor] = []
         self._group: Any = None
+        #: the ticket of the group that is wanted
+        self._joining: dict[str, Any] | None = None
         #: the plan was held against the model when that was joined, while the engine served: it takes a millisecond or two
         self._looked = False
         self._ready: Ready | None = None
@@ -291,6 +293,7 @@ class ModelWeights:
         """Begin to join a group; the other answer says when it is done: the engine serves meanwhile."""
         device = f"cuda:{torch.cuda.current_device()}" if ticket["backend"] == "nccl" else "cpu"
         self._looked = self._plan is not None and self._plan.holds(())
+        self._joining = ticket
         thread = threading.Thread(target=self._join, args=(ticket, device), name="join", daemon=True)
         thread.start()
         return {}
@@ -300,7 +303,8 @@ class ModelWeights:
         from enginepool.group import CollectiveError
 
         answer: dict[str, Any] = {}
-        group, self._group = self._group, None
+        with self._lock:
+            group, self._group = self._group, None
         try:
             if group is not None and group.name != ticket["group"]:
                 group.abort()
@@ -308,9 +312,15 @@ class ModelWeights:
             if device != "cpu":
                 torch.cuda.set_device(device)  # a thread begins on the first one
                 make_ready(device)
-            self._group = group or join(
+            group = group or join(
                 ticket["address"], ticket["group"], ticket["world"], ticket["rank"], backend=ticket["backend"], device=device
             )
+            with self._lock:
+                wanted = self._joining is ticket
+                self._group = group if wanted else self._group
+            if not wanted:
+                group.abort()
+                raise CollectiveError(f"group {ticket['group']}: another one is joined by now")
         except (CollectiveError, RuntimeError, ValueError) as error:
             answer = {"error": str(error)}
         _leave(ticket["later"], answer)

@@ -31,6 +31,8 @@ class SimWeights:
         self._tensors: tuple[Tensor, ...] = ()
         self._space: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._group: Any = None
+        #: the name of the group that is wanted
+        self._joining = ""
         #: what was examined, and stays open
         self._opened: tuple[tuple[Space, ...], npt.NDArray[np.uint8]] | None = None
 
@@ -42,8 +44,13 @@ class SimWeights:
 
     async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
         """Join a process group, with torch. Raises EngineError."""
+        self._joining = name
         if self._group is None or self._group.name != name:
-            self._group = await asyncio.to_thread(_join, name, address, world, rank, backend)
+            group = await asyncio.to_thread(_join, name, address, world, rank, backend)
+            if self._joining != name:
+                await asyncio.to_thread(group.abort)
+                raise EngineError(f"group {name}: another one was joined meanwhile")
+            self._group = group
 
     async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
         """Open spaces, and look at them. Raises EngineError."""
