@@ -7,6 +7,7 @@ import pytest
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.events import GroupWeights
+from enginepool.coordinator.weights.questions import AGAIN_MS, OPEN
 from enginepool.protocol.basis import MAX_FINDINGS, MAX_HEADER_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered
@@ -1258,3 +1259,12 @@ def test_a_member_that_takes_weights_says_so_and_is_ready_after() -> None:
     assert not worker.able
     pool.do(ev.WorkerReady(0, b"new", CAN, 1, DIGEST))
     assert worker.able
+
+
+def test_a_question_that_finds_too_many_open_is_told_when_to_ask_again() -> None:
+    _, trainer, _ = ready(1)
+    for number in range(1, OPEN + 1):
+        assert of_type(trainer.say(WeightsQuestion(number, what="digest")), Inspect)
+    refused = refusal(trainer.say(WeightsQuestion(99, what="digest")), 99)
+    assert (refused.code, refused.limit, refused.retry_after_ms) == ("busy", str(OPEN), AGAIN_MS)
+    assert of_type(trainer.say(WeightsQuestion(100)), WeightsReport), "what asks no engine needs no room"

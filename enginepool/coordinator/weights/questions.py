@@ -9,11 +9,13 @@ from enginepool.coordinator.events import Buffer, Link
 from enginepool.coordinator.state import Group, Worker
 from enginepool.protocol.basis import MAX_FINDINGS
 from enginepool.protocol.manifest import worst
-from enginepool.protocol.messages import TaskId
+from enginepool.protocol.messages import Failure, TaskId
 from enginepool.protocol.updates import Inspect, WeightsQuestion, WeightsReport, WorkerWeights
 
 #: questions that wait for workers at once; each makes engines read all of their weights
 OPEN = 16
+#: when one that found no room is better asked again
+AGAIN_MS = 1000
 
 
 class Question:
@@ -49,7 +51,9 @@ class Questions:
             core.effects.append(ToClient(e.link, report))
             return
         if len(self.open) >= OPEN:
-            core.refuse(e.link, message.id, "busy", f"{OPEN} questions about weights are open", limit=str(OPEN))
+            why = f"{OPEN} questions about weights are open"
+            busy = Failure("busy", why, message.id, limit=str(OPEN), retry_after_ms=AGAIN_MS)
+            core.effects.append(ToClient(e.link, busy))
             return
         question = Question(e.link, group, message, e.now + core.config.timing.update_inspect_s)
         ready = [worker for worker in group.workers.values() if worker.capabilities is not None and worker.stage == "ready"]
