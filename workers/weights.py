@@ -1,8 +1,9 @@
 """Weight updates in the worker's process: drives the stager and the engine as the machine's `RunWeights` effects say.
 
 Nothing is decided here that the coordinator should decide: every message is carried out and answered, in the order in which
-they came, except that a release is carried out at once. While bytes flow into a stager's space, the engine gets ready to take
-them; `staged` is said when both are done, so that the hold finds as little to do as can be.
+they came. Out of turn are a release, which is carried out at once, questions, and an engine's way into a process group, for
+which nothing else waits. While bytes flow into a stager's space, the engine gets ready to take them; `staged` is said when both
+are done, so that the hold finds as little to do as can be.
 """
 
 import asyncio
@@ -34,39 +35,16 @@ from enginepool.protocol.updates import (
     Staged,
 )
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors
-from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, Space
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
 from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered
 from enginepool.workers.opened import Opened
+from enginepool.workers.pending import Pending
 from enginepool.workers.restoring import restore
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import Forget, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
 
 #: the other ranks have a minute to come
 JOIN_S = 90.0
-
-
-class Pending:
-    """The update that this worker prepares for."""
-
-    def __init__(self, prepare: Prepare, tensors: tuple[Tensor, ...]) -> None:
-        self.prepare = prepare
-        self.tensors = tensors
-        #: in staged transfer: `joined` is said, and nothing has failed since
-        self.joined = False
-        #: where its bytes will lie
-        self.spaces: tuple[Space, ...] = ()
-        #: those of the next update lie there too
-        self.stays = False
-        #: the engine is ready to take them, or cannot be, and how long that kept it from its work
-        self.readied = False
-        self.ready_s = 0.0
-        #: the stager's last word
-        self.received: Received | None = None
-        #: the engine has it, or tries to take it
-        self.taken = False
-        #: in direct transfer: the engine joins a process group; the one that it is in
-        self.joining = False
-        self.group = ""
 
 
 class Weights:
