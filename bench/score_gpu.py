@@ -222,7 +222,13 @@ def options() -> argparse.Namespace:
     found.add_argument("--workers", default="", metavar="NUMBERS", help="pools of so many workers too, such as 2,4")
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw latency against load there (needs matplotlib)")
     found.add_argument("--logs", type=Path, metavar="DIR", help="keep logs of all processes there")
-    return found.parse_args()
+    chosen = found.parse_args()
+    for option, given, known in (("--only", chosen.only, who), ("--workloads", chosen.workloads, what)):
+        if unknown := set(given.split(",")) - set(known.split(",")):
+            found.error(f"{option}: {', '.join(map(repr, sorted(unknown)))}: there are {known}")
+    if {"mix", "pr"} & set(chosen.workloads.split(",")) == {"mix"}:
+        found.error("--workloads: the mix is of 120 % of what saturates pr: measure pr,mix")
+    return chosen
 
 
 def main() -> None:

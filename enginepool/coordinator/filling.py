@@ -23,21 +23,30 @@ from enginepool.protocol.packing import Packing
 
 #: After a request of a higher priority came, batches of lower ones stay short for this long: the next one may come as well.
 RECENT_S = 1.0
+#: Meanwhile a forward of theirs has this part of the pace: what comes waits for one that runs and one that was launched. A
+#: packed forward costs its engine's host as much whatever it holds, and shorter ones than that leave no time for the others.
+SHORT, SHORT_PACKED = 3, 2
 #: So many forwards of each worker wait, and it is throughput that all of them wait for.
 DEEP = 4
 
 
-def pace_for(pace: Pace | None, head: Request, now: float, weight: float) -> int:
+def short(pace: Pace, can: Capabilities) -> int:
+    """What a forward of a lower priority may weigh while higher ones come."""
+    return pace.tokens // (SHORT_PACKED if can.packed else SHORT)
+
+
+def pace_for(worker: Worker, head: Request, now: float, weight: float) -> int:
     """What a forward that `head`, of this `weight`, opens may weigh; 0: any.
 
-    Half of the worker's pace where a higher priority came lately: the next of that waits for the forward that runs and for one
-    more, and has its own to come. Otherwise two forwards in one where many wait: the engine's host launches fewer then.
+    Little where a higher priority came lately: the next of that waits for the forward that runs and for one more, and has its
+    own to come. Otherwise two forwards in one where many wait: the engine's host launches fewer then.
     """
-    if pace is None:
+    pace, can = worker.pace, worker.capabilities
+    if pace is None or can is None:
         return 0
     group = head.group
     if head.priority < group.peak and now - group.peak_at <= RECENT_S:
-        return pace.tokens // 2
+        return short(pace, can)
     many = weight * group.waiting >= DEEP * pace.tokens * len(group.workers)
     return 2 * pace.tokens if many else pace.tokens
 
@@ -69,14 +78,15 @@ def longest(pace: Pace | None) -> float:
     return inf if pace is None else 2 * pace.tokens
 
 
-def beyond_pace(worker: Pace | None, most: int, head: Request, follower: Request, weight: float, more: float) -> bool:
+def beyond_pace(worker: Worker, most: int, head: Request, follower: Request, weight: float, more: float) -> bool:
     """Whether `follower` would make a batch of this `weight` too long for its head. Half of a follower may be over what the
-    head may have, so that batches have it on average; those of a lower priority fill half of the worker's pace at most."""
-    if worker is None:
+    head may have, so that batches have it on average; those of a lower priority make no forward longer than a short one."""
+    pace, can = worker.pace, worker.capabilities
+    if pace is None or can is None:
         return False
     if follower.priority < head.priority:
-        return weight + more > min(most, worker.tokens) // 2
-    return weight + more / 2 > most or weight + more > 2 * worker.tokens
+        return weight + more > min(most, short(pace, can))
+    return weight + more / 2 > most or weight + more > 2 * pace.tokens
 
 
 def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: Worker) -> Batch | None:
@@ -106,7 +116,7 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
     weight = cost + rows * each
     if cost > free_tokens or rows > free_rows:
         return None
-    most = pace_for(pace, head, core.now, weight)
+    most = pace_for(worker, head, core.now, weight)
     slices = [slice_]
     take(core, slice_)
     if head.state == RUNNING:
@@ -125,7 +135,7 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
                 next_.next
                 or cost + more > free_tokens
                 or rows + work.rows > free_rows
-                or beyond_pace(pace, most, head, next_, weight, weighs)
+                or beyond_pace(worker, most, head, next_, weight, weighs)
             ):
                 break
             cost += more
@@ -161,11 +171,11 @@ def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], w
         stop, cost, length = _pack(packing, request, start, end, most_rows - rows, bounds, follows=bool(slices))
         weighs = cost + (stop - start) * each
         if slices and (
-            request.next or stop < request.work.rows or beyond_pace(pace, most, slices[0][0], request, weight, weighs)
+            request.next or stop < request.work.rows or beyond_pace(worker, most, slices[0][0], request, weight, weighs)
         ):
             break
         if not slices:
-            most = pace_for(pace, request, core.now, weighs)
+            most = pace_for(worker, request, core.now, weighs)
             free_tokens = can.inflight_tokens - worker.cost
             if cost > free_tokens or stop - start > free_rows:
                 return None

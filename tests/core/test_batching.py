@@ -159,37 +159,48 @@ def test_half_of_the_last_follower_may_be_over_the_pace() -> None:
     assert [rows(s) for s in pool.batches] == [[1, 1, 1], [1]]
 
 
-def test_followers_of_a_lower_priority_fill_half_of_the_pace() -> None:
+def test_followers_of_a_lower_priority_fill_a_short_forward() -> None:
     pool = Pool()
     client = pool.client()
     for request in range(1, 8):
         pool.submit(client, request, work(1, 15), priority=5 if request > 5 else 0)
-    pool.worker(can=msgspec.structs.replace(CAN, pace=60))
+    pool.worker(can=msgspec.structs.replace(CAN, pace=90))
     assert by_priority(pool) == [(5, [1, 1]), (0, [1, 1])]
 
 
-def test_batches_of_a_lower_priority_are_half_as_long_while_a_higher_one_comes() -> None:
+def test_batches_of_a_lower_priority_are_short_while_a_higher_one_comes() -> None:
     pool = Pool()
     client = pool.client()
     for request in range(1, 15):
         pool.submit(client, request, work(1, 15))
     pool.submit(client, 15, work(1, 15), priority=5)
-    pool.worker(can=msgspec.structs.replace(CAN, pace=60))
+    pool.worker(can=msgspec.structs.replace(CAN, pace=90))
     assert by_priority(pool) == [(5, [1, 1]), (0, [1, 1])]
-    pool.finish(pool.batches[0], run_s=0.0125)
+    pool.finish(pool.batches[0], run_s=0.0083)
     assert by_priority(pool) == [(0, [1, 1]), (0, [1, 1])]
     pool.wait(1.1)
-    pool.finish(pool.batches[0], run_s=0.0125)
-    assert by_priority(pool) == [(0, [1, 1]), (0, [1, 1, 1, 1])], "none came for a second"
+    pool.finish(pool.batches[0], run_s=0.0083)
+    assert by_priority(pool) == [(0, [1, 1]), (0, [1] * 6)], "none came for a second"
+
+
+def test_short_forwards_of_a_packed_worker_have_half_of_the_pace() -> None:
+    pool = Pool()
+    client = pool.client()
+    for request in range(1, 15):
+        pool.submit(client, request, shared(5, 10, first=request))
+    pool.submit(client, 15, shared(5, 10, first=15), priority=5)
+    # A query, an item and the delimiters between and after them are 17 tokens.
+    pool.worker(can=msgspec.structs.replace(CAN, max_item=64, pace=102))
+    assert by_priority(pool) == [(5, [1, 1, 1]), (0, [1, 1, 1])]
 
 
 def test_a_higher_priority_has_the_whole_pace_beside_lower_ones() -> None:
     pool = Pool()
     client = pool.client()
-    for request in range(1, 9):
+    for request in range(1, 13):
         pool.submit(client, request, work(1, 15), priority=5 if request > 3 else 0)
-    pool.worker(can=msgspec.structs.replace(CAN, pace=60))
-    assert by_priority(pool) == [(5, [1, 1, 1, 1]), (5, [1, 1])]
+    pool.worker(can=msgspec.structs.replace(CAN, pace=90))
+    assert by_priority(pool) == [(5, [1] * 6), (5, [1] * 3)]
 
 
 def test_where_many_wait_a_forward_is_as_long_as_two() -> None:

@@ -321,3 +321,20 @@ def test_processes_are_told_apart_by_their_command_line() -> None:
 
 def test_checks_return_the_scores_of_one_request() -> None:
     assert asyncio.run(Load(Echo()).run(Check(SHAPE))) == [[0.25, 0.25], [0.25, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--only", "pool,foo"], "--only: 'foo': there are server,best,bare,pool,packed,cached"),
+        (["--workloads", ""], "--workloads: '': there are pr,long,reward,mix"),
+        (["--workloads", "mix,long"], "--workloads: the mix is of 120 % of what saturates pr: measure pr,mix"),
+    ],
+)
+def test_nothing_is_left_unmeasured_in_silence(
+    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["score_gpu", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        score_gpu.options()
+    assert capsys.readouterr().err.splitlines()[-1].endswith(line)
