@@ -19,7 +19,7 @@ from enginepool.client.buffers import Buffers
 from enginepool.client.lending import Loan
 from enginepool.client.lockstep import Lockstep, follow
 from enginepool.client.streaming import Sending, Stopped
-from enginepool.client.tensors import Plan
+from enginepool.client.tensors import Plan, as_error
 from enginepool.collective import Rendezvous
 from enginepool.group import CollectiveError, Group
 from enginepool.protocol.messages import Failure
@@ -146,8 +146,9 @@ class Courier:
                 torch.cuda.set_device(self._buffers.device)
             self._buffers.make_ready()
             plan = self._plan()
-        except Exception as error:
-            self._notes.failed(error)
+        except BaseException as error:
+            # Whatever it is, it is told: it is the caller's own code that raised, and the caller waits.
+            self._notes.failed(as_error(error))
             plan = None
         else:
             self._notes.planned(plan)
@@ -217,9 +218,9 @@ class Courier:
             work()
         except Stopped:
             return False
-        except Exception as error:
+        except BaseException as error:  # as in `_run`
             if not self._stopped.is_set():
-                self._notes.failed(error)
+                self._notes.failed(as_error(error))
             return False
         return True
 
@@ -241,8 +242,8 @@ class Follower:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # as in `Courier`
             plan = self._plan()
-        except Exception as error:
-            failure = error
+        except BaseException as error:  # as in `Courier`
+            failure = as_error(error)
 
         def tensors() -> Any:
             if failure is not None:

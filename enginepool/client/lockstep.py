@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from enginepool.client.tensors import as_error
 from enginepool.protocol.messages import Failure
 from enginepool.protocol.updates import Published
 
@@ -72,9 +73,9 @@ def follow(group: Any, tensors: Callable[[], Iterator[object]]) -> tuple[Publish
                 source = tensors() if source is None else source
                 for _ in range(count):
                     next(source, None)
-        except Exception as error:
-            # It is raised when all ranks have left the update.
-            own = error
+        except BaseException as error:
+            # Whatever it is, rank 0 waits for this one's word. It is raised when all ranks have left the update.
+            own = as_error(error)
         _failures(group, int(own is not None))
 
 

@@ -329,6 +329,8 @@ class UpdateHandle:
         self._give_up(reason, broken=isinstance(error, CollectiveError))
 
     def _give_up(self, reason: str, *, broken: bool = False) -> None:
+        # The name of a file in it may be no UTF-8, and nobody would be told.
+        reason = reason.encode(errors="replace").decode()
         if self._id is None or self._desk.connection is None:
             self._end(Failure("update_aborted", f"the update to version {self.version} was aborted: {reason}"))
         else:

@@ -436,6 +436,53 @@ def test_an_error_of_the_source_reaches_the_caller_as_it_is(updates: FakeUpdates
     play(updates, scene)
 
 
+@pytest.mark.parametrize("raised", [SystemExit("enough"), StopIteration()])
+@pytest.mark.parametrize("place", ["rename", "source", "in the middle"])
+def test_whatever_the_callers_code_raises_ends_the_update(updates: FakeUpdates, raised: BaseException, place: str) -> None:
+    """Also what is no Exception, and what no asyncio future carries: `next` of nothing in a hook is one of these."""
+
+    def rename(name: str, tensor: torch.Tensor) -> str:
+        if place == "rename" and not done:
+            raise raised
+        return name
+
+    def source() -> Any:
+        if place == "source":
+            raise raised
+        return middle()
+
+    def middle() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3000)
+        raise raised
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        given, manifest = (model(1), None) if place == "rename" else (source, Gate.manifest)
+        with pytest.raises(RuntimeError, match=f"raised {type(raised).__name__}"):
+            await asyncio.wait_for(publisher.publish(given, 1, manifest=manifest), PATIENCE_S)
+        done.append(True)
+        if place != "rename":
+            for receiver in updates.receivers:
+                receiver.end()
+
+    done: list[bool] = []
+    play(updates, scene, rename=rename)
+
+
+def test_an_error_whose_text_is_no_utf8_gives_the_update_up_at_once(updates: FakeUpdates) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(3000)
+        raise ValueError("no file a-\udcff")
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        with pytest.raises(ValueError, match="no file a-\udcff"):
+            await publisher.publish(broken, 1, manifest=Gate.manifest)
+        assert [given.reason for given in updates.abandoned] == ["no file a-?"]
+        for receiver in updates.receivers:
+            receiver.end()
+
+    play(updates, scene)
+
+
 def test_a_cancelled_publish_gives_the_update_up(updates: FakeUpdates) -> None:
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
         gate = Gate()
