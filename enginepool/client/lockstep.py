@@ -30,6 +30,11 @@ class Lockstep:
     def __init__(self, group: Any = None) -> None:
         self._group = group if group is not None and group.size() > 1 else None
 
+    @property
+    def alone(self) -> bool:
+        """Nobody else takes tensors when this rank does."""
+        return self._group is None
+
     def together(self, count: int, step: Callable[[], object]) -> None:
         """All ranks take `count` tensors from their source, this one by `step`.
 

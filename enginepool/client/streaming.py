@@ -73,18 +73,27 @@ class Feed:
         self._lockstep.together(total - self._pulled + 1, lambda: (self._pull(total), self._have_no_more()))
 
     def _pull(self, until: int) -> None:
-        """Have all tensors before place `until`."""
+        """Have all tensors before place `until`. The other ranks take as many, whatever is wrong with one here: their
+        collectives would wait for this one."""
+        wrong: Exception | None = None
         for expected in self._expected[self._pulled : until]:
             found = next(self._tensors, None)
             if found is None:
-                raise BadRequest(
+                raise wrong or BadRequest(
                     f"source: ended after {self._pulled} of {len(self._expected)} tensors; {expected.name} is missing",
                     field=f"source[{expected.name}]",
                 )
-            words = expected.words(*found)
-            if expected.nbytes:
+            try:
+                words = expected.words(*found) if wrong is None else None
+            except Exception as error:
+                if self._lockstep.alone:
+                    raise
+                wrong, words = error, None
+            if expected.nbytes and words is not None:
                 self._held[self._pulled] = words
             self._pulled += 1
+        if wrong is not None:
+            raise wrong
 
     def _have_no_more(self) -> None:
         found = next(self._tensors, None)

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from enginepool import threads
 from enginepool.client.arguments import check_timeout
 from enginepool.client.buffers import Buffers
 from enginepool.client.courier import Courier, Follower, Notes, Outcome, Side
@@ -191,13 +192,13 @@ class UpdateHandle:
             else:
                 side = await desk.have_side()
                 publish.backend, publish.address, publish.peer = side.backend, side.address, side.peer
-        except BaseException:
+        except BaseException as error:
             # Cancelled too: whoever waits for this update's end must see it. It is raised again.
-            self._leave()
+            await self._call_off(f"rank 0 could not begin: {type(error).__name__}: {error}")
             raise
         if self._final.done():
             # It was given up while there was nobody yet to be told.
-            self._leave()
+            await self._call_off("rank 0 gave it up before it began")
             self._final.result()
         notes = Notes(
             planned=lambda plan: desk.post(self._planned, publish, plan),
@@ -222,6 +223,19 @@ class UpdateHandle:
             # Cancelled too: the transaction would hold its group until the lease ends. It is raised again.
             await self.abandon("the caller gave up")
             raise
+
+    async def _call_off(self, why: str) -> None:
+        """There will be no courier: the other trainer ranks, who wait for its word, hear that the update is over."""
+        failure = Failure("update_aborted", f"the update to version {self.version} was aborted: {why}")
+
+        def tell() -> None:
+            try:
+                Lockstep(self._desk.trainer_group).end(failure)
+            finally:
+                self._desk.post(self._leave)
+
+        threads.start(tell, "weights")
+        await self._wait_left()
 
     def follow(self, plan: Callable[[], Plan]) -> None:
         """On the other ranks: take part in the gathering."""

@@ -79,6 +79,24 @@ def test_a_source_that_fails_on_rank_0_ends_the_update_on_all(updates: FakeUpdat
     assert second["done"]["2"] == "committed"
 
 
+def test_a_tensor_that_rank_0_did_not_announce_holds_up_no_gather_of_those_after_it(updates: FakeUpdates) -> None:
+    updates.renew_receivers = True
+    first, second = train(updates, "manifest")
+    assert first["done"]["1"].startswith("BadRequest: source: 1.weight: shape [40, 40] came, [40, 41] was announced")
+    assert second["done"]["1"].startswith("UpdateAborted: ")
+    assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2
+    assert [rank["gathered"] for rank in (first, second)] == [NAMES * 2] * 2
+
+
+def test_an_update_that_rank_0_cannot_even_begin_ends_on_all(updates: FakeUpdates) -> None:
+    first, second = train(updates, "host")
+    assert first["done"]["1"].startswith("OSError: ")
+    assert second["done"]["1"].startswith(
+        "UpdateAborted: the update to version 1 was aborted: rank 0 could not begin: OSError: "
+    )
+    assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2
+
+
 def test_a_rank_that_fails_makes_all_give_up(updates: FakeUpdates) -> None:
     updates.renew_receivers = True
     first, second = train(updates, "rank 1")

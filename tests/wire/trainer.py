@@ -40,7 +40,8 @@ def main() -> None:
     async def run() -> None:
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(Pool.connect(address)) if rank == 0 else None
-            options: dict[str, Any] = {"device": "cpu", "bucket_bytes": 4096, "trainer_group": ranks}
+            bucket = 1 << 20 if fault == "manifest" else 4096
+            options: dict[str, Any] = {"device": "cpu", "bucket_bytes": bucket, "trainer_group": ranks}
             if fault != "sharded":
                 options["gather"] = gather
             publisher = await stack.enter_async_context(WeightPublisher(pool, **options))
@@ -51,10 +52,17 @@ def main() -> None:
                 source: Any = sharded(version) if fault == "sharded" else net
                 if fault == "source" and version == 1:
                     source = broken(net, rank)
+                manifest = None
+                if fault == "manifest" and version == 1:
+                    manifest = [(name, "float32", (40, 41 if "1" in name else 40)) for name in net.state_dict()]
+                if fault == "host" and rank == 0:
+                    # No address of this machine: the side of the first update cannot be made.
+                    publisher._desk.host = "192.0.2.1" if version == 1 else "127.0.0.1"  # pyright: ignore[reportPrivateUsage]
+                transfer = "handles" if fault == "lent" else "staged"
                 try:
-                    record = await publisher.publish(source, version, transfer="handles" if fault == "lent" else "staged")
+                    record = await publisher.publish(source, version, transfer=transfer, manifest=manifest)
                     done[str(version)] = record.outcome
-                except (EnginepoolError, RuntimeError) as error:
+                except (EnginepoolError, RuntimeError, OSError) as error:
                     done[str(version)] = f"{type(error).__name__}: {error}"
 
     asyncio.run(run())
