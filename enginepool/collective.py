@@ -42,6 +42,10 @@ _CALM = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
+#: A trainer of two pools, or of two groups, may make two process groups at once: what was set before both is set after both.
+_settings = threading.Lock()
+_making: list[int] = []
+_before: dict[str, str | None] = {}
 #: SGLang sets these for its engines, and all ranks of a group must agree.
 _LIKE_ENGINES = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 
@@ -282,18 +286,23 @@ def _environment(backend: str) -> Generator[None]:
     if backend != "nccl":
         yield
         return
-    for key, value in _LIKE_ENGINES.items():
-        os.environ.setdefault(key, value)
-    before = {key: os.environ.get(key) for key in _CALM}
-    os.environ.update(_CALM)
+    with _settings:
+        for key, value in _LIKE_ENGINES.items():
+            os.environ.setdefault(key, value)
+        if not _making:
+            _before.update({key: os.environ.get(key) for key in _CALM})
+        _making.append(1)
+        os.environ.update(_CALM)
     try:
         yield
     finally:
-        for key, value in before.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
+        with _settings:
+            _making.pop()
+            for key, value in () if _making else _before.items():
+                if value is None:
+                    os.environ.pop(key, None)
+                else:
+                    os.environ[key] = value
 
 
 def _beside(work: Callable[[], Any], timeout_s: float, late: Callable[[Any], object] = lambda result: None) -> Any:

@@ -496,6 +496,22 @@ def test_what_torch_is_told_of_nccl_is_for_this_group_alone(monkeypatch: pytest.
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
+def test_two_groups_that_form_at_once_leave_the_trainers_settings_of_nccl_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of two pools, or of two groups of a pool, published to in two threads; one is through before the other."""
+    key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
+    for own in (None, "1"):
+        monkeypatch.delenv(key, raising=False) if own is None else monkeypatch.setenv(key, own)
+        first, second = (collective._environment("nccl") for _ in range(2))  # pyright: ignore[reportPrivateUsage]
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert os.environ[key] == "0"
+        second.__exit__(None, None, None)
+        assert os.environ.get(key) == own
+
+
 def test_an_nccl_group_comes_first_on_its_gpu_and_is_not_split_off_from_the_group_of_a_trainer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
