@@ -145,7 +145,9 @@ class Courier:
                 # A thread begins on device 0, and the source may mean the current one.
                 torch.cuda.set_device(self._buffers.device)
             self._buffers.make_ready()
-            plan = self._plan()
+            with self._buffers.aside(self._after):
+                # What a source computes now is read on that stream, which would not wait for another one.
+                plan = self._plan()
         except BaseException as error:
             # Whatever it is, it is told: it is the caller's own code that raised, and the caller waits.
             self._notes.failed(as_error(error))
