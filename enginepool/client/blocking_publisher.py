@@ -1,17 +1,15 @@
 """`BlockingWeightPublisher`: a `WeightPublisher` for trainers that do not await, on the loop of their `BlockingPool`."""
 
-import importlib
 from collections.abc import Callable, Coroutine
 from typing import Any, Unpack
 
 from enginepool.client.blocking import BlockingPool, LoopThread
+from enginepool.client.buffers import stand_behind
 from enginepool.client.publisher import UpdateOptions, WeightPublisher, device_of
 from enginepool.client.tensors import Source
 from enginepool.client.update import UpdateHandle
 from enginepool.errors import PoolClosed
 from enginepool.protocol.updates import UpdateRecord
-
-torch: Any = importlib.import_module("torch")
 
 _Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -123,8 +121,7 @@ class BlockingWeightPublisher:
     def _stand_behind(self) -> None:
         """What the caller's stream still has to compute comes first: the current stream of the loop's thread is the default
         one."""
-        if self._device.type == "cuda":
-            torch.cuda.default_stream(self._device).wait_event(torch.cuda.current_stream(self._device).record_event())
+        stand_behind(self._device)
 
     def close(self) -> None:
         """As `WeightPublisher.close`, also after the pool's own `close`."""

@@ -29,6 +29,15 @@ def copied(device: Any) -> bool:
     return device.type in COPYING
 
 
+def stand_behind(device: Any = None) -> None:
+    """What other threads do on a GPU comes after what this one's current stream still has to do there: theirs is the default
+    stream. `device`: a GPU; else the current one, if this process uses any."""
+    if (device is None or device.type != "cuda") and not torch.cuda.is_initialized():
+        return
+    gpu = device if device is not None and device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+    torch.cuda.default_stream(gpu).wait_event(torch.cuda.current_stream(gpu).record_event())
+
+
 class Copies(NamedTuple):
     """Copies that are one call: words of tensors, by their places, into `targets`. A part of None is the whole tensor."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from enginepool import threads
 from enginepool.client import buffers
-from enginepool.client.buffers import Buffers
+from enginepool.client.buffers import Buffers, stand_behind
 from enginepool.client.lending import Loan
 from enginepool.client.lockstep import Lockstep, follow
 from enginepool.client.streaming import Sending, Stopped
@@ -116,6 +116,9 @@ class Courier:
         if buffers.stream is not None:
             # The caller's stream may still have to compute what is sent.
             self._after = torch.cuda.current_stream(buffers.device).record_event()
+        else:
+            # Tensors may lie on a GPU nevertheless.
+            stand_behind()
 
     def start(self) -> None:
         threads.start(self._run, "weights")
@@ -234,6 +237,8 @@ class Follower:
         self, plan: Callable[[], Plan], group: Any, device: Any, ended: Callable[[Outcome, Exception | None], None]
     ) -> None:
         self._plan, self._group, self._device, self._ended = plan, group, device, ended
+        # As in `Courier`: a gather reads what this rank has.
+        stand_behind(device)
 
     def start(self) -> None:
         threads.start(self._run, "weights")

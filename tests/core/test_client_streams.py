@@ -5,16 +5,21 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 
 from enginepool.client.buffers import Buffers
-from enginepool.client.courier import Courier, Notes
+from enginepool.client.courier import Courier, Follower, Notes
 from enginepool.client.lending import Lender, Loan
 from enginepool.client.lockstep import Lockstep
 from enginepool.client.tensors import Plan, make_plan
 from enginepool.protocol.messages import Failure
 
 PATIENCE_S = 60.0
+
+
+def ignore(*_: Any) -> None:
+    """Nobody listens."""
 
 
 class Watched(Buffers):
@@ -42,7 +47,7 @@ def test_a_source_that_is_read_at_once_is_computed_on_the_stream_that_sends_it()
 
         return make_plan(pairs())
 
-    notes = Notes(lambda _: planned.set(), lambda _: None, lambda *_: None, lambda _: planned.set(), ended.set)
+    notes = Notes(lambda _: planned.set(), ignore, ignore, lambda _: planned.set(), ended.set)
     side = Loan(Lender(buffers, keep=False))
     courier = Courier(plan, side, buffers, Lockstep(), notes, bucket_bytes=4096, timeout_s=1.0)
     courier.start()
@@ -50,3 +55,44 @@ def test_a_source_that_is_read_at_once_is_computed_on_the_stream_that_sends_it()
     courier.end(Failure("update_aborted", "enough"))
     assert ended.wait(PATIENCE_S)
     assert read == [True]
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_what_the_caller_still_computes_comes_before_what_any_rank_reads_of_it(
+    monkeypatch: pytest.MonkeyPatch, current: bool
+) -> None:
+    """Also on ranks that send nothing, which gather; and where bytes start from the host, and tensors lie on a GPU."""
+    events: list[str] = []
+
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def record_event(self) -> str:
+            return f"what {self.name} had to do"
+
+        def wait_event(self, event: str) -> None:
+            events.append(f"{self.name} waits for {event}")
+
+    def current_stream(gpu: Any) -> Stream:
+        return Stream(f"{gpu} aside")
+
+    def default_stream(gpu: Any) -> Stream:
+        return Stream(f"{gpu}")
+
+    def plan() -> Plan:
+        raise AssertionError("nobody reads it")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "default_stream", default_stream)
+    cpu = torch.device("cpu")
+    buffers = Buffers(cpu)
+    notes = Notes(ignore, ignore, ignore, ignore, ignore)
+    Courier(plan, Loan(Lender(buffers, keep=False)), buffers, Lockstep(), notes, bucket_bytes=4096, timeout_s=1.0)
+    Follower(plan, None, cpu, ignore)
+    first = "cuda:1 waits for what cuda:1 aside had to do"
+    assert events == ([first, first] if current else [])
+    Follower(plan, None, torch.device("cuda", 2), ignore)
+    assert events[-1] == "cuda:2 waits for what cuda:2 aside had to do"
