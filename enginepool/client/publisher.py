@@ -156,8 +156,9 @@ class WeightPublisher:
     ) -> UpdateHandle:
         """Begin an update. Returns when the workers have agreed to names and shapes; tensors flow while the pool serves.
 
-        The source must not change until `await handle.sent()`, or `finish`. The event loop has to run meanwhile: it renews the
-        lease. A trainer that computes in its main thread takes `BlockingPool` and `BlockingWeightPublisher`.
+        The source must not change until `await handle.sent()`, or `finish`, nor give one buffer again and again, filled anew.
+        The event loop has to run meanwhile: it renews the lease. A trainer that computes in its main thread takes
+        `BlockingPool` and `BlockingWeightPublisher`.
 
         Args:
             source: a torch.nn.Module, a mapping of names to tensors (a state dict), (name, tensor) pairs, or a callable that
@@ -174,7 +175,8 @@ class WeightPublisher:
             drain: seconds that `drain` waits for at most; then as `abort`.
             partial: names of the model may be missing.
             new_run: versions begin again, for an operator who starts another training in the same pool.
-            manifest: (name, dtype, shape) of each tensor that the source gives, in their order.
+            manifest: (name, dtype, shape) of each tensor that comes out, in their order. Needed where `gather` gives another
+                shape than the tensor had (Megatron's shards).
 
         Raises:
             Publishing: another update of the group is under way.

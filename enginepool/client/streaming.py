@@ -11,7 +11,7 @@ from typing import Any
 
 from enginepool.client.buffers import Buffers, Expected, Filling
 from enginepool.client.lockstep import Lockstep
-from enginepool.client.tensors import Plan
+from enginepool.client.tensors import Held, Plan
 from enginepool.digest import Digest
 from enginepool.errors import BadRequest
 from enginepool.group import Broadcast, Group
@@ -40,6 +40,7 @@ class Feed:
         self._stopped = stopped
         self._tensors: Iterator[tuple[str, Any]] = plan.tensors()
         self._held: dict[int, Any] = {}
+        self._memory = Held()
         self._pulled = 0
 
     def fill(self, filling: Filling, free: Callable[[], None] | None = None) -> None:
@@ -65,7 +66,7 @@ class Feed:
         if filling.gaps:
             torch._foreach_zero_(filling.gaps)
         for place in filling.through:
-            del held[place]
+            self._memory.drop(held.pop(place))
 
     def end(self) -> None:
         """All buckets are filled: only tensors without bytes may be left. Raises BadRequest and RankFailed as `fill`."""
@@ -85,6 +86,8 @@ class Feed:
                 )
             try:
                 words = expected.words(*found) if wrong is None else None
+                if words is not None:
+                    self._memory.add(expected.name, words)
             except Exception as error:
                 if self._lockstep.alone:
                     raise

@@ -63,7 +63,8 @@ def make_plan(
     Args:
         source: see `Source`. An iterable without a `manifest` is read to its end at once, and its tensors kept; a callable
             without one is called twice.
-        manifest: of the tensors that come out, in their order; needed for no source, and spares those costs.
+        manifest: of the tensors that come out, in their order; it spares those costs, and is needed where `gather` gives
+            another shape than a tensor had.
         rename, gather: see `Rename`, `Gather`.
         dtype: floating tensors are converted to it, before they are gathered.
 
@@ -79,7 +80,7 @@ def make_plan(
     if isinstance(source, Iterator) and manifest is not None:
         stream = cast("Iterator[tuple[str, Any]]", source)
         return Plan(_written(manifest), lambda: _given(stream, rename, gather, dtype))
-    pairs = list(_pairs(source))
+    pairs = list(_kept(_pairs(source)))
     if manifest is not None:
         return Plan(_written(manifest), lambda: _given(pairs, rename, gather, dtype))
     return Plan(_described(pairs, rename, dtype), lambda: _given(pairs, rename, gather, dtype))
@@ -148,6 +149,50 @@ def _checked(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
                 yield name, value
             case _:
                 raise BadRequest(f"source: its entry {number} is a {type(pair).__name__}; (name, tensor)", field="source")
+
+
+class Held:
+    """Tensors that a source has given and that are still needed: memory that it gives again must be what it was.
+
+    A source that uses one buffer for all its tensors would send the last one under every name, and nobody would know.
+    """
+
+    def __init__(self) -> None:
+        #: by where it is: name, and how often it had been written to
+        self._at: dict[int, tuple[str, int]] = {}
+
+    def add(self, name: str, tensor: Any) -> None:
+        """Raises BadRequest: it lies where one lies that was changed since it was given."""
+        at, writes = _memory(tensor)
+        if not at:
+            return
+        before = self._at.setdefault(at, (name, writes))
+        if before[1] != writes:
+            raise BadRequest(
+                f"source: {name} came in the memory of {before[0]}, which is not sent yet and has changed; each in its own",
+                field=f"source[{before[0]}]",
+            )
+
+    def drop(self, tensor: Any) -> None:
+        """It is needed no more."""
+        self._at.pop(_memory(tensor)[0], None)
+
+
+def _memory(tensor: Any) -> tuple[int, int]:
+    """Where a tensor is, and how often it was written to; (0, 0): nobody knows."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    try:
+        return (local.data_ptr(), local._version) if local.numel() else (0, 0)
+    except RuntimeError:  # it is made in inference mode, or has no memory
+        return 0, 0
+
+
+def _kept(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Pairs that are read to the end before any is used."""
+    held = Held()
+    for name, tensor in _checked(pairs):
+        held.add(name, tensor)
+        yield name, tensor
 
 
 # --- what it becomes ---------------------------------------------------------------------------------------------------

@@ -252,6 +252,42 @@ def test_a_source_that_gives_other_tensors_than_were_announced_is_stopped(manife
         send(make_plan(pairs, manifest=manifest), 4096, Tape())
 
 
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_source_with_one_buffer_for_all_its_tensors_is_stopped(ahead: bool) -> None:
+    buffer = torch.zeros(8)
+
+    def reused() -> Iterator[tuple[str, Any]]:
+        for number, name in enumerate("abc"):
+            buffer.fill_(number)
+            yield name, buffer.view(2, 4)
+
+    described = [(name, "float32", (2, 4)) for name in "abc"]
+    with pytest.raises(BadRequest, match="source: b came in the memory of a, which is not sent yet") as caught:
+        send(make_plan(reused()) if ahead else make_plan(reused, manifest=described), 1024, Tape())
+    assert caught.value.field == "source[a]"
+
+
+def test_memory_that_did_not_change_may_be_given_under_two_names_and_what_was_sent_may_be_written_to() -> None:
+    both, halves = torch.ones(256), torch.zeros(512)
+
+    def source() -> Iterator[tuple[str, Any]]:
+        yield "a", both
+        yield "b", both
+        for number in range(2):
+            half = halves[number * 256 : number * 256 + 256]
+            half.fill_(number + 2)
+            yield f"half.{number}", half
+        for number in range(4, 12):
+            both.fill_(number)
+            yield f"c.{number}", both
+
+    described = [(name, "float32", (256,)) for name in ("a", "b", "half.0", "half.1", *(f"c.{n}" for n in range(4, 12)))]
+    tape = Tape()
+    send(make_plan(source, manifest=described), 1024, tape)
+    numbers: Any = torch.cat(tape.buckets).view(torch.float32)[::256]
+    assert numbers.tolist() == [1.0, 1.0, *map(float, range(2, 12))]
+
+
 def test_what_is_kept_from_one_update_serves_the_next_with_other_tensors_and_other_shapes() -> None:
     buffers = Buffers(torch.device("cpu"))
     rng = random.Random(4)
