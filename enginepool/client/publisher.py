@@ -224,9 +224,10 @@ class WeightPublisher:
     def _hear_wanted(self, wanted: Wanted) -> None:
         if wanted.group == self.group or not self.group:
             self.wanted_version = wanted.version
-            self.wanted.set()
             if self._on_wanted is not None:
-                self._on_wanted(wanted.version)
+                # On its own: what it raises is the loop's to tell, and keeps no other publisher from hearing it.
+                self._desk.loop.call_soon(self._on_wanted, wanted.version)
+            self.wanted.set()
 
 
 def device_of(device: Any) -> Any:

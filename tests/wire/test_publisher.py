@@ -211,6 +211,27 @@ def test_weights_that_the_pool_lost_are_asked_for_until_an_update_is_committed(u
     play(updates, scene, group="g", on_wanted=called.append)
 
 
+def test_a_hook_that_raises_keeps_no_other_publisher_from_hearing_what_the_pool_has_lost(updates: FakeUpdates) -> None:
+    told: list[dict[str, Any]] = []
+
+    def broken(version: int) -> None:
+        raise ValueError(f"no version {version} here")
+
+    def keep(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        told.append(context)
+
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        asyncio.get_running_loop().set_exception_handler(keep)
+        async with WeightPublisher(pool, device="cpu", group="g") as other:
+            await publisher.publish(model(1), 1)
+            updates.want("g", 1)
+            await asyncio.wait_for(other.wanted.wait(), PATIENCE_S)
+        assert publisher.wanted.is_set()
+        assert [str(context["exception"]) for context in told] == ["no version 1 here"]
+
+    play(updates, scene, group="g", on_wanted=broken)
+
+
 def test_a_trainer_that_does_not_await_has_the_same(updates: FakeUpdates) -> None:
     with BlockingPool.connect(updates.coordinator.address) as pool:
         with BlockingWeightPublisher(pool, device="cpu", bucket_bytes=BUCKET) as publisher:
