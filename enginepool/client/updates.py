@@ -173,8 +173,11 @@ class Updates:
         update = self.by_id.get(id_)
         if update is None:
             return False
-        if failure.code == "version_backwards" and update.said > 1 and update.may_be_committed:
-            # Said again to a coordinator that has committed it and forgotten whose it was.
+        if update.place == "asking" and failure.code == "update_aborted":
+            # That is no answer to a question, but to `sent` and `commit`, which were said again together with what was refused.
+            return True
+        if failure.code in ("version_backwards", "publishing") and update.said > 1 and update.may_be_committed:
+            # Said again to a coordinator that has committed it and forgotten whose it was; another one may be open by now.
             update.place = "asking"
             update.refused = failure
             self._say_all(update, now, out)

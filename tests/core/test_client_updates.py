@@ -194,16 +194,23 @@ def test_the_journal_of_a_new_coordinator_decides(publisher: Publisher, report: 
     assert publisher.ended() == [outcome]
 
 
-def test_a_refusal_of_what_was_said_again_may_mean_that_it_is_committed_so_the_journal_is_asked(publisher: Publisher):
+@pytest.mark.parametrize("code", ["version_backwards", "publishing"])
+def test_a_refusal_of_what_was_said_again_may_mean_that_it_is_committed_so_the_journal_is_asked(
+    publisher: Publisher, code: str
+):
     publisher.open()
     publisher.send_all()
     publisher.commit()
     publisher.now += 1.0
     publisher.refuse("hello_required")
     publisher.welcome()
-    publisher.refuse("version_backwards", 1)
+    publisher.refuse(code, 1)
     assert publisher.ended() == []
     assert publisher.sent() == [WeightsQuestion(1, group="g")]
+    # So are `sent` and `commit`, which were said again with it: no such transaction is open any more.
+    publisher.refuse("update_aborted", 1)
+    publisher.refuse("update_aborted", 1)
+    assert publisher.ended() == []
     publisher.hear(WeightsReport(1, "g", version=8, digest=DIGEST))
     assert publisher.ended() == ["committed"]
 
