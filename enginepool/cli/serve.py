@@ -40,7 +40,7 @@ def serve(
 ) -> None:
     """Run a pool, until SIGTERM or Ctrl-C.
 
-    Either lets begun work finish first.
+    Either lets begun work finish first, and so does a terminal that is closed (SIGHUP).
 
     \b
     Examples:

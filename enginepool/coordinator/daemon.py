@@ -97,14 +97,17 @@ class Daemon:
 
     def start(self) -> None:
         """Take up the epoch, adopt or start workers, listen."""
+        # Before there is a worker: whoever ends this process by its signals' defaults would leave workers alone.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._signalled)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+            self.loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         epoch = max(self.journal.record.epoch + 1, time.time_ns() // 1000)
         if self.journal.torn:
             say("the journal was cut off in the middle of a write: what it held before holds")
         self.journal.write(Record(epoch, self.journal.record.weights))
         alive = self.supervisor.survivors()
         self.handle(ev.Started(time.monotonic(), epoch, dict(self.journal.record.weights), alive, self._snapshots))
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self.loop.add_signal_handler(number, self._signalled)
         if self._lifeline is not None:
             self.loop.add_reader(self._lifeline, self._owner_gone)
         self.sockets.listen(self._from_client, self._from_worker, self._act)
@@ -166,6 +169,11 @@ class Daemon:
         say(f"draining for at most {self.config.timing.drain_s:g} s")
         self.handle(ev.DrainAsked(time.monotonic(), self.config.timing.drain_s))
 
+    def _hung_up(self) -> None:
+        # A terminal that is closed says so twice, itself and through its shell: that is no hurry.
+        if not self.machine.core.draining:
+            self._signalled()
+
     def _owner_gone(self) -> None:
         # The program that embeds this pool is gone, and so is everybody who could want an answer.
         self._end_now(0)
@@ -184,9 +192,10 @@ class Daemon:
     # --- out -----------------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> None:
-        """An event that did not come in at the sockets."""
-        self._handle(event)
-        self.sockets.turn()
+        """An event that did not come in at the sockets. Once all is over these may be closed, and it does not count."""
+        if not self.ended.done():
+            self._handle(event)
+            self.sockets.turn()
 
     def _handle(self, *events: ev.Event) -> None:
         """Events through the machine, and their effects."""
@@ -239,8 +248,6 @@ class Daemon:
         self.loop.call_soon_threadsafe(self._written, effect, why)
 
     def _written(self, effect: ef.WriteJournal, why: str) -> None:
-        if self.ended.done():
-            return
         if why:
             say(f"the journal could not be written: {why}")
         self.handle(ev.JournalWritten(time.monotonic(), effect.update, why))

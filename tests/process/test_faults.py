@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 
 from enginepool import Pool
@@ -21,7 +22,7 @@ from enginepool.coordinator.processes import lives, made_at
 from enginepool.errors import EnginepoolError, RequestCancelled
 from enginepool.protocol.messages import GroupStatus, StatusReport
 from enginepool.workers.sim.scores import expected_scores
-from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
 from tests.process.processes import Processes
 
 COSTS = {"forward_s": 0.01, "batch_tokens": 400, "batch_rows": 8, "inflight_tokens": 800, "inflight_rows": 16}
@@ -272,6 +273,89 @@ def test_sigterm_answers_what_was_begun_and_leaves_no_process(processes: Process
                 os.kill(pid, 0)
 
     run(scenario)
+
+
+#: a coordinator that is sent a signal when it has just started its first worker, and says which process that is
+SIGNALLED_EARLY = """
+import os, sys
+from enginepool.coordinator import daemon
+class Supervisor(daemon.LocalSupervisor):
+    def _watch_leader(self, record):
+        super()._watch_leader(record)
+        print(record.pid, flush=True)
+        os.kill(os.getpid(), int(sys.argv[1]))
+daemon.LocalSupervisor = Supervisor
+sys.exit(daemon.main())
+"""
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_in_the_middle_of_the_start_leaves_no_worker(
+    processes: Processes, tmp_path: Path, sign: signal.Signals
+) -> None:
+    config = sim_pool(tmp_path, workers=1)
+    processes.then(lambda: end_workers(config.state_dir))
+    process = processes.start(
+        [sys.executable, "-c", SIGNALLED_EARLY, str(int(sign))],
+        env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(out), 0)
+
+
+def test_a_closed_terminal_lets_begun_work_finish_however_often_it_says_so(processes: Processes, tmp_path: Path) -> None:
+    daemon = Daemon(processes, sim_pool(tmp_path, options={**COSTS, "forward_s": 0.5})).listening()
+
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready()
+            calls = [asyncio.create_task(pool.score([1], [[i]], label_token_ids=LABELS)) for i in range(1, 30)]
+            await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+            await pool.status()
+            daemon.process.send_signal(signal.SIGHUP)
+            await asyncio.to_thread(daemon.wait_for, "draining")
+            daemon.process.send_signal(signal.SIGHUP)
+            for i, result in enumerate(await asyncio.gather(*calls), start=1):
+                np.testing.assert_array_equal(result.scores, expected_scores([1], [[i]], labels=LABELS).scores)
+        assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
+
+    run(scenario)
+
+
+def test_a_coordinator_that_was_told_to_ignore_hangups_does(processes: Processes, tmp_path: Path) -> None:
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        daemon = Daemon(processes, sim_pool(tmp_path, workers=0)).listening()
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            daemon.process.send_signal(signal.SIGHUP)
+            assert not (await pool.status()).draining
+
+    run(scenario)
+    assert daemon.end() == 0
+
+
+def test_asked_twice_a_coordinator_ends_at_once_and_leaves_neither_worker_nor_traceback(
+    processes: Processes, tmp_path: Path
+) -> None:
+    config = sim_pool(tmp_path, options={"faults": [{"kind": "block_on_load", "seconds": PATIENCE_S}]}, drain_s=PATIENCE_S)
+    daemon = Daemon(processes, config).listening()
+    pids = [msgspec.json.decode(path.read_bytes())["pid"] for path in Path(config.state_dir).glob("workers/*.json")]
+    assert len(pids) == 2
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.wait_for("draining")
+    assert daemon.end() == 1
+    assert [line for line in daemon.lines if not line.startswith("enginepool: ")] == []
+    for pid in pids:
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_coordinator_whose_log_nobody_reads_still_drains(processes: Processes, tmp_path: Path) -> None:
