@@ -41,6 +41,7 @@ from enginepool.workers.events import (
     WorkFailed,
 )
 from enginepool.workers.link import Link
+from enginepool.workers.log import never_fail
 from enginepool.workers.machine import TICK_S, WorkerMachine
 from enginepool.workers.payload import decode_batch, decode_texts, encode_rows, encode_scores
 from enginepool.workers.process import end_process, say
@@ -315,6 +316,7 @@ async def serve(spec: WorkerSpec) -> NoReturn:
 
 def main() -> NoReturn:
     """The process entry."""
+    never_fail()
     try:
         spec = read_spec(os.environ)
         # An engine's children have no business with it.

@@ -1,6 +1,7 @@
 """A real stager process beside a sim engine: what arrives, what is kept, what a dead peer or a killed stager leads to."""
 
 import asyncio
+import contextlib
 import importlib
 import os
 import secrets
@@ -13,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import msgspec
 import psutil
@@ -205,6 +206,7 @@ class Place:
     """A stager process and what it takes to have it again."""
 
     command = ("-m", "enginepool.workers.stager.main")
+    log: int | IO[str] = subprocess.PIPE
 
     def __init__(
         self, processes: Processes, directory: Path, orphan_s: float = PATIENCE_S, lifeline: int | None = None
@@ -224,7 +226,7 @@ class Place:
             [sys.executable, *self.command],
             env=environment,
             pass_fds=() if self.lifeline is None else (self.lifeline,),
-            stderr=subprocess.PIPE,
+            stderr=self.log,
             text=True,
         )
         end = time.monotonic() + PATIENCE_S
@@ -703,10 +705,18 @@ def test_no_snapshot_in_memory_outlives_the_owner(processes: Processes, tmp_path
     assert not kept.exists()
 
 
+@pytest.mark.parametrize("log", [subprocess.PIPE, "/dev/full"])
 def test_a_stager_that_is_asked_to_end_writes_the_snapshot_that_it_owes_first(
-    processes: Processes, tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+    processes: Processes, tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch, log: int | str
 ) -> None:
-    """The weights are committed, and its memory has them alone."""
+    """The weights are committed, and its memory has them alone; also where the disk of its log is full."""
+    with contextlib.ExitStack() as stack:
+        if isinstance(log, str):
+            monkeypatch.setattr(Place, "log", stack.enter_context(open(log, "w")))
+        _owes_a_snapshot(processes, tmp_path, trainer, monkeypatch)
+
+
+def _owes_a_snapshot(processes: Processes, tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, snapshot = tmp_path / "gate", tmp_path / "snapshots" / f"g-{1:032x}"
     monkeypatch.setattr(Place, "command", ("-c", SLOW, str(gate)))
     place = Place(processes, tmp_path)

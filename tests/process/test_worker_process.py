@@ -386,6 +386,16 @@ def test_a_drain_finishes_what_runs_then_ends(how: str, coordinator: Coordinator
     assert worker.ends() == 0
 
 
+def test_a_worker_whose_log_cannot_be_written_works_on_and_drains(processes: Processes, coordinator: Coordinator) -> None:
+    full = Started(processes, json.dumps(spec(coordinator.endpoint)), Path("/dev/full"))
+    coordinator.accept_until_ready()
+    coordinator.send(Accept(4, orphan_s=60.0))  # of a coordinator that was: it says so
+    coordinator.send(*batch(5, 1))
+    assert coordinator.until(Done).batch == (5, 1)
+    full.process.send_signal(signal.SIGTERM)
+    assert full.ends() == Exit.DRAINED
+
+
 def test_a_drain_gives_up_on_work_that_hangs(coordinator: Coordinator, start: Start) -> None:
     worker = start(drain_s=0.3, **faults("hang"))
     coordinator.accept_until_ready()

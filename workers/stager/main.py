@@ -16,6 +16,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from enginepool.protocol.layout import layout
+from enginepool.workers.log import never_fail
 from enginepool.workers.stager.messages import (
     VARIABLE,
     AskHeld,
@@ -327,13 +328,13 @@ async def _serve(spec: StagerSpec) -> NoReturn:
         os.unlink(spec.socket)
     if not stager.unwanted:
         await asyncio.to_thread(stager.finish)
-    sys.stderr.flush()
     # Threads may wait for peers that are gone.
     os._exit(0)
 
 
 def main() -> NoReturn:
     """The process entry."""
+    never_fail()
     try:
         spec = read_spec(os.environ)
         del os.environ[VARIABLE]
