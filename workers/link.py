@@ -94,6 +94,8 @@ class Link:
         socket.set(zmq.HEARTBEAT_TIMEOUT, 6000)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
+            if "[" in self.endpoint:
+                socket.set(zmq.IPV6, 1)
             socket.connect(self.endpoint)
         except zmq.ZMQError as error:
             socket.disable_monitor()

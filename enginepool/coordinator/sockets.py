@@ -88,6 +88,8 @@ class Router:
             except OSError as error:
                 raise ConfigError(f"{endpoint}: cannot lock {path}: {error.strerror}") from None
         try:
+            if "[" in endpoint:
+                self._socket.setsockopt(zmq.IPV6, 1)
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             why = "in use by another process" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)

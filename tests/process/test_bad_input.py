@@ -1,9 +1,11 @@
 """Whatever comes in at the sockets, the coordinator stays up, says what was wrong, and serves the others."""
 
 import asyncio
+import errno
 import itertools
 import json
 import random
+import socket
 import threading
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -237,3 +239,24 @@ def test_the_ipc_path_of_a_pool_that_was_killed_can_be_used_again(processes: Pro
     first.kill()
     second = Daemon(processes, config).listening()
     assert second.end() == 0
+
+
+def _has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        return probe.connect_ex(("::1", 9)) != errno.EADDRNOTAVAIL
+
+
+@pytest.mark.skipif(not (socket.has_ipv6 and _has_ipv6()), reason="this host has no ::1")
+def test_clients_and_workers_reach_a_pool_at_an_ipv6_address(processes: Processes, tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=1)
+    config = msgspec.structs.replace(config, listen="tcp://[::1]:*", listen_workers="tcp://[::1]:*")
+    daemon = Daemon(processes, config).listening()
+    assert daemon.address.startswith("tcp://[::1]:") and daemon.workers.startswith("tcp://[::1]:")
+
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            result = await pool.score([1], [[2]], label_token_ids=[3], timeout=PATIENCE_S)
+            np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=[3]).scores)
+
+    asyncio.run(scenario())
+    assert daemon.end() == 0
