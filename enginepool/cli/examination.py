@@ -189,7 +189,10 @@ def _memory() -> tuple[int, int]:
 
 
 def _disk() -> Finding:
-    state = Path(PoolConfig(groups={}).state_dir).expanduser()
+    try:
+        state = Path(PoolConfig(groups={}).state_dir).expanduser()
+    except RuntimeError as error:  # no HOME, and a user of no name
+        return Finding("state directory", "bad", f"{error}; set state_dir in pool.toml")
     stands = next(path for path in (state, *state.parents) if path.exists())
     if not os.access(stands, os.W_OK):
         return Finding("state directory", "bad", f"{state}: {stands} cannot be written; set state_dir in pool.toml")

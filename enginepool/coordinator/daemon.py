@@ -77,7 +77,7 @@ class Daemon:
         #: came in and is not handled yet
         self._events: list[ev.Event] = []
         with contextlib.ExitStack() as stack:
-            directory = Path(config.state_dir).expanduser()
+            directory = _home_known(config.state_dir)
             self.journal = Journal(directory)
             stack.callback(self.journal.close)
             #: one write after the other, beside the loop: syncing a disk takes long
@@ -105,7 +105,10 @@ class Daemon:
         epoch = max(self.journal.record.epoch + 1, time.time_ns() // 1000)
         if self.journal.torn:
             say("the journal was cut off in the middle of a write: what it held before holds")
-        self.journal.write(Record(epoch, self.journal.record.weights))
+        try:
+            self.journal.write(Record(epoch, self.journal.record.weights))
+        except OSError as error:
+            raise ConfigError(f"{self.journal.path}: cannot be written: {error.strerror}") from None
         alive = self.supervisor.survivors()
         self.handle(ev.Started(time.monotonic(), epoch, dict(self.journal.record.weights), alive, self._snapshots))
         if self._lifeline is not None:
@@ -284,8 +287,19 @@ def say(text: str) -> None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
 
 
+def _home_known(state_dir: str) -> Path:
+    try:
+        return Path(state_dir).expanduser()
+    except RuntimeError as error:  # no HOME, and a user of no name
+        raise ConfigError(f"state_dir = {state_dir!r}: {error}") from None
+
+
 async def _serve(config: PoolConfig, lifeline: int | None) -> int:
-    daemon = Daemon(config, asyncio.get_running_loop(), lifeline)
+    try:
+        daemon = Daemon(config, asyncio.get_running_loop(), lifeline)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        raise ConfigError(f"cannot start: {where}{error.strerror}") from None
     try:
         daemon.start()
         say(

@@ -43,13 +43,14 @@ class Journal:
     """The journal in `directory`, locked for as long as this object lives.
 
     Attributes:
+        path: of the file.
         record: what it holds.
         torn: one of its lines is damaged, as by a crash in the middle of a write; the other one holds.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._path = directory / "journal.json"
+        self.path = directory / "journal.json"
         self._file: int | None = None
         self._slot_bytes = BLOCK
         #: the line that holds, and the highest number that was ever written
@@ -71,19 +72,19 @@ class Journal:
             try:
                 self.record = self._read()
             except OSError as error:
-                raise ConfigError(f"{self._path}: {error.strerror}") from None
+                raise ConfigError(f"{self.path}: {error.strerror}") from None
             stack.pop_all()
 
     def _read(self) -> Record:
         try:
-            data = self._path.read_bytes()
+            data = self.path.read_bytes()
         except FileNotFoundError:
             return Record()
         half = len(data) // 2
         found = [(slot.sequence, at, slot.record) for at in (0, 1) if (slot := _whole(data[at * half : (at + 1) * half]))]
         if not found:
             raise ConfigError(
-                f"{self._path}: not a journal of this pool, or damaged: neither of its two lines is a whole record"
+                f"{self.path}: not a journal of this pool, or damaged: neither of its two lines is a whole record"
             )
         self._sequence, self._newest, text = max(found, key=lambda one: one[0])
         self._slot_bytes = half
@@ -92,8 +93,8 @@ class Journal:
         try:
             record = msgspec.json.decode(text, type=Record)
         except msgspec.MsgspecError as error:
-            raise ConfigError(f"{self._path}: not a journal of this pool: {error}") from None
-        self._file = os.open(self._path, os.O_RDWR)
+            raise ConfigError(f"{self.path}: not a journal of this pool: {error}") from None
+        self._file = os.open(self.path, os.O_RDWR)
         return record
 
     def write(self, record: Record) -> None:
@@ -133,12 +134,12 @@ class Journal:
         """A new file, whose lines have room for this one. All its blocks are written now, and not allocated later."""
         if len(line) > self._slot_bytes:
             self._slot_bytes = -(-2 * len(line) // BLOCK) * BLOCK
-        fresh = self._path.with_suffix(".new")
+        fresh = self.path.with_suffix(".new")
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             _put(file, _padded(line, self._slot_bytes) + _padded(b"\n", self._slot_bytes), 0)
             os.fsync(file)
-            os.replace(fresh, self._path)
+            os.replace(fresh, self.path)
             self._leave()
             directory = os.open(self._directory, os.O_RDONLY)
             try:

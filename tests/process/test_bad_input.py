@@ -18,9 +18,12 @@ import pytest
 import zmq
 
 from enginepool import Pool
-from enginepool.config import Limits
+from enginepool.config import Limits, PoolConfig
+from enginepool.coordinator.daemon import run
+from enginepool.errors import ConfigError
 from enginepool.protocol.messages import MAX_HEADER_BYTES
 from enginepool.workers.sim.scores import expected_scores
+from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 from tests.wire.make_vectors import PATH
@@ -260,3 +263,39 @@ def test_clients_and_workers_reach_a_pool_at_an_ipv6_address(processes: Processe
 
     asyncio.run(scenario())
     assert daemon.end() == 0
+
+
+def test_a_state_directory_that_cannot_be_used_is_refused_in_one_line_by_its_name(processes: Processes, tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=0)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "workers").touch()  # of something else
+    daemon = Daemon(processes, config)
+    assert daemon.process.wait(PATIENCE_S) == 2
+    daemon.end()
+    assert len(daemon.lines) == 1, daemon.lines
+    assert f"{tmp_path}/state/workers: File exists" in daemon.lines[0]
+
+
+def test_a_journal_that_cannot_be_written_at_the_start_is_said_in_one_line(processes: Processes, tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=0)
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "journal.new").symlink_to("/dev/full")
+    daemon = Daemon(processes, config)
+    assert daemon.process.wait(PATIENCE_S) == 2
+    daemon.end()
+    assert len(daemon.lines) == 1, daemon.lines
+    assert f"{tmp_path}/state/journal.json" in daemon.lines[0] and "cannot be written" in daemon.lines[0]
+
+
+def test_without_a_home_the_state_directory_has_to_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    config = msgspec.structs.replace(sim_pool(tmp_path, workers=0), state_dir=PoolConfig(groups={}).state_dir)
+    with pytest.raises(ConfigError, match=r"state_dir = '~/\.local/state/enginepool': "):
+        run(config)
+    code, out, _ = call("doctor")
+    assert code == 1
+    assert "state directory" in out and "set state_dir" in out
