@@ -28,7 +28,7 @@ from enginepool.coordinator.events import Link
 from enginepool.coordinator.journal import Journal, Record
 from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.patience import FEW
-from enginepool.coordinator.sockets import Router, Sockets
+from enginepool.coordinator.sockets import Router, Sockets, raise_open_files
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, id_of, worker_event
 from enginepool.errors import ConfigError
@@ -321,6 +321,7 @@ def run(config: PoolConfig) -> int:
         ConfigError: an endpoint or the state directory is in use, or cannot be used; one line says which.
     """
     fd = os.environ.get(LIFELINE_VARIABLE)
+    raise_open_files()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, int(fd) if fd else None))
 

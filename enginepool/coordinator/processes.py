@@ -47,5 +47,27 @@ def kill_session(leader: int) -> None:
             continue
 
 
+def session_member(leader: int) -> int | None:
+    """The pid of one that is in that session and has not ended. Raises OSError: nobody can look."""
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
+                return process.pid
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return None
+
+
+def how_it_ended(code: int | None, why: str) -> str:
+    """One line on the end of a process: its exit code, unknown for somebody else's child, and what is known of the reason."""
+    if code is None:
+        how = "ended"
+    elif code >= 0:
+        how = f"exit code {code}"
+    else:
+        how = f"ended by {signal.Signals(-code).name}"
+    return f"{how}: {why}" if why else how
+
+
 def _stat(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()

@@ -10,9 +10,11 @@ short timer.
 """
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -31,6 +33,8 @@ ROUND = 64
 #: rounds before the loop may do something else
 ROUNDS = 8
 RETRY_S = 0.005
+#: as many files are open at a time, if the system allows it
+OPEN_FILES = 65_536
 
 # The plain methods under pyzmq's own, with plain ints for flags: half of the time that a small frame takes is in the wrapper.
 NOBLOCK = int(zmq.NOBLOCK)
@@ -48,6 +52,16 @@ Receive = Callable[[Link, list[bytes]], None]
 def _context() -> "zmq.Context[zmq.Socket[bytes]]":
     """The process's one context."""
     return cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+
+
+def raise_open_files() -> None:
+    """A connection of each client and worker is a file, of which a process may by default have 1,024 although it may ask for
+    more. Where none is left, nobody can connect and no worker can be started."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Router:

@@ -6,6 +6,7 @@ worker and then of whatever its group still holds: a successor starts only when 
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ import psutil
 
 from enginepool.config import GroupConfig, PoolConfig
 from enginepool.coordinator.events import LiveProcess
-from enginepool.coordinator.processes import is_the_one, kill_session, lives, made_at
+from enginepool.coordinator.processes import how_it_ended, is_the_one, kill_session, lives, made_at, session_member
 from enginepool.coordinator.stagers import Stagers
 from enginepool.host import host_identity
 
@@ -28,6 +29,8 @@ from enginepool.host import host_identity
 PERMANENT = 78
 #: logs of ended workers that are kept
 KEPT_LOGS = 20
+#: where no file descriptor is left to watch or look with, it is tried again after this
+AGAIN_S = 0.5
 
 #: (incarnation, reason, permanent)
 Exited = Callable[[str, str, bool], None]
@@ -238,7 +241,11 @@ class LocalSupervisor:
         record = self._processes.get(incarnation)
         if record is not None:
             self._killed.setdefault(incarnation, reason)
-            kill_session(record.pid)
+            try:
+                kill_session(record.pid)
+            except OSError:  # the rest of the session is looked for when its leader has ended
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(record.pid, signal.SIGKILL)
 
     def kill_all(self) -> None:
         self._kill_workers()
@@ -261,6 +268,9 @@ class LocalSupervisor:
         except ProcessLookupError:
             self._loop.call_soon(then)
             return
+        except OSError:
+            self._loop.call_later(AGAIN_S, self._when_ended, pid, then)
+            return
 
         def readable() -> None:
             self._loop.remove_reader(fd)
@@ -272,18 +282,19 @@ class LocalSupervisor:
     def _leader_ended(self, record: _Record) -> None:
         child = self._children.pop(record.incarnation, None)
         code = child.wait() if child is not None else None
-        kill_session(record.pid)
         self._await_group(record, code)
 
     def _await_group(self, record: _Record, code: int | None) -> None:
-        """Wait for the members of the worker's session one after the other, until none is left."""
-        for process in psutil.process_iter():
-            try:
-                if os.getsid(process.pid) == record.pid and process.status() != psutil.STATUS_ZOMBIE:
-                    self._when_ended(process.pid, lambda: self._await_group(record, code))
-                    return
-            except (ProcessLookupError, psutil.NoSuchProcess):
-                continue
+        """Kill what is left of the worker's session, and wait for its members one after the other, until none is left."""
+        try:
+            kill_session(record.pid)
+            member = session_member(record.pid)
+        except OSError:
+            self._loop.call_later(AGAIN_S, self._await_group, record, code)
+            return
+        if member is not None:
+            self._when_ended(member, lambda: self._await_group(record, code))
+            return
         self._processes.pop(record.incarnation, None)
         self._ports.pop(record.incarnation, None)
         self._path(record.incarnation).unlink(missing_ok=True)
@@ -313,17 +324,6 @@ class LocalSupervisor:
 
 def _takes_updates(config: GroupConfig) -> bool:
     return config.engine != "sim" or bool(config.options.get("tensors"))
-
-
-def how_it_ended(code: int | None, why: str) -> str:
-    """One line on the end of a process: its exit code, unknown for somebody else's child, and what is known of the reason."""
-    if code is None:
-        how = "ended"
-    elif code >= 0:
-        how = f"exit code {code}"
-    else:
-        how = f"ended by {signal.Signals(-code).name}"
-    return f"{how}: {why}" if why else how
 
 
 def last_line(log: bytes) -> str:

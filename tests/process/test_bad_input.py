@@ -1,10 +1,12 @@
 """Whatever comes in at the sockets, the coordinator stays up, says what was wrong, and serves the others."""
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import json
 import random
+import resource
 import socket
 import threading
 from collections.abc import Generator, Iterator
@@ -234,6 +236,32 @@ def test_an_endpoint_or_a_state_directory_in_use_is_refused_in_one_line(processe
     assert len(third.lines) == 1 and "state_dir" in third.lines[0] and "in use" in third.lines[0]
     for daemon in first:
         assert daemon.end() == 0
+
+
+def test_more_clients_than_a_process_has_files_by_default_are_served(processes: Processes, tmp_path: Path) -> None:
+    config = msgspec.structs.replace(sim_pool(tmp_path, workers=1), listen="tcp://127.0.0.1:*")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
+    try:
+        daemon = Daemon(processes, config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    daemon.listening()
+    host, port = daemon.address.removeprefix("tcp://").split(":")
+
+    async def scenario() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await pool.ready()
+            [worker] = (await pool.status()).groups[0].workers
+            psutil.Process(worker.pid).kill()
+            result = await pool.score([1], [[2]], label_token_ids=[3], timeout=PATIENCE_S)
+            np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=[3]).scores)
+
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(socket.create_connection((host, int(port))))
+        asyncio.run(scenario())
+    assert daemon.end() == 0
 
 
 def test_the_ipc_path_of_a_pool_that_was_killed_can_be_used_again(processes: Processes, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import os
 import signal
 import subprocess
 import sys
@@ -166,6 +167,46 @@ def test_a_worker_of_which_no_record_can_be_written_is_one_that_could_not_be_sta
     [child] = children
     assert child.poll() == -signal.SIGKILL
     assert scene.exited == [("g-0.2.1", "the worker process could not be started: No space left on device", False)]
+
+
+def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_for_a_while(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice each: nobody can be watched, and nobody can be looked for."""
+    monkeypatch.setattr("enginepool.coordinator.supervisor.AGAIN_S", 0.01)
+    failed: list[str] = []
+
+    def none_left(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if failed.count(name) < 2:
+                failed.append(name)
+                raise OSError(errno.EMFILE, "Too many open files")
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr(os, "pidfd_open", none_left("watch", os.pidfd_open))
+    worker = scene.stranger()
+    scene.record(worker.pid, created=records.made_at(worker.pid))
+
+    async def story() -> None:
+        loop = asyncio.get_running_loop()
+        gone = asyncio.Event()
+
+        def exited(*said: Any) -> None:
+            scene.exited.append(said)
+            gone.set()
+
+        supervisor = LocalSupervisor(loop, scene.config, scene.directory, "ipc://nowhere", None, exited)
+        [found] = supervisor.survivors()
+        monkeypatch.setattr(psutil, "process_iter", none_left("look", psutil.process_iter))
+        supervisor.kill(found.incarnation, "it is silent")
+        async with asyncio.timeout(PATIENCE_S):
+            await gone.wait()
+
+    asyncio.run(story())
+    assert scene.exited == [("g-0.1.1", "ended: it is silent", False)]
+    assert sorted(failed) == ["look", "look", "watch", "watch"]
 
 
 #: ends when it is asked to, some time later, and says that it has
