@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import select
 import shutil
 import signal
 import sys
@@ -279,12 +280,16 @@ class Daemon:
 
 
 def say(text: str) -> None:
-    """One line for the operator; nobody may be reading any more, which must not keep the pool from its work."""
-    try:
-        print(f"enginepool: {text}", file=sys.stderr, flush=True)  # noqa: T201 (the daemon says what it does)
-    except OSError:
-        # Python would fail once more when it flushes at exit, and exit with 120.
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (for the rest of the process)
+    """One line for the operator. A log that nobody reads, or whose disk is full, must not keep the pool from its work: what it
+    does not take at once is lost."""
+    if sys.stderr is None:  # closed by whoever started this process: the descriptor may be another file by now
+        return
+    log = select.poll()
+    log.register(2, select.POLLOUT)
+    with contextlib.suppress(OSError):
+        # A pipe that is ready takes PIPE_BUF bytes, and one that is full would hold up everything.
+        if log.poll(0):
+            os.write(2, f"enginepool: {text}".encode(errors="backslashreplace")[: select.PIPE_BUF - 1] + b"\n")
 
 
 def _home_known(state_dir: str) -> Path:

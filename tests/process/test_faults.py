@@ -1,6 +1,7 @@
 """Nothing lost: under load, workers are killed and stopped, the coordinator is killed and restarted, clients are cut off."""
 
 import asyncio
+import errno
 import os
 import random
 import signal
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ import pytest
 
 from enginepool import Pool
 from enginepool.config import encode_config
+from enginepool.coordinator.daemon import say
 from enginepool.coordinator.processes import lives, made_at
 from enginepool.errors import EnginepoolError, RequestCancelled
 from enginepool.protocol.messages import GroupStatus, StatusReport
@@ -371,6 +373,45 @@ def test_a_coordinator_whose_log_nobody_reads_still_drains(processes: Processes,
     process.stderr.close()
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_coordinator_whose_log_is_full_and_not_read_serves_and_drains(processes: Processes, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x")
+    os.set_blocking(write, True)
+    config = sim_pool(tmp_path, workers=1)
+    process = processes.start(
+        [sys.executable, "-m", "enginepool.coordinator.daemon"],
+        env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
+        stderr=write,
+    )
+    processes.then(lambda: os.close(read))
+    os.close(write)
+
+    async def scenario() -> None:
+        async with Pool.connect(config.listen) as pool:
+            result = await pool.score([1], [[2]], label_token_ids=LABELS)
+            np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=LABELS).scores)
+
+    run(scenario)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(PATIENCE_S) == 0
+
+
+def test_a_coordinator_goes_on_with_its_log_when_the_disk_has_room_again(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        say("lost")
+    say("written")
+    assert capfd.readouterr().err == "enginepool: written\n"
 
 
 def test_engines_that_run_out_of_memory_get_less_at_a_time_and_lose_nothing(processes: Processes, tmp_path: Path) -> None:
