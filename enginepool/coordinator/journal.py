@@ -105,6 +105,8 @@ class Journal:
         """
         line = self._line(record)
         try:
+            if self._file is not None and os.fstat(self._file).st_nlink == 0:
+                self._leave()  # removed, as by whoever tidies /tmp: no successor would find what is written there
             if self._file is None or len(line) > self._slot_bytes:
                 self._begin(line)
             else:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -340,3 +341,24 @@ def test_after_a_disk_that_took_nothing_for_a_while_the_next_write_succeeds(disk
     journal.write(record(3))
     journal.close()
     assert held(disk.directory) == record(3)
+
+
+def test_what_is_written_after_the_file_was_removed_is_found_by_a_successor(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for epoch in (1, 2):
+        journal.write(record(epoch))
+    (tmp_path / "journal.json").unlink()
+    journal.write(record(3))
+    journal.write(record(4))
+    journal.close()
+    assert held(tmp_path) == record(4)
+
+
+def test_nothing_is_written_where_the_directory_was_removed(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "state")
+    journal.write(record(1))
+    shutil.rmtree(tmp_path / "state")
+    with pytest.raises(FileNotFoundError):
+        journal.write(record(2))
+    assert journal.record == record(1)
+    journal.close()
