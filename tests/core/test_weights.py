@@ -12,7 +12,7 @@ from enginepool.protocol.basis import MAX_FINDINGS, MAX_HEADER_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import worst
-from enginepool.protocol.messages import Capabilities, Failure, Stage
+from enginepool.protocol.messages import Batch, Capabilities, Failure, Stage
 from enginepool.protocol.updates import (
     Abandon,
     Committed,
@@ -571,6 +571,22 @@ def test_a_drain_does_not_wait_for_a_worker_that_is_kept_for_a_trial() -> None:
     assert pool.machine.core.groups["g"].trial is not None, "the suspects have their turn on the new weights"
 
 
+def test_a_drain_neither_waits_for_a_suspect_nor_runs_it_beside_others() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer)
+    trainer.sent()
+    pool.stage(links)
+    late = pool.worker("late")
+    pool.submit(trainer.link, 50, work(rows=56, length=1))
+    trainer.commit()
+    pool.do(ev.WorkerBroken(0, late, "died"))
+    begun = [batch for batch in pool.batches if batch.link != late]
+    assert len(begun) == 4
+    sent = [one for batch in begun for one in pool.finish(batch)]
+    assert not of_type(sent, Batch)
+    assert len(of_type(sent, HandOver)) == 2
+
+
 def test_a_drain_that_takes_too_long_puts_back_and_goes_on() -> None:
     pool, _, _, _ = to_hold("drain", drain_ms=500)
     old = list(pool.batches)
@@ -728,11 +744,12 @@ def test_a_publisher_that_dies_in_a_direct_transfer_restarts_every_member() -> N
     assert not pool.machine.core.groups["g"].workers
 
 
-def test_a_publisher_that_gives_a_direct_transfer_up_keeps_nobody_waiting() -> None:
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_publisher_that_gives_a_direct_transfer_up_keeps_nobody_waiting(broken: bool) -> None:
     pool, trainer, _ = ready()
     to_transfer(pool, trainer, transfer="direct")
     trainer.commit()
-    sent = trainer.say(Abandon(trainer.ids, "the process group broke"))
+    sent = trainer.say(Abandon(trainer.ids, "the process group broke", broken))
     assert "abandoned by its publisher: the process group broke" in refusal(sent, 1).message
     assert not pool.machine.core.groups["g"].workers and not pool.journal
 
@@ -781,9 +798,11 @@ def test_a_member_that_died_after_it_had_loaded_does_not_run_on_the_new_weights(
     assert (published.record.members, published.record.committed) == (2, 1)
 
 
-def test_an_abandon_after_the_hand_over_changes_nothing() -> None:
+@pytest.mark.parametrize("broken", [False, True])
+def test_an_abandon_after_the_hand_over_changes_nothing(broken: bool) -> None:
     pool, trainer, links = to_hand_over()
-    assert trainer.say(Abandon(1)) == []
+    assert trainer.say(Abandon(1, broken=broken)) == []
+    pool.live(5.0)
     for link in links:
         pool.tell(link, HandedOver(pool.update.id, 1, DIGEST))
     assert of_type(pool.written(), Published)
