@@ -329,6 +329,24 @@ def test_a_suspect_is_tried_on_a_worker_that_can_serve_it() -> None:
     assert sorted(results(pool.sent)) == [1, 2]
 
 
+def test_what_runs_is_held_to_the_limits_of_a_class_that_comes_later() -> None:
+    """Else it would be given, once its worker is lost, to one whose context it does not fit."""
+    pool = Pool(packing_config(2, 1))
+    client = pool.client()
+    large = msgspec.structs.replace(PACKED, context=200, batch_tokens=200)
+    packed = start(pool, 1, large)
+    incarnation = pool.machine.core.groups["g"].places[1].incarnation
+    pool.submit(client, 1, shared(100, 40))
+    start(pool, 0, CAN)
+    pool.do(ev.WorkerBye(0, packed, "died", True))
+    pool.do(ev.WorkerExited(0, incarnation, "exit code 70"))
+    assert who(pool.sent) == [packed]
+    pool.wait(2.0)
+    again = start(pool, 1, large)
+    assert who(pool.sent) == [packed, again]
+    assert list(results(pool.finish(pool.batches[-1]))) == [1]
+
+
 @pytest.mark.parametrize("packed", [-1, 3])
 def test_more_packed_workers_than_workers_are_refused_by_name(packed: int) -> None:
     with pytest.raises(ConfigError, match=r"groups\.g\.packed_workers = .*: 0 to workers, which is 2"):

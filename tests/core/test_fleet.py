@@ -4,6 +4,7 @@ import pytest
 
 from enginepool.config import Restart
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.fleet import GOODBYE_S
 from enginepool.coordinator.machine import WATCH_S
 from enginepool.protocol.messages import Accept, Batch, Drain, FrameSpec, Ping, StatusReport
 from tests.core.machines import CAN, EPOCH, Pool, accepts, codes, config, failures, results, work
@@ -319,10 +320,31 @@ def test_no_successor_starts_before_the_end_of_the_process_group_is_seen() -> No
     assert len(pool.started) == 2
 
 
+def test_a_worker_that_falls_silent_is_killed_before_a_successor_starts() -> None:
+    pool = Pool(workers=1)
+    silent = start(pool)
+    pool.wait(12)
+    assert pool.killed == [silent]
+    assert len(pool.started) == 1
+
+
 def test_a_process_that_never_registers_is_killed() -> None:
     pool = Pool(workers=1)
     pool.wait(121)
     assert pool.killed == [pool.started[0].incarnation]
+
+
+def test_a_worker_that_said_goodbye_has_a_moment_to_end_by_itself_and_is_killed_after() -> None:
+    pool = Pool(workers=1)
+    incarnation = start(pool)
+    for _ in range(100):
+        pool.wait(2)
+        pool.do(ev.WorkerHeard(0, incarnation.encode()))
+    pool.do(ev.WorkerBye(0, incarnation.encode(), "drained", False))
+    pool.wait(GOODBYE_S - WATCH_S)
+    assert not pool.killed
+    pool.wait(2 * WATCH_S)
+    assert (pool.killed, pool.reasons) == ([incarnation], ["drained"])
 
 
 def test_a_worker_that_says_that_a_restart_cannot_help_is_not_restarted() -> None:

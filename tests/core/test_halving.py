@@ -143,11 +143,15 @@ def test_what_is_too_large_even_in_small_batches_is_a_loss_like_any_other() -> N
     assert failures(pool.sent)[1].code == "poisoned"
 
 
-def test_an_engine_that_had_nothing_to_run_did_not_die_of_a_batch() -> None:
-    pool = Pool()
-    pool.worker("a")
-    bye(pool, b"a")
-    assert pool.machine.core.groups["g"].halvings == 0
+def test_an_engine_that_had_nothing_to_run_did_not_die_of_a_batch_and_its_loss_counts() -> None:
+    pool = Pool(config(workers=1, restart=Restart(max_restarts=0)))
+    (incarnation,) = (start.incarnation for start in pool.started)
+    pool.worker(incarnation)
+    bye(pool, incarnation.encode())
+    pool.do(ev.WorkerExited(0, incarnation, "exit code 70"))
+    group = pool.machine.core.groups["g"]
+    assert group.halvings == 0
+    assert "OutOfMemoryError" in group.down
 
 
 def test_rows_that_fit_nowhere_any_more_are_told_so_also_while_they_run() -> None:

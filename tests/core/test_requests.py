@@ -4,7 +4,7 @@ import pytest
 
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
-from enginepool.protocol.messages import Batch, Capabilities, Failure, FrameSpec, StatusReport, Welcome
+from enginepool.protocol.messages import Batch, Capabilities, Failure, FrameSpec, StatusReport, Tokenise, Welcome
 from enginepool.protocol.updates import WeightsQuestion
 from tests.core.machines import CAN, Pool, codes, config, failures, results, text, texts, work
 
@@ -404,6 +404,21 @@ def test_a_link_belongs_to_the_last_client_that_greeted_on_it() -> None:
     pool.client(b"x", client=b"b" * 16)
     pool.worker()
     assert results(pool.finish_all()) == {}, "the first client's answer does not go to the second"
+
+
+def test_text_that_a_worker_refuses_goes_to_another_one() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    pool.submit(client, 1, text("q", ["a"]))
+    (task,) = texts(pool.sent)
+    assert isinstance(task.message, Tokenise)
+    pool.do(ev.WorkerRefused(0, b"a", task.message.task[1], True))
+    pool.worker("b")
+    _, again = texts(pool.sent)
+    assert again.link == b"b"
+    ids(pool, again, [[1]])
+    assert list(results(pool.finish_all())) == [1]
 
 
 def test_text_that_a_reconnecting_worker_may_have_lost_is_sent_again() -> None:
