@@ -220,6 +220,17 @@ def test_a_group_of_packed_workers_alone_refuses_what_cannot_be_packed(content: 
     assert [(f.code, f.field, f.limit) for f in told] == [("bad_request", field, limit)] * 2  # type: ignore[union-attr]
 
 
+def test_a_row_that_its_page_makes_too_large_for_an_engine_is_refused_and_does_not_block_others() -> None:
+    """Its sequence weighs up to a page more than its tokens: 15 here, beside two delimiters."""
+    pool = Pool(packing_config(1, 1))
+    client = pool.client()
+    start(pool, 0, msgspec.structs.replace(PACKED, page=16, batch_tokens=100, inflight_tokens=100))
+    pool.submit(client, 1, shared(44, 40))
+    assert failures(pool.sent)[1].limit == "39"
+    pool.submit(client, 2, shared(43, 40))
+    assert list(results(pool.finish_all())) == [2]
+
+
 def packing_config(workers: int, packed: int) -> PoolConfig:
     return PoolConfig({"g": GroupConfig("m", engine="sim", workers=workers, packed_workers=packed, ageing_s=None)})
 

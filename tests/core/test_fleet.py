@@ -1,5 +1,6 @@
 """Promises about workers: loss is noticed, nothing is lost with them, poison is found, restarts are bounded."""
 
+import msgspec
 import pytest
 
 from enginepool.config import Restart
@@ -428,6 +429,7 @@ def test_a_worker_with_impossible_or_other_capabilities_is_refused() -> None:
     pool.worker(
         "a", can=CAN.__class__("causal", 1000, 100, batch_tokens=300, batch_rows=8, inflight_tokens=200, inflight_rows=16)
     )
+    pool.worker("p", can=msgspec.structs.replace(CAN, page=0))
     assert not pool.machine.core.groups["g"].workers
     pool.worker("b")
     pool.worker("c", can=CAN.__class__("causal", 999, 100, 100, 8, 200, 16))

@@ -413,9 +413,8 @@ def test_text_that_a_worker_refuses_goes_to_another_one() -> None:
     pool.submit(client, 1, text("q", ["a"]))
     (task,) = texts(pool.sent)
     assert isinstance(task.message, Tokenise)
-    pool.do(ev.WorkerRefused(0, b"a", task.message.task[1], True))
     pool.worker("b")
-    _, again = texts(pool.sent)
+    (again,) = texts(pool.do(ev.WorkerRefused(0, b"a", task.message.task[1], True)))
     assert again.link == b"b"
     ids(pool, again, [[1]])
     assert list(results(pool.finish_all())) == [1]
