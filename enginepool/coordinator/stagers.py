@@ -173,6 +173,9 @@ class Stagers:
         except ProcessLookupError:
             self._loop.call_soon(self._gone, place)
             return
+        except OSError:  # no file descriptor is left
+            self._loop.call_later(AGAIN_S[0], self._watch, place, pid)
+            return
 
         def readable() -> None:
             self._loop.remove_reader(fd)

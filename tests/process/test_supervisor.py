@@ -222,13 +222,24 @@ time.sleep(600)
 """
 
 
+@pytest.mark.parametrize("unwatched", [0, 3])
 def test_stagers_are_waited_for_when_a_pool_ends_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
+    unwatched: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
 ) -> None:
     popen: Any = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda _, **options: popen([sys.executable, "-c", ENDS_LATER], **options))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     (tmp_path / "logs").mkdir()
     said = {place: tmp_path / place for place in ("g.0", "g.1")}
+    # No file descriptor is left at first.
+    monkeypatch.setattr("enginepool.coordinator.stagers.AGAIN_S", (0.01, 0.01))
+    real, errors = os.pidfd_open, [OSError(errno.EMFILE, "Too many open files")] * unwatched
+
+    def watch(pid: int) -> int:
+        if errors:
+            raise errors.pop()
+        return real(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", watch)
 
     async def until(true: Callable[[], bool]) -> None:
         async with asyncio.timeout(PATIENCE_S):
