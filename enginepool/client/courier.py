@@ -5,6 +5,7 @@ first buckets. It ends after the end, whatever happens: what may block it for lo
 aborted from outside.
 """
 
+import errno
 import importlib
 import os
 import queue
@@ -21,6 +22,7 @@ from enginepool.client.lockstep import Lockstep, follow
 from enginepool.client.streaming import Sending, Stopped
 from enginepool.client.tensors import Plan, as_error
 from enginepool.collective import Rendezvous
+from enginepool.errors import BadRequest
 from enginepool.group import CollectiveError, Group
 from enginepool.protocol.messages import Failure
 from enginepool.protocol.updates import Join, Published, Space
@@ -34,10 +36,18 @@ class Side:
     """Rank 0's side of the process group: what `peer` names. It serves many updates, and is thrown away after any trouble."""
 
     def __init__(self, host: str, device: Any) -> None:
+        """Raises BadRequest: this machine cannot be reached at `host`."""
         self.peer = os.urandom(8).hex()
         self.backend: Any = "nccl" if device.type == "cuda" else "gloo"
         self._device = device
-        self._rendezvous = Rendezvous(host)
+        try:
+            self._rendezvous = Rendezvous(host)
+        except OSError as error:
+            # A name that nobody knows has an error of the resolver, below 0.
+            if error.errno != errno.EADDRNOTAVAIL and (error.errno or 0) >= 0:
+                raise
+            text = f"host: {host!r} is no address of this machine: {error.strerror}"
+            raise BadRequest(text, field="host") from None
         self.address = self._rendezvous.address
         self._group: Group | None = None
         #: nobody may use it any more

@@ -211,6 +211,19 @@ def test_weights_that_the_pool_lost_are_asked_for_until_an_update_is_committed(u
     play(updates, scene, group="g", on_wanted=called.append)
 
 
+def test_a_host_that_is_not_this_machine_is_named(updates: FakeUpdates) -> None:
+    async def main() -> None:
+        async with Pool.connect(updates.coordinator.address) as pool:
+            for host in ("192.0.2.1", "no-such-host.invalid"):
+                async with WeightPublisher(pool, device="cpu", host=host) as publisher:
+                    for version in (1, 2):
+                        with pytest.raises(errors.BadRequest, match=f"host: '{host}' is no address of this machine") as caught:
+                            await publisher.start(model(1), version)
+                        assert caught.value.field == "host"
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
 def test_a_hook_that_raises_keeps_no_other_publisher_from_hearing_what_the_pool_has_lost(updates: FakeUpdates) -> None:
     told: list[dict[str, Any]] = []
 

@@ -62,7 +62,7 @@ def main() -> None:
                 try:
                     record = await publisher.publish(source, version, transfer=transfer, manifest=manifest)
                     done[str(version)] = record.outcome
-                except (EnginepoolError, RuntimeError, OSError) as error:
+                except (EnginepoolError, RuntimeError) as error:
                     done[str(version)] = f"{type(error).__name__}: {error}"
 
     asyncio.run(run())
