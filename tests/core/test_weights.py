@@ -744,6 +744,18 @@ def test_a_publisher_that_dies_in_a_direct_transfer_restarts_every_member() -> N
     assert not pool.machine.core.groups["g"].workers
 
 
+def test_a_direct_transfer_goes_on_while_its_publisher_is_heard() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer, transfer="direct", lease_ms=2000)
+    handed = trainer.commit()
+    for i in range(5):
+        pool.live(1.0)
+        trainer.renew(100 * i)
+    trainer.sent()
+    pool.answer(handed)
+    assert of_type(pool.written(), Published)[0].record.committed == len(links)
+
+
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_publisher_that_gives_a_direct_transfer_up_keeps_nobody_waiting(broken: bool) -> None:
     pool, trainer, _ = ready()
