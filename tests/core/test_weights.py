@@ -202,6 +202,13 @@ def test_the_id_of_an_open_transaction_is_used_for_nothing_else() -> None:
     assert len(pool.machine.core.answers) == 1
 
 
+def test_the_id_of_a_live_request_names_no_transaction() -> None:
+    pool, trainer, _ = ready()
+    pool.submit(trainer.link, 1, work())
+    assert codes(trainer.publish(1, id=1)) == ["id_reused"]
+    assert not pool.machine.core.updates
+
+
 def test_nobody_hears_of_a_transaction_that_is_not_his() -> None:
     pool, trainer, _ = ready()
     assert refusal(trainer.renew(), 0).code == "update_aborted"
