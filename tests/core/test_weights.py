@@ -36,7 +36,7 @@ from enginepool.protocol.updates import (
     WeightsReport,
     WeightsWanted,
 )
-from tests.core.machines import CAN, EPOCH, codes, failures, results, text, work
+from tests.core.machines import CAN, EPOCH, codes, failures, results, text, texts, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 
 
@@ -611,6 +611,14 @@ def test_an_abort_of_work_puts_back_at_once_and_suspects_nobody() -> None:
     assert phases(sent) == ["hold", "hand_over"]
     group = pool.machine.core.groups["g"]
     assert group.waiting == 2 and not group.suspects.waiting()
+
+
+def test_text_that_is_taken_back_is_tokenised_once_the_new_weights_are_there() -> None:
+    pool, trainer, links = ready()
+    pool.submit(trainer.link, 50, text("q", ["a"]))
+    pool.publish(trainer, 1, links, in_flight="abort")
+    assert len(texts(pool.sent)) == 1
+    assert len(texts(pool.written())) == 1
 
 
 def test_late_workers_give_no_answers_of_old_weights() -> None:
