@@ -1,10 +1,10 @@
 """Whatever comes in at the sockets, the coordinator stays up, says what was wrong, and serves the others."""
 
 import asyncio
-import contextlib
 import errno
 import itertools
 import json
+import os
 import random
 import resource
 import socket
@@ -22,6 +22,7 @@ import zmq
 from enginepool import Pool
 from enginepool.config import Limits, PoolConfig
 from enginepool.coordinator.daemon import run
+from enginepool.coordinator.sockets import OPEN_FILES
 from enginepool.errors import ConfigError
 from enginepool.protocol.messages import MAX_HEADER_BYTES
 from enginepool.workers.sim.scores import expected_scores
@@ -238,29 +239,21 @@ def test_an_endpoint_or_a_state_directory_in_use_is_refused_in_one_line(processe
         assert daemon.end() == 0
 
 
-def test_more_clients_than_a_process_has_files_by_default_are_served(processes: Processes, tmp_path: Path) -> None:
-    config = msgspec.structs.replace(sim_pool(tmp_path, workers=1), listen="tcp://127.0.0.1:*")
+def test_a_coordinator_takes_as_many_files_as_it_may_have_for_clients_beyond_the_default(
+    processes: Processes, tmp_path: Path
+) -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, before[1]))
+    # Enough to start a coordinator with, whatever else this process has open.
+    few = max(map(int, os.listdir("/proc/self/fd"))) + 32
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, before[1]))
     try:
-        daemon = Daemon(processes, config)
+        daemon = Daemon(processes, sim_pool(tmp_path, workers=1))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     daemon.listening()
-    host, port = daemon.address.removeprefix("tcp://").split(":")
-
-    async def scenario() -> None:
-        async with Pool.connect(daemon.address) as pool:
-            await pool.ready()
-            [worker] = (await pool.status()).groups[0].workers
-            psutil.Process(worker.pid).kill()
-            result = await pool.score([1], [[2]], label_token_ids=[3], timeout=PATIENCE_S)
-            np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=[3]).scores)
-
-    with contextlib.ExitStack() as stack:
-        for _ in range(100):
-            stack.enter_context(socket.create_connection((host, int(port))))
-        asyncio.run(scenario())
+    soft, hard = psutil.Process(daemon.process.pid).rlimit(psutil.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    assert few < soft == most
     assert daemon.end() == 0
 
 
