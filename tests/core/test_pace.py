@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from random import Random
+from statistics import median
 
 import pytest
 from hypothesis import example, given
@@ -84,12 +85,15 @@ def test_a_hundred_batches_of_many_shapes_are_enough(token: float, row_s: float,
     def cost(tokens: int, rows: int) -> float:
         return fixed_s + token * TOKEN_S * tokens + row_s * rows
 
+    def error() -> float:
+        pace = learnt(shape, cost, random)
+        wrong = [abs(pace.seconds(*one) / cost(*one) - 1) for one in random_shapes if cost(*one) > 0.02]
+        return sum(wrong) / len(wrong)
+
     random_shapes = [shape() for _ in range(200)]
-    pace = learnt(shape, cost, random)
-    wrong = [pace.seconds(*one) / cost(*one) - 1 for one in random_shapes if cost(*one) > 0.02]
-    # Of 10,000 samples two or three are off by more than a tenth: noise of 10 % and two outliers may fall badly.
-    assert abs(sum(wrong)) / len(wrong) < 0.15
-    assert sum(abs(error) for error in wrong) / len(wrong) < 0.15
+    errors = [error() for _ in range(3)]
+    # Of 10,000 times two or three are off by more than a tenth, where noise of 10 % and two outliers fall badly.
+    assert median(errors) < 0.1 and max(errors) < 0.15, errors
 
 
 @given(token=st.floats(0.4, 3.0), row_s=st.floats(0.0, 0.001), seed=st.integers(0, 1 << 32))
