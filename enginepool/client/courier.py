@@ -18,9 +18,9 @@ from enginepool import threads
 from enginepool.client import buffers
 from enginepool.client.buffers import Buffers, stand_behind
 from enginepool.client.lending import Loan
-from enginepool.client.lockstep import Lockstep, follow
+from enginepool.client.lockstep import Lockstep, as_error, follow
 from enginepool.client.streaming import Sending, Stopped
-from enginepool.client.tensors import Plan, as_error
+from enginepool.client.tensors import Plan
 from enginepool.collective import Rendezvous
 from enginepool.errors import BadRequest
 from enginepool.group import CollectiveError, Group

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from enginepool.client.tensors import as_error
 from enginepool.protocol.messages import Failure
 from enginepool.protocol.updates import Published
 
@@ -107,3 +106,13 @@ def _failures(group: Any, mine: int) -> int:
 
 def _device(group: Any) -> Any:
     return torch.device("cuda" if "nccl" in str(group.name()).lower() else "cpu")
+
+
+def as_error(error: BaseException) -> Exception:
+    """What a caller's own code raised, as somebody who awaits can be told: asyncio carries no StopIteration, and what ends a
+    program (SystemExit) is not to end an event loop from a thread."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return error
+    told = RuntimeError(f"the source raised {type(error).__name__}" + (f": {error}" if str(error) else ""))
+    told.__cause__ = error
+    return told

@@ -259,16 +259,6 @@ def _written(manifest: Described) -> list[Tensor]:
         raise BadRequest(error.message.replace("manifest", "source", 1), field=field, limit=error.limit) from None
 
 
-def as_error(error: BaseException) -> Exception:
-    """What a caller's own code raised, as somebody who awaits can be told: asyncio carries no StopIteration, and what ends a
-    program (SystemExit) is not to end an event loop from a thread."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    told = RuntimeError(f"the source raised {type(error).__name__}" + (f": {error}" if str(error) else ""))
-    told.__cause__ = error
-    return told
-
-
 def _dtype_name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
