@@ -54,8 +54,10 @@ def saved(path: Path, version: int = 1, digest: str = "0" * 32) -> bytes:
 
 def test_the_digest_without_torch_is_that_with_it() -> None:
     for nbytes in (256, 1 << 20, (16 << 20) + 512):
-        data = np.frombuffer(random.Random(nbytes).randbytes(nbytes), np.uint8)
-        assert digest_of_bytes(data) == digest_of(torch.from_numpy(data.copy()))
+        drawn = np.frombuffer(random.Random(nbytes).randbytes(nbytes), np.uint8)
+        smallest = np.full(nbytes // 4, -(1 << 31), np.int32).view(np.uint8)
+        for data in (drawn, smallest):
+            assert digest_of_bytes(data) == digest_of(torch.from_numpy(data.copy()))
 
 
 def test_a_snapshot_says_what_it_holds_and_is_whole(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ A snapshot appears under its name whole or not at all, and is never changed. No 
 import contextlib
 import glob
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,10 @@ from enginepool.protocol.manifest import Tensor
 _MAGIC = b"enginepool-weights-1\n"
 _TAIL = 8 + len(_MAGIC)
 _CHUNK = 16 << 20
+#: The words of a digest are summed by several threads, each with a matrix of this shape, which fits a processor's cache.
+_THREADS = 4
+_ROWS, _COLUMNS = 64, 4096
+_WORDS = _ROWS * _COLUMNS
 
 
 class SnapshotError(Exception):
@@ -160,12 +165,33 @@ def digest_of_file(path: str, nbytes: int) -> str:
 
 
 def digest_of_bytes(space: npt.NDArray[np.uint8]) -> str:
-    """The digest of a whole space, without torch."""
+    """The digest of a whole space, without torch. By several threads: callers wait for the engine that takes a snapshot."""
     words = space.view("<i4")
+    share = -(-len(words) // (_THREADS * _WORDS)) * _WORDS
+
+    def sums(thread: int) -> tuple[int, int]:
+        return _sums(words, thread * share, min((thread + 1) * share, len(words)))
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        parts = list(threads.map(sums, range(_THREADS)))
+    return digest_text(sum(plain for plain, _ in parts), sum(weighted for _, weighted in parts))
+
+
+def _sums(words: npt.NDArray[np.int32], start: int, stop: int) -> tuple[int, int]:
+    """Of these words: their sum, and that of each times its place in the space, counted from 1.
+
+    They are laid out as a matrix, so that the second sum needs no product for each word: the place of one is told by its row
+    and its column.
+    """
+    wide = np.zeros((_ROWS, _COLUMNS), np.int64)
+    before, places = _COLUMNS * np.arange(_ROWS), np.arange(1, _COLUMNS + 1)
     plain = weighted = 0
-    for start in range(0, len(words), _CHUNK // 4):
-        chunk = words[start : start + _CHUNK // 4].astype(np.int64)
-        total = int(chunk.sum())
+    for at in range(start, stop, _WORDS):
+        part = words[at : min(at + _WORDS, stop)]
+        wide.reshape(-1)[: len(part)] = part
+        wide.reshape(-1)[len(part) :] = 0
+        rows, columns = wide.sum(1), wide.sum(0)
+        total = int(rows.sum())
         plain += total
-        weighted += int(np.dot(chunk, np.arange(1, len(chunk) + 1, dtype=np.int64))) + start * total
-    return digest_text(plain, weighted)
+        weighted += at * total + int(rows @ before) + int(columns @ places)
+    return plain, weighted
