@@ -24,7 +24,7 @@ from bench.score.workloads import Shape
 from bench.score_gpu import machine, model_for
 from bench.table import Row, Target, parser, show, write
 from bench.weights.field import Burden, Field, Scale
-from bench.weights.figures import ALONE, FLAT, LOADED, OURS_DIRECT, OURS_STAGED, PER_TENSOR, RAW, size_of, targets
+from bench.weights.figures import ALONE, FLAT, LOADED, LONG, OURS_DIRECT, OURS_STAGED, PER_TENSOR, RAW, SHORT, size_of, targets
 from bench.weights.plot import Bar, draw
 from bench.weights.steps import STEPS, USUAL, Steps
 from bench.wire import leave
@@ -47,10 +47,10 @@ def say(line: str) -> None:
 def scale(device: str, quick: bool, buckets: Sequence[int], vocab: int) -> Scale:
     """How much is measured on this device. A CPU is there to see that everything works."""
     if device == "cpu":
-        burden = Burden("short requests", Shape(8, 2, 8, vocab=vocab), 4, 2 if quick else 8)
+        burden = Burden(SHORT, Shape(8, 2, 8, vocab=vocab), 4, 2 if quick else 8)
         return Scale(tuple(buckets), (burden,), 2 if quick else 5, 2, 1.0 if quick else 3.0)
-    short = Burden("short requests", Shape(120, 2, 180, vocab=vocab), 4, 4 if quick else 8)
-    long = Burden("requests of 10 x 300 tokens", Shape(120, 10, 180, vocab=vocab), 8, 2 if quick else 4)
+    short = Burden(SHORT, Shape(120, 2, 180, vocab=vocab), 4, 4 if quick else 20)
+    long = Burden(LONG, Shape(120, 10, 180, vocab=vocab), 8, 2 if quick else 20)
     return Scale(tuple(buckets), (short, long), 3 if quick else 5, 3, options={**SHARED, **ROOM})
 
 
@@ -110,7 +110,7 @@ def bars(rows: Sequence[Row], settings: Sequence[str], bucket: str) -> dict[str,
     for setting in settings:
         for who in (RAW, PER_TENSOR, FLAT, ALONE, OURS_STAGED, LOADED, OURS_DIRECT):
             at = "one call" if who == PER_TENSOR else bucket
-            kinds = (f"{setting}, short requests", setting) if who == LOADED else (setting,)
+            kinds = (f"{setting}, {SHORT}", setting) if who == LOADED else (setting,)
             for kind in kinds:
                 warm = f"{kind}, {at}, repeated"
                 speed = found.get((f"{warm}: transfer", who))

@@ -16,6 +16,9 @@ OURS_STAGED, OURS_DIRECT = "enginepool, staged", "enginepool, direct"
 RAW, PER_TENSOR, FLAT = "raw NCCL broadcast", "SGLang, tensor by tensor", "SGLang, flattened buckets"
 LOADED = "enginepool, staged, under load"
 ALONE = "its bytes alone, staged"
+CEASELESS = "beside bytes that never cease"
+#: burdens on a GPU: of the first one its engine's host has as much to do as the GPU, of the second one the GPU alone
+SHORT, LONG = "short requests", "requests of 10 x 300 tokens"
 #: phases in the order in which they come, and as they are called here
 PHASES = {
     "join": "group", "ready": "ready", "staged": "staged to hold", "drain": "drain", "hand_over": "hand over", "load": "load",
@@ -54,6 +57,14 @@ class Update(msgspec.Struct, frozen=True):
         return (self.phases.get("hand_over", 0) + self.phases.get("journal", 0)) / 1e3
 
 
+class Beside(NamedTuple):
+    """A time in which so many updates, or their bytes, followed each other, and quiet ones around it."""
+
+    window: Window
+    quiet: Sequence[Window]
+    updates: int
+
+
 class Passed(NamedTuple):
     """One kind of update in one run: the first that there was, and those after it."""
 
@@ -89,6 +100,13 @@ def wrong_versions(answers: Sequence[Answer], updates: Sequence[Update], before:
         least = max((update.version for update in updates if update.ended <= answer.asked), default=before)
         wrong += answer.version not in known or answer.version < least
     return wrong
+
+
+def taken_ms(answers: Sequence[Answer], beside: Beside) -> float:
+    """What each of the updates took of its engine's time, by what was not computed meanwhile."""
+    normal, during = items_per_second(answers, beside.quiet), items_per_second(answers, [beside.window])
+    first, last = beside.window
+    return 1000 * (1 - during / normal) * (last - first) / beside.updates if normal else 0.0
 
 
 def gigabytes(nbytes: int, seconds: float) -> float:
@@ -136,16 +154,18 @@ def update_rows(setting: str, nbytes: int, passed: Passed, raw: float | None) ->
 def load_rows(setting: str, answers: Sequence[Answer], failures: int, updates: Sequence[Update], before: int) -> list[Row]:
     """What clients saw of updates under load. The load ran undisturbed until the first of them."""
     asked = min((answer.answered for answer in answers), default=0.0)
-    normal = items_per_second(answers, [(asked, updates[0].began)])
-    passing = [(update.flowing, update.flowing + update.transfer_s) for update in updates]
-    during = items_per_second(answers, passing)
+    quiet = (asked, updates[0].began)
+    beside = Beside((updates[0].began, updates[-1].ended), (quiet,), len(updates))
+    normal, during = items_per_second(answers, beside.quiet), items_per_second(answers, [beside.window])
     who = LOADED
-    usual = longest_gap_ms(answers, (asked, updates[0].began))
+    usual = longest_gap_ms(answers, quiet)
     gaps = [longest_gap_ms(answers, (update.flowing, update.ended + 1.0)) for update in updates]
     return [
-        Row(f"{setting}: scoring between updates", who, normal, "items/s"),
-        Row(f"{setting}: scoring during the transfer", who, during, "items/s", during / normal if normal else None),
-        Row(f"{setting}: seconds of transfer seen", who, sum(last - first for first, last in passing), "s"),
+        Row(f"{setting}: scoring before updates", who, normal, "items/s"),
+        Row(f"{setting}: scoring while they follow each other", who, during, "items/s", during / normal if normal else None),
+        Row(f"{setting}: seconds of it", who, beside.window[1] - beside.window[0], "s"),
+        Row(f"{setting}: updates in it", who, beside.updates, ""),
+        Row(f"{setting}: an update takes of its engine, with drain and hold", who, taken_ms(answers, beside), "ms"),
         Row(f"{setting}: longest time without an answer", who, median(gaps), "ms"),
         Row(f"{setting}: longest time without an answer, normally", who, usual, "ms"),
         Row(f"{setting}: answers", who, len(answers), ""),
@@ -154,31 +174,29 @@ def load_rows(setting: str, answers: Sequence[Answer], failures: int, updates: S
     ]  # fmt: skip
 
 
-def beside_rows(
-    setting: str, answers: Sequence[Answer], quiet: Window, window: Window, speeds: tuple[float, float | None]
-) -> list[Row]:
-    """What a pool that is asked all the time does in `window`, in which bytes of updates never cease, and in `quiet`.
+def beside_rows(setting: str, answers: Sequence[Answer], beside: Beside, speed: float, raw: float | None) -> list[Row]:
+    """What a pool that is asked all the time does beside bytes of updates that never cease, and beside nothing.
 
-    `speeds`: GB/s of those bytes, and of the raw broadcast.
+    `speed`, `raw`: GB/s of those bytes, and of the raw broadcast.
     """
-    normal, during = items_per_second(answers, [quiet]), items_per_second(answers, [window])
-    speed, raw = speeds
+    normal, during = items_per_second(answers, beside.quiet), items_per_second(answers, [beside.window])
     return [
         Row(f"{setting}: scoring beside nothing", ALONE, normal, "items/s"),
-        Row(f"{setting}: scoring beside bytes that never cease", ALONE, during, "items/s", during / normal if normal else None),
-        Row(f"{setting}: seconds of it", ALONE, window[1] - window[0], "s"),
+        Row(f"{setting}: scoring {CEASELESS}", ALONE, during, "items/s", during / normal if normal else None),
+        Row(f"{setting}: seconds of it", ALONE, beside.window[1] - beside.window[0], "s"),
         Row(f"{setting}: transfer beside scoring", ALONE, speed, "GB/s", speed / raw if raw else None),
+        Row(f"{setting}: an update takes of its engine", ALONE, taken_ms(answers, beside), "ms"),
     ]
 
 
 def targets(setting: str, bucket: str) -> list[Target]:
     """The bounds, for one setting."""
     warm = f"{setting}, {bucket}, repeated"
-    loaded = f"{setting}, short requests, {bucket}, repeated"
+    loaded = f"{setting}, {SHORT}, {bucket}, repeated"
     return [
         Target(f"{warm}: transfer", OURS_STAGED, 0.9, at_most=False),
         Target(f"{loaded}: transfer", LOADED, 0.45, at_most=False),
-        Target(f"{setting}, short requests: scoring beside bytes that never cease", ALONE, 0.95, at_most=False),
+        Target(f"{setting}, {LONG}: scoring {CEASELESS}", ALONE, 0.95, at_most=False),
         Target(f"{warm}: hold beyond the drain", OURS_STAGED, 15, of_value=True),
         Target(f"{loaded}: hold beyond the drain", LOADED, 15, of_value=True),
         Target(f"{setting}, {bucket}, first: hold beyond the drain", OURS_STAGED, 60, of_value=True),

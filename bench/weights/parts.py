@@ -14,9 +14,10 @@ class Without(NamedTuple):
 
 
 EVERYTHING = Without()
+NO_LOOK = Without((), ("look",))
 PARTS = {
     "with everything": EVERYTHING,
-    "without the look at the receiver": Without((), ("look",)),
+    "without the look at the receiver": NO_LOOK,
     "without digest at the sender": Without(("digest",), ()),
     "without filling and digest at the sender": Without(("filling", "digest"), ()),
     "nothing but the bytes' way": Without(("filling", "digest"), ("look",)),

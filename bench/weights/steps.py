@@ -16,6 +16,7 @@ from bench.weights.figures import (
     OURS_STAGED,
     PER_TENSOR,
     RAW,
+    Beside,
     Passed,
     Window,
     beside_rows,
@@ -23,10 +24,11 @@ from bench.weights.figures import (
     load_rows,
     longest_gap_ms,
     size_of,
+    taken_ms,
     update_rows,
     wrong_versions,
 )
-from bench.weights.parts import EVERYTHING, PARTS, Without
+from bench.weights.parts import EVERYTHING, NO_LOOK, PARTS, Without
 from enginepool.protocol.layout import ALIGNMENT
 
 #: load runs so long before anything is measured beside it
@@ -39,7 +41,7 @@ ROUNDS, TURN = 4, 3
 PIECES = 8
 #: what is measured, in this order, and seconds that a step may take: with fewer left it is not begun
 STEPS = {
-    "raw": 10, "staged": 20, "loaded": 25, "beside": 20, "parts": 40, "direct": 15, "kill": 120, "digests": 15, "bare": 90,
+    "raw": 10, "staged": 20, "loaded": 40, "beside": 30, "parts": 40, "direct": 15, "kill": 120, "digests": 15, "bare": 90,
 }  # fmt: skip
 #: those that nobody has to ask for
 USUAL = tuple(step for step in STEPS if step != "parts")
@@ -107,19 +109,31 @@ class Steps:
         """Bytes of updates that follow each other, sent and received as a publisher and a stager do it, and nothing around
         them: alone, and for seconds beside engines that are asked all the time. An update alone is too short to be noticed."""
         field, raw = self._field, self._raw.get(self._bucket)
-        self._streamed(2)  # makes ready
+        for without in (EVERYTHING, NO_LOOK):
+            self._streamed(2, without=without)  # makes ready
         seconds = float(np.median(self._streamed(6, rest_s=REST_S)[1]))
         speed = gigabytes(field.nbytes, seconds)
         field.add(f"{size_of(self._bucket)}, repeated: transfer", ALONE, speed, "GB/s", speed / raw if raw else None)
         for burden in field.scale.burdens:
+            whole = f"{field.setting}, {burden.name}"
             field.begin(burden)
             time.sleep(STEADY_S)
-            quiet = (time.monotonic(), time.monotonic() + field.scale.beside_s)
-            time.sleep(field.scale.beside_s)
-            window, took = self._streamed(max(2, math.ceil(field.scale.beside_s / seconds)))
+            quiet, streams = [self._quiet()], list[tuple[Window, list[float]]]()
+            for without in (EVERYTHING, NO_LOOK):
+                streams.append(self._streamed(max(2, math.ceil(field.scale.beside_s / seconds)), without=without))
+                quiet.append(self._quiet())
             answers, _ = field.stopped()
-            speed = gigabytes(field.nbytes, float(np.median(took)))
-            field.keep(beside_rows(f"{field.setting}, {burden.name}", answers, quiet, window, (speed, raw)))
+            beside, unlooked = (Beside(window, quiet[k : k + 2], len(took)) for k, (window, took) in enumerate(streams))
+            speed = gigabytes(field.nbytes, float(np.median(streams[0][1])))
+            field.keep(beside_rows(whole, answers, beside, speed, raw))
+            what = f"{burden.name}: an update takes of its engine, without a look at its bytes"
+            field.add(what, ALONE, taken_ms(answers, unlooked), "ms")
+
+    def _quiet(self) -> Window:
+        """A time with load and nothing beside it."""
+        began = time.monotonic()
+        time.sleep(self._field.scale.beside_s / 2)  # what is measured is a length of time
+        return began, time.monotonic()
 
     def parts(self) -> None:
         """The same bytes with some of the work left out, all in turns."""

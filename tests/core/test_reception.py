@@ -107,6 +107,15 @@ def test_where_each_bucket_has_memory_of_its_own_on_a_gpu_no_broadcast_waits_for
     assert {k for event, k in many.events if event == "wait"} == set(range(3 * QUEUED))
 
 
+def test_a_gpu_looks_twice_for_each_look_stops_its_engine_and_the_second_look_is_at_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for count, first in ((4, 3), (8, 7), (15, 13), (16, 14), (40, 35)):
+        group = received(monkeypatch, count, "nccl")
+        looks = [k for event, k in group.events if event in ("order", "digest")]
+        assert looks == [*range(first), *range(first), *range(first, count), *range(first, count)], "by buckets that came"
+
+
 @pytest.mark.parametrize(("backend", "bounced"), [("nccl", True), ("gloo", True), ("gloo", False)])
 def test_where_buffers_take_turns_or_the_processor_works_two_broadcasts_are_on_their_way(
     monkeypatch: pytest.MonkeyPatch, backend: str, bounced: bool

@@ -20,10 +20,13 @@ from bench.weights.figures import (
     ALONE,
     FLAT,
     LOADED,
+    LONG,
     OURS_DIRECT,
     OURS_STAGED,
     RAW,
+    SHORT,
     Answer,
+    Beside,
     Passed,
     Update,
     beside_rows,
@@ -89,23 +92,29 @@ def test_first_and_repeated_updates_stand_apart_and_the_hold_in_its_parts() -> N
     assert direct[0].value == pytest.approx(10_000_000 / 0.008 / 1e9) and direct[0].ratio is None
 
 
-def test_load_during_transfers_is_held_against_load_before_them() -> None:
-    answers = [Answer(at - 0.1, at, 0.1, 0, 10) for at in (1.0, 1.1, 1.2, 1.3)]
-    answers += [Answer(2.05 + 0.2 * i, 2.25 + 0.2 * i, 0.2, 0, 10) for i in range(3)]
-    rows = {row.what: row for row in load_rows("x", answers, 1, [updated(1, 2.0, transfer=400_000)], 0)}
-    during = rows["x: scoring during the transfer"]
-    assert during.value == pytest.approx(50)
-    assert during.ratio == pytest.approx(50 / (35 / 1.0), rel=0.2)
+def test_load_while_updates_follow_each_other_is_held_against_load_before_them() -> None:
+    answers = [Answer(at - 0.1, at, 0.1, 0, 10) for at in (1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0)]
+    answers += [Answer(2.0 + 0.2 * i, 2.2 + 0.2 * i, 0.2, int(i >= 5), 10) for i in range(8)]
+    updates = [updated(1, 2.0, transfer=400_000), updated(2, 2.5, transfer=400_000)]
+    rows = {row.what: row for row in load_rows("x", answers, 1, updates, 0)}
+    assert rows["x: scoring before updates"].value == pytest.approx(100)
+    assert rows["x: scoring while they follow each other"].ratio == pytest.approx(0.5)
+    length = rows["x: seconds of it"].value
+    assert length == pytest.approx(updates[1].ended - updates[0].began)
+    assert rows["x: an update takes of its engine, with drain and hold"].value == pytest.approx(1000 * length * 0.5 / 2)
     assert rows["x: requests without an answer"].value == 1
     assert rows["x: answers of a wrong version"].value == 0
 
 
-def test_scoring_beside_bytes_is_held_against_the_same_time_without() -> None:
-    answers = [Answer(at - 0.1, at, 0.1, 0, 10) for at in (1.1, 1.2, 1.3, 1.4, 2.2, 2.4)]
-    rows = {row.what: row for row in beside_rows("x", answers, (1.0, 1.5), (2.0, 2.5), (150.0, 300.0))}
-    assert rows["x: scoring beside bytes that never cease"].ratio == pytest.approx(0.5)
+def test_scoring_beside_bytes_is_held_against_times_without_them() -> None:
+    answers = [Answer(at - 0.1, at, 0.1, 0, 10) for at in (1.1, 1.2, 1.3, 1.4, 2.2, 2.4, 3.2, 3.3, 3.4, 3.5)]
+    beside = Beside((2.0, 2.5), ((1.0, 1.4), (3.1, 3.5)), 25)
+    rows = {row.what: row for row in beside_rows("x", answers, beside, 150.0, 300.0)}
+    assert rows["x: scoring beside nothing"].value == pytest.approx(100)
+    assert rows["x: scoring beside bytes that never cease"].ratio == pytest.approx(0.4)
     assert rows["x: seconds of it"].value == pytest.approx(0.5)
     assert rows["x: transfer beside scoring"].ratio == pytest.approx(0.5)
+    assert rows["x: an update takes of its engine"].value == pytest.approx(0.6 * 500 / 25)
 
 
 def test_flattened_buckets_hold_whole_tensors() -> None:
@@ -136,8 +145,8 @@ def sim_field(directory: Path, receivers: int, stack: ExitStack) -> Field:
     generator = torch.Generator().manual_seed(3)
     tensors = {name: torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for name, dtype, shape in TENSORS}
     safetensors.save_file(tensors, str(directory / "model.safetensors"))
-    burden = Burden("short requests", Shape(3, 2, 4, vocab=50), 3, 2)
-    scale = Scale((BUCKET,), (burden,), idle=2, direct=1, beside_s=2.0, engine="sim", options={**SIM, "tensors": TENSORS})
+    burdens = (Burden(SHORT, Shape(3, 2, 4, vocab=50), 3, 2), Burden(LONG, Shape(3, 4, 4, vocab=50), 3, 1))
+    scale = Scale((BUCKET,), burdens, idle=2, direct=1, beside_s=1.0, engine="sim", options={**SIM, "tensors": TENSORS})
     logs = directory / "logs"
     logs.mkdir()
     return Field("sim", directory, "cpu", [], receivers, scale, logs, stack, lambda _line: None)
@@ -170,6 +179,7 @@ def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
     assert rows[f"{warm}: transfer", ALONE].ratio is not None
     assert rows["sim, short requests: seconds of it", ALONE].value > 0
     assert rows["sim, short requests: transfer beside scoring", ALONE].value > 0
+    assert ("sim, short requests: an update takes of its engine, without a look at its bytes", ALONE) in rows
     for what in ("short requests: answers of a wrong version", "short requests: requests without an answer"):
         assert rows[f"sim, {what}", LOADED].value == 0
     for part in PARTS:

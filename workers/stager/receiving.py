@@ -29,9 +29,9 @@ AHEAD = 2
 FOREVER_S = 24 * 3600.0
 #: of a GPU's memory, left to whoever needs a little more
 MARGIN = 256 << 20
-#: How often a GPU looks at bytes that have come: each time it leaves off what its engine has it do, and the last look comes
-#: after the last byte.
-LOOKS = 4
+#: A GPU looks at what has come twice: each look makes it leave off what its engine has it do. The first one comes when at least
+#: this part of the bytes is yet to come, so that it is over before they are here; the second, after the last byte, is short.
+LAST_LOOK = 1 / 8
 #: threads that write a snapshot, and bytes that each writes at once
 WRITERS = 4
 WRITTEN = 32 << 20
@@ -149,9 +149,8 @@ def be_small() -> None:
 
 
 class Part(NamedTuple):
-    """One bucket: where it ends in the space, where it is received, and its place in each space."""
+    """One bucket: where it is received, and its place in each space."""
 
-    end: int
     into: Any
     spaces: list[Any]
 
@@ -219,7 +218,9 @@ class Reception:
         for k, (bucket, end) in enumerate(zip(cuts, ends, strict=True)):
             spaces = [other[bucket.at : end] for other in memory]
             into = bounce[k % AHEAD][: bucket.nbytes] if bounce else spaces[0]
-            self._parts.append(Part(end, into, spaces))
+            self._parts.append(Part(into, spaces))
+        #: after so many buckets a GPU looks at those that it has not looked at
+        self._looks = {bisect_right(ends, (1 - LAST_LOOK) * nbytes), len(ends)} - {0}
 
     def receive(self, group: Group) -> tuple[str, list[Finding]]:
         """Broadcasts into the memory; (digest, findings). Raises CollectiveError.
@@ -229,7 +230,7 @@ class Reception:
         looking, looked = self._look.begin(), 0
         on_gpu = group.on_device and self._in_place
         # What the processor looks at it looks at once, while the next bucket comes.
-        least = self._parts[-1].end / LOOKS if on_gpu else 0
+        looks = self._looks if on_gpu else range(1, len(self._parts) + 1)
         # A broadcast waits for what the stream had before it was begun. Where each bucket has memory of its own, and the device
         # does the work, no broadcast needs that, and many are begun before the first look at any bytes.
         ahead = QUEUED // 2 if on_gpu else AHEAD
@@ -243,7 +244,7 @@ class Reception:
                 part.spaces[0].copy_(part.into, non_blocking=part.spaces[0].is_cuda)
             for other in part.spaces[1:]:
                 other.copy_(part.spaces[0], non_blocking=True)
-            if part.end - (self._parts[looked - 1].end if looked else 0) >= least or k + 1 == len(self._parts):
+            if k + 1 in looks:
                 looking.add(looked, k + 1)
                 looked = k + 1
             following = k + ahead
