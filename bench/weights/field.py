@@ -23,6 +23,8 @@ from enginepool.config import Device, GroupConfig, PoolConfig, encode_config
 
 #: seconds for engines to start, and for one order to be carried out
 START_S, ORDER_S = 300.0, 60.0
+#: how often workers that start are looked at
+LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Field:
         self.count = receivers
         self.say = say
         self.scores: dict[str, Any] = {}
+        #: of each worker: what it does, and since when
+        self._stages: dict[str, tuple[str, float]] = {}
         self.version = 0
         self.backend = "nccl" if device == "cuda" else "gloo"
         self._model = model
@@ -122,8 +126,12 @@ class Field:
 
     def ready(self) -> None:
         """Wait until all is started: nobody who still starts disturbs a measurement."""
-        ready = self.ask(self.load, START_S, do="connect", workers=self.count)
-        self.started_s = ready["at"] - self._began
+        self.ask(self.load, START_S, do="connect")
+        while len(self.workers(0)) < self.count:
+            if time.monotonic() - self._began > START_S:
+                raise RuntimeError(f"{self.count} workers are not ready after {START_S:.0f} s")
+            time.sleep(LOOK_S)
+        self.started_s = time.monotonic() - self._began
         self.add("start of the pool", OURS_STAGED, self.started_s, "s")
         self.ask(self.trainer, do="connect", address=self.address)
         self.scores["pool, as loaded"] = self.score()
@@ -175,8 +183,17 @@ class Field:
         return msgspec.convert(said["answers"], list[Answer]), len(said["failures"])
 
     def workers(self, version: int) -> dict[str, int]:
-        """The processes of the workers that are ready with this version, by the workers' names."""
-        return dict(self.ask(self.load, do="workers", version=version)["workers"])
+        """The processes of the workers that are ready with this version, by the workers' names. Told is what each does."""
+        now = time.monotonic()
+        ready: dict[str, int] = {}
+        for name, process, stage, its in self.ask(self.load, do="workers")["workers"]:
+            before, since = self._stages.get(name, ("", now))
+            if stage != before:
+                self.say(f"  {name}: {stage}" + (f" after {now - since:.1f} s of {before}" if before else ""))
+                self._stages[name] = (stage, now)
+            if (stage, its) == ("ready", version):
+                ready[name] = process
+        return ready
 
     # --- figures --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import uvloop
 
-from bench.score.callers import START_S
 from bench.score.load import own_voice
 from bench.score.workloads import VARIANTS, Shape
 from bench.weights.figures import Answer
@@ -31,19 +30,10 @@ class Load:
         self._failures: list[str] = []
         self._stop = asyncio.Event()
 
-    async def do_connect(self, workers: int) -> dict[str, object]:
-        """Wait until so many workers are ready."""
+    async def do_connect(self) -> dict[str, object]:
+        """Be a client of the pool, whose workers may still start."""
         self._pool = await Pool.connect(self._address, connect_timeout=60.0)
-        await self._pool.ready(START_S)
-        end = time.monotonic() + START_S
-        while True:
-            [group] = (await self._pool.status()).groups
-            ready = [worker for worker in group.workers if worker.stage == "ready"]
-            if len(ready) == workers:
-                return {"at": time.monotonic()}
-            if time.monotonic() > end:
-                raise TimeoutError(f"{len(ready)} of {workers} workers are ready")
-            await asyncio.sleep(0.05)
+        return {}
 
     async def do_score(self, shape: dict[str, Any]) -> dict[str, object]:
         """The scores of one request, and their version."""
@@ -65,15 +55,11 @@ class Load:
         await asyncio.gather(*self._callers)
         return {"answers": self._answers, "failures": self._failures}
 
-    async def do_workers(self, version: int) -> dict[str, object]:
-        """Who is ready with this version."""
+    async def do_workers(self) -> dict[str, object]:
+        """The workers: name, process, stage and version of each."""
         assert self._pool is not None
         [group] = (await self._pool.status()).groups
-        return {
-            "workers": [
-                [worker.name, worker.pid] for worker in group.workers if worker.stage == "ready" and worker.version == version
-            ]
-        }
+        return {"workers": [[worker.name, worker.pid, worker.stage, worker.version] for worker in group.workers]}
 
     async def do_history(self) -> dict[str, object]:
         """The phases of each update, by version; by now that of the first answer is known too."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 import msgspec
 import numpy as np
 
-from bench.weights.field import ORDER_S, START_S, Field
+from bench.weights.field import LOOK_S, ORDER_S, START_S, Field
 from bench.weights.figures import (
     ALONE,
     FLAT,
@@ -232,7 +232,7 @@ class Steps:
                     return back, now
             if now - killed > START_S:
                 raise RuntimeError(f"the killed worker is not back: {ready} are ready")
-            time.sleep(0.1)
+            time.sleep(LOOK_S)
 
     def digests(self) -> None:
         """What every engine holds now is what was sent last."""
