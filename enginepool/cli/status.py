@@ -91,6 +91,8 @@ def tables(report: "StatusReport") -> "Group":
         lines.append(f"[bold]{name}[/]: {escape(group.model)}, weights {weights}")
         if group.down:
             lines.append(f"[red]{name} is down: {escape(group.down)}[/]")
+        if group.needs_weights:
+            lines.append(f"[red]{name} needs weights: {escape(group.needs_weights)}[/]")
         if group.halvings:
             lines.append(f"[yellow]{name}: engines ran out of memory; workers are given 1/{2**group.halvings} at a time[/]")
         split = f"[red]{group.split_batches}[/]" if group.split_batches else "0"

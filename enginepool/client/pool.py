@@ -231,7 +231,10 @@ class Pool:
         group: str = "",
         report: Callable[[str], None] | None = None,
     ) -> StatusReport:
-        """Wait until every group, or the one named, has a ready worker.
+        """Wait until every group, or the one named, has a ready worker: with the committed weights in its engine.
+
+        A group whose committed weights exist nowhere any more is not waited for, since a publisher may be who asks: the report
+        says so in its `needs_weights`.
 
         `report` is called with a line for each change of what a worker is doing (loading, compiling, ...); without it the lines
         go to the log `enginepool` at level INFO.

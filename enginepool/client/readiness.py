@@ -13,7 +13,7 @@ Ask = Callable[[float | None], Awaitable[StatusReport]]
 
 
 async def wait_until_ready(ask: Ask, within: float | None, group: str, say: Callable[[str], None]) -> StatusReport:
-    """The first status report in which every group, or `group`, has a ready worker.
+    """The first status report in which every group, or `group`, has a ready worker, or needs weights to have one.
 
     Raises:
         DeadlineExceeded, PoolDown, UnknownGroup: as `Pool.ready` says.
@@ -39,11 +39,16 @@ async def wait_until_ready(ask: Ask, within: float | None, group: str, say: Call
                 raise PoolDown(f"group {status.name!r} is down: {status.down}", field="group")
             for line in _news(status, said):
                 say(line)
-        late = [status for status in groups if not any(worker.stage == "ready" for worker in status.workers)]
+        late = [status for status in groups if not _is_ready(status)]
         if groups and not late:
             return report
         waiting = "; ".join(_describe(status) for status in late) or "the pool has no group"
         await asyncio.sleep(_LOOK_S if left is None else min(_LOOK_S, left))
+
+
+def _is_ready(status: GroupStatus) -> bool:
+    """What needs weights would wait for ever for somebody who waits for it before he publishes them."""
+    return bool(status.needs_weights) or any(worker.stage == "ready" for worker in status.workers)
 
 
 def _news(status: GroupStatus, said: dict[tuple[str, str], str]) -> list[str]:

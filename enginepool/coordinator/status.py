@@ -64,7 +64,7 @@ def _worker(core: Core, worker: Worker) -> WorkerStatus:
     return WorkerStatus(
         name=worker.name,
         incarnation=worker.incarnation,
-        stage=worker.stage,
+        stage=_stage(worker),
         pid=worker.pid,
         host=worker.host,
         version=worker.version if worker.capabilities is not None else None,
@@ -78,6 +78,12 @@ def _worker(core: Core, worker: Worker) -> WorkerStatus:
         pace=worker.pace.tokens if worker.pace is not None else 0,
         pace_row=round(worker.pace.row) if worker.pace is not None else 0,
     )
+
+
+def _stage(worker: Worker) -> str:
+    """What it says, unless it waits for the weights that are committed: nobody is served by it then."""
+    waits = worker.restore_until is not None or worker.lacks is not None
+    return "restoring" if worker.stage == "ready" and waits else worker.stage
 
 
 def _detail(now: str, place: Place | None) -> str:

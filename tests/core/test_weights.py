@@ -981,6 +981,12 @@ def committed_before(**kwargs: Any) -> UpdatePool:
     return pool
 
 
+def said_of_workers(pool: UpdatePool, link: bytes) -> list[tuple[str, str]]:
+    """What the status says of each: its stage and detail."""
+    (report,) = [s.message for s in pool.do(ev.StatusAsked(0, link, 1))]
+    return [(worker.stage, worker.detail) for worker in report.groups[0].workers]  # type: ignore[union-attr]
+
+
 def test_a_worker_that_holds_other_weights_is_restored_before_it_gets_work() -> None:
     pool = committed_before()
     client = pool.client()
@@ -988,9 +994,11 @@ def test_a_worker_that_holds_other_weights_is_restored_before_it_gets_work() -> 
     pool.do(ev.WorkerIdle(0, link, EPOCH))
     asked = pool.do(ev.WorkerReady(0, link, CAN, 0))
     assert of_type(asked, Restore) == [Restore(3, DIGEST, "/snapshots/g", "/models/3")]
+    assert said_of_workers(pool, client) == [("restoring", "")]
     pool.submit(client, 1, work())
     assert not pool.batches
     told = pool.do(ev.WorkerReady(0, link, CAN, 3, DIGEST))
+    assert said_of_workers(pool, client) == [("ready", "")]
     assert of_type(told, Committed) == [Committed((0, 0), 3, DIGEST, "/snapshots/g")]
     assert len(pool.batches) == 1
 
@@ -1054,14 +1062,9 @@ def lost_everywhere() -> tuple[UpdatePool, Trainer, list[bytes]]:
 
 def test_status_forgets_that_a_worker_had_no_weights_once_it_has_some() -> None:
     pool, trainer, links = lost_everywhere()
-
-    def details() -> list[str]:
-        (report,) = [s.message for s in pool.do(ev.StatusAsked(0, trainer.link, 1))]
-        return [worker.detail for worker in report.groups[0].workers]  # type: ignore[union-attr]
-
-    assert details() == ["cannot restore weight version 3: no snapshot"] * 2
+    assert said_of_workers(pool, trainer.link) == [("restoring", "cannot restore weight version 3: no snapshot")] * 2
     committed(pool, trainer, 4, links)
-    assert details() == ["", ""]
+    assert said_of_workers(pool, trainer.link) == [("ready", "")] * 2
 
 
 def test_a_version_that_is_lost_names_no_other_weights_when_it_is_published_again() -> None:

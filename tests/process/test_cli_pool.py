@@ -1,6 +1,7 @@
 """The commands on whole pools with the sim engine: serve, status, score, demo."""
 
 import asyncio
+import io
 import json
 import re
 import signal
@@ -13,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 
-from enginepool.cli import demonstration
+from enginepool.cli import demonstration, status
 from enginepool.cli.demo_tables import tables
 from enginepool.client import Pool
-from enginepool.protocol.messages import GroupStatus, WorkerStatus
+from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 from tests.process.commands import LIMIT_S, call, end, records, start
 from tests.process.daemons import Daemon, end_workers, sim_pool
 from tests.process.processes import Processes
@@ -73,6 +75,15 @@ def test_status_shows_groups_and_workers(served: Served) -> None:
         assert word in out
     code, out, _ = call("status", "--json", env={"ENGINEPOOL_ADDRESS": served.address})
     assert [group["name"] for group in json.loads(out)["groups"]] == ["policy"]
+
+
+def test_status_says_what_keeps_a_group_from_answering() -> None:
+    lost = GroupStatus("g", needs_weights="version 3 is held nowhere", workers=[WorkerStatus("g-0", "i", "restoring")])
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(status.tables(StatusReport(1, groups=[lost, GroupStatus("h", down="no such model", halvings=2)])))
+    said = console.export_text()
+    assert "g needs weights: version 3 is held nowhere" in said and "restoring" in said
+    assert "h is down: no such model" in said and "h: engines ran out of memory; workers are given 1/4 at a time" in said
 
 
 def test_status_watch_keeps_looking_and_ends_well_on_ctrl_c(processes: Processes, served: Served) -> None:

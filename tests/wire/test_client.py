@@ -668,6 +668,23 @@ def test_ready_ends_at_its_timeout_and_says_what_is_missing(coordinator: FakeCoo
     run(main())
 
 
+def test_ready_waits_for_a_worker_with_the_committed_weights_but_not_for_weights_that_nobody_has(
+    coordinator: FakeCoordinator, run: Callable[..., None]
+):
+    coordinator.groups = [GroupStatus("g", workers=[worker("restoring")])]
+    lost = GroupStatus("g", needs_weights="version 3 is held nowhere", workers=[worker("restoring", "no snapshot")])
+
+    def say(line: str) -> None:
+        assert line in ("g: g-0 restoring", "g: g-0 restoring: no snapshot")
+        coordinator.groups = [lost]
+
+    async def main() -> None:
+        async with Pool.connect(coordinator.address) as pool:
+            assert (await pool.ready(timeout=PATIENCE_S, report=say)).groups == [lost]
+
+    run(main())
+
+
 def test_ready_does_not_wait_for_a_group_that_is_down_or_does_not_exist(coordinator: FakeCoordinator, run: Callable[..., None]):
     coordinator.groups = [GroupStatus("g", down="no such model: /m")]
 
