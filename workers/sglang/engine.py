@@ -34,6 +34,7 @@ from enginepool.workers.sglang.entries import Entries
 from enginepool.workers.sglang.host import EngineHost
 from enginepool.workers.sglang.scoring import EngineScoring
 from enginepool.workers.sglang.settings import SettingsError
+from enginepool.workers.sglang.token_types import send_token_types
 from enginepool.workers.sglang.updates import EngineWeights
 from enginepool.workers.sglang.warmup import warm_up
 
@@ -116,6 +117,7 @@ class SglangEngine:
             engine = await self._end.unless_over(asyncio.wrap_future(self._host.start()))
             prepared, self._tm = self._prepared, engine.tokenizer_manager
             assert prepared is not None
+            send_token_types(self._tm)
             entries = Entries(self._tm, prepared.requests.unwrap_from_pickle)
             self._receive()
             running = await self._end.unless_over(what_runs(engine))
