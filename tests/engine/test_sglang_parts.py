@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,6 +202,27 @@ def test_stopping_ends_a_build_that_waits_for_its_processes() -> None:
     with pytest.raises(RuntimeError, match="the scheduler died"):
         built.result(60)
     assert not psutil.pid_exists(children[0])
+
+
+@pytest.mark.parametrize(("folder", "kept"), [("short", True), ("long" * 15, False)])
+def test_sockets_that_sglang_makes_go_with_the_engine_where_their_paths_are_short_enough(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, folder: str, kept: bool
+) -> None:
+    directory = tmp_path_factory.mktemp(folder)
+    monkeypatch.setattr(tempfile, "tempdir", str(directory))
+    made: list[Path] = []
+
+    def build() -> FakeEngine:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            made.append(Path(file.name))
+        return FakeEngine("scheduler", "wait")
+
+    host = EngineHost(build, Lost())
+    host.start().result(60)
+    assert made[0].exists() and (made[0].parent != directory) == kept
+    assert tempfile.tempdir == str(directory)
+    host.stop()
+    assert made[0].exists() != kept
 
 
 def test_a_failed_build_is_told_to_who_waits() -> None:

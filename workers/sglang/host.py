@@ -14,7 +14,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -28,6 +28,8 @@ from enginepool.workers.sglang.process import NOTES_VARIABLE
 
 STOP_S = 15.0
 KILL_S = 3.0
+#: bytes of the path of a Unix socket, and of a temporary file's name with its slash
+LONGEST_PATH, NAME = 107, 12
 
 
 class EngineHost:
@@ -64,7 +66,8 @@ class EngineHost:
 
     def _run(self) -> None:
         try:
-            engine = self._build()
+            with _temporary_files_in(self._notes):
+                engine = self._build()
         except BaseException as error:  # SGLang also exits; whoever waits for the engine gets it, whatever it is
             self._built.set_exception(error)
             return
@@ -133,3 +136,15 @@ class EngineHost:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=KILL_S)
+
+
+@contextlib.contextmanager
+def _temporary_files_in(folder: Path) -> Generator[None]:
+    """This process makes them there meanwhile. SGLang names the sockets of its processes like such files, and leaves them."""
+    before = tempfile.tempdir
+    if len(os.fsencode(folder)) + NAME <= LONGEST_PATH:
+        tempfile.tempdir = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
