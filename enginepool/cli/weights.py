@@ -70,7 +70,8 @@ def history(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJs
 def digest(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJson = False) -> None:
     """Compare what the engines hold.
 
-    Every worker computes a digest of the weights in its engine now. Exit code 1 if they are not all the same.
+    Every worker computes a digest of the weights in its engine now. Exit code 1 if they are not all the same,
+    or no worker is ready.
 
     \b
     Examples:
@@ -88,7 +89,7 @@ def digest(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJso
 def validate(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJson = False) -> None:
     """Look for NaN, infinity and zeros.
 
-    In every engine; zeros are tensors of nothing else. Exit code 1 if there is NaN or infinity.
+    In every engine; zeros are tensors of nothing else. Exit code 1 if there is NaN or infinity, or no worker is ready.
 
     \b
     Examples:
@@ -205,6 +206,8 @@ def _report(
 
 
 def _all_answered(report: "WeightsReport") -> None:
+    if not report.workers:
+        raise CommandFailed(f"no worker of {report.group} is ready", RUN_FAILED)
     silent = [f"{worker.name}: {worker.message}" for worker in report.workers if worker.message]
     if silent:
         raise CommandFailed("; ".join(silent), RUN_FAILED)

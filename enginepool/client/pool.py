@@ -279,7 +279,7 @@ class Pool:
     async def weight(self, name: str, group: str = "", *, timeout: float | None = 60.0) -> Floats:  # noqa: ASYNC109
         """One weight as an engine holds it, by its name in the checkpoint: float32, in the shape that the engine has.
 
-        Raises what `weights` does; EngineFailed: the engine has no weight of that name.
+        Raises what `weights` does; EngineFailed: the engine has no weight of that name, or no worker is ready.
         """
         answer = await self._ask_weights(WeightsQuestion(0, check_group(group), "tensor", check_name(name)), timeout)
         return read_weight(answer.report, answer.frames)

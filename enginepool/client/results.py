@@ -81,7 +81,7 @@ def read_weight(report: WeightsReport, frames: Sequence[Buffer]) -> Floats:
     """The weight in a report that was asked for one.
 
     Raises:
-        EngineFailed: the worker that was asked has none of that name, or could not say.
+        EngineFailed: the worker that was asked has none of that name, or could not say; or none is ready to be asked.
         Malformed: there is none, and no reason.
     """
     for spec, frame in zip(report.frames, frames, strict=True):
@@ -90,4 +90,6 @@ def read_weight(report: WeightsReport, frames: Sequence[Buffer]) -> Floats:
     for worker in report.workers:
         if worker.message:
             raise EngineFailed(f"{worker.name}: {worker.message}")
+    if not report.workers:
+        raise EngineFailed(f"no worker of group {report.group!r} is ready")
     raise Malformed("the answer holds no tensor", field="tensor")

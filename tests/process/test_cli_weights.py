@@ -100,6 +100,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(address: str, tmp_pat
     assert "unknown names: other" in err
 
 
+@pytest.mark.parametrize("arguments", [["digest"], ["validate"], ["get", "norm"]])
+def test_of_engines_that_nobody_could_ask_nothing_is_said_to_be_well(
+    processes: Processes, tmp_path: Path, arguments: list[str]
+) -> None:
+    loading = sim_pool(tmp_path, options={"tensors": [["norm", "float32", [4]]], "load_s": 1000.0})
+    code, _, err = call("weights", *arguments, "--connect", Daemon(processes, loading).listening().address)
+    assert (code, err.count("\n")) == (1, 1)
+    assert re.search("no worker of (group )?'?g'? is ready", err)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
