@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from enginepool.group import CollectiveError
+from enginepool.protocol.manifest import Tensor
 from enginepool.workers.engine import (
     BatchScores,
     Engine,
@@ -324,6 +326,28 @@ def test_new_weights_may_be_slow_to_take_once(monkeypatch: pytest.MonkeyPatch) -
     for version in (1, 2, 3):
         work(sim.take(NewWeights(), version, ""))
     assert (slept, sim.version) == ([7.0], 3)
+
+
+def test_a_broadcast_that_breaks_leaves_the_engine_on_its_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        name, on_device = "ring", False
+
+        def begin(self, bucket: Any) -> None:
+            raise CollectiveError("rank 0 is gone")
+
+    def join(*told: Any) -> Broken:
+        return Broken()
+
+    monkeypatch.setattr("enginepool.workers.sim.weights._join", join)
+    sim = engine(tensors=[["norm", "float32", [4]]])
+
+    async def scenario() -> None:
+        await sim.join("ring", "127.0.0.1:1", 2, 1, "gloo")
+        await sim.take(NewWeights((Tensor("norm", "float32", (4,)),), group="ring", bucket_bytes=256), 1, "")
+
+    with pytest.raises(EngineError, match="rank 0 is gone"):
+        work(scenario())
+    assert (sim.version, sim.digest) == (0, "")
 
 
 def test_an_error_refuses_the_batch_or_only_the_part_with_the_token() -> None:

@@ -90,10 +90,14 @@ class SimWeights:
         self.digest = digest_of_bytes(self._space)
 
     def _receive(self, weights: NewWeights) -> npt.NDArray[np.uint8]:
+        from enginepool.group import CollectiveError
         from enginepool.workers.stager.receiving import HostMemory
 
         memory = HostMemory(layout(weights.tensors).nbytes)
-        memory.reception(weights.tensors, weights.bucket_bytes, "cpu").receive(self._group)
+        try:
+            memory.reception(weights.tensors, weights.bucket_bytes, "cpu").receive(self._group)
+        except CollectiveError as error:
+            raise EngineError(str(error)) from None
         return memory.tensors[0].numpy().copy()
 
     def inspect(self) -> tuple[str, list[Finding]]:
