@@ -4,8 +4,9 @@ So nobody enters a collective that others have left: an update that rank 0 gives
 a rank that fails makes all of them give up. The group is a torch process group that the caller made for this alone.
 """
 
+import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ _outcome: "msgspec.json.Decoder[Published | Failure]" = msgspec.json.Decoder(Pub
 
 
 class RankFailed(Exception):
-    """Another trainer rank could not do its part."""
+    """Another trainer rank could not do its part, or is gone."""
 
 
 class Lockstep:
@@ -38,27 +39,32 @@ class Lockstep:
         """All ranks take `count` tensors from their source, this one by `step`.
 
         Raises:
-            RankFailed: one of the others failed. Else whatever `step` raises, when all have been told.
+            RankFailed: one of the others failed, or is gone. Else whatever `step` raises, when all have been told.
         """
         if self._group is None:
             step()
             return
-        _tell(self._group, [count, 0])
+        with _reachable():
+            _tell(self._group, [count, 0])
         try:
             step()
         except BaseException:
             # Whatever it is, and it is raised again, the other ranks wait for this one's word.
-            _failures(self._group, 1)
+            with _reachable():
+                _failures(self._group, 1)
             raise
-        if _failures(self._group, 0):
+        with _reachable():
+            failed = _failures(self._group, 0)
+        if failed:
             raise RankFailed("another trainer rank could not give its part of the weights; its own log says why")
 
     def end(self, outcome: Published | Failure) -> None:
-        """How the update ended: the last word, which every update has."""
+        """How the update ended: the last word, which every update has. Where a rank is gone, torch tells the others."""
         if self._group is not None:
             text = msgspec.json.encode(outcome)
-            _tell(self._group, [_END, len(text)])
-            _move(self._group, torch.tensor(list(text), dtype=torch.uint8))
+            with contextlib.suppress(RankFailed), _reachable():
+                _tell(self._group, [_END, len(text)])
+                _move(self._group, torch.tensor(list(text), dtype=torch.uint8))
 
 
 def follow(group: Any, tensors: Callable[[], Iterator[object]]) -> tuple[Published | Failure, Exception | None]:
@@ -81,6 +87,15 @@ def follow(group: Any, tensors: Callable[[], Iterator[object]]) -> tuple[Publish
             # Whatever it is, rank 0 waits for this one's word. It is raised when all ranks have left the update.
             own = as_error(error)
         _failures(group, int(own is not None))
+
+
+@contextlib.contextmanager
+def _reachable() -> Generator[None]:
+    """Collectives of the trainer's group that rank 0 begins. Raises RankFailed: it is broken."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankFailed(f"another trainer rank is gone, or its process group is broken: {error}") from error
 
 
 def _tell(group: Any, numbers: list[int]) -> None:

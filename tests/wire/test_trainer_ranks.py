@@ -12,6 +12,7 @@ import pytest
 from enginepool.protocol.updates import UpdateRecord
 from tests.wire.fake_coordinator import FakeCoordinator
 from tests.wire.fake_updates import ROOT, FakeUpdates, Receiver
+from tests.wire.trainer import GONE
 
 LIMIT_S = 200.0
 NAMES = ["0.weight", "1.weight", "2.weight", "3.weight"]
@@ -27,7 +28,7 @@ def updates(tmp_path: Path) -> Iterator[FakeUpdates]:
 
 
 def train(updates: FakeUpdates, fault: str = "") -> list[dict[str, Any]]:
-    """What each of two ranks says at its end; neither may hang."""
+    """What each of two ranks says at its end, and nothing where it leaves without a word; neither may hang."""
     meeting = f"{updates.coordinator.address.removeprefix('ipc://')}-{len(updates.published)}-ranks"
     command = [sys.executable, "-m", "tests.wire.trainer"]
     ranks = [
@@ -41,8 +42,9 @@ def train(updates: FakeUpdates, fault: str = "") -> list[dict[str, Any]]:
     try:
         for rank in ranks:
             out, err = rank.communicate(timeout=LIMIT_S)
-            assert rank.returncode == 0, err
-            said.append(json.loads(out.splitlines()[-1]))
+            assert rank.returncode == (GONE if fault == "gone" and rank is ranks[1] else 0), err
+            assert "Traceback" not in err, err
+            said.append(json.loads(out.splitlines()[-1]) if out else {})
     finally:
         for rank in ranks:
             rank.kill()
@@ -104,3 +106,12 @@ def test_a_rank_that_fails_makes_all_give_up(updates: FakeUpdates) -> None:
     assert "another trainer rank" in first["done"]["1"]
     assert second["done"]["1"] == "RuntimeError: rank 1 has lost its shard"
     assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2
+
+
+def test_of_a_rank_that_dies_the_others_hear_in_words(updates: FakeUpdates) -> None:
+    updates.renew_receivers = True
+    first, second = train(updates, "gone")
+    assert not second
+    for said in first["done"].values():
+        assert said.startswith("UpdateAborted: "), said
+        assert "another trainer rank is gone" in said

@@ -5,6 +5,7 @@ Every rank publishes version 1 and 2 and says on stdout how each ended, with the
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -14,6 +15,9 @@ import torch
 
 from enginepool import Pool, WeightPublisher
 from enginepool.errors import EnginepoolError
+
+#: exit code of a rank that leaves without a word
+GONE = 7
 
 
 def main() -> None:
@@ -29,6 +33,8 @@ def main() -> None:
         """A collective of all ranks, as a sharded model has it: the sum of the ranks' parts."""
         if fault == f"rank {rank}" and name == "2.weight" and "1" not in done:
             raise RuntimeError(f"rank {rank} has lost its shard")
+        if fault == "gone" and rank == 1 and name == "2.weight":
+            os._exit(GONE)
         whole = tensor.clone()
         if fault != "rank 1":
             dist.all_reduce(whole)
