@@ -18,7 +18,7 @@ from enginepool import threads
 from enginepool.client import buffers
 from enginepool.client.buffers import Buffers, stand_behind
 from enginepool.client.lending import Loan
-from enginepool.client.lockstep import Lockstep, as_error, follow
+from enginepool.client.lockstep import Lockstep, RankFailed, as_error, follow
 from enginepool.client.streaming import Sending, Stopped
 from enginepool.client.tensors import Plan
 from enginepool.collective import Rendezvous
@@ -129,6 +129,11 @@ class Courier:
         else:
             # Tensors may lie on a GPU nevertheless.
             stand_behind()
+
+    @property
+    def stuck_at(self) -> str:
+        """As `Lockstep.stuck_at`."""
+        return self._lockstep.stuck_at
 
     def start(self) -> None:
         threads.start(self._run, "weights")
@@ -254,23 +259,15 @@ class Follower:
         threads.start(self._run, "weights")
 
     def _run(self) -> None:
-        plan, failure = None, None
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # as in `Courier`
-            plan = self._plan()
+            plan: Plan | Exception = self._plan()
         except BaseException as error:  # as in `Courier`
-            failure = as_error(error)
-
-        def tensors() -> Any:
-            if failure is not None:
-                raise failure
-            assert plan is not None
-            return plan.tensors()
-
+            plan = as_error(error)
         try:
-            outcome, own = follow(self._group, tensors)
-        except Exception as error:
-            # The trainer's group is broken: rank 0 is gone, most likely.
-            outcome, own = Failure("update_aborted", f"rank 0 of the trainer is gone: {error}"), None
+            outcome, own = follow(self._group, plan)
+        except RankFailed as error:
+            # Rank 0, most likely.
+            outcome, own = Failure("update_aborted", str(error)), error
         self._ended(outcome, own)

@@ -100,6 +100,7 @@ class Loan:
                 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             cut = cut_up(plan.manifest, bucket_bytes, lambda bucket: content[bucket.at : bucket.at + bucket.nbytes])
             feed, digest, laid = Feed(plan, cut.expected, lockstep, stopped), Digest(), 0
+            lockstep.begin(plan)
             for filling in cut.fillings:
                 feed.fill(filling)
                 digest.add(filling.bytes, filling.at)

@@ -2,26 +2,38 @@
 
 So nobody enters a collective that others have left: an update that rank 0 gives up ends on every rank before the next one, and
 a rank that fails makes all of them give up. The group is a torch process group that the caller made for this alone.
+
+What this cannot help: a rank whose source fails while the others are in the collective of that very tensor. They wait in it
+for as long as the caller's own process group lets them; the log says on either side what is waited for.
 """
 
-import contextlib
 import importlib
+import logging
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
+from enginepool.client.tensors import Plan
+from enginepool.errors import BadRequest
 from enginepool.protocol.messages import Failure
 from enginepool.protocol.updates import Published
 
 torch: Any = importlib.import_module("torch")
 
-_END = -1
+log = logging.getLogger("enginepool")
+
+_END, _BEGIN = -1, -2
+#: After so long somebody is told what is waited for: a source, a gather, or the other ranks.
+_LONG_S = 3.0
 _outcome: "msgspec.json.Decoder[Published | Failure]" = msgspec.json.Decoder(Published | Failure)
 
 
 class RankFailed(Exception):
-    """Another trainer rank could not do its part, or is gone."""
+    """Another trainer rank could not do its part."""
 
 
 class Lockstep:
@@ -29,11 +41,37 @@ class Lockstep:
 
     def __init__(self, group: Any = None) -> None:
         self._group = group if group is not None and group.size() > 1 else None
+        #: the tensor that the source is asked for, or that is gathered, and since when
+        self._reading = ("", 0.0)
 
     @property
     def alone(self) -> bool:
         """Nobody else takes tensors when this rank does."""
         return self._group is None
+
+    @contextmanager
+    def reading(self, name: str) -> Generator[None]:
+        """The caller's source or gather has this thread, for the tensor `name`."""
+        self._reading = name, time.monotonic()
+        try:
+            yield
+        finally:
+            self._reading = "", 0.0
+
+    @property
+    def stuck_at(self) -> str:
+        """The tensor that the caller's source or gather has had this thread for, for long; "" if it has not. Any thread."""
+        name, since = self._reading
+        return name if time.monotonic() - since > _LONG_S else ""
+
+    def begin(self, plan: Plan) -> None:
+        """Before the first tensor: all ranks can read their source, and sharded tensors are the same ones on each.
+
+        Raises RankFailed: not so.
+        """
+        if self._group is not None:
+            _tell(self._group, [_BEGIN, plan.sharded])
+            self._all_well()
 
     def together(self, count: int, step: Callable[[], object]) -> None:
         """All ranks take `count` tensors from their source, this one by `step`.
@@ -44,58 +82,64 @@ class Lockstep:
         if self._group is None:
             step()
             return
-        with _reachable():
-            _tell(self._group, [count, 0])
+        _tell(self._group, [count, 0])
         try:
             step()
-        except BaseException:
+        except BaseException as error:
             # Whatever it is, and it is raised again, the other ranks wait for this one's word.
-            with _reachable():
-                _failures(self._group, 1)
+            _failures(self._group, error)
             raise
-        with _reachable():
-            failed = _failures(self._group, 0)
-        if failed:
+        self._all_well()
+
+    def _all_well(self) -> None:
+        if _failures(self._group, None):
             raise RankFailed("another trainer rank could not give its part of the weights; its own log says why")
 
     def end(self, outcome: Published | Failure) -> None:
-        """How the update ended: the last word, which every update has. Where a rank is gone, torch tells the others."""
+        """How the update ended: the last word, which every update has."""
         if self._group is not None:
             text = msgspec.json.encode(outcome)
-            with contextlib.suppress(RankFailed), _reachable():
+            try:
                 _tell(self._group, [_END, len(text)])
                 _move(self._group, torch.tensor(list(text), dtype=torch.uint8))
+            except RankFailed as error:
+                log.warning("the other trainer ranks cannot be told how the update ended: %s", error)
 
 
-def follow(group: Any, tensors: Callable[[], Iterator[object]]) -> tuple[Published | Failure, Exception | None]:
+def follow(group: Any, plan: Plan | Exception) -> tuple[Published | Failure, Exception | None]:
     """What the ranks above 0 do: take tensors when rank 0 says so, until it says how the update ended.
 
-    Returns that, and what went wrong with this rank's own source.
+    Args:
+        plan: of this rank, or why it has none.
+
+    Returns the end, and what went wrong with this rank's own source. Raises RankFailed: rank 0 is gone.
     """
-    own: Exception | None = None
+    own = plan if isinstance(plan, Exception) else None
     source: Iterator[object] | None = None
     while True:
-        count, length = _heard(group, [0, 0], torch.int64)
+        count, word = _heard(group, [0, 0], torch.int64)
         if count == _END:
-            return _outcome.decode(bytes(_heard(group, [0] * length, torch.uint8))), own
+            return _outcome.decode(bytes(_heard(group, [0] * word, torch.uint8))), own
         try:
-            if own is None:
-                source = tensors() if source is None else source
+            if isinstance(plan, Plan) and own is None:
+                if count == _BEGIN:
+                    _compare(plan, word)
+                source = plan.tensors() if source is None else source
                 for _ in range(count):
                     next(source, None)
         except BaseException as error:
             # Whatever it is, rank 0 waits for this one's word. It is raised when all ranks have left the update.
             own = as_error(error)
-        _failures(group, int(own is not None))
+        _failures(group, own)
 
 
-@contextlib.contextmanager
-def _reachable() -> Generator[None]:
-    """Collectives of the trainer's group that rank 0 begins. Raises RankFailed: it is broken."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise RankFailed(f"another trainer rank is gone, or its process group is broken: {error}") from error
+def _compare(plan: Plan, sharded: int) -> None:
+    """Each tensor is gathered out of what all ranks give at its place. Raises BadRequest: they would give different ones."""
+    if sharded and plan.sharded not in (0, sharded):
+        raise BadRequest(
+            "source: its sharded tensors differ from rank 0's in a name, shape, dtype or their order; all ranks give the same",
+            field="source",
+        )
 
 
 def _tell(group: Any, numbers: list[int]) -> None:
@@ -107,16 +151,44 @@ def _heard(group: Any, like: list[int], dtype: Any) -> list[int]:
 
 
 def _move(group: Any, tensor: Any) -> Any:
-    tensor = tensor.to(_device(group))
-    group.broadcast(tensor, 0).wait()
-    return tensor
+    with _whole():
+        tensor = tensor.to(_device(group))
+        group.broadcast(tensor, 0).wait()
+        return tensor.cpu()
 
 
-def _failures(group: Any, mine: int) -> int:
+def _failures(group: Any, mine: BaseException | None) -> int:
     """How many ranks failed."""
-    tensor = torch.tensor([mine], dtype=torch.int64, device=_device(group))
-    group.allreduce(tensor).wait()
-    return int(tensor.item())
+    with _whole(), _unheard(mine):
+        tensor = torch.tensor([int(mine is not None)], dtype=torch.int64, device=_device(group))
+        group.allreduce(tensor).wait()
+        return int(tensor.item())
+
+
+@contextmanager
+def _whole() -> Generator[None]:
+    """What torch says of a group whose ranks are not all there any more."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise RankFailed(f"a trainer rank is gone: {reason}") from error
+
+
+@contextmanager
+def _unheard(mine: BaseException | None) -> Generator[None]:
+    """Until the others have heard of it, nobody else can tell the caller what went wrong here."""
+    if mine is None:
+        yield
+        return
+    text = "the weights' source failed on this trainer rank, and the others do not come to hear of it: they may be in a gather"
+    timer = threading.Timer(_LONG_S, log.error, (text + ": %s: %s", type(mine).__name__, mine))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _device(group: Any) -> Any:

@@ -78,7 +78,7 @@ class Feed:
         collectives would wait for this one."""
         wrong: Exception | None = None
         for expected in self._expected[self._pulled : until]:
-            found = next(self._tensors, None)
+            found = self._next(expected.name)
             if found is None:
                 raise wrong or BadRequest(
                     f"source: ended after {self._pulled} of {len(self._expected)} tensors; {expected.name} is missing",
@@ -99,9 +99,13 @@ class Feed:
             raise wrong
 
     def _have_no_more(self) -> None:
-        found = next(self._tensors, None)
+        found = self._next("the end of the source")
         if found is not None:
             raise BadRequest(f"source: {found[0]} came after the last tensor that was announced", field=f"source[{found[0]}]")
+
+    def _next(self, what: str) -> tuple[str, Any] | None:
+        with self._lockstep.reading(what):
+            return next(self._tensors, None)
 
 
 class Sending:
@@ -143,6 +147,7 @@ class Sending:
             cut = self._buffers.cut(self._plan.manifest, self._bucket_bytes)
             self._fillings = cut.fillings
             self._feed = Feed(self._plan, cut.expected, self._lockstep, self._stopped)
+            self._lockstep.begin(self._plan)
             for filling in self._fillings[:_AHEAD]:
                 self._feed.fill(filling)
                 self._digest.add(filling.bytes, filling.at)

@@ -5,6 +5,7 @@ may do the rest. What comes is described first (`Plan.manifest`), without a byte
 tensor (`Plan.tensors`), each gathered when its turn comes.
 """
 
+import hashlib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,10 +35,14 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What an update sends: its description, and its tensors in the same order. `tensors` may be called once."""
+    """What an update sends: its description, and its tensors in the same order. `tensors` may be called once.
+
+    `sharded`: a digest of those that a collective of all ranks makes whole, which has to be the same on each; 0: nobody knows.
+    """
 
     manifest: list[Tensor]
     tensors: Callable[[], Iterator[tuple[str, Any]]]
+    sharded: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -71,19 +76,21 @@ def make_plan(
     Raises:
         BadRequest: something in `source` is no tensor, a name comes twice, a dtype cannot travel.
     """
+    sharded = _Sharded(gather is None)
     gather = gather or whole
     if callable(source) and not isinstance(source, torch.nn.Module):
         read = cast("Callable[[], Iterable[tuple[str, Any]]]", source)
         if manifest is None:
-            return Plan(_described(read(), rename, dtype), lambda: _given(read(), rename, gather, dtype))
+            described = _described(sharded.seen(read()), rename, dtype)
+            return Plan(described, lambda: _given(read(), rename, gather, dtype), sharded.digest)
         return Plan(_written(manifest), lambda: _given(read(), rename, gather, dtype))
     if isinstance(source, Iterator) and manifest is not None:
         stream = cast("Iterator[tuple[str, Any]]", source)
         return Plan(_written(manifest), lambda: _given(stream, rename, gather, dtype))
-    pairs = list(_kept(_pairs(source)))
+    pairs = list(sharded.seen(_kept(_pairs(source))))
     if manifest is not None:
-        return Plan(_written(manifest), lambda: _given(pairs, rename, gather, dtype))
-    return Plan(_described(pairs, rename, dtype), lambda: _given(pairs, rename, gather, dtype))
+        return Plan(_written(manifest), lambda: _given(pairs, rename, gather, dtype), sharded.digest)
+    return Plan(_described(pairs, rename, dtype), lambda: _given(pairs, rename, gather, dtype), sharded.digest)
 
 
 # --- what is there -----------------------------------------------------------------------------------------------------
@@ -193,6 +200,27 @@ def _kept(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     for name, tensor in _checked(pairs):
         held.add(name, tensor)
         yield name, tensor
+
+
+class _Sharded:
+    """The digest of the DTensors among pairs that pass, where they are gathered by `whole`: name, shape, dtype, and order."""
+
+    def __init__(self, by_whole: bool) -> None:
+        self._by_whole = by_whole
+        self._words = hashlib.blake2b(digest_size=7)
+
+    def seen(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        for pair in pairs:
+            match pair:
+                case str(name), value if self._by_whole and hasattr(value, "full_tensor"):
+                    self._words.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode(errors="replace"))
+                case _:
+                    pass
+            yield pair
+
+    @property
+    def digest(self) -> int:
+        return int.from_bytes(self._words.digest()) if self._by_whole else 0
 
 
 # --- what it becomes ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+import msgspec
+
 from enginepool import threads
 from enginepool.client.arguments import check_timeout
 from enginepool.client.buffers import Buffers
@@ -118,7 +120,7 @@ class UpdateHandle:
         if asyncio.get_running_loop() is not desk.loop:
             raise RuntimeError("this WeightPublisher belongs to another event loop")
         if desk.open is not None:
-            raise Publishing(f"this publisher's update to version {desk.open.version} is not over; finish or abandon it first")
+            raise Publishing(f"this publisher's update to version {desk.open.version} is not over; {desk.open._holding()}")
         self.version = version
         self.phase: PhaseName | Literal["committed", "failed"] = "open"
         self.members = self.done = self.sent_bytes = self.total_bytes = 0
@@ -301,8 +303,23 @@ class UpdateHandle:
                 future.set_exception(error)
 
     def _error(self, failure: Failure) -> EnginepoolError:
+        if self._cause is None and (stuck := self._stuck()):
+            # The coordinator only knows that nothing comes.
+            failure = msgspec.structs.replace(failure, message=failure.message + stuck)
         connection = self._desk.connection
         return error_from(failure, NAMES) if connection is None else connection.failed(failure, NAMES)
+
+    def _stuck(self) -> str:
+        """What the thread waits for in the caller's own code."""
+        name = "" if self._courier is None else self._courier.stuck_at
+        if not name:
+            return ""
+        ranks = "" if self._desk.trainer_group is None else ", perhaps for another trainer rank, whose log says why"
+        return f"; this publisher waits for {name} from its source or gather{ranks}"
+
+    def _holding(self) -> str:
+        """Why the next update cannot begin."""
+        return "finish or abandon it first" if not self._final.done() else f"its thread is still busy{self._stuck()}"
 
     # --- what the threads say ------------------------------------------------------------------------------------------
 
@@ -369,7 +386,7 @@ class UpdateHandle:
         if not self._left.done():
             await asyncio.wait([self._left], timeout=_LEAVE_S)
         if not self._left.done():
-            log.warning("the thread of the update to version %d is still busy", self.version)
+            log.warning("the thread of the update to version %d is still busy%s", self.version, self._stuck())
             if self._desk.trainer_group is None:
                 self._leave()
 

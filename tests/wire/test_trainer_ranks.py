@@ -114,4 +114,4 @@ def test_of_a_rank_that_dies_the_others_hear_in_words(updates: FakeUpdates) -> N
     assert not second
     for said in first["done"].values():
         assert said.startswith("UpdateAborted: "), said
-        assert "another trainer rank is gone" in said
+        assert "a trainer rank is gone" in said
