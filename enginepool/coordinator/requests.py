@@ -243,8 +243,8 @@ class Requests:
         core = self.core
         for request in core.deadlines.due(core.now):
             if request.state != DONE:
-                waited = core.now - request.arrival
-                self.fail(request, "deadline_exceeded", f"timeout_ms: no answer after {waited:.3f} s", field="timeout_ms")
+                text = f"timeout_ms: no answer after {core.now - request.arrival:.3f} s{_unmet(request)}"
+                self.fail(request, "deadline_exceeded", text, field="timeout_ms")
                 core.wake(request.group)
 
     def fail_all(self, group: Group, code: str, message: str, classes: int = ANY) -> None:
@@ -290,6 +290,18 @@ class Requests:
             if moved:
                 # Their entries leave at once: after a new run they may come back here, and nobody stands in a queue twice.
                 queue.sort()
+
+
+def _unmet(request: Request) -> str:
+    """What a request that waits has waited for, where it is more than its turn."""
+    group = request.group
+    if request.state == RUNNING:
+        return ""
+    if request.min_version > group.version:
+        return f"; weights of version {request.min_version} were to answer, and {group.version} is committed"
+    if not any(worker.able for worker in group.workers.values()):
+        return f"; no worker of group {group.name} is ready"
+    return ""
 
 
 def _join(request: Request) -> tuple[list[FrameSpec], list[Buffer]]:

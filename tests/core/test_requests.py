@@ -173,10 +173,14 @@ def test_a_deadline_answers_wherever_the_request_is() -> None:
     client = pool.client()
     pool.submit(client, 1, work(8), timeout=1.0)
     pool.submit(client, 2, work(8), timeout=3.0)
-    assert codes(pool.wait(1.5)) == ["deadline_exceeded"]
+    early = pool.wait(1.5)
+    assert codes(early) == ["deadline_exceeded"]
+    assert failures(early)[1].message == "timeout_ms: no answer after 1.000 s; no worker of group g is ready"
     pool.worker()
     assert len(pool.batches) == 1, "what is over never reaches a worker"
-    assert list(failures(pool.wait(2.0))) == [2], "also while it runs"
+    late = failures(pool.wait(2.0))
+    assert list(late) == [2], "also while it runs"
+    assert late[2].message == "timeout_ms: no answer after 3.000 s"
     assert results(pool.finish_all()) == {}
 
 

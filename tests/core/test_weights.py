@@ -911,7 +911,9 @@ def test_a_request_for_a_later_version_waits_and_runs_once_it_is_committed() -> 
 def test_a_request_for_a_later_version_has_its_deadline() -> None:
     pool, trainer, _ = ready()
     pool.do(ev.Submit(0, trainer.link, 50, work(), 0, pool.now + 1.0, 2))
-    assert failures(pool.wait(2.0))[50].code == "deadline_exceeded"
+    failure = failures(pool.wait(2.0))[50]
+    assert failure.code == "deadline_exceeded"
+    assert failure.message.endswith("; weights of version 2 were to answer, and 0 is committed")
     pool.machine.check()
 
 
