@@ -350,6 +350,30 @@ def test_a_broadcast_that_breaks_leaves_the_engine_on_its_old_weights(monkeypatc
     assert (sim.version, sim.digest) == (0, "")
 
 
+def test_of_the_groups_that_it_joins_it_is_in_the_last_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+
+    class Ring:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self) -> None:
+            left.append(self.name)
+
+    def join(name: str, *told: Any) -> Ring:
+        return Ring(name)
+
+    monkeypatch.setattr("enginepool.workers.sim.weights._join", join)
+    sim = engine(tensors=[["norm", "float32", [4]]])
+
+    async def scenario() -> None:
+        for name in ("first", "first", "second", "third"):
+            await sim.join(name, "127.0.0.1:1", 2, 1, "gloo")
+
+    work(scenario())
+    assert left == ["first", "second"]
+
+
 def test_an_error_refuses_the_batch_or_only_the_part_with_the_token() -> None:
     with pytest.raises(EngineError, match="asked for"):
         score(faulty("error", at_batch=1), part([1], [[2]]))

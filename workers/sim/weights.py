@@ -46,6 +46,9 @@ class SimWeights:
         """Join a process group, with torch. Raises EngineError."""
         self._joining = name
         if self._group is None or self._group.name != name:
+            left, self._group = self._group, None
+            if left is not None:
+                await asyncio.to_thread(left.abort)
             group = await asyncio.to_thread(_join, name, address, world, rank, backend)
             if self._joining != name:
                 await asyncio.to_thread(group.abort)
