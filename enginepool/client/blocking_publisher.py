@@ -1,14 +1,15 @@
 """`BlockingWeightPublisher`: a `WeightPublisher` for trainers that do not await, on the loop of their `BlockingPool`."""
 
 from collections.abc import Callable, Coroutine
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
+from enginepool.client.arguments import kind
 from enginepool.client.blocking import BlockingPool, LoopThread
 from enginepool.client.buffers import stand_behind
 from enginepool.client.publisher import UpdateOptions, WeightPublisher, device_of
 from enginepool.client.tensors import Source
 from enginepool.client.update import UpdateHandle
-from enginepool.errors import PoolClosed
+from enginepool.errors import BadRequest, PoolClosed
 from enginepool.protocol.updates import UpdateRecord
 
 _Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -69,6 +70,8 @@ class BlockingWeightPublisher:
     """
 
     def __init__(self, pool: BlockingPool | None, **options: Any) -> None:
+        if pool is not None and not isinstance(cast("object", pool), BlockingPool):
+            raise BadRequest(f"pool: {kind(pool)}; a BlockingPool; WeightPublisher takes a Pool", field="pool")
         #: found here: the loop's thread has another current GPU
         self._device = device_of(options.pop("device", "auto"))
         #: a loop of its own, on ranks without a pool

@@ -93,6 +93,9 @@ class WeightPublisher:
             raise BadRequest(f"host: {host!r}; the address at which workers' hosts reach this one", field="host")
         utf8("host", host)
         self.rank: int = 0 if trainer_group is None else trainer_group.rank()
+        if pool is not None and not hasattr(cast("object", pool), "connection"):
+            wanted = "a Pool, awaited or entered; BlockingWeightPublisher takes a BlockingPool"
+            raise BadRequest(f"pool: {kind(pool)}; {wanted}", field="pool")
         if (pool is None) != (self.rank > 0):
             raise BadRequest("pool: rank 0 of the trainer has the pool, the other ranks have None", field="pool")
         self.group = check_group(group)
@@ -240,6 +243,8 @@ def device_of(device: Any) -> Any:
         raise BadRequest(f"device: {device!r}: {error}", field="device") from None
     if found.type not in ("cpu", "cuda"):
         raise BadRequest(f"device: {found}; cpu or cuda", field="device", limit="cpu, cuda")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise BadRequest(f"device: {found}; torch finds no GPU here", field="device", limit="cpu")
     if found.type == "cuda" and found.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return found

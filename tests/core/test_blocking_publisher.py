@@ -1,5 +1,6 @@
 """What a publisher that blocks its caller takes over from the caller's thread, in which the pool's loop does not run."""
 
+import asyncio
 import threading
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 
 from enginepool.client import blocking_publisher
 from enginepool.client.blocking_publisher import BlockingWeightPublisher
+from enginepool.client.pool import Pool
+from enginepool.client.publisher import WeightPublisher, device_of
 from enginepool.errors import BadRequest, PoolClosed
 
 
@@ -42,6 +45,22 @@ def test_a_publisher_of_a_rank_without_a_pool_leaves_no_thread_whether_it_could_
     assert threading.active_count() == before
     with pytest.raises(PoolClosed):
         publisher.publish({"w": torch.zeros(2)}, 1)
+
+
+def test_a_pool_of_the_other_kind_and_a_gpu_that_is_not_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    awaited = Pool.connect("ipc:///nobody/is/here")
+    with pytest.raises(BadRequest, match="pool: a Opening; a BlockingPool; WeightPublisher takes a Pool"):
+        BlockingWeightPublisher(awaited, device="cpu")  # type: ignore[arg-type]
+
+    async def make(pool: Any, device: str) -> None:
+        WeightPublisher(pool, device=device)
+
+    with pytest.raises(BadRequest, match="pool: a Opening; a Pool, awaited or entered; BlockingWeightPublisher takes a Blo"):
+        asyncio.run(make(awaited, "cpu"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device in ("cuda", "cuda:1"):
+        with pytest.raises(BadRequest, match=f"device: {device}; torch finds no GPU here"):
+            device_of(device)
 
 
 def test_the_gpu_and_the_stream_are_those_of_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
