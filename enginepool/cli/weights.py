@@ -156,11 +156,9 @@ def publish(
       enginepool weights publish /models/other --version 0 --new-run
     """
     in_flight = "abort" if abort else "drain"
-    # Workers run in other folders.
-    path = str(Path(checkpoint).resolve()) if Path(checkpoint).is_dir() else checkpoint
     record = _ask(
         connect,
-        lambda pool: pool.publish_checkpoint(path, version, group, in_flight=in_flight, drain=drain, new_run=new_run),
+        lambda pool: pool.publish_checkpoint(checkpoint, version, group, in_flight=in_flight, drain=drain, new_run=new_run),
     )
     typer.echo(_committed(record))
 

@@ -7,6 +7,7 @@ What needs no knowledge of the model is refused here with the same error that th
 import math
 from collections.abc import Sequence
 from os import PathLike, fspath
+from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 
 import numpy as np
@@ -125,11 +126,13 @@ def check_address(value: Any) -> str:
 
 
 def check_path(value: Any) -> str:
-    """The path of a checkpoint directory."""
+    """The path of a checkpoint directory: one that is here is told from the root on, as workers run in other folders."""
     path = fspath(cast("PathLike[str]", value)) if isinstance(value, str | PathLike) else None
     if not isinstance(path, str) or not path:
         shown = "empty" if path == "" else kind(cast("object", value))
         raise bad("path", f"path: {shown}; a checkpoint directory")
+    if Path(path).is_dir():
+        path = str(Path(path).resolve())
     utf8("path", path)
     return path
 

@@ -155,20 +155,26 @@ def test_the_lease_is_renewed_while_a_handle_waits(updates: FakeUpdates) -> None
     play(updates, scene, lease=0.3)
 
 
-def test_weights_without_a_broadcast_are_a_version_or_a_directory(updates: FakeUpdates) -> None:
+def test_weights_without_a_broadcast_are_a_version_or_a_directory(
+    updates: FakeUpdates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
         assert (await pool.relabel(3)).transfer == "relabel"
         assert (await pool.publish_checkpoint(Path("some/model"), 4, in_flight="abort")).version == 4
         with pytest.raises(errors.VersionBackwards) as caught:
             await pool.relabel(4)
         assert caught.value.limit == "4"
+        await pool.publish_checkpoint("here", 5)
         for path in ("", None, 7, b"some/model", "lone\ud800surrogate"):
             with pytest.raises(errors.BadRequest) as refused:
-                await pool.publish_checkpoint(cast("Any", path), 5)
+                await pool.publish_checkpoint(cast("Any", path), 6)
             assert refused.value.field == "path"
 
     play(updates, scene)
-    assert [publish.path for publish in updates.published] == ["", "some/model", ""]
+    assert [publish.path for publish in updates.published] == ["", "some/model", str(tmp_path / "here"), ""]
 
 
 def test_a_publisher_that_comes_later_hears_what_the_pool_has_lost_before(updates: FakeUpdates) -> None:
