@@ -58,13 +58,19 @@ class WeightPublisher:
         dtype: floating tensors are converted to it, before they are gathered: torch.bfloat16 halves the bytes of a float32
             master.
         trainer_group: a torch process group of all trainer ranks that nothing else uses
-            (`torch.distributed.new_group(backend="gloo")`).
+            (`torch.distributed.new_group(backend="gloo")`). A rank that fails while others gather a tensor holds them up for as
+            long as the process group of that gather allows.
         timeout: seconds for `start` until all is sent, and for `finish`.
         lease: seconds of silence after which the pool gives an update of this publisher up and serves on.
         collective_timeout: seconds for the process group to form, and for each bucket.
         on_wanted: called with the version when the pool has lost its weights and needs them again, also when that was so before
             this publisher was made; `wanted` is set then too. Every publisher of the group hears it.
         keep_memory: what `handles` lays tensors out in stays for the next update; else it goes back after each.
+
+    Attributes:
+        rank, group: of the trainer; of the pool.
+        wanted: an asyncio.Event, set while the pool has lost its weights and waits for them; a published update clears it.
+        wanted_version: the version that it has lost: publish that one as it was, or a later one.
     """
 
     def __init__(
@@ -99,9 +105,7 @@ class WeightPublisher:
         if (pool is None) != (self.rank > 0):
             raise BadRequest("pool: rank 0 of the trainer has the pool, the other ranks have None", field="pool")
         self.group = check_group(group)
-        #: set while the pool has lost its weights and waits for them; a published update clears it
         self.wanted = asyncio.Event()
-        #: the version that it has lost: publish that one as it was, or a later one
         self.wanted_version = 0
         for name, hook in (("rename", rename), ("gather", gather), ("on_wanted", on_wanted)):
             if hook is not None and not callable(hook):

@@ -106,6 +106,11 @@ def test_an_example_configuration_is_what_the_loader_takes(example: str) -> None
     load_config(ROOT / "examples" / example)
 
 
+def test_the_example_of_a_trainer_of_several_ranks_runs(processes: Processes, tmp_path: Path) -> None:
+    run(processes, [sys.executable, str(ROOT / "examples" / "trainer_ranks.py")], tmp_path, PYTHONPATH=str(ROOT))
+    assert "version 3 on 2 workers, 1024 bytes\n" in (tmp_path / "output.txt").read_text("utf-8")
+
+
 @pytest.mark.parametrize("name", sorted({name for name, _ in blocks_in("console")}))
 def test_the_commands_on_a_page_run_in_order(processes: Processes, name: str, tmp_path: Path) -> None:
     """All in one shell and one folder, as a reader would type them; what was left in the background ends with the shell.
