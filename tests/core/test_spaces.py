@@ -184,7 +184,8 @@ def test_memory_is_given_back_after_each_update_unless_it_is_kept() -> None:
             loan.end()
             assert files() == keep
             places.add(space.path)
-        assert len(places) == 1
+        # Its path has the number of a file, which what else this process closes may change for memory that is new.
+        assert not keep or len(places) == 1
         lender.close()
         assert files() == 0
 
