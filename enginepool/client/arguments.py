@@ -45,7 +45,8 @@ def bad(field: str, message: str, limit: str = "") -> BadRequest:
 
 def kind(value: object) -> str:
     """What a value is that should have been something else."""
-    return "None" if value is None else f"a {type(value).__name__}"
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
 
 def utf8(where: str, text: str) -> bytes:
@@ -74,15 +75,15 @@ def check_priority(value: Any) -> int:
     return priority
 
 
-def check_timeout(value: Any, name: str = "timeout", most: int = MOST_S) -> float | None:
-    """Seconds, at most so many, or None for no deadline."""
+def check_timeout(value: Any, name: str = "timeout", most: int = MOST_S, *, zero: bool = False) -> float | None:
+    """Seconds, more than none unless `zero`, at most so many; or None for no deadline."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise bad(name, f"{name}: {kind(value)}; seconds, or None")
     seconds = cast("float", value)
-    if not seconds > 0 or seconds == math.inf:
-        raise bad(name, f"{name}: {seconds}; a finite number of seconds, more than 0", "0")
+    if not (seconds > 0 or (zero and seconds == 0)) or seconds == math.inf:
+        raise bad(name, f"{name}: {seconds}; a finite number of seconds, {'from 0 on' if zero else 'more than 0'}", "0")
     if seconds > most:
         raise bad(name, f"{name}: over {most} seconds, which is the most", str(most))
     return float(seconds)

@@ -105,12 +105,12 @@ def _pairs(source: Source) -> Iterable[tuple[str, Any]]:
         mapping = cast("Mapping[str, Any]", source)
         for name in cast("Mapping[object, Any]", source):
             if not isinstance(name, str):
-                raise BadRequest(f"source: its key {name!r} is a {type(name).__name__}; a tensor's name", field="source")
+                raise BadRequest(f"source: its key {name!r} is {kind(name)}; a tensor's name", field="source")
         return _plain_names(_untied(list(mapping.items()), set()))
     if isinstance(source, Iterable) and not isinstance(source, str | bytes):
         return cast("Iterable[tuple[str, Any]]", source)
     raise BadRequest(
-        f"source: a {type(source).__name__}; a torch.nn.Module, a mapping, (name, tensor) pairs, or a callable that gives them",
+        f"source: {kind(source)}; a torch.nn.Module, a mapping, (name, tensor) pairs, or a callable that gives them",
         field="source",
     )
 
@@ -149,13 +149,13 @@ def _checked(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         match pair:
             case str(name), value:
                 if not isinstance(value, torch.Tensor):
-                    raise BadRequest(f"source[{name}]: a {type(value).__name__}; a tensor", field=f"source[{name}]")
+                    raise BadRequest(f"source[{name}]: {kind(value)}; a tensor", field=f"source[{name}]")
                 if value.layout != torch.strided:
                     text = f"source[{name}]: a tensor of layout {value.layout}; a dense one"
                     raise BadRequest(text, field=f"source[{name}]")
                 yield name, value
             case _:
-                raise BadRequest(f"source: its entry {number} is a {type(pair).__name__}; (name, tensor)", field="source")
+                raise BadRequest(f"source: its entry {number} is {kind(pair)}; (name, tensor)", field="source")
 
 
 class Held:

@@ -19,7 +19,7 @@ def publish_message(
     version: int, *, group: str, transfer: Transfer, in_flight: InFlight, drain: float, new_run: bool
 ) -> Publish:
     """The message of an update, from the arguments of a caller. Raises BadRequest."""
-    seconds = check_timeout(drain, "drain", MAX_MS // 1000) if drain != 0 else 0.0
+    seconds = check_timeout(drain, "drain", MAX_MS // 1000, zero=True)
     return Publish(
         0,
         check_version(version),

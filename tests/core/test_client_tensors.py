@@ -120,12 +120,12 @@ def test_an_iterator_with_a_manifest_is_not_read_before_its_turn() -> None:
 @pytest.mark.parametrize(
     ("source", "field", "words"),
     [
-        (7, "source", "a int; a torch.nn.Module"),
+        (7, "source", "an int; a torch.nn.Module"),
         ({"a": [1, 2]}, "source[a]", "a list; a tensor"),
         ({"a": torch.zeros(1, dtype=torch.complex64)}, "source[a]", "dtype complex64 cannot be sent"),
         ([("a", torch.zeros(1)), ("a", torch.ones(1))], "source[a]", "named twice"),
         ({}, "source", "at least one tensor"),
-        ({1: torch.zeros(1)}, "source", "its key 1 is a int"),
+        ({1: torch.zeros(1)}, "source", "its key 1 is an int"),
         ("model.safetensors", "source", "a str; a torch.nn.Module"),
         ([torch.zeros(2)], "source", "its entry 0 is a Tensor"),
         ([("a", torch.zeros(1)), ("b",)], "source", "its entry 1 is a tuple"),

@@ -258,7 +258,7 @@ NAN = float("nan")
         ([1], [[True]], {}, "items[0][0]", "", "a bool"),
         ([1], [np.array([1.5])], {}, "items[0]", "", "float64"),
         ([1], [np.array([[1]])], {}, "items[0]", "", "shape [1, 1]"),
-        ([1], [7], {}, "items[0]", "", "a int"),
+        ([1], [7], {}, "items[0]", "", "an int"),
         ([1], [[2]], {"priority": NAN}, "priority", "1000", "nan"),
         ([1], [[2]], {"priority": 1.0}, "priority", "1000", "1.0"),
         ([1], [[2]], {"priority": True}, "priority", "1000", "a bool"),
