@@ -49,13 +49,13 @@ def test_a_publisher_of_a_rank_without_a_pool_leaves_no_thread_whether_it_could_
 
 def test_a_pool_of_the_other_kind_and_a_gpu_that_is_not_there_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     awaited = Pool.connect("ipc:///nobody/is/here")
-    with pytest.raises(BadRequest, match="pool: a Opening; a BlockingPool; WeightPublisher takes a Pool"):
+    with pytest.raises(BadRequest, match="pool: an Opening; a BlockingPool; WeightPublisher takes a Pool"):
         BlockingWeightPublisher(awaited, device="cpu")  # type: ignore[arg-type]
 
     async def make(pool: Any, device: str) -> None:
         WeightPublisher(pool, device=device)
 
-    with pytest.raises(BadRequest, match="pool: a Opening; a Pool, awaited or entered; BlockingWeightPublisher takes a Blo"):
+    with pytest.raises(BadRequest, match="pool: an Opening; a Pool, awaited or entered; BlockingWeightPublisher takes a Blo"):
         asyncio.run(make(awaited, "cpu"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", "cuda:1"):

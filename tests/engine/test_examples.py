@@ -1,0 +1,26 @@
+"""The example that needs the real engine runs, and teaches its model what it says."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.processes import Processes
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_example_of_new_weights_teaches_its_model_to_prefer_a_token(processes: Processes, tmp_path: Path) -> None:
+    log = tmp_path / "output.txt"
+    command = [sys.executable, str(ROOT / "examples" / "new_weights.py")]
+    with log.open("w") as output:
+        example = processes.start(command, cwd=tmp_path, stdout=output, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        assert example.wait(500) == 0
+    said = log.read_text("utf-8")
+    assert said.count("engines stood still") == 20
+    found = re.search(r"the good token was at (\d\.\d+), and is at (\d\.\d+)", said)
+    assert found is not None and float(found[1]) <= float(found[2]), said
+    assert " better, " in said
