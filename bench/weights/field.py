@@ -25,6 +25,8 @@ from enginepool.config import Device, GroupConfig, PoolConfig, encode_config
 START_S, ORDER_S = 300.0, 60.0
 #: how often workers that start are looked at
 LOOK_S = 0.1
+#: of a worker, while its engine starts
+ENGINE_STARTS = ("loading", "compiling")
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,10 @@ class Field:
         self.scores: dict[str, Any] = {}
         #: of each worker: what it does, and since when
         self._stages: dict[str, tuple[str, float]] = {}
+        #: of each worker: when its engine began to start
+        self._loading: dict[str, float] = {}
+        #: of each worker: seconds that the last start of its engine took
+        self.engine_s: dict[str, float] = {}
         self.version = 0
         self.backend = "nccl" if device == "cuda" else "gloo"
         self._model = model
@@ -191,6 +197,10 @@ class Field:
             if stage != before:
                 self.say(f"  {name}: {stage}" + (f" after {now - since:.1f} s of {before}" if before else ""))
                 self._stages[name] = (stage, now)
+            if stage in ENGINE_STARTS:
+                self._loading.setdefault(name, now)
+            elif name in self._loading:
+                self.engine_s[name] = now - self._loading.pop(name)
             if (stage, its) == ("ready", version):
                 ready[name] = process
         return ready

@@ -204,14 +204,18 @@ class Steps:
         answers, failures = field.stopped()
         field.add("worker killed: the update was aborted after", who, said["ended"] - killed, "s")
         field.add("the killed worker is back on the committed weights after", who, back - killed, "s")
-        later = back - killed - field.started_s
-        field.add("the killed worker is back after more than its start", who, later, "s")
+        field.add("the killed worker is back after more than its start", who, back - killed - field.started_s, "s")
+        # No two starts of an engine take the same.
+        again_s = field.engine_s[name]
+        field.add("the killed worker: its engine starts again in", who, again_s, "s")
+        field.add("the killed worker is back after more than its engine's start", who, back - killed - again_s, "s")
         if transfer == "direct":
             # What has begun to go straight into engines costs all of them.
             field.add("worker killed: all serve again after", who, all_ready - killed, "s")
-            field.add(
-                "worker killed: all serve again after more than their start", who, all_ready - killed - field.started_s, "s"
-            )
+            more = all_ready - killed - field.started_s
+            field.add("worker killed: all serve again after more than their start", who, more, "s")
+            more = all_ready - killed - max(field.engine_s.values())
+            field.add("worker killed: all serve again after more than their engines' start", who, more, "s")
         if field.count > 1:
             gap = longest_gap_ms(answers, (killed, all_ready))
             field.add("worker killed: longest time without an answer of the others", who, gap, "ms")

@@ -15,7 +15,7 @@ from bench.score import plot as curves
 from bench.score.workloads import Shape
 from bench.table import Row, judge
 from bench.weights import steps
-from bench.weights.field import Burden, Field, Scale
+from bench.weights.field import LOOK_S, Burden, Field, Scale
 from bench.weights.figures import (
     ALONE,
     FLAT,
@@ -189,6 +189,9 @@ def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
         assert rows["sim, worker killed: requests without an answer", who].value == 0
         assert rows["sim, worker killed: answers of a wrong version", who].value == 0
         back = rows["sim, the killed worker is back on the committed weights after", who].value
+        engine_s = rows["sim, the killed worker: its engine starts again in", who].value
+        assert engine_s >= SIM["load_s"] - 2 * LOOK_S
+        assert rows["sim, the killed worker is back after more than its engine's start", who].value == back - engine_s
         gap = rows["sim, worker killed: longest time without an answer of the others", who].value
         # A staged update costs those that live nothing.
         assert 0 < gap < 1000 * back if who == OURS_STAGED else gap > 0
