@@ -24,6 +24,8 @@ torch: Any = importlib.import_module("torch")
 
 #: bytes of a seal
 SEAL = 16
+#: of `cudaHostRegister`: memory that a GPU only reads, which is pinned in two thirds of the time
+_READ_ONLY = 8
 #: of a file with torch's counts of users, which does not exist: whoever opens a space is not counted
 _UNCOUNTED = b"/enginepool-uncounted"
 
@@ -65,12 +67,12 @@ class HostSpace:
         self.close()
         if getattr(self, "_pinned", False) and hasattr(self, "tensors"):
             # While it is mapped: else the next memory at its address could not be pinned, and CUDA would have an error to tell.
-            torch.cuda.cudart().cudaHostUnregister(self.tensors[0].data_ptr())
+            _unpin(self.tensors[0].data_ptr())
 
 
-def _pin(space: Any) -> bool:
+def _pin(space: Any, flags: int = 0) -> bool:
     """Have a GPU copy from it at full speed; whether it can."""
-    if int(torch.cuda.cudart().cudaHostRegister(space.data_ptr(), space.numel(), 0)) == 0:
+    if int(torch.cuda.cudart().cudaHostRegister(space.data_ptr(), space.numel(), flags)) == 0:
         return True
     # CUDA keeps the error, and tells it to the next kernel: to this one, and not to somebody's who has nothing to do with it.
     with contextlib.suppress(RuntimeError):
@@ -152,17 +154,19 @@ def visible_gpus() -> list[str]:
     return [gpu_uuid(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
-def open_space(space: Space, *, across: bool = False) -> Any:
+def open_space(space: Space, *, across: bool = False, pinned: bool = False) -> Any:
     """Its bytes, in this process: a uint8 tensor. They stay for as long as it lives, whatever becomes of who made them.
 
     Args:
         across: on a GPU that is not visible here they are opened by way of the current one, which can copy them.
+        pinned: of memory of the host: a GPU is to copy out of it. That takes 50 ms for a gigabyte, in which the process's GPU
+            stands still; the copies then take 18, and 150 otherwise.
 
     Raises:
         OSError, RuntimeError: they are not there any more, or cannot be reached from here; one line.
     """
     if space.kind == "file":
-        return torch.from_file(space.path, shared=False, size=space.nbytes, dtype=torch.uint8)
+        return _open_file(space, pinned)
     shared = msgspec.msgpack.decode(space.handle)
     if space.gpu:
         # Another process numbers GPUs as it sees them.
@@ -173,6 +177,32 @@ def open_space(space: Space, *, across: bool = False) -> Any:
     torch.cuda.init()
     storage = torch.UntypedStorage._new_shared_cuda(*shared)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space.nbytes]
+
+
+def _open_file(space: Space, pinned: bool) -> Any:
+    if not pinned or (content := _shared_mapping(space)) is None:
+        return torch.from_file(space.path, shared=False, size=space.nbytes, dtype=torch.uint8)
+    if _pin(content, _READ_ONLY):
+        weakref.finalize(content, _unpin, content.data_ptr()).atexit = False
+    return content
+
+
+def _shared_mapping(space: Space) -> Any:
+    """A private one would be copied, page by page, to be pinned. None: this process may only read it, or not all is there."""
+    try:
+        fd = os.open(space.path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        if os.fstat(fd).st_size < space.nbytes:
+            return None  # torch would make it longer
+        return torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=space.nbytes, dtype=torch.uint8)
+    finally:
+        os.close(fd)
+
+
+def _unpin(at: int) -> None:
+    torch.cuda.cudart().cudaHostUnregister(at)
 
 
 def examined(content: Any, manifest: Sequence[Tensor]) -> tuple[str, list[Finding]]:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from enginepool import spaces
 from enginepool.digest import views
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import encode_manifest
+from enginepool.protocol.updates import Space
 from enginepool.workers.sglang.plan import Copy, Plan
 from enginepool.workers.sglang.ready import Copies, Ready, open_space
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
@@ -129,6 +131,21 @@ def test_bytes_that_come_after_it_was_made_ready_are_those_that_are_taken(space:
 def test_a_space_that_is_not_there_whole_is_refused(space: dict[str, Any], wrong: dict[str, Any]) -> None:
     with pytest.raises((ValueError, RuntimeError)):
         open_space(space | wrong, NBYTES)
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_memory_of_the_host_is_pinned_for_an_engine_on_a_gpu(
+    space: dict[str, Any], monkeypatch: pytest.MonkeyPatch, on_gpu: bool
+) -> None:
+    asked: list[bool] = []
+
+    def opened(_space: Space, *, pinned: bool) -> None:
+        asked.append(pinned)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    monkeypatch.setattr(spaces, "open_space", opened)
+    open_space(space, NBYTES)
+    assert asked == [on_gpu]
 
 
 def test_a_model_that_was_moved_is_not_made_ready(space: dict[str, Any]) -> None:

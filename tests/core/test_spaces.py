@@ -106,28 +106,103 @@ def test_torch_waits_for_the_maker_of_memory_on_a_gpu_and_for_none_who_opens_it(
     assert len(released) == 2, "memory that was dropped is given back too"
 
 
+class Cudart:
+    """Stands in for CUDA: what it is told to pin, and no more to pin, and whether memory is mapped there at that moment."""
+
+    def __init__(self, refusal: int = 0) -> None:
+        self.told: list[tuple[str, int, bool]] = []
+        self._refusal = refusal
+
+    def __call__(self) -> "Cudart":
+        return self
+
+    def cudaHostRegister(self, at: int, nbytes: int, flags: int) -> int:
+        self.told.append((f"register {nbytes} {flags}", at, _mapped(at)))
+        return self._refusal
+
+    def cudaHostUnregister(self, at: int) -> None:
+        self.told.append(("unregister", at, _mapped(at)))
+
+
+def _mapped(at: int) -> bool:
+    lines = Path("/proc/self/maps").read_text("ascii").splitlines()
+    return any(int(line.split("-")[0], 16) <= at < int(line.split("-")[1].split()[0], 16) for line in lines)
+
+
 def test_pinned_memory_is_given_back_to_cuda_while_it_is_still_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, int, bool]] = []
-
-    def mapped(at: int) -> bool:
-        lines = Path("/proc/self/maps").read_text("ascii").splitlines()
-        return any(int(line.split("-")[0], 16) <= at < int(line.split("-")[1].split()[0], 16) for line in lines)
-
-    class Cudart:
-        def cudaHostRegister(self, at: int, nbytes: int, flags: int) -> int:
-            told.append((f"register {nbytes} {flags}", at, mapped(at)))
-            return 0
-
-        def cudaHostUnregister(self, at: int) -> None:
-            told.append(("unregister", at, mapped(at)))
-
-    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", cudart)
     memory = HostSpace(1 << 20, pinned=True)
     at = memory.tensors[0].data_ptr()
     del memory
-    assert told == [("register 1048576 0", at, True), ("unregister", at, True)]
+    assert cudart.told == [("register 1048576 0", at, True), ("unregister", at, True)]
     HostSpace(1024)
-    assert len(told) == 2
+    assert len(cudart.told) == 2
+
+
+def test_host_memory_that_a_gpu_copies_from_is_pinned_where_it_is_opened_until_it_is_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the process that copies: what its maker has pinned is slow for others all the same."""
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", cudart)
+    memory = HostSpace(8192)
+    [space] = memory.spaces()
+    content = open_space(space, pinned=True)
+    at = content.data_ptr()
+    memory.tensors[0].fill_(7)
+    assert int(content.sum()) == 7 * 8192
+    view = content[4096:]
+    del content
+    assert cudart.told == [("register 8192 8", at, True)], "what refers to a part of it copies from there"
+    del view
+    assert cudart.told[1:] == [("unregister", at, True)]
+    assert int(open_space(space).sum()) == 7 * 8192
+    assert len(cudart.told) == 2, "nobody asked for that"
+
+
+def test_host_memory_that_cuda_does_not_pin_is_opened_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cudart = Cudart(801)
+    monkeypatch.setattr(torch.cuda, "cudart", cudart)
+    cleared: list[str] = []
+
+    def zeros(_size: int, device: str) -> None:
+        cleared.append(device)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    path = tmp_path / "snapshot"
+    path.write_bytes(b"\x03" * 4096)
+    content = open_space(Space("file", 4096, path=str(path)), pinned=True)
+    assert int(content.sum()) == 3 * 4096
+    at = content.data_ptr()
+    del content
+    assert (cudart.told, cleared) == ([("register 4096 8", at, True)], ["cuda"])
+
+
+def test_a_file_that_may_only_be_read_is_opened_without_being_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cudart = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", cudart)
+    path = tmp_path / "snapshot"
+    path.write_bytes(b"\x03" * 4096)
+
+    def refused(_path: str, _flags: int) -> int:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "open", refused)
+    content = open_space(Space("file", 4096, path=str(path)), pinned=True)
+    assert int(content.sum()) == 3 * 4096
+    assert cudart.told == []
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_what_is_not_there_whole_is_not_made_there_by_whoever_opens_it(tmp_path: Path, there: bool) -> None:
+    path = tmp_path / "snapshot"
+    if there:
+        path.write_bytes(bytes(4095))
+    with pytest.raises(RuntimeError):
+        open_space(Space("file", 4096, path=str(path)), pinned=True)
+    assert path.exists() == there
+    assert not there or path.stat().st_size == 4095
 
 
 def test_memory_that_cuda_does_not_pin_is_used_as_it_is_and_nobody_else_hears_of_the_error(

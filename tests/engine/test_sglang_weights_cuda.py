@@ -19,7 +19,7 @@ from enginepool.collective import Rendezvous
 from enginepool.copies import Origin
 from enginepool.group import Group
 from enginepool.protocol.layout import buckets
-from enginepool.spaces import make_space
+from enginepool.spaces import make_space, open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.messages import AskHeld, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
@@ -213,6 +213,11 @@ def test_host_memory_is_pinned_where_the_gpu_copies_from() -> None:
     torch.cuda.synchronize()
     assert torch.equal(memory.tensors[0], sent.cpu())
     assert memory.tensors[0].is_pinned()
+    for _ in range(2):  # the second time perhaps at the address of the first
+        opened = open_space(memory.spaces()[0], pinned=True)
+        assert opened.is_pinned()
+        assert torch.equal(opened.to("cuda:0"), sent)
+        del opened
 
 
 @pytest.mark.parametrize("lender", ["cuda:0", "cpu", "cuda:1"])

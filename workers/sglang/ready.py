@@ -1,8 +1,8 @@
 """What a hand-over needs, made ready while the engine serves: a space open, and every copy out of it in a few lists.
 
 What is left for the hold is one look at whether the model's memory still lies where it lay, and as few calls as there are kinds
-of copies. Getting ready takes the scheduler's thread from its forwards, so it is done a moment at a time. Runs in the engine's
-processes; no SGLang here.
+of copies. Getting ready takes the scheduler's thread from its forwards, so it is done a moment at a time; host memory
+is pinned all at once. Runs in the engine's processes; no SGLang here.
 """
 
 import importlib
@@ -41,7 +41,7 @@ def open_space(space: dict[str, Any], nbytes: int) -> Any:
     """
     if space["nbytes"] < nbytes:
         raise ValueError(f"a space of {space['nbytes']} bytes for {nbytes}")
-    return spaces.open_space(msgspec.convert(space, Space))
+    return spaces.open_space(msgspec.convert(space, Space), pinned=torch.cuda.is_initialized())
 
 
 class Copies:
