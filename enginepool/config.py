@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 import msgspec
 
 from enginepool.errors import ConfigError
+from enginepool.host import LONGEST_PATH
 from enginepool.model_folder import holds_model
 
 #: where engines run
@@ -287,8 +288,8 @@ def check_endpoint(endpoint: str, allow_remote: bool, where: str) -> None:
     """Refuse what cannot be bound safely: another transport, a bad port, an address beyond loopback without `allow_remote`."""
     scheme, _, rest = endpoint.partition("://")
     if scheme == "ipc" and rest:
-        if len(rest.encode()) > 100:
-            raise ConfigError(f"{where} = {endpoint!r}: an ipc path has at most 100 bytes")
+        if len(rest.encode()) > LONGEST_PATH:
+            raise ConfigError(f"{where} = {endpoint!r}: an ipc path has at most {LONGEST_PATH} bytes")
         return
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not host or not (port in ("*", "0") or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):

@@ -1,10 +1,12 @@
-"""Which host this is, as processes see it that share memory, and memory of it that other processes map. No torch here."""
+"""This host, as processes that share it see it: which one it is, memory that others map, paths of sockets. No torch here."""
 
 import os
 from pathlib import Path
 
 #: where files are memory
 SHARED = Path("/dev/shm")
+#: bytes that the path of a Unix socket has at most: `sun_path` of unix(7) is 108, with a null at the end
+LONGEST_PATH = 107
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
 

@@ -25,6 +25,7 @@ import msgspec
 from enginepool.config import GroupConfig, PoolConfig, check_models, checked_config, encode_config
 from enginepool.errors import ConfigError
 from enginepool.folders import PrivateFolder, snapshot_folders
+from enginepool.host import LONGEST_PATH
 from enginepool.protocol.messages import Failure
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
@@ -34,9 +35,10 @@ _BAD_CONFIG = 2
 _LAST_LINES = 10
 #: Seconds for the child to end after its lifeline closed, before it is killed.
 _END_S = 5.0
-#: Paths of sockets have at most 107 bytes; mkdtemp adds 8 to the prefix, and the longest name below is stagers/default.0.sock.
-_LONGEST_PARENT = 60
 _GROUP = "default"
+#: A directory whose path has more bytes is no place for the folder with all sockets: mkdtemp adds 8 to its prefix, and the
+#: longest name in it is that of the last stager.
+_LONGEST_PARENT = LONGEST_PATH - len(f"/enginepool-01234567/stagers/{_GROUP}.4095.sock")
 
 
 def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> PoolConfig:

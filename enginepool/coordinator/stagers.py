@@ -18,7 +18,7 @@ import msgspec
 
 from enginepool.coordinator.processes import lives, made_at
 from enginepool.errors import ConfigError
-from enginepool.host import host_identity
+from enginepool.host import LONGEST_PATH, host_identity
 
 #: a stager that ended by itself is started again after this, and after twice as long each further time, up to the second
 AGAIN_S = (0.5, 30.0)
@@ -26,8 +26,6 @@ AGAIN_S = (0.5, 30.0)
 FINISH_S = 600.0
 #: how often a stager that starts is tried
 CONNECT_S = 0.1
-#: bytes of the path of a Unix socket
-LONGEST_PATH = 107
 
 
 class _Record(msgspec.Struct, frozen=True):

@@ -24,12 +24,13 @@ from typing import Any
 import psutil
 
 from enginepool.folders import PrivateFolder
+from enginepool.host import LONGEST_PATH
 from enginepool.workers.sglang.process import NOTES_VARIABLE
 
 STOP_S = 15.0
 KILL_S = 3.0
-#: bytes of the path of a Unix socket, and of a temporary file's name with its slash
-LONGEST_PATH, NAME = 107, 12
+#: bytes of a temporary file's name with its slash
+NAME = 12
 
 
 class EngineHost:
