@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 import msgspec
 
+from enginepool.address import wrong_address
 from enginepool.errors import ConfigError
-from enginepool.host import LONGEST_PATH
 from enginepool.model_folder import holds_model
 
 #: where engines run
@@ -286,16 +286,11 @@ def check_models(config: PoolConfig, where: str) -> PoolConfig:
 
 def check_endpoint(endpoint: str, allow_remote: bool, where: str) -> None:
     """Refuse what cannot be bound safely: another transport, a bad port, an address beyond loopback without `allow_remote`."""
-    scheme, _, rest = endpoint.partition("://")
-    if scheme == "ipc" and rest:
-        if len(rest.encode()) > LONGEST_PATH:
-            raise ConfigError(f"{where} = {endpoint!r}: an ipc path has at most {LONGEST_PATH} bytes")
+    if why := wrong_address(endpoint, listens=True):
+        raise ConfigError(f"{where} = {endpoint!r}: {why}")
+    if allow_remote or endpoint.startswith("ipc://"):
         return
-    host, _, port = rest.rpartition(":")
-    if scheme != "tcp" or not host or not (port in ("*", "0") or (port.isascii() and port.isdigit() and 0 < int(port) < 65536)):
-        raise ConfigError(f"{where} = {endpoint!r}: write tcp://HOST:PORT or ipc://PATH")
-    if allow_remote:
-        return
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     try:
         loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from enginepool.address import FORM, wrong_address
+
 if TYPE_CHECKING:
     from enginepool.client.pool import Opening
 
@@ -12,13 +14,8 @@ CONNECT_S = 10.0
 
 
 def _check_address(address: str) -> str:
-    scheme, _, rest = address.partition("://")
-    host, _, port = rest.rpartition(":")
-    good = (scheme == "ipc" and rest) or (
-        scheme == "tcp" and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536
-    )
-    if not good:
-        raise typer.BadParameter(f"{address!r}: write tcp://HOST:PORT or ipc://PATH")
+    if why := wrong_address(address):
+        raise typer.BadParameter(f"{address!r}: {why}")
     return address
 
 
@@ -29,7 +26,7 @@ Address = Annotated[
         metavar="ADDRESS",
         envvar="ENGINEPOOL_ADDRESS",
         callback=_check_address,
-        help="Where the pool listens: tcp://HOST:PORT or ipc://PATH.",
+        help=f"Where the pool listens: {FORM}.",
     ),
 ]
 

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
+from enginepool.address import FORM, wrong_address
 from enginepool.errors import BadRequest
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import MAX_PRIORITY
@@ -119,10 +120,11 @@ def check_name(value: Any) -> str:
 
 
 def check_address(value: Any) -> str:
-    """The address of a coordinator, as far as it is a text: ZeroMQ says what is wrong with one."""
+    """The address of a coordinator that somebody can connect to."""
     if not isinstance(value, str):
-        raise bad("address", f"address: {kind(value)}; tcp://HOST:PORT or ipc://PATH")
-    utf8("address", value)
+        raise bad("address", f"address: {kind(value)}; {FORM}")
+    if why := wrong_address(value):
+        raise bad("address", f"address: {value!r}; {why}")
     return value
 
 

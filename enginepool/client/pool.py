@@ -94,8 +94,8 @@ class Pool:
 
         Raises:
             BadRequest: an argument is none; `field` names it.
-            ConnectError: nobody answered within `connect_timeout` seconds, perhaps because nobody knows the host's name, or
-                the address is none; the message says which, and names it.
+            ConnectError: nobody answered within `connect_timeout` seconds, perhaps because nobody knows the host's name; the
+                message says so, and names the address.
         """
         address, connect_timeout = check_address(address), check_timeout(connect_timeout, "connect_timeout")
 

@@ -132,7 +132,7 @@ BAD_USAGE = [
     ("serve --check --config value_of_sim.toml", "value_of_sim.toml: groups.a.options: options of engine sim: vocab = 0"),
     ("serve --engine sim --state-dir in.jsonl", "state_dir = 'in.jsonl': File exists"),
     ("serve --engine sim --state-dir st --listen ipc://none/pool.sock", "ipc://none/pool.sock: cannot lock"),
-    ("status --connect tcp://127.0.0.1:0", "write tcp://HOST:PORT"),
+    ("status --connect tcp://127.0.0.1:0", "write tcp://HOST:PORT or ipc://PATH; a port is 1 to 65535"),
     ("status --every 0", "invalid value for '--every'"),
     ("tiny-model", "missing argument 'DIR'"),
     ("tiny-model full", "full: not empty"),

@@ -490,9 +490,7 @@ def test_what_was_not_answered_is_answered_by_the_coordinators_successor(
 # --- opening and closing -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "address", ["ipc:///nonexistent/pool.sock", "tcp://127.0.0.1:1", "carrier-pigeon://roof", "", "tcp://x"]
-)
+@pytest.mark.parametrize("address", ["ipc:///nonexistent/pool.sock", "tcp://127.0.0.1:1", "ipc://@"])
 def test_connecting_to_nobody_fails_in_time_and_names_the_address(run: Callable[..., None], address: str):
     async def main() -> None:
         with pytest.raises(errors.ConnectError) as caught:
@@ -509,6 +507,29 @@ def test_an_address_that_is_no_text_is_refused_at_once(address: Any):
         with pytest.raises(errors.BadRequest, match=r"^address: ") as caught:
             pool.connect(address)
         assert caught.value.field == "address"
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1:5791",
+        "localhost",
+        "",
+        "tcp://x",
+        "tcp://x:abc",
+        "tcp://x:0",
+        "tcp://x:99999",
+        "tcp://*:5",
+        "carrier-pigeon://roof",
+    ],
+)
+def test_an_address_that_is_none_is_refused_at_once_with_what_one_looks_like(address: str):
+    for pool in (Pool, BlockingPool):
+        with pytest.raises(errors.BadRequest) as caught:
+            pool.connect(address)
+        assert str(caught.value).startswith(f"address: {address!r}; write tcp://HOST:PORT or ipc://PATH")
+        assert caught.value.field == "address"
+        assert isinstance(caught.value, ValueError)
 
 
 def test_a_socket_that_cannot_be_opened_keeps_nobody_waiting_who_closes(run: Callable[..., None]):

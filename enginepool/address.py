@@ -1,0 +1,32 @@
+"""What the address of a pool looks like, for who listens there and for who connects: the one place that tells a wrong one."""
+
+import re
+
+from enginepool.host import LONGEST_PATH
+
+FORM = "tcp://HOST:PORT or ipc://PATH"
+_LAST_PORT = 65535
+#: what ZeroMQ connects to: a name, or an address, IPv6 in brackets or not; one's own may stand before it with a semicolon
+_PEER = re.compile(r"[0-9A-Za-z\[:][0-9A-Za-z.:%;\[\]_*-]*")
+#: where it listens: an address, the name of an interface, or * for all
+_OWN = re.compile(r"[^\s/]+")
+
+
+def wrong_address(address: str, *, listens: bool = False) -> str:
+    """What is to be written instead of `address`, or "". Who listens may leave the port to the system, as * or 0."""
+    scheme, _, rest = address.partition("://")
+    if scheme == "ipc" and rest:
+        try:
+            return f"an ipc path has at most {LONGEST_PATH} bytes" if len(rest.encode()) > LONGEST_PATH else ""
+        except UnicodeEncodeError:
+            return "an ipc path is UTF-8"
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not (_OWN if listens else _PEER).fullmatch(host):
+        return f"write {FORM}"
+    if (listens and port in ("*", "0")) or _is_port(port):
+        return ""
+    return f"write {FORM}; a port is 1 to {_LAST_PORT}{', or * for a free one' if listens else ''}"
+
+
+def _is_port(text: str) -> bool:
+    return len(text) < 10 and text.isascii() and text.isdigit() and 0 < int(text) <= _LAST_PORT
