@@ -68,11 +68,18 @@ def decode_manifest(data: bytes | memoryview) -> list[Tensor]:
     return manifest
 
 
-def difference(offered: Manifest, model: Manifest, optional: frozenset[str] = frozenset(), *, partial: bool = False) -> str:
+def difference(
+    offered: Manifest,
+    model: Manifest,
+    optional: frozenset[str] = frozenset(),
+    *,
+    partial: bool = False,
+    hints: bool = True,
+) -> str:
     """Why `offered` does not fit the tensors that a worker's own load of its model took, or "": one line, the first few names.
 
     `optional` are names that the model knows and may do without (tied or skipped ones). A dtype may differ from the
-    checkpoint's among floating ones: engines convert while they load.
+    checkpoint's among floating ones: engines convert while they load. `hints`: also what a trainer's publisher can do about it.
     """
     mine = {tensor.name: tensor for tensor in model}
     unknown = [t.name for t in offered if t.name not in mine and t.name not in optional]
@@ -90,7 +97,7 @@ def difference(offered: Manifest, model: Manifest, optional: frozenset[str] = fr
         offers = {tensor.name for tensor in offered}
         missing = [name for name in mine if name not in offers and name not in optional]
         if missing:
-            return f"missing names: {_some(missing)} (partial = true allows it)"
+            return f"missing names: {_some(missing)}{' (partial = true allows it)' if hints else ''}"
     return ""
 
 

@@ -162,7 +162,8 @@ class Weights:
                 tensors = tuple(decode_manifest(frames[0] if frames else b""))
             if message.transfer != "relabel":
                 model = self._engine.model_tensors()
-                if why := difference(tensors, model.tensors, model.optional, partial=message.partial):
+                hints = message.transfer != "checkpoint"  # who publishes one has no such arguments
+                if why := difference(tensors, model.tensors, model.optional, partial=message.partial, hints=hints):
                     return refused(why)
         except (WireError, CheckpointError, EngineError) as error:
             return refused(str(error))

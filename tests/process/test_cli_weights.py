@@ -100,6 +100,13 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(address: str, tmp_pat
     assert "unknown names: other" in err
 
 
+def test_of_a_checkpoint_that_lacks_a_tensor_nothing_is_said_that_this_command_cannot_do(address: str, tmp_path: Path) -> None:
+    save_file({"norm": np.ones(SHAPES["norm"], np.float32)}, tmp_path / "model.safetensors")
+    code, _, err = call("weights", "publish", tmp_path, "--version", 2000, "--connect", address)
+    assert code == 1
+    assert "missing names: " in err and "partial" not in err
+
+
 @pytest.mark.parametrize("arguments", [["digest"], ["validate"], ["get", "norm"]])
 def test_of_engines_that_nobody_could_ask_nothing_is_said_to_be_well(
     processes: Processes, tmp_path: Path, arguments: list[str]
