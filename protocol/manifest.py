@@ -4,6 +4,7 @@ On the wire a manifest is the JSON text of an array of [name, dtype, shape]; nam
 names of torch (`bfloat16`), shapes arrays of integers.
 """
 
+import re
 from collections.abc import Sequence
 from math import prod
 
@@ -34,6 +35,14 @@ class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 Manifest = Sequence[Tensor]
+
+#: What FSDP, activation checkpointing and torch.compile put into names; and DistributedDataParallel before them.
+WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
+_DATA_PARALLEL = re.compile(r"^(?:module\.)+")
+#: All of a name up to `experts` where one tensor is all of them, and what follows there in the name of a single one.
+_FUSED, _SINGLE = re.compile(r"(?:.*\.)?experts(?=$|\.\D)"), re.compile(r"\.\d")
+#: names in an error
+_SHOWN = 3
 
 _decoder = msgspec.json.Decoder(list[Tensor])
 
@@ -84,7 +93,7 @@ def difference(
     mine = {tensor.name: tensor for tensor in model}
     unknown = [t.name for t in offered if t.name not in mine and t.name not in optional]
     if unknown:
-        return f"unknown names: {_some(unknown)}"
+        return f"unknown names: {_some(unknown)}{_way_out(unknown[:_SHOWN], {*mine, *optional}) if hints else ''}"
     for tensor in offered:
         own = mine.get(tensor.name)
         if own is None:
@@ -111,5 +120,16 @@ def _plain_float(dtype: str) -> bool:
 
 
 def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    shown = ", ".join(names[:_SHOWN])
+    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
+
+
+def _way_out(unknown: list[str], known: set[str]) -> str:
+    """What is said after names that a publisher's `rename` would make known ones, or ""."""
+    plain = [_DATA_PARALLEL.sub("", WRAPPERS.sub("", name)) for name in unknown]
+    if not known.isdisjoint(plain):
+        return " (a wrapper's prefix: the publisher's `rename` takes it off)"
+    fused = [found[0] for name in plain if (found := _FUSED.match(name))]
+    if any(_SINGLE.match(name, len(experts)) for experts in fused for name in known if name.startswith(experts)):
+        return " (fused experts: the publisher's `rename` takes them apart)"
+    return ""

@@ -53,7 +53,7 @@ class WeightPublisher:
         host: the address at which workers' hosts reach this one.
         rename: (name, tensor) → the checkpoint's name, None to leave the tensor out, or (name, tensor) pairs if one becomes
             several (fused experts). It is called first with tensors that have no memory. What FSDP, DDP, activation
-            checkpointing and torch.compile put before names is taken off without it.
+            checkpointing and torch.compile put into the names of a module or a mapping is taken off without it.
         gather: (name, tensor) → the whole tensor. By default DTensors (FSDP2) are gathered and others are whole.
         dtype: floating tensors are converted to it, before they are gathered: torch.bfloat16 halves the bytes of a float32
             master.

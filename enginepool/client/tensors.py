@@ -7,7 +7,6 @@ tensor (`Plan.tensors`), each gathered when its turn comes.
 
 import hashlib
 import importlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias, cast
 from enginepool.client.arguments import kind, utf8
 from enginepool.errors import BadRequest
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.manifest import SIZES, Tensor, decode_manifest, encode_manifest
+from enginepool.protocol.manifest import SIZES, WRAPPERS, Tensor, decode_manifest, encode_manifest
 
 torch: Any = importlib.import_module("torch")
 
@@ -28,8 +27,6 @@ Gather: TypeAlias = Callable[[str, Any], Any]
 #: Descriptions as a caller may write them: (name, dtype, shape) or `Tensor`.
 Described: TypeAlias = Sequence["Tensor | tuple[str, Any, Sequence[int]]"]
 
-#: What FSDP, activation checkpointing and torch.compile put into names.
-_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -138,7 +135,7 @@ def _place(value: Any) -> tuple[Any, ...] | None:
 
 
 def _plain_names(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    named = [(_WRAPPERS.sub("", name), value) for name, value in pairs]
+    named = [(WRAPPERS.sub("", name), value) for name, value in pairs]
     if named and all(name.startswith("module.") for name, _ in named):  # DistributedDataParallel
         return [(name.removeprefix("module."), value) for name, value in named]
     return named

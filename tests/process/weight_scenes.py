@@ -44,7 +44,11 @@ WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "zeros": (altered(embed=torch.zeros(300, 20)), "embed: all zero"),
     "shape": (altered(norm=torch.ones(4)), r"norm: shape \[4\]; the model has \[3\]"),
     "dtype": (altered(norm=torch.ones(3, dtype=torch.int64)), "norm: dtype int64"),
-    "unknown name": (altered(other=torch.ones(3)), "unknown names: other"),
+    "unknown name": (altered(other=torch.ones(3)), "unknown names: other$"),
+    "wrapper's name": (
+        altered(**{"module.norm": torch.ones(3)}),
+        r"unknown names: module\.norm \(a wrapper's prefix: the publisher's `rename` takes it off\)$",
+    ),
     "missing name": (altered(norm=None), "missing names: norm"),
 }
 
