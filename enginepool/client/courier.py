@@ -249,9 +249,14 @@ class Follower:
     """One update's thread on a trainer rank above 0."""
 
     def __init__(
-        self, plan: Callable[[], Plan], group: Any, device: Any, ended: Callable[[Outcome, Exception | None], None]
+        self,
+        plan: Callable[[], Plan],
+        version: int,
+        group: Any,
+        device: Any,
+        ended: Callable[[Outcome, Exception | None], None],
     ) -> None:
-        self._plan, self._group, self._device, self._ended = plan, group, device, ended
+        self._plan, self._version, self._group, self._device, self._ended = plan, version, group, device, ended
         # As in `Courier`: a gather reads what this rank has.
         stand_behind(device)
 
@@ -266,7 +271,7 @@ class Follower:
         except BaseException as error:  # as in `Courier`
             plan = as_error(error)
         try:
-            outcome, own = follow(self._group, plan)
+            outcome, own = follow(self._group, plan, self._version)
         except RankFailed as error:
             # Rank 0, most likely.
             outcome, own = Failure("update_aborted", str(error)), error

@@ -27,6 +27,7 @@ torch: Any = importlib.import_module("torch")
 log = logging.getLogger("enginepool")
 
 _END, _BEGIN = -1, -2
+_ELSEWHERE = "another trainer rank could not give its part of the weights; its own log says why"
 #: After so long somebody is told what is waited for: a source, a gather, or the other ranks.
 _LONG_S = 3.0
 _outcome: "msgspec.json.Decoder[Published | Failure]" = msgspec.json.Decoder(Published | Failure)
@@ -37,10 +38,11 @@ class RankFailed(Exception):
 
 
 class Lockstep:
-    """Rank 0's side; with no group, or one of a single rank, there is nobody to tell."""
+    """Rank 0's side of the update to `version`; with no group, or one of a single rank, there is nobody to tell."""
 
-    def __init__(self, group: Any = None) -> None:
+    def __init__(self, group: Any = None, version: int = 0) -> None:
         self._group = group if group is not None and group.size() > 1 else None
+        self._version = version
         #: the tensor that the source is asked for, or that is gathered, and since when
         self._reading = ("", 0.0)
 
@@ -65,13 +67,21 @@ class Lockstep:
         return name if time.monotonic() - since > _LONG_S else ""
 
     def begin(self, plan: Plan) -> None:
-        """Before the first tensor: all ranks can read their source, and sharded tensors are the same ones on each.
+        """Before the first tensor: all ranks bring the same version, can read their source, and have the same sharded tensors.
 
-        Raises RankFailed: not so.
+        Raises:
+            BadRequest: ranks bring different versions, as every one of them hears.
+            RankFailed: one of the others cannot go on.
         """
-        if self._group is not None:
-            _tell(self._group, [_BEGIN, plan.sharded])
-            self._all_well()
+        if self._group is None:
+            return
+        _tell(self._group, [_BEGIN, plan.sharded])
+        wrong = _other_version(self._group, self._version)
+        failures = _failures(self._group, wrong)
+        if wrong is not None:
+            raise wrong
+        if failures:
+            raise RankFailed(_ELSEWHERE)
 
     def together(self, count: int, step: Callable[[], object]) -> None:
         """All ranks take `count` tensors from their source, this one by `step`.
@@ -89,11 +99,8 @@ class Lockstep:
             # Whatever it is, and it is raised again, the other ranks wait for this one's word.
             _failures(self._group, error)
             raise
-        self._all_well()
-
-    def _all_well(self) -> None:
         if _failures(self._group, None):
-            raise RankFailed("another trainer rank could not give its part of the weights; its own log says why")
+            raise RankFailed(_ELSEWHERE)
 
     def end(self, outcome: Published | Failure) -> None:
         """How the update ended: the last word, which every update has."""
@@ -106,13 +113,14 @@ class Lockstep:
                 log.warning("the other trainer ranks cannot be told how the update ended: %s", error)
 
 
-def follow(group: Any, plan: Plan | Exception) -> tuple[Published | Failure, Exception | None]:
+def follow(group: Any, plan: Plan | Exception, version: int = 0) -> tuple[Published | Failure, Exception | None]:
     """What the ranks above 0 do: take tensors when rank 0 says so, until it says how the update ended.
 
     Args:
         plan: of this rank, or why it has none.
+        version: that this rank brings, which is to be rank 0's.
 
-    Returns the end, and what went wrong with this rank's own source. Raises RankFailed: rank 0 is gone.
+    Returns the end, and what is wrong with this rank's own part. Raises RankFailed: rank 0 is gone.
     """
     own = plan if isinstance(plan, Exception) else None
     source: Iterator[object] | None = None
@@ -120,6 +128,9 @@ def follow(group: Any, plan: Plan | Exception) -> tuple[Published | Failure, Exc
         count, word = _heard(group, [0, 0], torch.int64)
         if count == _END:
             return _outcome.decode(bytes(_heard(group, [0] * word, torch.uint8))), own
+        if count == _BEGIN:
+            # Also without a plan: it is a collective.
+            own = _other_version(group, version) or own
         try:
             if isinstance(plan, Plan) and own is None:
                 if count == _BEGIN:
@@ -131,6 +142,20 @@ def follow(group: Any, plan: Plan | Exception) -> tuple[Published | Failure, Exc
             # Whatever it is, rank 0 waits for this one's word. It is raised when all ranks have left the update.
             own = as_error(error)
         _failures(group, own)
+
+
+def _other_version(group: Any, own: int) -> BadRequest | None:
+    """What is wrong where ranks bring different versions: one of them is ahead of the others. All ranks call it together."""
+    with _whole():
+        mine = [own if rank == group.rank() else 0 for rank in range(group.size())]
+        tensor = torch.tensor(mine, dtype=torch.int64, device=_device(group))
+        group.allreduce(tensor).wait()
+        versions: list[int] = tensor.tolist()
+    for rank, version in enumerate(versions):
+        if version != versions[0]:
+            text = f"version: {versions[0]} on trainer rank 0, {version} on rank {rank}; all ranks make the same calls"
+            return BadRequest(text, field="version")
+    return None
 
 
 def _compare(plan: Plan, sharded: int) -> None:

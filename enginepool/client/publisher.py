@@ -167,11 +167,14 @@ class WeightPublisher:
         The event loop has to run meanwhile: it renews the lease. A trainer that computes in its main thread takes
         `BlockingPool` and `BlockingWeightPublisher`.
 
+        Of trainer ranks above 0 `source`, `version` and `manifest` count; how it is done, rank 0 says for all.
+
         Args:
             source: a torch.nn.Module, a mapping of names to tensors (a state dict), (name, tensor) pairs, or a callable that
                 gives such pairs. Names are the checkpoint's. An iterator without `manifest` is read to its end at once; a
                 callable without one is called twice.
-            version: above the committed one; a pool that has lost its weights takes them again under their own.
+            version: above the committed one; a pool that has lost its weights takes them again under their own. All trainer
+                ranks name the same.
             transfer: `staged`: into memory beside each engine, which serves meanwhile; `direct`: straight into the engines,
                 which stand still from `finish` on, for when there is no room, and nobody looks for NaN before; `handles`: into
                 memory on this publisher's `device`, as large as all tensors together, out of which the engines copy them. For
@@ -189,7 +192,8 @@ class WeightPublisher:
             Publishing: another update of the group is under way.
             VersionBackwards: `version` is not above the committed one, or that names other weights.
             WeightsRefused: names, shapes or dtypes do not fit the model; the message names one.
-            BadRequest: the source cannot be sent; `field` names the tensor.
+            BadRequest: the source cannot be sent; `field` names the tensor. Or trainer ranks bring different versions, of which
+                all of them hear before anything is gathered.
         """
         check_choice("transfer", transfer, ("staged", "direct", "handles"))
         publish = publish_message(

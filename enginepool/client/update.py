@@ -213,7 +213,7 @@ class UpdateHandle:
             plan,
             side,
             desk.buffers,
-            Lockstep(desk.trainer_group),
+            Lockstep(desk.trainer_group, self.version),
             notes,
             bucket_bytes=desk.bucket_bytes,
             timeout_s=desk.collective_timeout,
@@ -232,7 +232,7 @@ class UpdateHandle:
 
         def tell() -> None:
             try:
-                Lockstep(self._desk.trainer_group).end(failure)
+                Lockstep(self._desk.trainer_group, self.version).end(failure)
             finally:
                 self._desk.post(self._leave)
 
@@ -245,7 +245,7 @@ class UpdateHandle:
         def ended(outcome: Outcome, own: Exception | None) -> None:
             self._desk.post(self._follower_ended, outcome, own)
 
-        Follower(plan, self._desk.trainer_group, self._desk.buffers.device, ended).start()
+        Follower(plan, self.version, self._desk.trainer_group, self._desk.buffers.device, ended).start()
         self._opened.set_result(None)
 
     # --- what the coordinator says -------------------------------------------------------------------------------------

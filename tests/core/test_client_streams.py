@@ -91,8 +91,8 @@ def test_what_the_caller_still_computes_comes_before_what_any_rank_reads_of_it(
     buffers = Buffers(cpu)
     notes = Notes(ignore, ignore, ignore, ignore, ignore)
     Courier(plan, Loan(Lender(buffers, keep=False)), buffers, Lockstep(), notes, bucket_bytes=4096, timeout_s=1.0)
-    Follower(plan, None, cpu, ignore)
+    Follower(plan, 1, None, cpu, ignore)
     first = "cuda:1 waits for what cuda:1 aside had to do"
     assert events == ([first, first] if current else [])
-    Follower(plan, None, torch.device("cuda", 2), ignore)
+    Follower(plan, 1, None, torch.device("cuda", 2), ignore)
     assert events[-1] == "cuda:2 waits for what cuda:2 aside had to do"

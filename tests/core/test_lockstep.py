@@ -12,6 +12,7 @@ import torch
 from enginepool.client.lockstep import Lockstep, RankFailed, follow
 from enginepool.client.tensors import Plan, make_plan
 from enginepool.errors import BadRequest
+from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import Failure
 
 dist: Any = torch.distributed
@@ -22,14 +23,14 @@ GIVEN_UP = Failure("update_aborted", "as a test")
 class Rank1:
     """The other rank, on a thread; `outcome` is what `follow` returned or raised."""
 
-    def __init__(self, group: Any, plan: Plan | Exception) -> None:
+    def __init__(self, group: Any, plan: Plan | Exception, version: int = 0) -> None:
         self._outcome: Any = None
-        self._thread = threading.Thread(target=self._run, args=(group, plan), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(group, plan, version), daemon=True)
         self._thread.start()
 
-    def _run(self, group: Any, plan: Plan | Exception) -> None:
+    def _run(self, group: Any, plan: Plan | Exception, version: int) -> None:
         try:
-            self._outcome = follow(group, plan)
+            self._outcome = follow(group, plan, version)
         except RankFailed as error:
             self._outcome = error
 
@@ -83,6 +84,20 @@ def test_a_rank_without_a_plan_ends_the_update_before_anybody_gathers(groups: li
         ranks.begin(plan_of("a"))
     ranks.end(GIVEN_UP)
     assert other.outcome == (GIVEN_UP, wrong)
+
+
+@pytest.mark.parametrize("plan", [plan_of("a"), KeyError("no such shard")], ids=["with a plan", "without one"])
+def test_ranks_that_bring_different_versions_are_all_told_which(groups: list[Any], plan: Plan | Exception) -> None:
+    other = Rank1(groups[1], plan, MAX_ID)
+    ranks = Lockstep(groups[0], 3)
+    story = f"version: 3 on trainer rank 0, {MAX_ID} on rank 1; all ranks make the same calls"
+    with pytest.raises(BadRequest) as caught:
+        ranks.begin(plan_of("a"))
+    ranks.end(GIVEN_UP)
+    end, own = other.outcome
+    assert end == GIVEN_UP and isinstance(own, BadRequest)
+    assert str(caught.value) == str(own) == story
+    assert caught.value.field == own.field == "version"
 
 
 @pytest.mark.parametrize("names", [("b", "a"), ("a",), ("a", "b", "c")])

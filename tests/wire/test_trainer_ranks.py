@@ -108,6 +108,13 @@ def test_a_rank_that_fails_makes_all_give_up(updates: FakeUpdates) -> None:
     assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2
 
 
+def test_ranks_that_bring_different_versions_are_told_so_before_anything_is_gathered(updates: FakeUpdates) -> None:
+    updates.renew_receivers = True
+    for said in train(updates, "ahead"):
+        wrong = "BadRequest: version: 1 on trainer rank 0, 2 on rank 1; all ranks make the same calls"
+        assert said == {"done": {"1": wrong, "2": "committed"}, "gathered": NAMES}
+
+
 def test_of_a_rank_that_dies_the_others_hear_in_words(updates: FakeUpdates) -> None:
     updates.renew_receivers = True
     first, second = train(updates, "gone")

@@ -65,8 +65,10 @@ def main() -> None:
                     # No address of this machine: the side of the first update cannot be made.
                     publisher._desk.host = "192.0.2.1" if version == 1 else "127.0.0.1"  # pyright: ignore[reportPrivateUsage]
                 transfer = "handles" if fault == "lent" else "staged"
+                # A rank that is ahead of the others by an update.
+                mine = 2 if fault == "ahead" and rank == 1 else version
                 try:
-                    record = await publisher.publish(source, version, transfer=transfer, manifest=manifest)
+                    record = await publisher.publish(source, mine, transfer=transfer, manifest=manifest)
                     done[str(version)] = record.outcome
                 except (EnginepoolError, RuntimeError) as error:
                     done[str(version)] = f"{type(error).__name__}: {error}"
