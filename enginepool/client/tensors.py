@@ -73,7 +73,7 @@ def make_plan(
     Raises:
         BadRequest: something in `source` is no tensor, a name comes twice, a dtype cannot travel.
     """
-    sharded = _Sharded(gather is None)
+    sharded = _Sharded(gather is None, dtype)
     gather = gather or whole
     if callable(source) and not isinstance(source, torch.nn.Module):
         read = cast("Callable[[], Iterable[tuple[str, Any]]]", source)
@@ -200,17 +200,19 @@ def _kept(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 class _Sharded:
-    """The digest of the DTensors among pairs that pass, where they are gathered by `whole`: name, shape, dtype, and order."""
+    """The digest of the DTensors among pairs that pass, where they are gathered by `whole`: name, shape, order, and the dtype
+    in which they are gathered."""
 
-    def __init__(self, by_whole: bool) -> None:
-        self._by_whole = by_whole
+    def __init__(self, by_whole: bool, dtype: Any) -> None:
+        self._by_whole, self._dtype = by_whole, dtype
         self._words = hashlib.blake2b(digest_size=7)
 
     def seen(self, pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         for pair in pairs:
             match pair:
                 case str(name), value if self._by_whole and hasattr(value, "full_tensor"):
-                    self._words.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode(errors="replace"))
+                    dtype = _wire_dtype(value.dtype, self._dtype)
+                    self._words.update(f"{name} {tuple(value.shape)} {dtype}\n".encode(errors="replace"))
                 case _:
                     pass
             yield pair

@@ -65,8 +65,8 @@ class Sharded(torch.Tensor):
         return self
 
 
-def plan_of(*names: str) -> Plan:
-    return make_plan({name: torch.zeros(3).as_subclass(Sharded) for name in names})
+def plan_of(*names: str, dtype: Any = None) -> Plan:
+    return make_plan({name: torch.zeros(3).as_subclass(Sharded) for name in names}, dtype=dtype)
 
 
 def raising(error: Exception) -> Callable[[], object]:
@@ -100,9 +100,11 @@ def test_ranks_that_bring_different_versions_are_all_told_which(groups: list[Any
     assert caught.value.field == own.field == "version"
 
 
-@pytest.mark.parametrize("names", [("b", "a"), ("a",), ("a", "b", "c")])
-def test_ranks_that_would_gather_other_tensors_at_the_same_place_are_told_so(groups: list[Any], names: tuple[str, ...]) -> None:
-    other = Rank1(groups[1], plan_of(*names))
+@pytest.mark.parametrize(
+    "plan", [plan_of("b", "a"), plan_of("a"), plan_of("a", "b", "c"), plan_of("a", "b", dtype=torch.float16)]
+)
+def test_ranks_that_would_gather_other_tensors_at_the_same_place_are_told_so(groups: list[Any], plan: Plan) -> None:
+    other = Rank1(groups[1], plan)
     ranks = Lockstep(groups[0])
     with pytest.raises(RankFailed):
         ranks.begin(plan_of("a", "b"))
