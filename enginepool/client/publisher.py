@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, kind, utf8
 from enginepool.client.buffers import Buffers
+from enginepool.client.desk import Desk
 from enginepool.client.events import Wanted
 from enginepool.client.lending import Lender
 from enginepool.client.tensors import Described, Gather, Plan, Rename, Source, make_plan
 from enginepool.client.unsent import publish_message
-from enginepool.client.update import Desk, UpdateHandle
+from enginepool.client.update import UpdateHandle
 from enginepool.errors import BadRequest, EnginepoolError
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.updates import MAX_MS, InFlight, UpdateRecord

@@ -9,8 +9,8 @@ import msgspec
 
 from enginepool import threads
 from enginepool.client.arguments import check_timeout
-from enginepool.client.buffers import Buffers
 from enginepool.client.courier import Courier, Follower, Notes, Outcome, Side
+from enginepool.client.desk import Desk
 from enginepool.client.events import (
     JoinGroup,
     OpenUpdate,
@@ -21,7 +21,7 @@ from enginepool.client.events import (
     UpdateProgress,
     UpdateSent,
 )
-from enginepool.client.lending import Lender, Loan
+from enginepool.client.lending import Loan
 from enginepool.client.lockstep import Lockstep, RankFailed
 from enginepool.client.tensors import Plan
 from enginepool.client.unsent import NAMES
@@ -33,73 +33,13 @@ from enginepool.protocol.messages import Failure, FrameSpec
 from enginepool.protocol.updates import PhaseName, Publish, Published, Space, UpdateRecord
 
 if TYPE_CHECKING:
-    from enginepool.client.connection import Connection, UpdateEffect
+    from enginepool.client.connection import UpdateEffect
 
 log = logging.getLogger("enginepool")
 
 #: After the end of an update its thread is waited for so long; it may still be in the caller's own `gather`.
 _LEAVE_S = 10.0
 _MAX_REASON = 200
-
-
-class Desk:
-    """What a publisher and its updates share.
-
-    Attributes:
-        connection: to the coordinator; None on trainer ranks above 0.
-        trainer_group: the trainer's ranks, or None.
-        timeout: seconds for all waits without one of their own.
-        collective_timeout: seconds for the process group to form, and for each bucket.
-        committed: called when an update is committed.
-        side: this rank's side of the process group, if there is one.
-        lender: this rank's memory for what is lent.
-        open: the update that is under way.
-    """
-
-    def __init__(
-        self,
-        connection: "Connection | None",
-        trainer_group: Any,
-        buffers: Buffers,
-        lender: Lender,
-        *,
-        host: str,
-        bucket_bytes: int,
-        timeout: float,
-        collective_timeout: float,
-        committed: Callable[[], None],
-    ) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.connection = connection
-        self.trainer_group = trainer_group
-        self.buffers = buffers
-        self.lender = lender
-        self.host = host
-        self.bucket_bytes = bucket_bytes
-        self.timeout = timeout
-        self.collective_timeout = collective_timeout
-        self.committed = committed
-        self.side: Side | None = None
-        self.open: UpdateHandle | None = None
-
-    async def have_side(self) -> Side:
-        """A side that can be used."""
-        if self.side is None or self.side.lost:
-            self.side = await asyncio.to_thread(Side, self.host, self.buffers.device)
-        return self.side
-
-    async def leave(self) -> None:
-        """Leave the process group, lend nothing, and give memory back."""
-        side, self.side = self.side, None
-        if side is not None:
-            await asyncio.to_thread(side.abandon)
-        self.lender.close()
-        self.buffers.close()
-
-    def post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """From another thread to the loop. On one that is closed nobody waits."""
-        if not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(call, *arguments)
 
 
 class UpdateHandle:
@@ -120,7 +60,7 @@ class UpdateHandle:
         if asyncio.get_running_loop() is not desk.loop:
             raise RuntimeError("this WeightPublisher belongs to another event loop")
         if desk.open is not None:
-            raise Publishing(f"this publisher's update to version {desk.open.version} is not over; {desk.open._holding()}")
+            raise Publishing(f"this publisher's update to version {desk.open.version} is not over; {desk.open.blocks()}")
         self.version = version
         self.phase: PhaseName | Literal["committed", "failed"] = "open"
         self.members = self.done = self.sent_bytes = self.total_bytes = 0
@@ -317,7 +257,7 @@ class UpdateHandle:
         ranks = "" if self._desk.trainer_group is None else ", perhaps for another trainer rank, whose log says why"
         return f"; this publisher waits for {name} from its source or gather{ranks}"
 
-    def _holding(self) -> str:
+    def blocks(self) -> str:
         """Why the next update cannot begin."""
         return "finish or abandon it first" if not self._final.done() else f"its thread is still busy{self._stuck()}"
 

@@ -28,7 +28,7 @@ PURE = {
 #: Files of the client that a trainer imports, with torch; nothing else of the client imports them before it is asked to.
 TRAINER = {
     f"enginepool/client/{name}.py"
-    for name in ("publisher", "update", "courier", "streaming", "buffers", "lending", "lockstep", "tensors")
+    for name in ("publisher", "update", "desk", "courier", "streaming", "buffers", "lending", "lockstep", "tensors")
 } | {"enginepool/client/blocking_publisher.py"}
 
 #: What would let time, chance, other threads or the outside world into a decision.

@@ -18,7 +18,8 @@ import torch
 from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublisher, errors
 from enginepool.client import lockstep, update
 from enginepool.client.courier import Side
-from enginepool.client.update import Desk
+from enginepool.client.desk import Desk
+from enginepool.client.update import UpdateHandle
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import GroupStatus
 from enginepool.protocol.updates import UpdateRecord
@@ -568,7 +569,7 @@ def test_after_a_restart_of_the_coordinator_its_journal_decides(updates: FakeUpd
         while updates.published[-1].version != 2 or not updates.joined.is_set():
             await asyncio.sleep(0.01)
         handle = publisher._desk.open  # pyright: ignore[reportPrivateUsage]
-        assert handle is not None
+        assert isinstance(handle, UpdateHandle)
         await handle.sent()
         while not updates.digest:
             await asyncio.sleep(0.01)
