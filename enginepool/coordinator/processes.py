@@ -1,6 +1,7 @@
-"""Processes that are written down: a pid is given again, so it is kept beside it when its process was made, and where."""
+"""Processes that are written down, and how they ended: a pid is given again, so beside it is kept when its process was made."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import psutil
 _TICKS = os.sysconf("SC_CLK_TCK")
 #: after the name in parentheses, which may hold anything: the state, and when the process was made
 _STATE, _MADE = 0, 19
+#: in what Python's own cleaner of semaphores and shared memory has to say, and in the line of its code that is shown with it
+_CLEANER = re.compile(r"resource_tracker: |^\s*warnings\.warn\(")
 
 
 def made_at(pid: int) -> float:
@@ -67,6 +70,15 @@ def how_it_ended(code: int | None, why: str) -> str:
     else:
         how = f"ended by {signal.Signals(-code).name}"
     return f"{how}: {why}" if why else how
+
+
+def last_line(log: bytes) -> str:
+    """The last line, as a terminal shows it: a bar of progress writes one over the other, with a return between them.
+
+    What a process writes that Python leaves behind to clean up after one that was killed is no word of the latter.
+    """
+    lines = log.decode(errors="replace").replace("\r", "\n").split("\n")
+    return next((line.strip()[:500] for line in reversed(lines) if line.strip() and not _CLEANER.search(line)), "")
 
 
 def _stat(pid: int) -> list[str]:

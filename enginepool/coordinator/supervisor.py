@@ -21,7 +21,7 @@ import psutil
 
 from enginepool.config import GroupConfig, PoolConfig
 from enginepool.coordinator.events import LiveProcess
-from enginepool.coordinator.processes import how_it_ended, is_the_one, kill_session, lives, made_at, session_member
+from enginepool.coordinator.processes import how_it_ended, is_the_one, kill_session, last_line, lives, made_at, session_member
 from enginepool.coordinator.stagers import Stagers
 from enginepool.host import host_identity
 
@@ -324,12 +324,6 @@ class LocalSupervisor:
 
 def _takes_updates(config: GroupConfig) -> bool:
     return config.engine != "sim" or bool(config.options.get("tensors"))
-
-
-def last_line(log: bytes) -> str:
-    """The last line, as a terminal shows it: a bar of progress writes one over the other, with a return between them."""
-    lines = log.decode(errors="replace").replace("\r", "\n").split("\n")
-    return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:

@@ -1,8 +1,12 @@
 """Why a worker ended is read off the end of what it wrote."""
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
-from enginepool.coordinator.supervisor import how_it_ended, last_line
+from enginepool.coordinator.processes import how_it_ended, last_line
 
 
 @pytest.mark.parametrize(
@@ -21,6 +25,22 @@ from enginepool.coordinator.supervisor import how_it_ended, last_line
 )
 def test_the_last_line_is_what_a_terminal_shows_last(log: bytes, line: str) -> None:
     assert last_line(log) == line
+
+
+def test_what_python_cleans_up_after_a_process_that_was_killed_is_not_its_last_word() -> None:
+    code = (
+        "import multiprocessing, os, signal\n"
+        "semaphore = multiprocessing.get_context('spawn').Semaphore()\n"
+        "print('the last word', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # Whoever cleans up has the pipe open, too, until it is done.
+    ended = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, timeout=60
+    )
+    assert ended.returncode == -signal.SIGKILL
+    assert ended.stdout.count(b"resource_tracker: ") == 2
+    assert last_line(ended.stdout) == "the last word"
 
 
 @pytest.mark.parametrize(
