@@ -40,7 +40,7 @@ class Clients:
             client.incarnation = e.incarnation
             client.heard = e.now
         before = core.links.get(e.link)
-        if before is not None and before is not client:
+        if before is not None:
             before.link = None
         core.links[e.link] = client
         limits = core.config.limits

@@ -4,17 +4,36 @@ import pytest
 
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
-from enginepool.protocol.messages import Batch, Capabilities, Failure, FrameSpec, StatusReport, Tokenise, Welcome
+from enginepool.coordinator.answers import OVERHEAD, Answers
+from enginepool.coordinator.state import Client
+from enginepool.protocol.messages import (
+    PROTOCOL_VERSION,
+    Batch,
+    Capabilities,
+    Failure,
+    FrameSpec,
+    StatusReport,
+    Tokenise,
+    Welcome,
+)
 from enginepool.protocol.updates import WeightsQuestion
-from tests.core.machines import CAN, Pool, codes, config, failures, results, text, texts, work
+from tests.core.machines import CAN, EPOCH, Pool, codes, config, failures, results, text, texts, work
 
 
-def test_hello_is_answered_with_the_window() -> None:
-    pool = Pool(config(groups=("a", "b")))
+def test_hello_is_answered_with_what_is_granted() -> None:
+    limits = Limits(window_requests=7, window_bytes=2000, max_message_bytes=1000)
+    pool = Pool(config(groups=("a", "b"), limits=limits))
     (sent,) = pool.do(ev.ClientHello(0, b"x", b"c" * 16, b"t" * 16, 0))
-    assert isinstance(sent.message, Welcome)
-    assert sent.message.groups == ["a", "b"]
-    assert sent.message.window_requests == Limits().window_requests
+    assert sent.message == Welcome(
+        EPOCH,
+        protocol=PROTOCOL_VERSION,
+        capabilities=["score", "weights"],
+        groups=["a", "b"],
+        window_requests=7,
+        window_bytes=2000,
+        max_message_bytes=1000,
+        ping_ms=1000,
+    )
 
 
 def test_a_link_without_hello_is_told_so() -> None:
@@ -26,14 +45,31 @@ def test_a_link_without_hello_is_told_so() -> None:
 
 def test_a_client_is_known_by_its_token_and_its_newest_link_wins() -> None:
     pool = Pool()
-    first = pool.client(b"one", client=b"c" * 16)
-    assert codes(pool.do(ev.ClientHello(0, b"thief", b"c" * 16, b"x" * 16, 5))) == ["unauthorised"]
+    first = pool.client(b"one", client=b"c" * 16, incarnation=1)
+    (refused,) = pool.do(ev.ClientHello(0, b"thief", b"c" * 16, b"x" * 16, 5))
+    assert isinstance(refused.message, Failure)
+    assert (refused.message.code, refused.message.field) == ("unauthorised", "token")
     pool.submit(first, 1, work())
-    second = pool.client(b"two", client=b"c" * 16, incarnation=1)
-    assert codes(pool.do(ev.ClientHello(0, b"old", b"c" * 16, b"t" * 16, 0))) == ["superseded"]
+    for stale, newest in ((0, 1), (0, 2), (1, 2)):
+        (refused,) = pool.do(ev.ClientHello(0, b"old", b"c" * 16, b"t" * 16, stale))
+        assert isinstance(refused.message, Failure)
+        assert (refused.message.code, refused.message.field) == ("superseded", "incarnation")
+        pool.client(b"two", client=b"c" * 16, incarnation=newest)
+        assert codes(pool.submit(first, 2, work())) == ["hello_required"]
+        assert codes(pool.submit(b"old", 2, work())) == ["hello_required"]
     pool.worker()
     (answer,) = [s for s in pool.finish_all() if results([s])]
-    assert answer.link == second
+    assert answer.link == b"two"
+
+
+def test_the_same_hello_again_changes_nothing() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, work())
+    pool.client(client)
+    pool.worker()
+    (answer,) = [s for s in pool.finish_all() if results([s])]
+    assert answer.link == client
 
 
 def test_a_resend_is_attached_and_answered_once_on_the_newest_link() -> None:
@@ -239,6 +275,24 @@ def test_answers_are_kept_within_bytes_and_seconds() -> None:
     assert len(answers) == 0
 
 
+def test_the_oldest_answers_go_for_what_the_newest_weigh() -> None:
+    client, frame = Client(b"c", b"t", 0, b"link", 0.0), b"." * 500
+    answers = Answers(60.0, 3 * OVERHEAD + 3 * len(frame))
+
+    def add(id_: int, *frames: bytes) -> list[int]:
+        answers.add(client, id_, 0, Failure("cancelled", ""), frames, 0.0)
+        answers.check()
+        return [known for known in range(10) if answers.get(client, known) is not None]
+
+    assert add(1, frame) == [1]
+    assert add(2, frame) == [1, 2]
+    assert add(3, frame) == [1, 2, 3], "as much as may be"
+    assert add(4, frame, b".") == [3, 4], "a byte more than that"
+    assert add(5, *[frame] * 5) == [5]
+    assert add(6, *[frame] * 8) == []
+    assert answers.nbytes == 0
+
+
 def test_a_silent_client_is_forgotten_with_all_it_asked_for() -> None:
     pool = Pool()
     client = pool.client()
@@ -248,13 +302,18 @@ def test_a_silent_client_is_forgotten_with_all_it_asked_for() -> None:
     assert not core.clients and not core.links and not core.live_rows and not len(core.answers)
 
 
-@pytest.mark.parametrize("what", ["status", "weights"])
+@pytest.mark.parametrize("what", ["hello", "status", "weights"])
 def test_whatever_a_client_says_counts_as_being_heard(what: str) -> None:
     pool = Pool()
     client = pool.client()
     pool.submit(client, 1, work())
     for _ in range(40):
-        pool.do(ev.StatusAsked(0, client, 1) if what == "status" else ev.WeightsAsked(0, client, WeightsQuestion(1)))
+        if what == "hello":
+            pool.client(client)
+        elif what == "status":
+            pool.do(ev.StatusAsked(0, client, 1))
+        else:
+            pool.do(ev.WeightsAsked(0, client, WeightsQuestion(1)))
         pool.wait(1.0)
     pool.worker()
     assert 1 in results(pool.finish_all())
