@@ -1005,6 +1005,12 @@ def test_a_worker_that_holds_other_weights_is_restored_before_it_gets_work() -> 
     assert len(pool.batches) == 1
 
 
+def test_who_is_ready_on_a_checkpoint_that_nobody_updated_hears_of_no_commit() -> None:
+    """Its stager keeps what was committed, and nothing was."""
+    pool, _, _ = ready(1)
+    assert not of_type(pool.sent, Committed)
+
+
 def test_the_same_version_with_another_digest_is_another_one() -> None:
     pool = committed_before()
     link = pool.worker("w", ready=False)
@@ -1174,6 +1180,59 @@ def test_a_worker_that_finds_them_ends_the_need() -> None:
     assert of_type(asked, Restore), "it tries again"
     pool.do(ev.WorkerReady(0, link, CAN, 3, DIGEST))
     assert not pool.machine.core.groups["g"].needs
+
+
+def test_weights_that_one_class_of_workers_has_found_are_still_missing_for_the_other() -> None:
+    pool = committed_before()
+    client = pool.client()
+    packed = Capabilities("causal", 1000, 100, 100, 8, 200, 16, max_item=50)
+    plain, other = pool.worker("plain"), pool.worker("packed", can=packed)
+    for link in (plain, other):
+        pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
+    pool.live(11.0)
+    pool.do(ev.WorkerReady(0, other, packed, 3, DIGEST))
+    assert codes(pool.submit(client, 1, work())) == ["needs_weights"], "an empty query is for plain workers"
+    pool.do(ev.WorkerReady(0, plain, CAN, 3, DIGEST))
+    pool.submit(client, 2, work())
+    assert 2 in results(pool.finish_all())
+
+
+def test_a_worker_that_is_lost_in_the_moment_in_which_it_finds_them_ends_no_need() -> None:
+    pool, trainer, links = lost_everywhere()
+    link = links[0]
+    pool.machine.handle(ev.WorkerReady(pool.now, link, CAN, 3, DIGEST), ev.WorkerBroken(pool.now, link, "dies"))
+    assert codes(pool.submit(trainer.link, 50, work())) == ["needs_weights"]
+
+
+def test_a_worker_that_comes_while_others_are_updated_is_restored_at_once() -> None:
+    pool = committed_before()
+    trainer = Trainer(pool)
+    member, late = pool.worker("member", ready=False), pool.worker("late", ready=False)
+    pool.do(ev.WorkerIdle(0, member, EPOCH))
+    pool.do(ev.WorkerReady(0, member, CAN, 3, DIGEST))
+    trainer.publish(4)
+    assert of_type(pool.do(ev.WorkerReady(0, late, CAN, 0)), Restore) == [Restore(3, DIGEST, "/snapshots/g", "/models/3")]
+
+
+def test_a_member_that_is_ready_on_weights_that_are_not_committed_yet_keeps_them() -> None:
+    """It was on its way to a new link when it took them."""
+    pool, _, links = to_hand_over()
+    for link in links:
+        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST))
+    assert not of_type(pool.do(ev.WorkerReady(0, links[0], CAN, 1, DIGEST)), Restore)
+    assert not of_type(pool.written(), Restore)
+    assert all(worker.able for worker in pool.machine.core.groups["g"].workers.values())
+
+
+def test_a_worker_that_drains_is_not_restored() -> None:
+    pool, trainer, links = ready(1)
+    to_transfer(pool, trainer)
+    late = pool.worker("late")
+    pool.do(ev.WorkerStage(0, late, "draining", ""))
+    trainer.sent()
+    pool.stage(links)
+    pool.answer(trainer.commit())
+    assert not of_type(pool.written(), Restore)
 
 
 def test_a_part_is_only_for_workers_that_hold_the_rest() -> None:

@@ -49,7 +49,6 @@ class Restoring:
             message = Committed((0, 0), weights.version, weights.digest, weights.snapshot)
             self.core.effects.append(ToWorker(worker.link, message))
         worker.routing.update(worker)
-        self.core.wake(group)
 
     def _restore(self, worker: Worker) -> None:
         worker.lacks = None
