@@ -196,17 +196,17 @@ class Requests:
 
     def _finish(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
         core, client, group, work = self.core, request.client, request.group, request.work
-        if request.state == RUNNING:
+        state, request.state = request.state, DONE
+        if state == RUNNING:
             group.running -= 1
             group.running_tokens -= work.tokens
         else:
             group.waiting -= 1
             if request.lane is not None:
                 request.lane.forget()
-            elif request.state == TEXT:
+            elif state == TEXT:
                 group.text_waiting.pop(request, None)
         group.tokens -= work.tokens
-        request.state = DONE
         del client.live[request.id]
         client.nbytes -= work.nbytes
         core.live_rows -= work.rows

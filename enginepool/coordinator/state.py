@@ -450,7 +450,10 @@ class Group:
         for worker in self.workers.values():
             head = self.queue.head(worker.class_) if worker.open and not worker.batches else None
             assert head is None, (self.name, worker, head)
+        if self.kept_worker is not None:
+            assert self.kept_worker.kept and self.trial is None, (self.name, self.kept_worker, self.trial)
         if self.trial is not None:
+            assert self.trial.worker.kept, self.trial
             assert self.trial.id in self.trial.worker.batches or self.trial.id in self.trial.worker.texts, self.trial
         if self.down:
             assert self.queue.head() is None and self.suspects.head() is None and not self.text_waiting, self.down

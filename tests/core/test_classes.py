@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from enginepool.config import ConfigError, GroupConfig, PoolConfig, check_config
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.door import open_score
-from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, PartDone, Score
+from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, PartDone, Score, Tokenise
 from enginepool.workers.engine import ScoreBatch
 from enginepool.workers.payload import decode_batch, encode_scores
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.scores import expected_scores
-from tests.core.machines import CAN, Pool, Sent, codes, failures, results, text
+from tests.core.machines import CAN, Pool, Sent, codes, failures, results, text, texts
 from tests.core.test_sim_engine import work as run
 
 PACKED = msgspec.structs.replace(CAN, max_item=50)
@@ -338,6 +338,74 @@ def test_a_suspect_is_tried_on_a_worker_that_can_serve_it() -> None:
     assert who(pool.batches) == [b"plain2"]
     pool.finish_all()
     assert sorted(results(pool.sent)) == [1, 2]
+
+
+def a_suspect_beside_busy_workers(*names: str, others: tuple[ev.Work, ...] = ()) -> tuple[Pool, bytes]:
+    """Request 1, which either class can serve, is a suspect, `others` are so as well; these workers are busy, and of them only
+    the first is open."""
+    pool = Pool()
+    client = pool.client()
+    for number, name in enumerate(names):
+        link = pool.worker(name, can=PACKED if "packed" in name else CAN)
+        pool.submit(client, 10 + number, shared(10, 5))
+        pool.do(ev.WorkerStage(0, link, "loading", ""))
+    assert who(pool.batches) == [name.encode() for name in names]
+    lost = pool.worker("lost")
+    for number, content in enumerate((shared(10, 5), *others), 1):
+        pool.submit(client, number, content)
+        assert pool.batches.pop().link == lost
+    pool.do(ev.WorkerStage(0, names[0].encode(), "ready", ""))
+    pool.do(ev.WorkerBroken(0, lost, "dies"))
+    return pool, client
+
+
+def kept(pool: Pool) -> bytes | None:
+    worker = pool.machine.core.groups["g"].kept_worker
+    return worker and worker.link
+
+
+@pytest.mark.parametrize("names", [("plain", "packed"), ("packed", "plain"), ("plain", "plain2")])
+def test_a_worker_that_is_kept_for_a_trial_stays_so_beside_others_that_are_busy(names: tuple[str, str]) -> None:
+    pool, _ = a_suspect_beside_busy_workers(*names)
+    assert kept(pool) == names[0].encode()
+    pool.do(ev.WorkerStage(0, names[1].encode(), "ready", ""))
+    assert kept(pool) == names[0].encode()
+
+
+def test_a_suspect_takes_an_idle_worker_of_the_other_class_than_the_one_that_is_kept_for_it() -> None:
+    pool, _ = a_suspect_beside_busy_workers("plain")
+    pool.worker("packed", can=PACKED)
+    assert (who(pool.batches), kept(pool)) == ([b"plain", b"packed"], None)
+
+
+def test_a_worker_that_was_kept_for_one_suspect_is_not_given_another_that_it_cannot_serve() -> None:
+    pool, client = a_suspect_beside_busy_workers("packed", others=(paired((3, 4)),))
+    assert kept(pool) == b"packed"
+    pool.do(ev.CancelAsked(0, client, 1))
+    assert kept(pool) is None
+    pool.finish_all()
+    assert not pool.batches
+    pool.worker("plain")
+    assert who(pool.batches) == [b"plain"]
+
+
+def test_an_idle_worker_of_the_other_class_is_no_place_for_what_waits_behind_text() -> None:
+    pool = Pool()
+    client = pool.client()
+    lost = pool.worker("lost")
+    pool.submit(client, 1, paired((3, 4)))
+    pool.worker("plain")
+    pool.worker("packed", can=PACKED)
+    tasks = [task for id_ in (2, 3) for task in texts(pool.submit(client, id_, text("q", ["x"])))]
+    assert sorted(task.link for task in tasks) == [b"packed", b"plain"]
+    packed, plain = sorted(tasks, key=lambda task: task.link)
+    assert isinstance(packed.message, Tokenise) and isinstance(plain.message, Tokenise)
+    pool.do(ev.TextTokenised(0, packed.link, packed.message.task, [], [], "no tokenizer"))
+    pool.batches.clear()
+    pool.do(ev.WorkerBroken(0, lost, "dies"))
+    assert (who(pool.batches), kept(pool)) == ([], b"plain")
+    pool.do(ev.TextTokenised(0, plain.link, plain.message.task, [], [], "no tokenizer"))
+    assert who(pool.batches) == [b"plain"]
 
 
 def test_what_runs_is_held_to_the_limits_of_a_class_that_comes_later() -> None:

@@ -50,6 +50,31 @@ def test_a_suspect_takes_the_first_worker_that_falls_idle_not_only_the_one_kept_
     assert pool.machine.core.groups["g"].kept_worker is None
 
 
+def test_a_worker_that_is_kept_for_a_trial_stays_so_beside_one_that_only_has_text() -> None:
+    pool, first, second = one_suspect_and_two_busy_workers()
+    (task,) = texts(pool.submit(b"client1", 2, text("q", ["x"])))
+    pool.finish(second)
+    kept = pool.machine.core.groups["g"].kept_worker
+    assert (task.link, kept and kept.link) == (b"b", b"a")
+    assert [sent.link for sent in pool.finish(first) if isinstance(sent.message, Batch)] == [b"a"]
+
+
+def test_a_trial_goes_to_an_idle_worker_rather_than_to_one_that_has_text() -> None:
+    pool = Pool()
+    client = pool.client()
+    lost = pool.worker("lost")
+    pool.submit(client, 1, work())
+    pool.worker("a")
+    pool.worker("b")
+    tasks = [texts(pool.submit(client, id_, text("q", ["x"])))[0] for id_ in (2, 3, 4)]
+    assert sorted(task.link for task in tasks) == [b"a", b"b", lost]
+    (task,) = [task for task in tasks if task.link == b"b"]
+    assert isinstance(task.message, Tokenise)
+    pool.do(ev.TextTokenised(0, task.link, task.message.task, [], [], "no tokenizer"))
+    lose(pool, lost)
+    assert [sent.link for sent in pool.batches] == [b"b"]
+
+
 def test_no_trial_is_sent_to_a_worker_that_began_to_drain_while_it_was_kept() -> None:
     pool, first, second = one_suspect_and_two_busy_workers()
     pool.do(ev.WorkerStage(0, b"a", "draining", ""))
