@@ -43,8 +43,7 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore) -> Event
             await engine.take(NewWeights(), 0, engine.digest)
     except EngineError as error:
         reasons.append(str(error))
-    why = "; ".join(reasons) or "neither stager, snapshot nor checkpoint"
-    return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", why))
+    return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", "; ".join(reasons)))
 
 
 async def _held(stager: StagerLink, message: Restore, reasons: list[str]) -> Held | None:

@@ -1,0 +1,156 @@
+"""A worker's way back to the committed weights: which of engine, stager, snapshot and checkpoint it takes, and what it says."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Restore, Restored, Space
+from enginepool.tiny_model import make_tiny_model
+from enginepool.workers.checkpoint import checkpoint_tensors
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
+from enginepool.workers.events import WeightsAnswered, WeightsTaken
+from enginepool.workers.restoring import restore
+from enginepool.workers.stager.link import StagerGone, StagerLink
+from enginepool.workers.stager.messages import AskHeld, Held
+from enginepool.workers.stager.snapshot import Footer, digest_of_bytes, write_footer
+
+MANIFEST = [Tensor("a", "float32", (3,))]
+NBYTES = layout(MANIFEST).nbytes
+DIGEST, OTHER = "d" * 32, "e" * 32
+SPACES = [Space("file", NBYTES, path="/of/the/stager")]
+
+
+class FakeEngine:
+    """Notes what it takes; a checkpoint's digest is what the test says."""
+
+    def __init__(self, digest: str = "", *, checkpoint: str = "", fails: str = "") -> None:
+        self.digest, self.version = digest, 1
+        self.took: list[tuple[NewWeights, int, str]] = []
+        self._checkpoint, self._fails = checkpoint, fails
+
+    async def take(self, weights: NewWeights, version: int, digest: str) -> None:
+        self.took.append((weights, version, digest))
+        if self._fails:
+            raise EngineError(self._fails)
+        self.version, self.digest = version, self._checkpoint if weights.checkpoint else digest
+
+
+class FakeStager:
+    """Holds this, or is gone."""
+
+    def __init__(self, held: Held | None) -> None:
+        self._held = held
+        self.asked: list[str] = []
+
+    async def ask(self, message: AskHeld, _kind: type[Held]) -> Held:
+        self.asked.append(message.digest)
+        if self._held is None:
+            raise StagerGone("no stager here")
+        return self._held
+
+
+HOLDS = Held(3, DIGEST, MANIFEST, SPACES)
+
+
+def restored(engine: FakeEngine, held: Held | None, message: Restore) -> WeightsTaken | Restored:
+    """What the machine hears of it."""
+    stager = FakeStager(held)
+    event = asyncio.run(restore(cast(Engine, engine), cast(StagerLink, stager), message))
+    assert stager.asked in ([], [message.digest])
+    if isinstance(event, WeightsTaken):
+        assert (event.version, event.digest) == (message.version, message.digest) == (engine.version, engine.digest)
+        return event
+    assert isinstance(event, WeightsAnswered) and isinstance(event.answer, Restored)
+    assert (event.answer.version, event.answer.code) == (message.version, "needs_weights")
+    return event.answer
+
+
+def refusal(engine: FakeEngine, held: Held | None, message: Restore) -> str:
+    answer = restored(engine, held, message)
+    assert isinstance(answer, Restored)
+    return answer.message
+
+
+def snapshot(path: Path) -> tuple[str, str]:
+    """A snapshot of drawn weights: where it is, and their digest."""
+    space = os.urandom(NBYTES)
+    digest = digest_of_bytes(np.frombuffer(space, np.uint8))
+    path.write_bytes(space)
+    with path.open("r+b") as file:
+        write_footer(file.fileno(), NBYTES, Footer(3, digest, MANIFEST))
+    return str(path), digest
+
+
+def test_an_engine_that_has_them_under_another_version_is_told_its_name_and_nobody_is_asked() -> None:
+    engine = FakeEngine(DIGEST)
+    assert isinstance(restored(engine, None, Restore(3, DIGEST)), WeightsTaken)
+    assert engine.took == [(NewWeights(), 3, DIGEST)]
+
+
+def test_only_a_new_engine_has_the_weights_that_it_started_with() -> None:
+    engine = FakeEngine(OTHER)
+    with pytest.raises(EngineDied, match="starts with them again"):
+        restored(engine, HOLDS, Restore(0, ""))
+    assert not engine.took
+
+
+def test_what_the_stager_holds_comes_before_any_file(tmp_path: Path) -> None:
+    engine = FakeEngine(OTHER)
+    message = Restore(3, DIGEST, snapshot(tmp_path / "g")[0], str(tmp_path))
+    assert isinstance(restored(engine, HOLDS, message), WeightsTaken)
+    assert engine.took == [(NewWeights(tuple(MANIFEST), tuple(SPACES)), 3, DIGEST)]
+
+
+@pytest.mark.parametrize("held", [None, Held(), Held(2, OTHER, MANIFEST, SPACES)], ids=["gone", "nothing", "others"])
+def test_a_snapshot_comes_before_a_checkpoint(tmp_path: Path, held: Held | None) -> None:
+    path, digest = snapshot(tmp_path / "g")
+    engine = FakeEngine(OTHER)
+    assert isinstance(restored(engine, held, Restore(3, digest, path, str(tmp_path))), WeightsTaken)
+    assert engine.took == [(NewWeights(tuple(MANIFEST), (Space("file", NBYTES, path=path),)), 3, digest)]
+
+
+def test_a_checkpoint_is_believed_when_the_engine_has_read_it(tmp_path: Path) -> None:
+    """Its digest is known then; until somebody says so it has none."""
+    make_tiny_model(tmp_path)
+    path = str(tmp_path)
+    loaded = NewWeights(tuple(checkpoint_tensors(path)), checkpoint=path)
+    engine = FakeEngine(OTHER, checkpoint=DIGEST)
+    assert isinstance(restored(engine, None, Restore(3, DIGEST, path=path)), WeightsTaken)
+    assert engine.took == [(loaded, 3, "")]
+    engine = FakeEngine(OTHER, checkpoint="f" * 32)
+    assert f"{path} holds other weights now: digest {'f' * 32}, not {DIGEST}" in refusal(
+        engine, None, Restore(3, DIGEST, path=path)
+    )
+    assert engine.took == [(loaded, 3, ""), (NewWeights(), 0, "f" * 32)], "what is loaded is no committed version"
+    assert (engine.version, engine.digest) == (0, "f" * 32)
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [(None, "no stager here"), (Held(), "the stager holds nothing"), (Held(2, OTHER), "the stager holds version 2")],
+)
+def test_all_that_was_tried_is_said(tmp_path: Path, held: Held | None, said: str) -> None:
+    path, digest = snapshot(tmp_path / "g")
+    nowhere = str(tmp_path / "nowhere")
+    engine = FakeEngine(OTHER)
+    assert refusal(engine, held, Restore(3, DIGEST)) == said
+    assert refusal(engine, held, Restore(3, DIGEST, nowhere, nowhere)).split("; ") == [
+        said,
+        f"{nowhere}: No such file or directory",
+        f"{nowhere}: there is no such directory here",
+    ]
+    wrong = f"{path}: its digest is {digest}, that of the committed weights is {DIGEST}"
+    assert refusal(engine, held, Restore(3, DIGEST, path)) == f"{said}; {wrong}"
+    assert not engine.took
+
+
+def test_an_engine_that_refuses_them_has_the_last_word() -> None:
+    engine = FakeEngine(OTHER, fails="not today")
+    assert refusal(engine, HOLDS, Restore(3, DIGEST)) == "not today"
+    assert engine.digest == OTHER
