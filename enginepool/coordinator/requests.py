@@ -156,8 +156,8 @@ class Requests:
                     request.lane.forget()
                 request.group.text_waiting.pop(request, None)
                 request.suspect = True
-                if request.state != RUNNING:
-                    (request.group.suspects if request.state == TEXT else request.queue).push(request)
+                # It was taken back and its group is held: it waits, and for no later version.
+                request.group.suspects.push(request)
             if alone:
                 self.died_alone(request, reason)
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from enginepool.config import Restart
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.events import GroupWeights
@@ -108,6 +109,15 @@ def test_a_process_group_is_kept_while_the_same_sides_are_in_it() -> None:
     trainer.publish(3, peer="another side")
     joins = of_type(pool.answer([s for s in pool.sent[-3:] if isinstance(s.message, Prepare)]), Join)
     assert joins and all(join.rendezvous != first.name for join in joins)
+
+
+def test_a_process_group_is_not_kept_for_a_member_whose_stager_is_another_one() -> None:
+    pool, trainer, links = ready()
+    committed(pool, trainer, 1, links)
+    first = pool.machine.core.groups["g"].ring
+    prepares = [s for s in trainer.publish(2) if isinstance(s.message, Prepare)]
+    joins = of_type(pool.answer(prepares[:1]) + pool.answer(prepares[1:], peer="another"), Join)
+    assert first is not None and len(joins) == 3 and all(join.rendezvous != first.name for join in joins)
 
 
 @pytest.mark.parametrize("transfer", ["checkpoint", "relabel"])
@@ -237,11 +247,34 @@ def aborted(pool: UpdatePool, sent: list[Any], code: str = "update_aborted") -> 
     return failure.message
 
 
-def test_a_member_that_cannot_says_why() -> None:
+@pytest.mark.parametrize("code", ["weights_refused", "unsupported", "bad_request"])
+def test_a_member_that_cannot_says_why(code: str) -> None:
     pool, trainer, links = ready()
     trainer.publish(1)
-    sent = pool.tell(links[1], Prepared(pool.update.id, code="weights_refused", message="unknown names: x"))
-    assert "w1: unknown names: x" in aborted(pool, sent, "weights_refused")
+    sent = pool.tell(links[1], Prepared(pool.update.id, code=code, message="unknown names: x"))
+    assert "w1: unknown names: x" in aborted(pool, sent, code)
+
+
+def test_what_a_worker_says_of_an_update_of_which_it_is_no_member_is_nothing() -> None:
+    pool, trainer, links = ready()
+    joins = pool.answer(trainer.publish(1))
+    late = pool.worker("late")
+    assert not pool.tell(late, Joined(pool.update.id, code="engine_error", message="no route"))
+    pool.answer(joins)
+    assert pool.update.phase == "transfer"
+    assert not pool.tell(late, Staged(pool.update.id, "e" * 32))
+    trainer.sent()
+    assert phases(pool.stage(links)) == ["staged"]
+
+
+def test_bytes_flow_while_one_member_after_the_other_has_them_all() -> None:
+    pool, trainer, links = ready()
+    to_transfer(pool, trainer, lease_ms=1_000_000)
+    stall = pool.machine.core.config.timing.update_stall_s
+    pool.live(0.75 * stall)
+    pool.stage(links[:1])
+    pool.live(0.75 * stall)
+    assert pool.update.phase == "transfer"
 
 
 @pytest.mark.parametrize("phase", ["open", "join", "transfer", "staged", "hold"])
@@ -678,6 +711,26 @@ def to_hand_over(**changes: Any) -> tuple[UpdatePool, Trainer, list[bytes]]:
     return pool, trainer, links
 
 
+@pytest.mark.parametrize("broken", [True, False])
+def test_what_became_of_staged_bytes_is_nothing_once_engines_take_them(broken: bool) -> None:
+    pool, _, links = to_hand_over()
+    said = Staged(pool.update.id, code="update_aborted", message="the stager ended", broken=broken)
+    assert not pool.tell(links[0], said)
+    pool.live(3.0)
+    for link in links:
+        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST))
+    assert of_type(pool.written(), Published)
+
+
+def test_the_record_has_the_time_of_the_slowest_engine() -> None:
+    pool, _, links = to_hand_over()
+    for link, us in zip(links, (30, 20), strict=True):
+        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST, load_us=us))
+    (published,) = of_type(pool.written(), Published)
+    assert published.record.phases["load"] == 30
+    assert "flush" not in published.record.phases, "there was none"
+
+
 def test_if_one_has_loaded_it_is_committed_and_the_others_come_back() -> None:
     pool, _, links = to_hand_over()
     update = pool.update.id
@@ -738,6 +791,50 @@ def test_work_that_never_leaves_an_engine_is_not_put_back_for_ever() -> None:
     pool.live(61.0)
     group = pool.machine.core.groups["g"]
     assert [request.id for request in group.suspects.waiting()] == [50]
+
+
+@pytest.mark.parametrize("cancelled", [50, 51])
+def test_work_that_never_leaves_an_engine_is_found_where_it_was_alone(cancelled: int) -> None:
+    """Unless it has its answer meanwhile."""
+    pool, trainer, _ = ready(1, restart=Restart(max_attempts=1))
+    for id_ in (50, 51):
+        pool.submit(trainer.link, id_, work())
+    pool.do(ev.WorkerBroken(0, b"w0", "dies"))
+    pool.batches.clear()
+    link = pool.worker("w1")
+    assert len(pool.batches) == 1, "a trial"
+    to_transfer(pool, trainer, in_flight="abort")
+    trainer.sent()
+    pool.stage([link])
+    trainer.commit()
+    assert pool.update.phase == "hand_over"
+    pool.do(ev.CancelAsked(0, trainer.link, cancelled))
+    pool.live(61.0)
+    assert failures(pool.sent)[cancelled].code == "cancelled"
+    if cancelled != 50:
+        assert failures(pool.sent)[50].code == "poisoned" and "not handed over" in failures(pool.sent)[50].evidence[0]
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+def test_rows_and_text_that_never_left_an_engine_run_alone_from_then_on(cancelled: bool) -> None:
+    pool, trainer, links = ready(1)
+    content = [work(), text("q", ["x"])]
+    for id_, one in enumerate(content, 50):
+        pool.submit(trainer.link, id_, one)
+    to_transfer(pool, trainer, in_flight="abort")
+    trainer.sent()
+    pool.stage(links)
+    trainer.commit()
+    if cancelled:
+        pool.do(ev.CancelAsked(0, trainer.link, 51))
+    pool.live(61.0)
+    group = pool.machine.core.groups["g"]
+    assert sorted(request.id for request in group.suspects.waiting()) == ([50] if cancelled else [50, 51])
+    assert not group.text_waiting and not group.queue.waiting()
+    pool.batches.clear()
+    for name in ("a", "b"):
+        pool.worker(name)
+    assert len(pool.batches) + len(texts(pool.sent[-3:])) == 1, "one at a time"
 
 
 def test_any_failure_of_a_direct_transfer_restarts_every_member() -> None:
