@@ -348,7 +348,7 @@ class Fleet:
                         self.lose(worker, e.reason, kill=False)
                     # What it said last may be read after its end was seen.
                     self._remember(e.incarnation)
-                    if place.state == "up" and not place.last_words:
+                    if not place.last_words:
                         place.last_words = e.reason
                     self.places.vacate(place, e.permanent or place.hopeless)
                     return

@@ -7,6 +7,7 @@ from enginepool.config import Restart
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.fleet import GOODBYE_S
 from enginepool.coordinator.machine import WATCH_S
+from enginepool.coordinator.places import STEADY_S
 from enginepool.protocol.messages import Accept, Batch, Drain, FrameSpec, Ping, StatusReport
 from tests.core.machines import CAN, EPOCH, Pool, accepts, codes, config, failures, results, work
 
@@ -275,7 +276,7 @@ def start(pool: Pool) -> str:
 def test_places_start_at_once_and_restart_with_growing_backoff() -> None:
     pool = Pool(workers=1)
     gaps: list[float] = []
-    for _ in range(4):
+    for _ in range(8):
         incarnation = start(pool)
         count, at = len(pool.started), pool.now
         pool.do(ev.WorkerExited(0, incarnation, "exit code 1"))
@@ -283,7 +284,73 @@ def test_places_start_at_once_and_restart_with_growing_backoff() -> None:
             pool.wait(0.25)
         # Places are looked at every WATCH_S, so a start is late by up to that.
         gaps.append((pool.now - at) // (2 * WATCH_S) * 2 * WATCH_S)
-    assert gaps == [0.5, 1.0, 2.0, 4.0]
+    assert gaps == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert not pool.killed, "each had ended"
+
+
+def backoff(pool: Pool, up_s: float, *, blameless: bool = False) -> float:
+    """The process is up for so long and ends; how long its successor is waited for."""
+    (place,) = pool.machine.core.groups["g"].places
+    while place.state != "up":
+        pool.wait(0.25)
+    pool.now = place.begun
+    pool.wait(up_s)
+    if blameless:
+        place.blameless = True
+    pool.do(ev.WorkerExited(0, place.incarnation, "exit code 1"))
+    assert place.state == "backoff"
+    return place.until - pool.now
+
+
+def test_a_backoff_is_forgotten_after_a_worker_that_was_up_for_long() -> None:
+    pool = Pool(workers=1)
+    assert [backoff(pool, up_s) for up_s in (1.0, STEADY_S - 1.0, STEADY_S + 1.0, 1.0)] == [0.5, 1.0, 0.5, 1.0]
+
+
+def test_an_end_for_no_fault_of_its_own_makes_no_backoff_longer() -> None:
+    pool = Pool(workers=1)
+    assert backoff(pool, 1.0, blameless=True) == 0.5
+    assert [backoff(pool, up_s) for up_s in (1.0, STEADY_S + 1.0)] == [0.5, 0.5]
+    assert backoff(pool, 1.0, blameless=True) == 0.5
+    assert backoff(pool, 1.0) == 1.0, "the next one counts again"
+
+
+@pytest.mark.parametrize(("up_s", "retired"), [(58.0, False), (40.0, True)])
+def test_losses_are_counted_and_waited_for_within_a_window(up_s: float, retired: bool) -> None:
+    pool = Pool(config(workers=1, restart=Restart(max_restarts=2, window_s=100.0)))
+    assert backoff(pool, up_s) == 0.5
+    assert backoff(pool, up_s) == 1.0
+    (place,) = pool.machine.core.groups["g"].places
+    if retired:
+        pool.wait(1.5)
+        pool.wait(up_s)
+        pool.do(ev.WorkerExited(0, place.incarnation, "exit code 1"))
+        assert place.state == "retired"
+    else:
+        assert [backoff(pool, up_s) for _ in range(5)] == [1.0] * 5
+
+
+def test_one_worker_that_cannot_come_back_is_no_end_of_the_pool_while_another_may() -> None:
+    pool = Pool(workers=2)
+    client = pool.client()
+    pool.submit(client, 1, work())
+    for number, started in enumerate(list(pool.started)):
+        pool.do(ev.WorkerExited(0, started.incarnation, "no such model", number == 0))
+    assert not codes(pool.sent)
+    pool.do(ev.Heard(0, client, None))
+    pool.wait(1.0)
+    pool.worker(pool.started[-1].incarnation)
+    assert 1 in results(pool.finish_all())
+
+
+def test_no_two_coordinators_name_a_worker_alike() -> None:
+    names: set[str] = set()
+    for epoch in (7, 8):
+        pool = Pool(workers=0)
+        pool.machine = type(pool.machine)(config(workers=2), checked=True)
+        pool.do(ev.Started(0, epoch, {}))
+        names |= {started.incarnation for started in pool.started}
+    assert len(names) == 4
 
 
 def test_losses_are_counted_also_of_workers_that_take_long_to_fail() -> None:
@@ -331,7 +398,9 @@ def test_a_worker_that_falls_silent_is_killed_before_a_successor_starts() -> Non
 
 def test_a_process_that_never_registers_is_killed() -> None:
     pool = Pool(workers=1)
-    pool.wait(121)
+    pool.wait(119)
+    assert not pool.killed
+    pool.wait(2)
     assert pool.killed == [pool.started[0].incarnation]
 
 
@@ -346,6 +415,24 @@ def test_a_worker_that_said_goodbye_has_a_moment_to_end_by_itself_and_is_killed_
     assert not pool.killed
     pool.wait(2 * WATCH_S)
     assert (pool.killed, pool.reasons) == ([incarnation], ["drained"])
+
+
+def test_what_a_worker_said_at_its_goodbye_is_said_of_its_end() -> None:
+    pool = Pool(workers=1)
+    incarnation = start(pool)
+    pool.do(ev.WorkerBye(0, incarnation.encode(), "its machine goes down", False))
+    pool.do(ev.WorkerExited(0, incarnation, "exit code 0"))
+    assert pool.machine.core.groups["g"].places[0].last_words == "its machine goes down"
+
+
+def test_a_stall_of_the_coordinator_takes_no_time_from_a_process_that_is_starting() -> None:
+    pool = Pool(workers=1)
+    pool.now += 125.0
+    pool.do(ev.Tick(0))
+    pool.wait(1.0)
+    assert not pool.killed
+    pool.wait(121.0)
+    assert len(pool.killed) == 1
 
 
 def test_a_worker_that_says_that_a_restart_cannot_help_is_not_restarted() -> None:
@@ -377,6 +464,7 @@ def test_what_a_worker_said_of_its_end_is_said_of_its_kill_and_shown_until_its_s
     assert shown() == ("ending", "nowhere: no such model")
     pool.do(ev.WorkerExited(0, first, "ended by SIGKILL"))
     assert shown() == ("backoff", "nowhere: no such model")
+    assert pool.machine.core.groups["g"].places[0].restarts == 1
     pool.wait(1)
     second = pool.started[-1].incarnation
     assert second != first
@@ -418,9 +506,11 @@ def test_survivors_of_an_earlier_coordinator_are_adopted_or_ended() -> None:
     assert not pool.started
     pool.worker("old-0")
     for _ in range(6):
+        assert not pool.killed
         pool.wait(2)
         pool.do(ev.WorkerHeard(0, b"old-0"))
     assert pool.killed == ["old-1"]
+    assert pool.reasons == ["the worker process did not register within 10 s"]
     assert "old-0" in pool.machine.core.groups["g"].workers
 
 
@@ -471,11 +561,35 @@ def test_a_drain_has_a_limit() -> None:
     pool.do(ev.DrainAsked(0, 5))
     pool.wait(5.5)
     assert failures(pool.sent)[1].code == "shutting_down"
-    pool.do(ev.WorkerHeard(0, incarnation.encode()))
-    pool.wait(10.5)
-    assert pool.killed == [incarnation]
+    for _ in range(2):
+        assert not pool.killed
+        pool.do(ev.WorkerHeard(0, incarnation.encode()))
+        pool.wait(5.25)
+    assert (pool.killed, pool.reasons) == ([incarnation], ["the pool ends"])
     pool.do(ev.WorkerExited(0, incarnation, "ended by SIGKILL"))
     assert pool.drained
+
+
+def test_what_ran_on_the_last_worker_waits_for_the_end_of_a_drain_and_nobody_starts_for_it() -> None:
+    pool = Pool(workers=1)
+    incarnation = start(pool)
+    pool.submit(pool.client(), 1, work())
+    pool.do(ev.DrainAsked(0, 5))
+    pool.do(ev.WorkerExited(0, incarnation, "exit code 1"))
+    assert pool.machine.core.groups["g"].places[0].state == "retired"
+    pool.wait(5.5)
+    assert codes(pool.sent) == ["shutting_down"]
+    assert pool.drained and len(pool.started) == 1
+
+
+def test_a_drain_starts_no_worker_that_waited_for_its_turn() -> None:
+    pool = Pool(workers=1)
+    pool.submit(pool.client(), 1, work())
+    pool.do(ev.WorkerExited(0, pool.started[0].incarnation, "exit code 1"))
+    pool.do(ev.DrainAsked(0, 5))
+    pool.wait(6.0)
+    assert pool.drained and len(pool.started) == 1
+    assert pool.machine.core.groups["g"].places[0].state == "retired"
 
 
 def test_a_drain_of_a_pool_that_is_still_starting_ends_it() -> None:
