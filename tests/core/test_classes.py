@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from enginepool.config import ConfigError, GroupConfig, PoolConfig, check_config
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.door import open_score
-from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, PartDone, Score, Tokenise
+from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, PartDone, Result, Score, Tokenise
 from enginepool.workers.engine import ScoreBatch
 from enginepool.workers.payload import decode_batch, encode_scores
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.scores import expected_scores
-from tests.core.machines import CAN, Pool, Sent, codes, failures, results, text, texts
+from tests.core.machines import CAN, Pool, Sent, codes, config, failures, results, text, texts
 from tests.core.test_sim_engine import work as run
 
 PACKED = msgspec.structs.replace(CAN, max_item=50)
@@ -296,6 +296,25 @@ def test_once_no_plain_worker_will_come_back_what_needs_one_is_told_so() -> None
     pool.submit(client, 3, shared(10, 5))
     pool.finish_all()
     assert list(results(pool.sent)) == [3]
+    assert "no plain worker is left" in failures(pool.sent)[1].message
+    assert "no such kernel" in failures(pool.sent)[1].message
+
+
+def test_once_no_packed_worker_will_come_back_what_only_fits_one_is_told_so() -> None:
+    pool = Pool(packing_config(2, 1))
+    client = pool.client()
+    plain = start(pool, 0, msgspec.structs.replace(CAN, batch_tokens=60, inflight_tokens=60))
+    packed = start(pool, 1, PACKED)
+    pool.submit(client, 1, shared(50, 30))
+    assert who(pool.batches) == [packed]
+    incarnation = pool.machine.core.groups["g"].places[1].incarnation
+    pool.machine.core.groups["g"].places[0].last_words = "another story"
+    pool.do(ev.WorkerBye(0, packed, "no such mask", True, True))
+    pool.do(ev.WorkerExited(0, incarnation, "exit code 78", True))
+    failure = failures(pool.sent)[1]
+    assert failure.code == "pool_down"
+    assert "no packed worker is left" in failure.message and "no such mask" in failure.message
+    assert who(pool.submit(client, 2, paired((3, 4)))) == [plain]
 
 
 def test_a_packed_worker_that_still_loads_is_no_hope_for_what_needs_a_plain_one() -> None:
@@ -338,6 +357,47 @@ def test_a_suspect_is_tried_on_a_worker_that_can_serve_it() -> None:
     assert who(pool.batches) == [b"plain2"]
     pool.finish_all()
     assert sorted(results(pool.sent)) == [1, 2]
+
+
+def half_of_a_request_in_flight() -> tuple[Pool, bytes, bytes]:
+    """Six of its twelve rows are with a packed worker that gets nothing more meanwhile."""
+    pool = Pool(config(forwards_in_flight=1))
+    client = pool.client()
+    link = pool.worker("packed", can=msgspec.structs.replace(PACKED, inflight_tokens=300, pace=150))
+    pool.submit(client, 1, shared(10, *[5] * 12))
+    assert [rows(sent) for sent in pool.batches] == [[6]]
+    return pool, client, link
+
+
+def test_what_is_left_of_a_cut_request_joins_no_packed_batch_of_another() -> None:
+    pool, client, _ = half_of_a_request_in_flight()
+    pool.submit(client, 2, shared(10, 5), priority=5)
+    pool.finish_all()
+    assert [s.message.usage.items for s in pool.sent if isinstance(s.message, Result)] == [1, 12]
+    assert sum(group.batches for group in pool.machine.core.groups.values()) == 3
+
+
+def test_a_suspect_s_old_place_in_the_queue_ends_no_packed_batch() -> None:
+    pool, client, link = half_of_a_request_in_flight()
+    pool.submit(client, 2, shared(10, 5), priority=5)
+    pool.submit(client, 3, shared(10, 5))
+    other = pool.worker("other", can=msgspec.structs.replace(PACKED, inflight_tokens=300, pace=150), ready=False)
+    pool.do(ev.WorkerReady(0, other, msgspec.structs.replace(PACKED, inflight_tokens=300, pace=150), 0))
+    pool.batches.clear()
+    pool.do(ev.WorkerBroken(0, link, "dies"))
+    pool.do(ev.WorkerIdle(0, other, 7))
+    assert [rows(sent) for sent in pool.batches] == [[1, 1]]
+
+
+def test_what_followers_may_weigh_depends_on_the_head_of_their_packed_batch_alone() -> None:
+    """A head of 51 tokens, and seven others of 12: with it they are many, and none of them alone would be."""
+    pool = Pool()
+    client = pool.client()
+    pool.submit(client, 1, shared(10, *[7] * 5))
+    for id_ in range(2, 9):
+        pool.submit(client, id_, shared(5, 5, first=id_))
+    pool.worker("packed", can=msgspec.structs.replace(PACKED, batch_rows=16, batch_tokens=200, pace=80))
+    assert [rows(sent) for sent in pool.batches] == [[5, *[1] * 7]]
 
 
 def a_suspect_beside_busy_workers(*names: str, others: tuple[ev.Work, ...] = ()) -> tuple[Pool, bytes]:
