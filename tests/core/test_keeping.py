@@ -10,6 +10,7 @@ import pytest
 
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Space
+from enginepool.workers.stager import receiving
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.main import Stager
 from enginepool.workers.stager.messages import (
@@ -21,6 +22,7 @@ from enginepool.workers.stager.messages import (
     Keep,
     Received,
     Reserve,
+    Reserved,
     StagerSpec,
 )
 from enginepool.workers.stager.snapshot import Footer, write_footer
@@ -35,10 +37,8 @@ NOTHING = Held()
 class Memory:
     """Memory as far as keeping is concerned: a name, and a snapshot that has a footer."""
 
-    kind = "host"
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, kind: str = "host", nbytes: int = 0) -> None:
+        self.name, self.kind, self.nbytes = name, kind, nbytes
 
     def spaces(self) -> list[Space]:
         return [Space("file", 0, path=self.name)]
@@ -200,6 +200,42 @@ def test_a_snapshot_is_written_of_what_is_kept_where_one_is_wanted(tmp_path: Pat
 
 
 # --- what is given up --------------------------------------------------------------------------------------------------
+
+
+def test_room_for_another_update_gives_up_the_one_before(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        reserved = await scene.link.ask(Reserve((7, 2), [Tensor("next", "float32", (1,))], 256), Reserved)
+        assert (reserved.update, reserved.staging) == ((7, 2), "host") and reserved.peer not in ("", "peer")
+        assert scene.update.forgotten and await asyncio.to_thread(scene.group.left.wait, PATIENCE_S)
+        assert await scene.holds() == held(1, OLD, "kept")
+
+    play(tmp_path, story)
+
+
+def test_larger_room_on_a_device_takes_the_place_of_what_is_kept_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gpus_of(_device: str, wanted: int) -> int:
+        return wanted
+
+    def make_memory(nbytes: int, *, gpus: int) -> Any:
+        return Memory(f"{nbytes} bytes", "device", nbytes)
+
+    async def story(scene: Scene) -> None:
+        async def room(number: int, nbytes: int) -> list[Space]:
+            tensors = [Tensor("a", "uint8", (nbytes,))]
+            return (await scene.link.ask(Reserve((7, number), tensors, 256), Reserved)).spaces
+
+        small = await room(2, 256)
+        assert await scene.holds() == held(1, OLD, "kept"), "which lies on the host"
+        assert scene.stager.kept is not None and scene.stager.device_memory is not None
+        scene.stager.kept.memory = scene.stager.device_memory
+        assert await room(3, 256) == small, "there is one"
+        assert (await scene.holds()).digest == OLD
+        assert await room(4, 512) != small
+        assert await scene.holds() == NOTHING
+
+    monkeypatch.setattr(receiving, "gpus_of", gpus_of)
+    monkeypatch.setattr(receiving, "make_memory", make_memory)
+    play(tmp_path, story)
 
 
 @pytest.mark.parametrize(("came", "leaves"), [("nothing", True), ("half", True), ("all", False)])
