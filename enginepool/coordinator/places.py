@@ -91,8 +91,10 @@ class Places:
     def _maybe_gone(self, group: Group, packed: bool) -> None:
         bit = PACKED if packed else PLAIN
         places = [place for place in group.places if place.packed == packed]
-        if bit in group.gone or any(place.state != "retired" for place in places) or len(places) in (0, len(group.places)):
+        if not places or bit in group.gone or any(place.state != "retired" for place in places):
             return
+        if not group.workers and len(places) == len(group.places):
+            return  # the whole group is down
         if any(worker.class_ == bit for worker in group.workers.values()):
             return
         last = next((p.last_words for p in places if p.last_words), "unknown")

@@ -336,6 +336,25 @@ def test_a_packed_worker_that_still_loads_is_no_hope_for_what_needs_a_plain_one(
         assert codes(pool.sent) == ["pool_down"]
 
 
+def test_once_no_place_has_a_worker_what_one_that_dialled_in_cannot_serve_is_told_so() -> None:
+    pool = Pool(packing_config(1, 0))
+    client = pool.client()
+    plain = start(pool, 0, CAN)
+    packed = pool.worker("dialled", can=PACKED)
+    own = pool.machine.core.groups["g"].places[0].incarnation
+    pool.submit(client, 1, paired((3, 4)))
+    pool.do(ev.WorkerBye(0, plain, "no such kernel", True, True))
+    pool.do(ev.WorkerExited(0, own, "exit code 78", True))
+    failure = failures(pool.sent)[1]
+    assert failure.code == "pool_down"
+    assert "no plain worker is left" in failure.message and "no such kernel" in failure.message
+    pool.batches.clear()
+    assert who(pool.submit(client, 2, shared(40, 20, 20))) == [packed]
+    pool.do(ev.WorkerBye(0, packed, "it ends", True))
+    pool.submit(client, 3, shared(40, 20, 20))
+    assert "no worker is left" in failures(pool.sent)[3].message
+
+
 def test_when_the_packed_workers_are_gone_plain_ones_serve_all() -> None:
     pool, client = both()
     for i in range(1, 6):
