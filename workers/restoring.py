@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.updates import Restore, Restored
@@ -14,62 +15,54 @@ from enginepool.workers.stager.snapshot import SnapshotError, digest_of_file, re
 
 
 async def restore(engine: Engine, stager: StagerLink, message: Restore) -> Event:
-    """What the machine hears of it. Raises EngineDied."""
+    """What the machine hears of it, when one of them had the weights and the engine took them, or none. Raises EngineDied."""
     reasons: list[str] = []
     if engine.digest == message.digest:
         await engine.take(NewWeights(), message.version, message.digest)
         return WeightsTaken(time.monotonic(), message.version, message.digest)
     if not message.digest:
         raise EngineDied("the committed weights are those of the checkpoint; the engine starts with them again")
-    if (held := await _held(stager, message, reasons)) is not None:
-        weights = NewWeights(tuple(held.manifest), tuple(held.spaces))
-    elif (saved := await asyncio.to_thread(_saved, message, reasons)) is not None:
-        weights = saved
-    elif message.path:
+    sources: list[Callable[[], Awaitable[NewWeights]]] = [lambda: _held(stager, message.digest)]
+    if message.snapshot:
+        sources.append(lambda: asyncio.to_thread(_saved, message.snapshot, message.digest))
+    if message.path:
+        sources.append(lambda: asyncio.to_thread(_checkpoint, message.path))
+    for source in sources:
         try:
-            weights = NewWeights(tuple(await asyncio.to_thread(checkpoint_tensors, message.path)), checkpoint=message.path)
-        except CheckpointError as error:
-            reasons.append(str(error))
-            weights = None
-    else:
-        weights = None
-    try:
-        if weights is not None:
+            weights = await source()
             await engine.take(weights, message.version, "" if weights.checkpoint else message.digest)
             if engine.digest == message.digest:
                 return WeightsTaken(time.monotonic(), message.version, message.digest)
             reasons.append(f"{message.path} holds other weights now: digest {engine.digest}, not {message.digest}")
             # What is loaded is a checkpoint of no version.
             await engine.take(NewWeights(), 0, engine.digest)
-    except EngineError as error:
-        reasons.append(str(error))
+        except (_Absent, StagerGone, SnapshotError, CheckpointError, EngineError) as error:
+            reasons.append(str(error))
     return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", "; ".join(reasons)))
 
 
-async def _held(stager: StagerLink, message: Restore, reasons: list[str]) -> Held | None:
-    try:
-        held = await stager.ask(AskHeld(message.digest), Held)
-    except StagerGone as error:
-        reasons.append(str(error))
-        return None
-    if held.digest == message.digest:
-        return held
-    reasons.append(f"the stager holds version {held.version}" if held.digest else "the stager holds nothing")
-    return None
+class _Absent(Exception):
+    """The weights are not there. The message is one line."""
 
 
-def _saved(message: Restore, reasons: list[str]) -> NewWeights | None:
-    """The snapshot that `message` names, if it is what was committed."""
-    if not message.snapshot:
-        return None
-    try:
-        footer = read_footer(message.snapshot)
-        nbytes = layout(footer.manifest).nbytes
-        found = digest_of_file(message.snapshot, nbytes)
-    except SnapshotError as error:
-        reasons.append(str(error))
-        return None
-    if found != message.digest:
-        reasons.append(f"{message.snapshot}: its digest is {found}, that of the committed weights is {message.digest}")
-        return None
-    return NewWeights(tuple(footer.manifest), (Space("file", nbytes, path=message.snapshot),))
+async def _held(stager: StagerLink, digest: str) -> NewWeights:
+    """What the stager holds. Raises _Absent or StagerGone."""
+    held = await stager.ask(AskHeld(digest), Held)
+    if held.digest != digest:
+        raise _Absent(f"the stager holds version {held.version}" if held.digest else "the stager holds nothing")
+    return NewWeights(tuple(held.manifest), tuple(held.spaces))
+
+
+def _saved(path: str, digest: str) -> NewWeights:
+    """The snapshot at `path`, if it is what was committed. Raises _Absent or SnapshotError."""
+    footer = read_footer(path)
+    nbytes = layout(footer.manifest).nbytes
+    found = digest_of_file(path, nbytes)
+    if found != digest:
+        raise _Absent(f"{path}: its digest is {found}, that of the committed weights is {digest}")
+    return NewWeights(tuple(footer.manifest), (Space("file", nbytes, path=path),))
+
+
+def _checkpoint(path: str) -> NewWeights:
+    """The checkpoint at `path`; its digest is known when it is loaded. Raises CheckpointError."""
+    return NewWeights(tuple(checkpoint_tensors(path)), checkpoint=path)

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import numpy as np
@@ -29,15 +31,17 @@ SPACES = [Space("file", NBYTES, path="/of/the/stager")]
 class FakeEngine:
     """Notes what it takes; a checkpoint's digest is what the test says."""
 
-    def __init__(self, digest: str = "", *, checkpoint: str = "", fails: str = "") -> None:
+    def __init__(self, digest: str = "", *, checkpoint: str = "", fails: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`fails`: the paths of spaces that it cannot take, and why."""
         self.digest, self.version = digest, 1
         self.took: list[tuple[NewWeights, int, str]] = []
         self._checkpoint, self._fails = checkpoint, fails
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> None:
         self.took.append((weights, version, digest))
-        if self._fails:
-            raise EngineError(self._fails)
+        for space in weights.spaces:
+            if space.path in self._fails:
+                raise EngineError(self._fails[space.path])
         self.version, self.digest = version, self._checkpoint if weights.checkpoint else digest
 
 
@@ -150,7 +154,18 @@ def test_all_that_was_tried_is_said(tmp_path: Path, held: Held | None, said: str
     assert not engine.took
 
 
-def test_an_engine_that_refuses_them_has_the_last_word() -> None:
-    engine = FakeEngine(OTHER, fails="not today")
-    assert refusal(engine, HOLDS, Restore(3, DIGEST)) == "not today"
+def test_what_the_engine_refuses_from_one_it_is_given_from_the_next(tmp_path: Path) -> None:
+    """A stager may hold them in memory that the engine cannot reach."""
+    path, digest = snapshot(tmp_path / "g")
+    stager, saved = SPACES[0].path, f"the engine cannot open {path}"
+    held = Held(3, digest, MANIFEST, SPACES)
+    engine = FakeEngine(OTHER, fails={stager: "the engine cannot reach it"})
+    assert isinstance(restored(engine, held, Restore(3, digest, path)), WeightsTaken)
+    assert [weights.spaces[0].path for weights, _, _ in engine.took] == [stager, path]
+    make_tiny_model(tmp_path)
+    engine = FakeEngine(OTHER, checkpoint=digest, fails={stager: "the engine cannot reach it", path: saved})
+    assert isinstance(restored(engine, held, Restore(3, digest, path, str(tmp_path))), WeightsTaken)
+    assert [weights.checkpoint for weights, _, _ in engine.took] == ["", "", str(tmp_path)]
+    engine = FakeEngine(OTHER, fails={stager: "the engine cannot reach it", path: saved})
+    assert refusal(engine, held, Restore(3, digest, path)) == f"the engine cannot reach it; {saved}"
     assert engine.digest == OTHER
