@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 import traceback
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from enginepool.host import host_identity
@@ -45,6 +45,8 @@ from enginepool.workers.stager.messages import Forget, InGroup, JoinGroup, Keep,
 
 #: the other ranks have a minute to come
 JOIN_S = 90.0
+#: an engine that takes longer for what is a moment's work, and what no coordinator waits for, hangs
+ASIDE_S = 60.0
 
 
 class Weights:
@@ -117,7 +119,8 @@ class Weights:
                     self._answer(await self._hand_over(message))
                 elif isinstance(message, Committed):
                     # The same weights, by the name that all know them by.
-                    await self._engine.take(NewWeights(), message.version, message.digest)
+                    renamed = self._engine.take(NewWeights(), message.version, message.digest)
+                    await _aside("take the name of its weights", renamed)
                 else:
                     await self._opened.close()  # whatever was staged, another coordinator knows nothing of it
                     self._feed(await restore(self._engine, self._stager, message))
@@ -297,7 +300,7 @@ class Weights:
     async def _let_go(self) -> None:
         async with self._turn:
             try:
-                await self._opened.close()
+                await _aside("let go of an update's memory", self._opened.close())
             except Exception as error:  # as `_lost` says
                 self._lost("letting go", error)
 
@@ -355,3 +358,12 @@ class Weights:
             self._answer(Inspected(message.task, code="engine_error", message=str(error)))
         except EngineDied as error:
             self._feed(EngineLost(time.monotonic(), str(error)))
+
+
+async def _aside(what: str, work: Awaitable[object]) -> None:
+    """Raises EngineDied: it hangs, and all that comes after it would wait for ever."""
+    try:
+        async with asyncio.timeout(ASIDE_S):
+            await work
+    except TimeoutError:
+        raise EngineDied(f"the engine does not {what} within {ASIDE_S:g} s") from None

@@ -1,0 +1,96 @@
+"""Updates in the worker's process: what happens where an engine hangs in something that nobody waits for."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, cast
+
+import pytest
+
+from enginepool.protocol.updates import Committed, Prepare, Prepared, Release, Space
+from enginepool.workers import weights
+from enginepool.workers.engine import Engine, NewWeights
+from enginepool.workers.events import EngineLost, Event, RunWeights, WeightsAnswered
+from enginepool.workers.weights import Weights
+
+UPDATE, NEXT = (7, 1), (7, 2)
+SPACE = Space("file", 8, path="/of/the/stager")
+
+
+class HangingEngine:
+    """Holds version 1; hangs in what it is told."""
+
+    version, digest = 1, "d" * 32
+
+    def __init__(self, hangs_in: str) -> None:
+        self._hangs_in = hangs_in
+
+    async def _maybe(self, call: str) -> None:
+        if call == self._hangs_in:
+            await asyncio.Event().wait()
+
+    async def take(self, _weights: NewWeights, version: int, digest: str) -> None:
+        await self._maybe("take")
+        self.version, self.digest = version, digest
+
+    async def ready(self, _weights: NewWeights) -> float:
+        return 0.0
+
+    async def let_go(self) -> None:
+        await self._maybe("let_go")
+
+
+def heard(engine: HangingEngine, *, opens: bool = False) -> list[Event]:
+    """What comes of an update that is over, named or with memory open, and of a next one, up to the first event."""
+    events: list[Event] = []
+
+    async def run() -> None:
+        tasks: set[asyncio.Task[None]] = set()
+        came = asyncio.Event()
+
+        def feed(event: Event) -> None:
+            events.append(event)
+            came.set()
+
+        def spawn(work: Coroutine[Any, Any, None]) -> None:
+            tasks.add(asyncio.create_task(work))
+
+        worker = Weights("", "w", cast(Engine, engine), feed, spawn)
+        worker.run(RunWeights(Prepare(UPDATE, 2, "relabel"), ()))
+        await came.wait()
+        assert [type(event) for event in events] == [WeightsAnswered]
+        events.clear()
+        came.clear()
+        if opens:
+            await worker._opened.get_ready(NewWeights((), (SPACE,)))  # pyright: ignore[reportPrivateUsage]
+            worker.run(RunWeights(Release(UPDATE), ()))
+        else:
+            worker.run(RunWeights(Committed(UPDATE, 1, "e" * 32), ()))
+        await asyncio.sleep(0)  # its turn has come
+        worker.run(RunWeights(Prepare(NEXT, 2, "relabel"), ()))
+        async with asyncio.timeout(10):
+            await came.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(run())
+    return events
+
+
+@pytest.mark.parametrize(("opens", "said"), [(False, "take the name of its weights"), (True, "let go of an update's memory")])
+def test_an_engine_that_hangs_where_no_coordinator_waits_is_lost(
+    monkeypatch: pytest.MonkeyPatch, opens: bool, said: str
+) -> None:
+    monkeypatch.setattr(weights, "ASIDE_S", 0.05)
+    lost = heard(HangingEngine("let_go" if opens else "take"), opens=opens)[0]
+    assert isinstance(lost, EngineLost)
+    assert lost.reason == f"the engine does not {said} within 0.05 s"
+
+
+@pytest.mark.parametrize("opens", [False, True])
+def test_the_next_update_waits_for_what_is_done_aside_and_no_longer(opens: bool) -> None:
+    engine = HangingEngine("")
+    [answered] = heard(engine, opens=opens)
+    assert isinstance(answered, WeightsAnswered) and isinstance(answered.answer, Prepared)
+    assert answered.answer.update == NEXT
+    assert engine.digest == ("d" if opens else "e") * 32
