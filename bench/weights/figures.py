@@ -201,9 +201,15 @@ def targets(setting: str, bucket: str) -> list[Target]:
         Target(f"{loaded}: hold beyond the drain", LOADED, 15, of_value=True),
         Target(f"{setting}, {bucket}, first: hold beyond the drain", OURS_STAGED, 60, of_value=True),
         Target(f"{warm}: transfer", OURS_DIRECT, 0.65, at_most=False),
-        Target(f"{setting}, the killed worker is back after more than its engine's start", OURS_STAGED, 5, of_value=True),
-        Target(f"{setting}, the killed worker is back after more than its engine's start", OURS_DIRECT, 5, of_value=True),
-        Target(
-            f"{setting}, worker killed: all serve again after more than their engines' start", OURS_DIRECT, 5, of_value=True
+        *(
+            Target(f"{setting}, {what}", who, 5, of_value=True)
+            for who, what in (
+                (OURS_STAGED, "the killed worker is back after more than its start"),
+                (OURS_STAGED, "the killed worker is back after more than its engine's start"),
+                (OURS_DIRECT, "the killed worker is back after more than its start"),
+                (OURS_DIRECT, "the killed worker is back after more than its engine's start"),
+                (OURS_DIRECT, "worker killed: all serve again after more than their start"),
+                (OURS_DIRECT, "worker killed: all serve again after more than their engines' start"),
+            )
         ),
     ]
