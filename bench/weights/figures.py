@@ -202,14 +202,12 @@ def targets(setting: str, bucket: str) -> list[Target]:
         Target(f"{setting}, {bucket}, first: hold beyond the drain", OURS_STAGED, 60, of_value=True),
         Target(f"{warm}: transfer", OURS_DIRECT, 0.65, at_most=False),
         *(
-            Target(f"{setting}, {what}", who, 5, of_value=True)
-            for who, what in (
-                (OURS_STAGED, "the killed worker is back after more than its start"),
-                (OURS_STAGED, "the killed worker is back after more than its engine's start"),
-                (OURS_DIRECT, "the killed worker is back after more than its start"),
-                (OURS_DIRECT, "the killed worker is back after more than its engine's start"),
-                (OURS_DIRECT, "worker killed: all serve again after more than their start"),
-                (OURS_DIRECT, "worker killed: all serve again after more than their engines' start"),
-            )
+            Target(f"{setting}, the killed worker is back after more than its {start}", who, 5, of_value=True)
+            for who in (OURS_STAGED, OURS_DIRECT)
+            for start in ("start", "engine's start")
+        ),
+        *(
+            Target(f"{setting}, worker killed: all serve again after more than their {start}", OURS_DIRECT, 5, of_value=True)
+            for start in ("start", "engines' start")
         ),
     ]
