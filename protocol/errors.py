@@ -49,9 +49,9 @@ CODES: dict[str, CodeFacts] = {
 }
 
 
-def brief(text: str) -> str:
-    """A text for people, cut off where it is longer than anybody reads."""
-    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
+def brief(text: str, most: int = MAX_TEXT) -> str:
+    """A text for people, cut off after `most` characters: more than that is not read."""
+    return text if len(text) <= most else text[:most] + "…"
 
 
 class WireError(Exception):

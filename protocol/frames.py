@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from enginepool.protocol.errors import WireError, brief
-from enginepool.protocol.messages import MAX_HEADER_BYTES, FrameSpec, Message
+from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_TEXT, FrameSpec, Message
 
 Buffer = bytes | memoryview
 
@@ -30,20 +30,23 @@ def encode_header(message: Message) -> bytes:
     They may repeat what a peer sent, or be what a library said; a peer that gets what it cannot read waits, or drops the link.
     """
     header = _encoder.encode(message)
-    if len(header) <= MAX_HEADER_BYTES:
-        return header
-    return _encoder.encode(_shortened(msgspec.to_builtins(message, builtin_types=(bytes,))))
+    most = MAX_TEXT
+    while len(header) > MAX_HEADER_BYTES and most:
+        header = _encoder.encode(_shortened(msgspec.to_builtins(message, builtin_types=(bytes,)), most))
+        # Thousands of parts may have an error each.
+        most //= 8
+    return header
 
 
-def _shortened(value: Any, name: str = "") -> Any:
+def _shortened(value: Any, most: int, name: str = "") -> Any:
     if isinstance(value, str) and name in _TEXTS:
-        return brief(value)
+        return brief(value, most)
     if isinstance(value, dict):
         fields = cast("dict[str, Any]", value)
-        return {key: _shortened(entry, key) for key, entry in fields.items()}
+        return {key: _shortened(entry, most, key) for key, entry in fields.items()}
     if isinstance(value, list | tuple):
         entries = cast("Sequence[Any]", value)
-        return [_shortened(entry, name) for entry in entries]
+        return [_shortened(entry, most, name) for entry in entries]
     return value
 
 

@@ -63,10 +63,15 @@ class Disconnected(Event, frozen=True):
 
 
 class Received(Event, frozen=True):
-    """A message of the coordinator (one of `protocol.messages.ToWorker`) with its payload frames."""
+    """A message of the coordinator (one of `protocol.messages.ToWorker`) with its payload frames.
+
+    `unreadable`: why the header of a batch or a tokenizing task cannot be read; `message` then names the task, and a batch has
+    as many parts as it should have, all empty.
+    """
 
     message: Message
     frames: tuple[Frame, ...] = ()
+    unreadable: str = ""
 
 
 class EngineStage(Event, frozen=True):
@@ -165,6 +170,8 @@ class RunBatch(Effect, frozen=True):
 
     batch: Batch
     frames: tuple[Frame, ...] = ()
+    #: why it cannot be read: it fails with this
+    unreadable: str = ""
 
 
 class RunTokenise(Effect, frozen=True):
@@ -172,6 +179,7 @@ class RunTokenise(Effect, frozen=True):
 
     task: Tokenise
     frames: tuple[Frame, ...] = ()
+    unreadable: str = ""
 
 
 class RunWeights(Effect, frozen=True):

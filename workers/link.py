@@ -23,6 +23,7 @@ from enginepool.protocol.frames import decode_header, encode_header
 from enginepool.protocol.messages import Accept, Message, Ping, Pong, ToWorker
 from enginepool.workers.events import Connected, Disconnected, Event, Exit, Frame, LifelineClosed, Received
 from enginepool.workers.machine import STALL_S
+from enginepool.workers.payload import name_task
 from enginepool.workers.process import end_process, say
 from enginepool.workers.spec import SpecError
 
@@ -205,7 +206,13 @@ class Link:
             try:
                 message: Message = decode_header(self._decoder, header)
             except WireError as error:
-                say(f"dropped a message of the coordinator: {error.message}")
+                task = name_task(header)
+                if task is None:
+                    say(f"dropped a message of the coordinator: {error.message}")
+                else:
+                    self._deliver(
+                        Received(now, task, unreadable=f"the worker was sent work that cannot be read: {error.message}")
+                    )
                 continue
             if type(message) is Ping:
                 self._outbox.append([encode_header(Pong(message.at, stage=self.stage))])

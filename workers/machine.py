@@ -165,9 +165,9 @@ class WorkerMachine:
         self.heard_at = self.now
         message = event.message
         if isinstance(message, Batch):
-            return self._work(message.batch, len(message.parts), RunBatch(message, event.frames))
+            return self._work(message.batch, len(message.parts), RunBatch(message, event.frames, event.unreadable))
         if isinstance(message, Tokenise):
-            return self._work(message.task, None, RunTokenise(message, event.frames))
+            return self._work(message.task, None, RunTokenise(message, event.frames, event.unreadable))
         if isinstance(message, Accept):
             return self._accept(message)
         if isinstance(message, Failure):

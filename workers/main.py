@@ -247,6 +247,9 @@ class Worker:
         self.feed(EngineLost(time.monotonic(), reason))
 
     def _run_batch(self, run: RunBatch) -> None:
+        if run.unreadable:
+            self.feed(WorkFailed(time.monotonic(), run.batch.batch, run.unreadable))
+            return
         try:
             batch = decode_batch(run.batch, run.frames)
         except WireError as error:
@@ -266,6 +269,9 @@ class Worker:
         self.feed(event)
 
     def _run_tokenise(self, run: RunTokenise) -> None:
+        if run.unreadable:
+            self.feed(WorkFailed(time.monotonic(), run.task.task, run.unreadable))
+            return
         try:
             texts = decode_texts(run.task, run.frames)
         except WireError as error:

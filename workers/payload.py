@@ -1,12 +1,14 @@
 """Payload frames to arrays and back: what stands between the wire and an engine."""
 
 from itertools import pairwise
+from typing import Literal
 
+import msgspec
 import numpy as np
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
-from enginepool.protocol.messages import Batch, FrameSpec, Part, PartDone, Tokenise
+from enginepool.protocol.messages import Batch, FrameSpec, Part, PartDone, TaskId, Tokenise
 from enginepool.workers.engine import BatchScores, EngineError, Lengths, ScoreBatch, ScorePart, Scores
 from enginepool.workers.events import Frame
 
@@ -17,6 +19,29 @@ _TEXT_PAIRED = [("query", "utf8"), ("query_lengths", "uint32"), ("items", "utf8"
 
 #: answers below this are copied into bytes, so that they do not keep a larger array alive
 _COPY_BELOW = 1 << 16
+
+
+class _Task(msgspec.Struct):
+    """What must be known of work to answer that it cannot be read."""
+
+    type: Literal["batch", "tokenise"]
+    batch: TaskId | None = None
+    task: TaskId | None = None
+    parts: list[msgspec.Raw] = []
+
+
+_task = msgspec.msgpack.Decoder(_Task)
+
+
+def name_task(header: Frame) -> Batch | Tokenise | None:
+    """The work in a header that cannot be read: its id and its number of parts. None: it is no work, or has no id."""
+    try:
+        task = _task.decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    if task.type == "batch" and task.batch is not None and task.parts:
+        return Batch(task.batch, [Part([])] * len(task.parts))
+    return Tokenise(task.task, []) if task.type == "tokenise" and task.task is not None else None
 
 
 def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> ScoreBatch:

@@ -18,7 +18,7 @@ from enginepool.coordinator.pace import Pace
 from enginepool.coordinator.phases import QUEUED, RUNNING
 from enginepool.coordinator.queue import Entry, Queue
 from enginepool.coordinator.state import Batch, Request, Slice, Worker
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import MAX_HEADER_BYTES, Capabilities
 from enginepool.protocol.packing import Packing
 
 #: After a request of a higher priority came, batches of lower ones stay short for this long: the next one may come as well.
@@ -26,6 +26,11 @@ RECENT_S = 1.0
 #: Meanwhile a forward of theirs has this part of the pace: what comes waits for one that runs and one that was launched. A
 #: packed forward costs its engine's host as much whatever it holds, and shorter ones than that leave no time for the others.
 SHORT, SHORT_PACKED = 3, 2
+#: What a part adds to the header of its batch, and its answer to the header of the answer, at most, without its labels; what a
+#: label adds; and what all parts of a batch may add.
+PART_BYTES = 160
+LABEL_BYTES = 5
+HEADER_BYTES = MAX_HEADER_BYTES - 1024
 #: So many forwards of each worker wait, and it is throughput that all of them wait for.
 DEEP = 4
 
@@ -49,6 +54,11 @@ def pace_for(worker: Worker, head: Request, now: float, weight: float) -> int:
         return short(pace, can)
     many = weight * group.waiting >= DEEP * pace.tokens * len(group.workers)
     return 2 * pace.tokens if many else pace.tokens
+
+
+def header_bytes(work: Work) -> int:
+    """Bytes that rows of `work` add to the header of a batch, and its answer to that of the answer: an upper bound."""
+    return PART_BYTES + LABEL_BYTES * len(work.part.labels)
 
 
 def full(worker: Worker, can: Capabilities) -> bool:
@@ -121,6 +131,7 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
     take(core, slice_)
     if head.state == RUNNING:
         queue.pop(lane)
+        header = header_bytes(work)
         free_tokens = min(free_tokens, can.batch_tokens)
         free_rows = min(free_rows, can.batch_rows)
         while lane and cost < free_tokens and rows < free_rows:
@@ -133,6 +144,7 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
             weighs = more + work.rows * each
             if (
                 next_.next
+                or header + header_bytes(work) > HEADER_BYTES
                 or cost + more > free_tokens
                 or rows + work.rows > free_rows
                 or beyond_pace(worker, most, head, next_, weight, weighs)
@@ -141,6 +153,7 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
             cost += more
             rows += work.rows
             weight += weighs
+            header += header_bytes(work)
             slice_ = (next_, 0, work.rows)
             slices.append(slice_)
             take(core, slice_)
@@ -158,7 +171,7 @@ def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], w
     each = 0.0 if pace is None else pace.row
     packing = Packing(can.context, can.page)
     slices: list[Slice] = []
-    rows = most = 0
+    rows = most = header = 0
     most_tokens, most_rows, room = can.batch_tokens, can.batch_rows, longest(pace)
     while lane and rows < most_rows:
         request = lane[0][2]
@@ -170,8 +183,12 @@ def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], w
         bounds = (most_tokens - packing.cost, each, room - weight)
         stop, cost, length = _pack(packing, request, start, end, most_rows - rows, bounds, follows=bool(slices))
         weighs = cost + (stop - start) * each
+        header += header_bytes(request.work)
         if slices and (
-            request.next or stop < request.work.rows or beyond_pace(worker, most, slices[0][0], request, weight, weighs)
+            request.next
+            or header > HEADER_BYTES
+            or stop < request.work.rows
+            or beyond_pace(worker, most, slices[0][0], request, weight, weighs)
         ):
             break
         if not slices:

@@ -26,17 +26,24 @@ EPOCH = 7
 
 
 def work(
-    rows: int = 1, length: int = 10, *, first: int = 0, group: str = "", hidden: bool = False, labels: tuple[int, ...] = (1, 2)
+    rows: int = 1,
+    length: int = 10,
+    *,
+    first: int = 0,
+    group: str = "",
+    hidden: bool = False,
+    labels: tuple[int, ...] = (1, 2),
+    query: int = 0,
 ) -> ev.Work:
-    """`rows` items of `length` ids each, with an empty query; the ids count up from `first`."""
+    """`rows` items of `length` ids each, after a query of `query` zeros; the ids count up from `first`."""
     ids = (np.arange(rows * length, dtype=np.int32) + first) % 1000
     specs = [
-        FrameSpec("query", "int32", (0,)),
+        FrameSpec("query", "int32", (query,)),
         FrameSpec("items", "int32", (rows * length,)),
         FrameSpec("item_lengths", "uint32", (rows,)),
     ]
     score = Score(1, specs, group=group, hidden=hidden, labels=list(labels))
-    return open_score(score, [b"", ids.tobytes(), np.full(rows, length, np.uint32).tobytes()])
+    return open_score(score, [bytes(4 * query), ids.tobytes(), np.full(rows, length, np.uint32).tobytes()])
 
 
 def text(query: str, items: list[str]) -> ev.Work:
@@ -169,7 +176,8 @@ class Pool:
             lengths = np.frombuffer(frames[-1], np.uint32)
             starts = np.cumsum(lengths) - lengths
             scores = np.stack([items[starts], lengths], axis=1).astype(np.float32)
-            scores = scores[:, : len(part.labels) or None]
+            columns = len(part.labels) or 2
+            scores = np.pad(scores, ((0, 0), (0, max(columns - 2, 0))))[:, :columns]
             outcomes.append(ev.Outcome([FrameSpec("scores", "float32", scores.shape)], [scores.tobytes()]))
         return self.do(ev.BatchDone(0, sent.link, sent.message.batch, outcomes, version, forwards, int(run_s * 1e6)))
 

@@ -275,6 +275,22 @@ def test_what_the_header_does_not_say_is_answered_malformed(coordinator: Coordin
     assert "add up to 2, not 3" in coordinator.expect(Done)[0].parts[0].message
 
 
+@pytest.mark.parametrize("labels", [[0] * 1_100_000, "none"], ids=["header too long", "field of a wrong type"])
+def test_work_that_cannot_be_read_is_answered_with_an_error_for_each_part(
+    labels: object, coordinator: Coordinator, start: Start
+) -> None:
+    start()
+    coordinator.accept_until_ready()
+    parts = [{"frames": [], "labels": labels}, {"frames": []}]
+    coordinator.send_raw(msgspec.msgpack.encode({"type": "batch", "batch": [5, 1], "parts": parts}))
+    done, _ = coordinator.expect(Done)
+    assert (done.batch, [part.code for part in done.parts]) == ((5, 1), ["engine_error"] * 2)
+    assert "cannot be read" in done.parts[0].message
+    coordinator.send_raw(msgspec.msgpack.encode({"type": "tokenise", "task": [5, 2], "frames": labels}))
+    tokenised, _ = coordinator.expect(Tokenised)
+    assert (tokenised.task, tokenised.code) == ((5, 2), "engine_error")
+
+
 def test_messages_that_cannot_be_read_are_dropped_with_a_line(coordinator: Coordinator, start: Start) -> None:
     worker = start()
     coordinator.accept_until_ready()

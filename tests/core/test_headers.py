@@ -1,0 +1,57 @@
+"""Headers stay under the limit of frame 0, whatever the labels, the rows and the errors of a batch are."""
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from enginepool.coordinator.filling import header_bytes
+from enginepool.protocol.frames import encode_header
+from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_LABELS, Batch, Capabilities, Done, FrameSpec, PartDone
+from tests.core.machines import Pool, results, work
+
+LARGE = Capabilities("causal", 100_000, 4096, 100_000, 20_000, 200_000, 40_000)
+LARGE_PACKED = msgspec.structs.replace(LARGE, max_item=100)
+TOP = 2**31 - 1
+
+
+@pytest.mark.parametrize("can", [LARGE, LARGE_PACKED], ids=["plain", "packed"])
+def test_a_batch_of_many_labels_has_a_header_that_workers_read(can: Capabilities) -> None:
+    pool = Pool()
+    clients = [pool.client() for _ in range(4)]
+    labels = tuple(range(70_000, 70_820))
+    for i in range(256):
+        pool.submit(clients[i % 4], i, work(1, 3, labels=labels, query=2))
+    pool.worker(can=can)
+    pool.finish_all()
+    batches = [s.message for s in pool.sent if isinstance(s.message, Batch)]
+    assert max(len(encode_header(batch)) for batch in batches) <= MAX_HEADER_BYTES
+    assert len(batches) == 2, "as few batches as the headers allow"
+    assert len(results(pool.sent)) == 256
+
+
+@settings(deadline=None)
+@given(
+    labels=st.integers(0, MAX_LABELS), rows=st.integers(1, 3), query=st.integers(0, 70_000), paired=st.booleans(),
+    softmax=st.booleans(), item_first=st.booleans(),
+)  # fmt: skip
+def test_what_a_part_adds_to_a_header_is_never_underestimated(
+    labels: int, rows: int, query: int, paired: bool, softmax: bool, item_first: bool
+) -> None:
+    content = work(rows, 3, labels=(TOP,) * labels, query=query)
+    specs = list(content.part.frames)
+    if paired:
+        specs.insert(1, FrameSpec("query_lengths", "uint32", (TOP,)))
+    part = msgspec.structs.replace(content.part, frames=specs, softmax=softmax, item_first=item_first)
+    assert len(msgspec.msgpack.encode(part)) <= header_bytes(content)
+    done = PartDone([FrameSpec("scores", "float32", (TOP, TOP)), FrameSpec("hidden", "float32", (TOP, TOP))])
+    assert len(msgspec.msgpack.encode(done)) <= header_bytes(content), "and what its answer adds to that of the answer"
+
+
+@pytest.mark.parametrize("message", ["x" * 100_000, "\N{SNOWMAN}" * 600])
+def test_errors_of_very_many_parts_fit_a_header(message: str) -> None:
+    failed = PartDone(code="engine_error", message=message)
+    header = encode_header(Done((2**62, 1), [failed] * 6000))
+    assert len(header) <= MAX_HEADER_BYTES
+    parts = msgspec.msgpack.decode(header, type=Done).parts
+    assert [part.code for part in parts] == ["engine_error"] * 6000
