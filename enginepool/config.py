@@ -5,6 +5,7 @@ and impossible values are refused with the key's name.
 """
 
 import ipaddress
+import math
 import os
 import re
 from pathlib import Path
@@ -98,7 +99,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached_query_tokens: int | None = None
     device: Device = "auto"
     dtype: Dtype = "auto"
-    #: for each worker the GPUs it sees (CUDA_VISIBLE_DEVICES); empty: worker i sees GPU i on a CUDA machine
+    #: for each worker the GPUs it sees (CUDA_VISIBLE_DEVICES), as many as its engine needs: options.tp_size; empty: the pool
+    #: gives each worker GPUs that no other worker has
     gpus: list[str] = []
     #: seconds of waiting that weigh as much as one level of priority; none: strict priority
     ageing_s: float | None = 1.0
@@ -131,6 +133,20 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limits: Limits = Limits()
     timing: Timing = Timing()
     restart: Restart = Restart()
+
+
+#: engine options whose product is the number of GPUs of one worker
+GPU_SIZES = ("tp_size", "pp_size")
+
+
+def gpus_per_worker(group: GroupConfig) -> int:
+    """GPUs that the engine of one worker runs on."""
+    return math.prod(group.options.get(key) or 1 for key in GPU_SIZES)
+
+
+def uses_gpus(group: GroupConfig) -> bool:
+    """Whether the workers of `group` run on GPUs where there are some."""
+    return group.engine == "sglang" and group.device != "cpu"
 
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
@@ -238,6 +254,16 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
             group.gpus,
             f"one entry for each of {group.workers} workers",
         )
+        if group.engine == "sglang":
+            for key in GPU_SIZES:
+                value = group.options.get(key)
+                whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 4096
+                need(value is None or whole, f"{at}.options.{key}", value, "a whole number, 1 to 4096")
+        for index, entry in enumerate(group.gpus if uses_gpus(group) else []):
+            names, each = [name.strip() for name in entry.split(",")], gpus_per_worker(group)
+            allowed = f"a worker with options.tp_size = {each} sees {each} GPUs" if each > 1 else "a worker sees 1 GPU"
+            right = len(names) == each and all(names) and len(set(names)) == each
+            need(right, f"{at}.gpus[{index}]", entry, f"{allowed}, separated by commas, each named once")
         for key in ("max_batch_tokens", "max_batch_rows", "cached_query_tokens"):
             value = getattr(group, key)
             need(value is None or value > 0, f"{at}.{key}", value, "more than 0, or left out")

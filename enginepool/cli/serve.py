@@ -49,6 +49,7 @@ def serve(
       enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
     """
     from enginepool.config import check_models, load_config
+    from enginepool.gpus import check_gpus
 
     flags = {"model": model, "workers": workers, "engine": engine, "device": device, "listen": listen, "state_dir": state_dir}
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
@@ -59,6 +60,7 @@ def serve(
     _check_engines(pool)
     check_models(pool, where)
     _check_options(pool, where)
+    check_gpus(pool, where)
     if check:
         groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
         typer.echo(f"{where}: good; groups: {groups}; listens on {pool.listen}")

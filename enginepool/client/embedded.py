@@ -25,6 +25,7 @@ import msgspec
 from enginepool.config import GroupConfig, PoolConfig, check_models, checked_config, encode_config
 from enginepool.errors import ConfigError
 from enginepool.folders import PrivateFolder, snapshot_folders
+from enginepool.gpus import check_gpus
 from enginepool.host import LONGEST_PATH
 from enginepool.protocol.messages import Failure
 
@@ -49,10 +50,10 @@ def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> Pool
             for key, value in group.items():
                 if key not in plain or value != plain[key]:
                     raise ConfigError(f"{key}: write it in the config, which was given whole")
-            return check_models(checked_config(config), "configuration")
+            return check_gpus(check_models(checked_config(config), "configuration"), "configuration")
         if group["model"] is None:
             raise ConfigError("model: name one, or give a whole config")
-        return check_models(checked_config({"groups": {_GROUP: group}}), "configuration")
+        return check_gpus(check_models(checked_config({"groups": {_GROUP: group}}), "configuration"), "configuration")
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"groups.{_GROUP}.", "").replace("groups[...].", "")) from None
     except TypeError as error:

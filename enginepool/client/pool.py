@@ -125,7 +125,7 @@ class Pool:
 
         Args:
             model: a checkpoint directory or a name that SGLang can load.
-            workers: engines to start; on CUDA one GPU each.
+            workers: engines to start; on CUDA each gets GPUs that no other has, one or `tp_size` of them.
             engine: `sglang`, or `sim` for a dry run without weights.
             device: `auto`, `cuda` or `cpu`.
             config: a whole configuration instead of the arguments before. Unless its `listen` is a fixed address of its own,

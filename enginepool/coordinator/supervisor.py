@@ -19,10 +19,11 @@ from typing import IO, Any, Protocol
 import msgspec
 import psutil
 
-from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config import GroupConfig, PoolConfig, gpus_per_worker
 from enginepool.coordinator.events import LiveProcess
 from enginepool.coordinator.processes import how_it_ended, is_the_one, kill_session, last_line, lives, made_at, session_member
 from enginepool.coordinator.stagers import Stagers
+from enginepool.gpus import allocate_gpus, visible_gpus
 from enginepool.host import host_identity
 
 #: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
@@ -92,6 +93,7 @@ class LocalSupervisor:
         self._endpoint = endpoint
         self._lifeline = lifeline
         self._exited = exited
+        self._gpus = allocate_gpus(config.groups, visible_gpus())
         self._processes: dict[str, _Record] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         #: why those were killed that were
@@ -190,9 +192,9 @@ class LocalSupervisor:
         """What a worker's process, and whatever stands beside it, finds around it."""
         config = self._config.groups[group]
         environment = dict(os.environ)
-        gpu = self._gpu(group, index)
-        if gpu is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        gpus = self._gpus.get(group)
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus[index]
         elif config.engine == "sglang":
             # Engines on one CPU would each start a thread for every core, and spin on each other's.
             workers = sum(other.workers for other in self._config.groups.values())
@@ -206,7 +208,7 @@ class LocalSupervisor:
         if not _takes_updates(config):
             return ""
         device = "cpu" if config.engine == "sim" else config.device
-        gpus = config.options.get("tp_size") or 1
+        gpus = 1 if config.engine == "sim" else gpus_per_worker(config)
         return self._stagers.beside(f"{group}.{index}", environment, device=device, gpus=gpus)
 
     def _free_port(self, incarnation: str) -> int:
@@ -217,23 +219,6 @@ class LocalSupervisor:
             if port not in self._ports.values():
                 self._ports[incarnation] = port
                 return port
-
-    def _gpu(self, group: str, index: int) -> str | None:
-        """CUDA_VISIBLE_DEVICES of a worker: as configured, else one GPU for each worker over all groups, in turn."""
-        config = self._config.groups[group]
-        if config.gpus:
-            return config.gpus[index]
-        if config.engine != "sglang" or config.device not in ("auto", "cuda"):
-            return None
-        visible = visible_gpus()
-        if not visible:
-            return None
-        before = 0
-        for name, other in self._config.groups.items():
-            if name == group:
-                break
-            before += other.workers
-        return visible[(before + index) % len(visible)]
 
     # --- ending --------------------------------------------------------------------------------------------------------
 
@@ -324,17 +309,3 @@ class LocalSupervisor:
 
 def _takes_updates(config: GroupConfig) -> bool:
     return config.engine != "sim" or bool(config.options.get("tensors"))
-
-
-def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
-
-    Where that is not set, they are counted: CUDA numbers those that it finds from 0, whatever their numbers are on the host,
-    and a container has the device files of its own GPUs alone. Instances of a divided GPU (MIG) have no such files: they are
-    used where they are named. Hosts without such files (WSL) have none, and their workers see what CUDA finds.
-    """
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return [name for name in named.split(",") if name]
-    found = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()]
-    return [str(index) for index in range(len(found))]

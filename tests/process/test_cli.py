@@ -189,6 +189,18 @@ def test_an_option_that_the_installed_sglang_lacks_is_found_before_a_worker_star
     assert call("serve", "--config", config, "--check")[0] == 0
 
 
+@pytest.mark.skipif(examination.find_spec("sglang") is None, reason="needs the sglang package: make setup")
+def test_more_gpus_than_there_are_is_found_before_a_worker_starts(tmp_path: Path) -> None:
+    config = tmp_path / "pool.toml"
+    config.write_text('[groups.a]\nmodel = "some/model"\nworkers = 2\noptions = { tp_size = 2 }\n')
+    gpus = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
+    code, _, err = call("serve", "--config", config, "--check", env=gpus)
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{config}: groups: a: 2 workers x 2 need 4 GPUs, and of 3 visible here (4, 5, 6) 3 are present" in err
+    config.write_text('[groups.a]\nmodel = "some/model"\nworkers = 2\ngpus = ["4,5", "5,6"]\noptions = { tp_size = 2 }\n')
+    assert call("serve", "--config", config, "--check", env=gpus)[0] == 0
+
+
 def test_a_wrong_choice_is_answered_with_the_right_ones(tmp_path: Path) -> None:
     code, _, err = call("tiny-model", tmp_path / "m", "--head", "rewards")
     assert (code, err.count("\n")) == (2, 1)

@@ -15,6 +15,7 @@ import msgspec
 import psutil
 import pytest
 
+from enginepool.config import GroupConfig
 from enginepool.coordinator import processes as records
 from enginepool.coordinator.stagers import Stagers
 from enginepool.coordinator.supervisor import LocalSupervisor
@@ -114,6 +115,34 @@ def test_what_a_dead_worker_has_left_in_its_session_is_ended(scene: Scene) -> No
     assert not path.exists()
     psutil.wait_procs([left], PATIENCE_S)
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("size", "seen"), [(1, "7"), (2, "8,9")])
+def test_a_worker_sees_the_gpus_that_its_engine_needs(
+    scene: Scene, size: int, seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7,8,9")
+    groups = {name: GroupConfig(model="none", workers=1, options={"tp_size": size}) for name in ("other", "g")}
+    config = msgspec.structs.replace(scene.config, groups=groups)
+
+    async def story() -> str:
+        ended, gone = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def exited(incarnation: str, reason: str, permanent: bool) -> None:
+            ended.set()
+
+        supervisor = LocalSupervisor(loop, config, scene.directory, "ipc://nowhere", None, exited)
+        supervisor.start("g", 0, "g-0.1.1")
+        record = msgspec.json.decode((scene.directory / "workers" / "g-0.1.1.json").read_bytes())
+        found = psutil.Process(record["pid"]).environ()["CUDA_VISIBLE_DEVICES"]
+        supervisor.finish(gone.set)
+        async with asyncio.timeout(PATIENCE_S):
+            await ended.wait()
+            await gone.wait()
+        return found
+
+    assert asyncio.run(story()) == seen
 
 
 def test_a_worker_whose_place_the_pool_does_not_have_any_more_is_ended(scene: Scene) -> None:
