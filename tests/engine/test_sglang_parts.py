@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -28,6 +29,7 @@ from enginepool.workers.sglang.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
     gather_of_sequences,
+    open_session_for_tickets,
     report_every_forward,
 )
 
@@ -367,13 +369,70 @@ def test_a_forward_that_is_nearly_over_is_answered_before_the_next_launch() -> N
     assert Patched(None, []).is_disable_overlap_for_batch("theirs", "last"), "what SGLang decides by itself holds"
 
 
+# --- tickets between weight updates ------------------------------------------------------------------------------------
+
+
+class Session(msgspec.Struct, frozen=True):
+    selector: str
+    loaded_weights: bool = False
+
+
+_WeightUpdateSession = Session
+
+
+class Updater:
+    """SGLang 0.5.23's receiver of weight updates, as far as sessions go."""
+
+    def __init__(self, session: Session | None = None) -> None:
+        self._session = session
+        self.selectors: list[str] = []
+
+    def begin_weight_update(self, request: Any) -> None: ...
+
+    def update_weights_from_tensor(self, request: Any) -> str:
+        if self._session is None:
+            return "refused"
+        self.selectors.append(self._session.selector)
+        self._session = msgspec.structs.replace(self._session, loaded_weights=True)
+        if request.fails:
+            raise RuntimeError("no")
+        return "done"
+
+
+def ask(updater: Any, load_format: str, *, fails: bool = False) -> Any:
+    return updater.update_weights_from_tensor(SimpleNamespace(load_format=load_format, fails=fails))
+
+
+def test_a_ticket_is_accepted_outside_a_weight_update_and_other_loads_are_not() -> None:
+    patched = type("Patched", (Updater,), {"__module__": __name__})
+    open_session_for_tickets(patched, "ours")
+    updater = patched()
+    assert ask(updater, "ours") == "done" and updater.selectors == ["target"]
+    assert ask(updater, "direct") == "refused"
+    with pytest.raises(RuntimeError, match="no"):
+        ask(updater, "ours", fails=True)
+    assert ask(updater, "direct") == "refused", "a ticket that failed leaves no session behind"
+
+
+def test_a_ticket_leaves_a_session_of_somebody_else_as_it_was() -> None:
+    patched = type("Patched", (Updater,), {"__module__": __name__})
+    open_session_for_tickets(patched, "ours")
+    updater = patched(Session("all"))
+    assert ask(updater, "ours") == "done"
+    assert vars(updater)["_session"] == Session("all", loaded_weights=False)
+
+
+def test_a_version_without_sessions_is_left_alone() -> None:
+    class Older:
+        def update_weights_from_tensor(self, request: Any) -> str:
+            return "done"
+
+    before = Older.update_weights_from_tensor
+    open_session_for_tickets(Older, "ours")
+    assert Older.update_weights_from_tensor is before
+
+
 # --- the CPU bridge ----------------------------------------------------------------------------------------------------
-
-
-def test_a_stand_in_for_a_kernel_says_why_it_cannot_work() -> None:
-    for name in sgl_kernel.NAMES:
-        with pytest.raises(NotImplementedError, match=f"{name} was called, but"):
-            getattr(sgl_kernel, name)()
 
 
 INSTALL = """
@@ -385,6 +444,19 @@ cpu_bridge._bridge_sgl_kernel()
 import sgl_kernel
 print(sgl_kernel.__name__, sgl_kernel.__file__)
 """
+
+
+@pytest.mark.parametrize("name", ["fill_bonus_tokens_cpu", "a_name_of_the_next_release"])
+def test_a_stand_in_for_a_kernel_says_why_it_cannot_work(name: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"{name} was called, but"):
+        getattr(sgl_kernel, name)(1, key=2)
+
+
+def test_the_stand_in_has_no_submodules_and_none_of_the_names_that_python_asks_for() -> None:
+    """SGLang looks for kernels in submodules only where it can do without them."""
+    code = INSTALL + "assert not hasattr(sgl_kernel, '__wrapped__')\nimport sgl_kernel.allreduce"
+    done = subprocess.run([sys.executable, "-c", code, ""], capture_output=True, text=True, check=False)
+    assert "ModuleNotFoundError: No module named 'sgl_kernel.allreduce'; 'sgl_kernel' is not a package" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 Two packages stand in the way, and each is left alone where it works:
 
-- `sgl_kernel`: what the package index has is for CUDA alone. SGLang imports eight names of it at start-up, for speculative
-  decoding and cache compaction, and calls none of them on this path.
+- `sgl_kernel`: what the package index has is for CUDA alone. SGLang imports names of it at start-up, for speculative decoding
+  and cache compaction, and calls none of them on this path.
 - `torchvision`: what the package index has was built for CUDA too. Its compiled operators do not load beside a CPU build of
   torch, and then it cannot be imported, because it describes two operators that do not exist. SGLang and transformers need
   one import of it and no operator.

@@ -91,6 +91,7 @@ def _with_our_entries(engine: Any, attention: str) -> Any:
             ("layers.logprob_processor", "OutputLogprobProcessor"),
             ("layers.logits_processor", "LogitsProcessor"),
             ("model_loader.loader", "DefaultModelLoader"),
+            ("managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager"),
         )
     ]
     entries = {

@@ -18,8 +18,10 @@ from enginepool.workers.sglang.scheduler import (
     gather_labels_without_waiting,
     gather_logits_by_nccl,
     note_scheduler,
+    open_session_for_tickets,
     report_every_forward,
 )
+from enginepool.workers.sglang.settings import LOADER
 
 #: Set for the engine's processes when they need the bridge.
 BRIDGE_VARIABLE = "ENGINEPOOL_CPU_BRIDGE"
@@ -104,13 +106,14 @@ def run_scheduler(
     processor: Any,
     packed_processor: Any,
     loader: Any,
+    updater: Any,
     attention: str,
     settings: Any,
     ports: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Entry of a scheduler process: `run` is SGLang's own, and the five after it are classes of SGLang.
+    """Entry of a scheduler process: `run` is SGLang's own, and the six after it are classes of SGLang.
 
     `attention` names SGLang's module of FlashInfer's attention, where that is used: only here is it imported before the start.
     """
@@ -122,6 +125,7 @@ def run_scheduler(
     answer_before_the_next_launch(scheduler)
     note_own_load(loader)
     note_scheduler(scheduler)
+    open_session_for_tickets(updater, LOADER)
     if attention:
         changes: Any = importlib.import_module("enginepool.workers.sglang.attention")  # it needs torch
         module: Any = importlib.import_module(attention)

@@ -42,6 +42,33 @@ def flush_caches() -> bool:
     return bool(flush(empty_cache=False) if "empty_cache" in inspect.signature(flush).parameters else flush())
 
 
+def open_session_for_tickets(updater: Any, loader: str) -> None:
+    """Have calls of our own loader accepted outside a weight-update session. `updater` is SGLang's class that receives the
+    requests of weight updates; `loader` is the name of our loader.
+
+    Since 0.5.21 SGLang refuses `update_weights_from_tensor` outside `begin_weight_update` and `end_weight_update`. Our tickets
+    need neither: most of them only ask a question, while the engine serves. `begin` and `end` restore and repeat what
+    quantization made of weights, and a model with such weights takes no updates here (`weights.ModelWeights._refused`). They
+    also take SGLang's writer lock, for which a question would wait until the engine is empty. So each ticket gets a session of
+    its own, inside the one call, and the model is neither restored nor processed.
+    """
+    if not hasattr(updater, "begin_weight_update"):
+        return  # 0.5.17 to 0.5.20 have no sessions
+    module: Any = sys.modules[updater.__module__]
+    update = updater.update_weights_from_tensor
+
+    def update_weights_from_tensor(self: Any, request: Any) -> Any:
+        if request.load_format != loader:
+            return update(self, request)
+        session, self._session = self._session, module._WeightUpdateSession(selector="target")
+        try:
+            return update(self, request)
+        finally:
+            self._session = session
+
+    updater.update_weights_from_tensor = update_weights_from_tensor
+
+
 def report_every_forward(stats: Any) -> None:
     """Have the scheduler say of every row when its forward began, as `entered`. `stats` is SGLang's class of a row's times.
 
