@@ -21,6 +21,7 @@ from enginepool.workers.sglang import scheduler as sglang_scheduler
 from enginepool.workers.sglang import updates as sglang_updates
 from enginepool.workers.sglang import weights as sglang_weights
 from enginepool.workers.sglang.plan import Plan
+from enginepool.workers.sglang.settings import SettingsError
 from enginepool.workers.sglang.updates import EngineWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
@@ -129,6 +130,16 @@ class Drawn:
 
     def is_in(self, engine: Engine) -> bool:
         return all(same(state(model), state(self.model)) for model in engine.models)
+
+
+def test_an_engine_of_which_any_rank_has_an_incomplete_model_can_never_start(
+    make: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ranks in (1, 2):
+        reasons = iter([""] * (ranks - 1) + ["no tensor fills lm_head.weight"])
+        monkeypatch.setattr(sglang_weights, "incomplete_load", lambda reasons=reasons: next(reasons))
+        with pytest.raises(SettingsError, match=r"^no tensor fills lm_head\.weight$"):
+            make(ranks)
 
 
 def test_what_was_made_ready_is_taken_by_one_ticket_that_names_it(make: Callable[[int], Engine], tmp_path: Path) -> None:

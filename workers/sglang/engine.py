@@ -124,12 +124,13 @@ class SglangEngine:
             capabilities = capabilities_of(self._tm, self._model, prepared.version, prepared.wanted, running)
             capabilities = halved(capabilities, halvings)
             scoring = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
+            ranks = prepared.wanted.options.get("tp_size") or 1
+            self._weights = EngineWeights(self._tm, prepared.requests, ranks, self._end.unless_over)
+            # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.
+            await self._weights.describe()
             report("compiling", "the first forward")
             scoring.capabilities = capabilities = await self._end.unless_over(warm_up(scoring))
             self._scoring = scoring
-            ranks = prepared.wanted.options.get("tp_size") or 1
-            self._weights = EngineWeights(self._tm, prepared.requests, ranks, self._end.unless_over)
-            await self._weights.describe()
             if self._weights.plain:
                 report("compiling", f"weight updates of this model are loaded plainly: {self._weights.plain}")
             await self._tm.freeze_gc()  # no collection in the engine's processes walks through what start-up left

@@ -77,6 +77,24 @@ def start_biases_at_zero() -> None:
     nn.Linear.reset_parameters = reset_parameters
 
 
+#: (class, key, value): what SGLang reads of configurations that transformers 5 no longer writes, having one value for all
+_LEFT_OUT = (
+    ("BertConfig", "position_embedding_type", "absolute"),
+    ("RobertaConfig", "position_embedding_type", "absolute"),
+    ("XLMRobertaConfig", "position_embedding_type", "absolute"),
+    ("Gemma2Config", "hidden_act", "gelu_pytorch_tanh"),
+)
+
+
+def complete_configurations(transformers: Any) -> None:
+    """Give configurations the keys that SGLang reads and checkpoints saved by transformers 5 lack. A configuration that has the
+    key keeps its value."""
+    for name, key, value in _LEFT_OUT:
+        config = getattr(transformers, name)
+        if not hasattr(config, key):
+            setattr(config, key, value)
+
+
 #: (name, dtype, shape) of the tensors that this process's model was loaded from, in their order
 _own_load: list[tuple[str, str, tuple[int, ...]]] = []
 
@@ -87,14 +105,22 @@ def own_load() -> list[tuple[str, str, tuple[int, ...]]]:
 
 
 def note_own_load(loader: Any) -> None:
-    """Keep what the model's own load takes: that is what a weight update consists of. `loader` is SGLang's default one."""
+    """Keep what the model's own load takes: that is what a weight update consists of. `loader` is SGLang's default one.
+
+    The load is watched as well: `completeness.incomplete_load` tells what it left out.
+    """
     weights_of = loader._get_all_weights
 
-    def get_all_weights(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+    def get_all_weights(self: Any, model_config: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         _own_load.clear()
-        for name, tensor in weights_of(self, *args, **kwargs):
-            _own_load.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
-            yield name, tensor
+
+        def noted() -> Iterator[tuple[str, Any]]:
+            for name, tensor in weights_of(self, model_config, model, *args, **kwargs):
+                _own_load.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+                yield name, tensor
+
+        completeness: Any = importlib.import_module("enginepool.workers.sglang.completeness")  # it needs torch
+        return completeness.watch_load(model, model_config.hf_config, noted)
 
     loader._get_all_weights = get_all_weights
 
@@ -123,6 +149,7 @@ def run_scheduler(
     gather_labels_without_waiting(processor, packed_processor)
     gather_logits_by_nccl(packed_processor)
     answer_before_the_next_launch(scheduler)
+    complete_configurations(importlib.import_module("transformers"))
     note_own_load(loader)
     note_scheduler(scheduler)
     open_session_for_tickets(updater, LOADER)

@@ -24,7 +24,7 @@ from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, TakeTimes
-from enginepool.workers.sglang.settings import LOADER
+from enginepool.workers.sglang.settings import LOADER, SettingsError
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
 IDLE_S = 30.0
@@ -76,8 +76,13 @@ class EngineWeights:
         self._folder.remove()
 
     async def describe(self) -> None:
-        """Learn what an update of this model consists of. Called once, before the engine serves."""
+        """Learn what an update of this model consists of. Called once, before the engine serves.
+
+        Raises SettingsError: a rank has not loaded its model completely; EngineDied: a rank cannot say what it has loaded.
+        """
         answers = await self._ask({"do": "describe"})
+        if reasons := [answer["unusable"] for answer in answers if "unusable" in answer]:
+            raise SettingsError(reasons[0])
         if errors := [answer["error"] for answer in answers if "error" in answer]:
             # The model may not be as it was loaded.
             raise EngineDied(f"the engine cannot say what it has loaded: {errors[0]}")

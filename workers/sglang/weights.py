@@ -24,6 +24,7 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Space
 from enginepool.spaces import examined, sealed, visible_gpus
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
+from enginepool.workers.sglang.completeness import incomplete_load, quantization
 from enginepool.workers.sglang.held import digests, findings, part_of
 from enginepool.workers.sglang.plan import Plan, Unplannable, Unrepeatable
 from enginepool.workers.sglang.process import own_load
@@ -100,6 +101,8 @@ class ModelWeights:
         for parameter in itertools.islice(self._model.parameters(), 1):
             make_ready(parameter.device)  # seconds, that no update's clock should see
         own = [Tensor(*one) for one in own_load()]
+        if why := incomplete_load():
+            return {"unusable": why}
         if why := self._refused(own):
             return {"refused": why}
         self._manifest = own
@@ -140,8 +143,8 @@ class ModelWeights:
             return "its weights were not loaded from a checkpoint's tensors, so nobody knows what an update consists of"
         for module in self._model.modules():
             method = getattr(module, "quant_method", None)
-            if method is not None and not type(method).__name__.startswith("Unquantized"):
-                return f"its weights are quantised ({type(method).__name__}); they are made anew from a checkpoint alone"
+            if name := quantization(module):
+                return f"its weights are quantised ({name}); they are made anew from a checkpoint alone"
             if getattr(method, "use_flashinfer_trtllm_moe", False) or getattr(module, "w13_swiglu_interleaved", False):
                 return "its experts were rearranged for a kernel when they had been loaded"
             if getattr(module, "use_intel_amx_backend", False):
