@@ -112,6 +112,7 @@ class Score(Message, tag="score"):
     priority: int = 0
     timeout_ms: int | None = None
     min_version: int = 0
+    logprobs: bool = False
 
 
 class Cancel(Message, tag="cancel"):
@@ -383,6 +384,7 @@ class Part(msgspec.Struct, omit_defaults=True, gc=False):
     labels: list[int] = []
     softmax: bool = False
     item_first: bool = False
+    logprobs: bool = False
 
 
 class Batch(Message, tag="batch"):

@@ -48,6 +48,7 @@ class ScorePart:
     query: int32, one query for all rows when `query_lengths` is None, else the concatenation of one query for each row.
     items: int32, the concatenation of all items; item_lengths: uint32 [rows].
     labels: token ids whose probabilities are wanted (causal models; empty for classifiers).
+    softmax: over the labels, or over the head's outputs, alone. logprobs: logarithms instead of probabilities.
     """
 
     query: Ids
@@ -57,6 +58,7 @@ class ScorePart:
     labels: tuple[int, ...] = ()
     softmax: bool = False
     item_first: bool = False
+    logprobs: bool = False
 
     @property
     def shared(self) -> int:

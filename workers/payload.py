@@ -80,6 +80,7 @@ def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> ScorePart:
         tuple(part.labels),
         part.softmax,
         part.item_first,
+        part.logprobs,
     )
     _check_lengths(f"parts[{i}].items", decoded.item_lengths, decoded.items.size)
     if query_lengths is not None:

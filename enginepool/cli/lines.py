@@ -30,11 +30,12 @@ class Options(msgspec.Struct, frozen=True):
     group: str = ""
     priority: int = 0
     timeout: float | None = None
+    logprobs: bool = False
 
     def seed(self) -> int:
         """A checksum of what changes the scores: answers made with other options are not this run's."""
         shaping = (self.label_token_ids, self.apply_softmax, self.item_first, self.return_pooled_hidden_states, self.group)
-        return zlib.crc32(msgspec.json.encode(shaping))
+        return zlib.crc32(msgspec.json.encode((*shaping, self.logprobs)))
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +53,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     group: str | None = None
     priority: int | None = None
     timeout: float | None = None
+    logprobs: bool | None = None
 
     async def ask(self, pool: "Pool", options: Options) -> "ScoreResult":
         """Have it scored. Raises EnginepoolError."""

@@ -26,6 +26,7 @@ def score(
         typer.Option("--label-token-ids", metavar="ID,ID,...", help="For causal models: the tokens to give probabilities of."),
     ] = "",
     softmax: Annotated[bool, typer.Option("--softmax", help="Let the labels' probabilities sum to 1.")] = False,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Natural logarithms instead of probabilities.")] = False,
     item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
     hidden: Annotated[bool, typer.Option("--hidden", help="Pooled hidden states too, from models that have them.")] = False,
     timeout: Annotated[
@@ -39,7 +40,7 @@ def score(
     Interrupted, the same command goes on where it stopped; nothing is scored twice in OUT.
 
     A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
-    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, item_first,
+    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, logprobs, item_first,
     return_pooled_hidden_states, group, priority, timeout for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "scores", one row for each item;
@@ -70,6 +71,7 @@ def score(
         group=group,
         priority=priority,
         timeout=timeout,
+        logprobs=logprobs,
     )
     _check(options)
     with Answers(target, source, seed=options.seed(), retry_errors=retry_errors) as answers:
@@ -89,12 +91,13 @@ def _labels(text: str) -> list[int] | None:
 def _check(options: "Options") -> None:
     """Refuse now what every line would fail on."""
     from enginepool.client.arguments import check_timeout
-    from enginepool.client.payload import check_labels
+    from enginepool.client.payload import check_labels, check_softmax
     from enginepool.errors import BadRequest
 
     try:
-        check_labels(options.label_token_ids)
+        named = check_labels(options.label_token_ids)
         check_timeout(options.timeout)
+        check_softmax(options.apply_softmax, named)
     except BadRequest as error:
         name, _, said = str(error).partition(":")
         raise CommandFailed(f"--{name.replace('_', '-')}:{said}", BAD_USAGE) from None

@@ -37,6 +37,7 @@ class ScoreOptions(TypedDict, total=False):
     timeout: float | None
     retry_busy: bool
     min_version: int
+    logprobs: bool
 
 
 def bad(field: str, message: str, limit: str = "") -> BadRequest:

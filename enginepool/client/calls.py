@@ -230,7 +230,7 @@ class Calls:
         score = call.score
         if call.deadline is not None:
             # Past the deadline, but within the grace: the coordinator may have kept the answer for a resend.
-            score = msgspec.structs.replace(score, timeout_ms=max(ceil((call.deadline - now) * 1000), 1))
+            score = msgspec.structs.replace(score, timeout_ms=max(ceil(round((call.deadline - now) * 1000, 3)), 1))
         call.held = True
         call.sent_at = now
         self.resends += call.sends > 0

@@ -195,3 +195,9 @@ def check_labels(labels: Any) -> list[int]:
         raise bad("label_token_ids", f"label_token_ids: {len(found)} ids; at most {MAX_LABELS}", str(MAX_LABELS))
     _no_negative("label_token_ids", found, None)
     return found.tolist()
+
+
+def check_softmax(softmax: bool, labels: Sequence[int]) -> None:
+    """Refuse `apply_softmax` where its outcome is known."""
+    if softmax and len(labels) == 1:
+        raise bad("apply_softmax", "apply_softmax: over one label it is always 1.0; name more labels, or leave it out", "2")

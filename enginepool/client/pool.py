@@ -19,7 +19,7 @@ from enginepool.client.arguments import (
 )
 from enginepool.client.connection import Connection
 from enginepool.client.events import Answer, AskStatus, AskWeights, Report, Submit, WeightsAnswer
-from enginepool.client.payload import Payload, check_labels, encode_pairs, encode_shared
+from enginepool.client.payload import Payload, check_labels, check_softmax, encode_pairs, encode_shared
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.results import Floats, ScoreResult, read_result, read_weight
 from enginepool.client.unsent import publish_message, publish_unsent
@@ -200,6 +200,8 @@ class Pool:
                 None, which is no limit.
             retry_busy: True, the default: wait and try again when the pool is full; else Busy is raised.
             min_version: the oldest weights that may answer; the request waits in the pool until they are there. Default: 0.
+            logprobs: natural logarithms instead of probabilities, computed as such: in float32 a probability below 1e-45 is 0,
+                and its logarithm -inf. Classifiers: only with `apply_softmax`. Default: False.
 
         Returns:
             scores float32 [items, labels], and what it took; see `ScoreResult`.
@@ -359,6 +361,7 @@ class Pool:
         timeout: float | None = None,  # noqa: ASYNC109 (the coordinator keeps this time too)
         retry_busy: bool = True,
         min_version: int = 0,
+        logprobs: bool = False,
     ) -> ScoreResult:
         seconds, retry = check_timeout(timeout), check_flag("retry_busy", retry_busy)
         now = self._connection.now()
@@ -373,7 +376,9 @@ class Pool:
             hidden=check_flag("return_pooled_hidden_states", return_pooled_hidden_states),
             priority=check_priority(priority),
             min_version=check_version(min_version, "min_version"),
+            logprobs=check_flag("logprobs", logprobs),
         )
+        check_softmax(score.softmax, score.labels)
         deadline = None if seconds is None else now + seconds
 
         def submit(id_: int) -> Submit:

@@ -35,7 +35,7 @@ class ScoreResult:
 
     Attributes:
         scores: float32 [items, labels]. CausalLM: the probability of each label token, in the order asked. Classifiers and
-            reward models: one column for each output of the head.
+            reward models: one column for each output of the head. With `logprobs` the natural logarithms of probabilities.
         hidden: pooled hidden states, float32 [items, size], if asked for.
         version: version of the weights that computed every row.
         forwards: for each batch that held rows of this request, the forward passes that it took, as measured in the engine:

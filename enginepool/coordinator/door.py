@@ -47,6 +47,8 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
         max_label = max(labels)
         if min(labels) < 0 or max_label >= _INT31:
             raise _bad("labels", "labels: a token id is 0 or more and fits in 31 bits", str(_INT31 - 1))
+        if score.softmax and len(labels) == 1:
+            raise _bad("softmax", "softmax: over one label it is always 1.0; name more labels, or leave softmax out", "2")
     specs = score.frames
     check_frames(specs, frames)
     names = tuple([spec.name for spec in specs])
@@ -76,10 +78,9 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
         if max_id >= _INT31:
             raise _negative_id(("query", query, query_lengths), ("items", items, item_lengths))
     nbytes = sum(map(len, frames))
-    part = Part(specs, labels, score.softmax, score.item_first)
-    digest = hash(
-        (score.group, tuple(labels), score.softmax, score.item_first, score.hidden, score.min_version, names, *frames)
-    )
+    part = Part(specs, labels, score.softmax, score.item_first, score.logprobs)
+    shape = (score.group, tuple(labels), score.softmax, score.item_first, score.logprobs, score.hidden, score.min_version)
+    digest = hash((*shape, names, *frames))
     return Work(
         score.group, rows, tokens, longest, max_id, max_label, score.hidden, text, nbytes, digest, part, tuple(frames), shared
     )  # fmt: skip
@@ -94,6 +95,8 @@ def check_limits(work: Work, can: Capabilities, *, alone: bool = True) -> WireEr
         return _bad("labels", "labels: a causal model scores label token ids; name at least one", "1")
     if can.kind == "classifier" and work.max_label >= 0:
         return _bad("labels", f"labels: a classifier has its own {can.labels} labels; name none", "0")
+    if can.kind == "classifier" and (wrong := _check_outputs(work, can)):
+        return wrong
     if work.max_label >= can.vocab:
         return _bad("labels", f"labels: id {work.max_label} is outside the vocabulary of {can.vocab}", str(can.vocab))
     if work.text and not can.text:
@@ -112,6 +115,15 @@ def check_limits(work: Work, can: Capabilities, *, alone: bool = True) -> WireEr
         return _bad(
             f"items[{row}]", f"items[{row}]: {row_lengths(work)[row]} tokens with its query; at most {longest}", str(longest)
         )
+    return None
+
+
+def _check_outputs(work: Work, can: Capabilities) -> WireError | None:
+    """What stands against how `work` wants the outputs of a classifier's head."""
+    if work.part.softmax and can.labels == 1:
+        return _bad("softmax", "softmax: this model's head has one output, over which it is always 1.0; leave it out", "2")
+    if work.part.logprobs and not work.part.softmax:
+        return _bad("logprobs", "logprobs: this model's head gives logits, not probabilities; add softmax", "")
     return None
 
 
@@ -136,7 +148,7 @@ def cut(work: Work, start: int, end: int) -> tuple[Part, list[Buffer]]:
         query, query_lengths, query_spec, query_lengths_spec = _cut_ragged("query", frames[0], frames[1], start, end)
         specs = [query_spec, query_lengths_spec, items_spec, lengths_spec]
         buffers = [query, query_lengths, items, item_lengths]
-    return Part(specs, part.labels, part.softmax, part.item_first), buffers
+    return Part(specs, part.labels, part.softmax, part.item_first, part.logprobs), buffers
 
 
 def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> Work:
@@ -155,7 +167,7 @@ def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -
     if max_id >= _INT31:
         raise _negative_id(("items", items, item_lengths))
     all_specs = [FrameSpec("query", "int32", (0,)), *specs]
-    part = Part(all_specs, work.part.labels, work.part.softmax, work.part.item_first)
+    part = Part(all_specs, work.part.labels, work.part.softmax, work.part.item_first, work.part.logprobs)
     return Work(
         work.group, rows, tokens, longest, max_id, work.max_label, work.hidden, False,
         work.nbytes, work.digest, part, (b"", items, item_lengths),

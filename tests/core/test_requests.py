@@ -1,10 +1,12 @@
 """Promises to clients: one final answer, clear refusals before the queue, bounds, duplicates, deadlines, cancel."""
 
+import msgspec
 import pytest
 
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.answers import OVERHEAD, Answers
+from enginepool.coordinator.door import open_score
 from enginepool.coordinator.state import Client
 from enginepool.protocol.messages import (
     PROTOCOL_VERSION,
@@ -12,6 +14,7 @@ from enginepool.protocol.messages import (
     Capabilities,
     Failure,
     FrameSpec,
+    Score,
     StatusReport,
     Tokenise,
     Welcome,
@@ -34,6 +37,34 @@ def test_hello_is_answered_with_what_is_granted() -> None:
         max_message_bytes=1000,
         ping_ms=1000,
     )
+
+
+def heads(**settings: bool) -> ev.Work:
+    """One row for a model with a head."""
+    specs = [FrameSpec("query", "int32", (0,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
+    return open_score(Score(1, specs, **settings), [b"", b"\1\0\0\0", b"\1\0\0\0"])
+
+
+@pytest.mark.parametrize(
+    ("labels", "settings", "field"),
+    [
+        (1, {"softmax": True}, "softmax"),
+        (1, {"softmax": True, "logprobs": True}, "softmax"),
+        (1, {"logprobs": True}, "logprobs"),
+        (3, {"logprobs": True}, "logprobs"),
+        (3, {"softmax": True, "logprobs": True}, ""),
+        (1, {}, ""),
+    ],
+)
+def test_a_head_is_not_asked_for_what_it_cannot_say(labels: int, settings: dict[str, bool], field: str) -> None:
+    """Softmax over one output is always 1; logits have no logarithms. Known as soon as a worker has said what its head is."""
+    pool = Pool()
+    early, late = pool.client(), pool.client()
+    pool.submit(early, 1, heads(**settings))
+    pool.worker(can=msgspec.structs.replace(CAN, kind="classifier", labels=labels))
+    pool.submit(late, 1, heads(**settings))
+    told = [s.message for s in pool.sent if isinstance(s.message, Failure)]
+    assert [(f.code, f.field) for f in told] == ([("bad_request", field)] * 2 if field else [])
 
 
 def test_a_link_without_hello_is_told_so() -> None:

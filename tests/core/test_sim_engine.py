@@ -38,6 +38,7 @@ def part(
     *,
     softmax: bool = False,
     item_first: bool = False,
+    logprobs: bool = False,
 ) -> ScorePart:
     return ScorePart(
         np.array(query, np.int32),
@@ -46,6 +47,7 @@ def part(
         labels=labels,
         softmax=softmax,
         item_first=item_first,
+        logprobs=logprobs,
     )
 
 
@@ -110,6 +112,14 @@ def test_softmax_makes_the_labels_of_a_row_sum_to_one() -> None:
     soft = score(engine(), part([1], [[2], [3]], (4, 5, 6), softmax=True))
     for p, s in zip(rows(plain.parts[0]), rows(soft.parts[0]), strict=True):
         assert s == pytest.approx([value / sum(p) for value in p], rel=1e-6)
+
+
+def test_logprobs_are_the_logarithms_of_what_is_answered_without() -> None:
+    for kind, labels, softmax in (("causal", (4, 5, 6), False), ("causal", (4, 5, 6), True), ("classifier", (), True)):
+        sim = engine(kind=kind, labels=3)
+        plain = rows(score(sim, part([1], [[2], [3]], labels, softmax=softmax)).parts[0])
+        logarithms = rows(score(sim, part([1], [[2], [3]], labels, softmax=softmax, logprobs=True)).parts[0])
+        np.testing.assert_allclose(logarithms, np.log(plain), rtol=1e-5)
 
 
 def test_a_classifier_answers_logits_and_softmax_is_that_of_logits() -> None:

@@ -15,10 +15,10 @@ from enginepool.workers.sglang.packed import DELIMITER, packed_head_scores, pack
 from enginepool.workers.sglang.settings import SettingsError, Wanted
 
 
-def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False) -> ScorePart:
+def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False, logprobs: bool = False) -> ScorePart:
     flat = np.array([token for item in items for token in item], np.int32)
     lengths = np.array([len(item) for item in items], np.uint32)
-    return ScorePart(np.array(query, np.int32), flat, lengths, labels=labels, softmax=softmax)
+    return ScorePart(np.array(query, np.int32), flat, lengths, labels=labels, softmax=softmax, logprobs=logprobs)
 
 
 class Request(SimpleNamespace):
@@ -82,6 +82,10 @@ def test_labels_are_read_at_the_delimiters_behind_items_and_the_first_is_skipped
     np.testing.assert_allclose(second.scores, [[0.75, 0.25]], rtol=1e-6)
     np.testing.assert_allclose(third.scores, [[0.75]], rtol=1e-6)
     assert first.scores.dtype == np.float32
+    peaked: list[dict[str, Any]] = [{"meta_info": {"input_token_ids_logprobs": [[], [(-900.0, 8, None)]]}}]
+    alone = [part([1], [[3]], 8, logprobs=True)]
+    [logarithm] = packed_label_scores(join(alone, 100, D), peaked, alone)
+    assert logarithm.scores.tolist() == [[-900.0]], "no probability of it fits into float32"
 
 
 class Tensor:

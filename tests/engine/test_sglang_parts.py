@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from enginepool.workers.cpu_bridge import sgl_kernel
-from enginepool.workers.engine import EngineError
+from enginepool.workers.engine import EngineError, ScorePart
 from enginepool.workers.sglang.entries import Entries
 from enginepool.workers.sglang.host import EngineHost
 from enginepool.workers.sglang.process import NOTES_VARIABLE, keep_notes
@@ -76,24 +76,41 @@ def labelled(*logprobs: tuple[int, float]) -> dict[str, Any]:
     return {"meta_info": {"output_token_ids_logprobs": [[(value, token, None) for token, value in logprobs]]}}
 
 
+def wanted(*labels: int, softmax: bool = False, logprobs: bool = False) -> ScorePart:
+    """A part of one row that asks for this."""
+    row = np.array([1], np.int32)
+    return ScorePart(row, row, np.array([1], np.uint32), labels=labels, softmax=softmax, logprobs=logprobs)
+
+
 def test_a_label_that_is_asked_twice_is_answered_twice() -> None:
-    scores = label_scores([labelled((3, np.log(0.5)), (9, np.log(0.25)))], (9, 3, 9), softmax=False)
+    scores = label_scores([labelled((3, np.log(0.5)), (9, np.log(0.25)))], wanted(9, 3, 9))
     np.testing.assert_allclose(scores, [[0.25, 0.5, 0.25]], rtol=1e-6)
-    shares = label_scores([labelled((3, np.log(0.5)), (9, np.log(0.25)))], (9, 3, 9), softmax=True)
+    shares = label_scores([labelled((3, np.log(0.5)), (9, np.log(0.25)))], wanted(9, 3, 9, softmax=True))
     np.testing.assert_allclose(shares, [[0.25, 0.5, 0.25]], rtol=1e-6)
 
 
 def test_softmax_over_labels_is_right_where_probabilities_vanish() -> None:
-    scores = label_scores([labelled((1, -900.0), (2, -901.0))], (1, 2), softmax=True)
+    scores = label_scores([labelled((1, -900.0), (2, -901.0))], wanted(1, 2, softmax=True))
     np.testing.assert_allclose(scores, [[1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]], rtol=1e-6)
-    heads = head_scores([[1000.0, 1000.0]], softmax=True)
+    heads = head_scores([[1000.0, 1000.0]], wanted(softmax=True))
     np.testing.assert_allclose(heads, [[0.5, 0.5]])
+
+
+def test_logarithms_are_finite_where_probabilities_vanish() -> None:
+    row = labelled((1, -900.0), (2, -901.0))
+    assert label_scores([row], wanted(1, 2)).tolist() == [[0.0, 0.0]], "in float32 these are no probabilities"
+    assert label_scores([row], wanted(1, 2, logprobs=True)).tolist() == [[-900.0, -901.0]]
+    shares = label_scores([row], wanted(1, 2, softmax=True, logprobs=True))
+    np.testing.assert_allclose(shares, [[-np.log1p(np.exp(-1)), -np.log1p(np.exp(1))]], rtol=1e-6)
+    heads = head_scores([[0.0, -2000.0]], wanted(softmax=True, logprobs=True))
+    assert heads.tolist() == [[0.0, -2000.0]]
+    assert heads.dtype == np.float32
 
 
 def test_a_bare_number_for_a_row_is_the_output_of_a_head_with_one_label() -> None:
     """SGLang drops the dimension of a cross-encoder's one label, as of bge-reranker-v2-m3."""
-    assert head_scores([1.5, -2.0], softmax=False).tolist() == [[1.5], [-2.0]]
-    assert head_scores([[1.5, 0.5]], softmax=False).tolist() == [[1.5, 0.5]]
+    assert head_scores([1.5, -2.0], wanted()).tolist() == [[1.5], [-2.0]]
+    assert head_scores([[1.5, 0.5]], wanted()).tolist() == [[1.5, 0.5]]
 
 
 def test_a_row_that_the_engine_gave_up_is_an_error() -> None:

@@ -157,7 +157,14 @@ def test_answers_to_another_input_or_with_other_options_are_refused(pool: StandI
     call("score", source, target)
     before = target.read_bytes()
     assert call("score", source, target, "--priority", 5, "--concurrency", 1)[0] == 0
-    for options in (["--softmax"], ["--label-token-ids", "1"], ["--group", "other"], ["--item-first"], ["--hidden"]):
+    for options in (
+        ["--softmax"],
+        ["--logprobs"],
+        ["--label-token-ids", "1"],
+        ["--group", "other"],
+        ["--item-first"],
+        ["--hidden"],
+    ):
         assert call("score", source, target, *options)[0] == 2
     lines = source.read_text().splitlines(keepends=True)
     source.write_text("".join([*lines[:6], lines[6].replace("q7", "other"), *lines[7:]]))
@@ -270,9 +277,12 @@ def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, 
         '{"prompts": [[1, 2]], "responses": [[3]], "priority": 7, "apply_softmax": false}\n'
         '{"query": "a", "items": ["b"], "group": "g", "timeout": 2.5}\n'
     )
-    assert call("score", source, target, "--priority", 1, "--softmax", "--label-token-ids", "4,5", "--timeout", 9)[0] == 0
+    assert (
+        call("score", source, target, "--priority", 1, "--softmax", "--logprobs", "--label-token-ids", "4,5", "--timeout", 9)[0]
+        == 0
+    )
     assert pool.asked == [[1, 2], "a"]
-    shared = {"label_token_ids": [4, 5], "item_first": False, "return_pooled_hidden_states": False}
+    shared = {"label_token_ids": [4, 5], "item_first": False, "return_pooled_hidden_states": False, "logprobs": True}
     assert pool.settings == [
         {**shared, "apply_softmax": False, "group": "", "priority": 7, "timeout": 9},
         {**shared, "apply_softmax": True, "group": "g", "priority": 1, "timeout": 2.5},

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Part
+from enginepool.protocol.messages import Part, Score
 
 #: columns of hidden states start here
 HIDDEN = 1 << 20
@@ -20,9 +20,9 @@ def score_rows(prompts: Iterable[bytes], columns: Sequence[int], salt: int) -> b
     return array("f", values).tobytes()
 
 
-def salt_of(content: int, softmax: bool) -> int:
-    """`content`: the number of the weights."""
-    return 2 * content + softmax
+def salt_of(content: int, asked: Score | Part) -> int:
+    """`content`: the number of the weights; `asked` says in which form scores are wanted."""
+    return 4 * content + 2 * asked.logprobs + asked.softmax
 
 
 def prompts_of(part: Part, frames: Sequence[Buffer]) -> list[bytes]:

@@ -181,7 +181,7 @@ class SimEngine:
             rows = prompts[1:] if short else prompts
             short = False
             columns = part.labels or range(can.labels)
-            salt = salt_of(content_of(self.digest, self.base), part.softmax)
+            salt = salt_of(content_of(self.digest, self.base), part)
             specs = [FrameSpec("scores", "float32", (len(rows), len(columns)))]
             out.append(score_rows(rows, columns, salt))
             if task.run.batch.hidden:

@@ -58,7 +58,7 @@ class Call:
 
     def expected(self, content: int) -> list[bytes]:
         """The frames of the right answer of these weights."""
-        salt = salt_of(content, self.score.softmax)
+        salt = salt_of(content, self.score)
         frames = [score_rows(self.prompts, self.columns, salt)]
         if self.score.hidden:
             frames.append(score_rows(self.prompts, range(HIDDEN, HIDDEN + self.hidden), salt))
@@ -129,6 +129,9 @@ def make_call(random: Random, call: Call, group: str, can: Capabilities, mix: Mi
     elif random.random() < 0.4:
         score.hidden = True
         call.hidden = can.hidden
+    # No draws of their own: the schedules of known seeds stay what they are.
+    score.softmax = score.softmax and (len(score.labels) or can.labels) > 1
+    score.logprobs = call.uid % 3 == 0 and (can.kind == "causal" or score.softmax)
     if random.random() < mix.bad:
         _spoil(random, call, items, can)
     call.columns = score.labels or range(can.labels)

@@ -321,6 +321,7 @@ def _content() -> list[Invalid]:
         _score("id-largest-uint64", "all 64 bits", bad, "id", stage=c, id=2**64 - 1),
         _score("priority-too-high", "1001", bad, "priority", stage=c, priority=1001),
         _score("priority-too-low", "-1001", bad, "priority", stage=c, priority=-1001),
+        _score("softmax-of-one", "over one label it is always 1", bad, "softmax", stage=c, labels=[5], softmax=True),
         _score("timeout-zero", "no time at all", bad, "timeout_ms", stage=c, timeout_ms=0),
         _score("timeout-negative", "less than none", bad, "timeout_ms", stage=c, timeout_ms=-1),
         Invalid(
@@ -418,6 +419,19 @@ def _model() -> list[Invalid]:
     return [
         _score("labels-none", "a causal model scores labels", bad, "labels", stage=m, model="causal", labels=[]),
         _score("labels-for-classifier", "a classifier has its own", bad, "labels", stage=m, model="classifier"),
+        _score(
+            "logprobs-of-logits", "a head gives logits", bad, "logprobs", stage=m, model="classifier", labels=[], logprobs=True
+        ),
+        _score(
+            "softmax-of-one-output",
+            "a head with one output",
+            bad,
+            "softmax",
+            stage=m,
+            model="classifier",
+            labels=[],
+            softmax=True,
+        ),
         _score("label-over-vocabulary", "1000 of 1000", bad, "labels", stage=m, model="causal", labels=[5, 1000]),
         _score(
             "item-id-over-vocabulary",

@@ -109,6 +109,7 @@ def _from_client() -> list[Valid]:
                 "priority": -1000,
                 "timeout_ms": 1,
                 "min_version": 4,
+                "logprobs": True,
             },
         ),
         _score("score-top-priority", "the highest priority", QUERY, ITEMS, ITEM_LENGTHS, after={"priority": 1000}),
@@ -579,7 +580,7 @@ def _to_worker() -> list[Valid]:
                 "parts": [
                     {"frames": _specs(*one), "labels": [5, 6], "softmax": True},
                     {"frames": _specs(*two), "labels": [7]},
-                    {"frames": _specs(*pairs), "labels": [8], "item_first": True},
+                    {"frames": _specs(*pairs), "labels": [8], "item_first": True, "logprobs": True},
                 ],
                 "priority": -3,
             },

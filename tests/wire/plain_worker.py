@@ -5,6 +5,7 @@ another one for `ping`.
 """
 
 import contextlib
+import math
 import os
 import secrets
 import struct
@@ -174,15 +175,17 @@ class PlainWorker:
             rows = rows_of(specs, payload[at : at + len(specs)], part.get("item_first", False))
             at += len(specs)
             labels: list[int] = part.get("labels", [])
-            scores = [self.scores(struct.unpack(f"<{len(row) // 4}i", row), labels, part.get("softmax", False)) for row in rows]
+            scores = [self.scores(struct.unpack(f"<{len(row) // 4}i", row), labels, part) for row in rows]
             parts.append({"frames": [["scores", "float32", [len(rows), len(labels)]]]})
             frames.append(b"".join(struct.pack(f"<{len(labels)}f", *row) for row in scores))
         self.answer(header["batch"], {"type": "done", "batch": header["batch"], "parts": parts, "run_us": 1}, frames)
 
-    def scores(self, row: Sequence[int], labels: Sequence[int], softmax: bool) -> list[float]:
+    def scores(self, row: Sequence[int], labels: Sequence[int], part: dict[str, Any]) -> list[float]:
         values = [toy_score(row, label) for label in labels]
         total = sum(values)
-        return [value / total for value in values] if softmax and total else values
+        if part.get("softmax", False) and total:
+            values = [value / total for value in values]
+        return [math.log(value) if value else -math.inf for value in values] if part.get("logprobs", False) else values
 
     def on_tokenise(self, header: dict[str, Any], payload: list[bytes]) -> None:
         if not self.takes(header["task"]):

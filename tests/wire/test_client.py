@@ -162,13 +162,13 @@ def test_options_arrive_under_their_wire_names(coordinator: FakeCoordinator, run
         async with Pool.connect(coordinator.address) as pool:
             await pool.score(
                 [1], [[2]], label_token_ids=np.array([7, 8]), apply_softmax=True, item_first=True,
-                return_pooled_hidden_states=True, group="g", priority=-7, timeout=1000.0,
+                return_pooled_hidden_states=True, group="g", priority=-7, timeout=1000.0, logprobs=True,
             )  # fmt: skip
 
     run(main())
     sent = coordinator.scores[0]
     assert (sent.labels, sent.softmax, sent.item_first, sent.hidden) == ([7, 8], True, True, True)
-    assert (sent.group, sent.priority) == ("g", -7)
+    assert (sent.group, sent.priority, sent.logprobs) == ("g", -7, True)
     assert sent.timeout_ms is not None
     assert 900_000 < sent.timeout_ms <= 1_000_000
 
@@ -272,6 +272,8 @@ NAN = float("nan")
         ([1], [[2]], {"label_token_ids": [1] * 4097}, "label_token_ids", "4096", "4097"),
         ([1], [[2]], {"label_token_ids": ["yes"]}, "label_token_ids[0]", "", "a str"),
         ([1], [[2]], {"apply_softmax": 1}, "apply_softmax", "", "True or False"),
+        ([1], [[2]], {"apply_softmax": True, "label_token_ids": [5]}, "apply_softmax", "2", "always 1.0"),
+        ([1], [[2]], {"logprobs": "yes"}, "logprobs", "", "True or False"),
         ([1], [[2]], {"item_first": None}, "item_first", "", "True or False"),
         ([1], [[2]], {"retry_busy": "no"}, "retry_busy", "", "True or False"),
         ([1], [[2]], {"group": 3}, "group", "", "the name of a group"),

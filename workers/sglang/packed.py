@@ -48,7 +48,7 @@ def _common(joined: list[Sequence], priority: int) -> dict[str, Any]:
 def packed_label_scores(joined: list[Sequence], answers: list[dict[str, Any]], parts: list[ScorePart]) -> list[PartScores]:
     """Scores of each part from a causal model's answers."""
     rows = take_apart(joined, [answer["meta_info"]["input_token_ids_logprobs"] for answer in answers], len(parts))
-    return [PartScores(label_shares(mine, part.labels, part.softmax)) for part, mine in zip(parts, rows, strict=True)]
+    return [PartScores(label_shares(mine, part)) for part, mine in zip(parts, rows, strict=True)]
 
 
 def packed_head_scores(
@@ -56,7 +56,7 @@ def packed_head_scores(
 ) -> list[PartScores]:
     """Scores, and hidden states, of each part from the answers of a model with a head."""
     rows = take_apart(joined, [answer["embedding"] for answer in answers], len(parts))
-    scores = [head_scores(mine, part.softmax) for part, mine in zip(parts, rows, strict=True)]
+    scores = [head_scores(mine, part) for part, mine in zip(parts, rows, strict=True)]
     if not hidden:
         return [PartScores(mine) for mine in scores]
     if any(answer.get("pooled_hidden_state") is None for answer in answers):

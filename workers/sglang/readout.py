@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from enginepool.workers.engine import EngineError, Scores
+from enginepool.workers.engine import EngineError, ScorePart, Scores
+
+Doubles = npt.NDArray[np.float64]
 
 
 def forward_count(entered: Sequence[float]) -> int:
@@ -23,30 +26,37 @@ def refuse_aborted(answers: Sequence[dict[str, Any]]) -> None:
             raise EngineError(f"the engine aborted a row: {reason.get('message')}")  # pyright: ignore[reportUnknownMemberType]
 
 
-def label_scores(answers: Sequence[dict[str, Any]], labels: Sequence[int], softmax: bool) -> Scores:
-    """Probability of each label as the next token, [rows, labels]: under all tokens, or with `softmax` under the labels alone.
+def label_scores(answers: Sequence[dict[str, Any]], part: ScorePart) -> Scores:
+    """Probability of each of the part's labels as the next token, [rows, labels]: under all tokens, or with `softmax` under the
+    labels alone; with `logprobs` its logarithm.
 
     A label may appear more than once; under `softmax` each appearance has its own share.
     """
-    return label_shares([answer["meta_info"]["output_token_ids_logprobs"][0] for answer in answers], labels, softmax)
+    return label_shares([answer["meta_info"]["output_token_ids_logprobs"][0] for answer in answers], part)
 
 
-def label_shares(rows: Sequence[Sequence[tuple[float, int, Any]]], labels: Sequence[int], softmax: bool) -> Scores:
+def label_shares(rows: Sequence[Sequence[tuple[float, int, Any]]], part: ScorePart) -> Scores:
     """The same from each row's (log-probability, token id, text), in any order and with other labels among them."""
-    logprobs = np.empty((len(rows), len(labels)), dtype=np.float64)
+    logprobs = np.empty((len(rows), len(part.labels)), dtype=np.float64)
     for i, row in enumerate(rows):
         found = {token: logprob for logprob, token, _ in row}
-        logprobs[i] = [found[label] for label in labels]
-    return _softmax(logprobs) if softmax else np.exp(logprobs).astype(np.float32)
+        logprobs[i] = [found[label] for label in part.labels]
+    if part.softmax:
+        logprobs = _log_softmax(logprobs)
+    # A probability below 1e-45 is 0 in float32: its logarithm must not be taken from there.
+    return (logprobs if part.logprobs else np.exp(logprobs)).astype(np.float32)
 
 
-def head_scores(rows: Sequence[Sequence[float]] | Sequence[float], softmax: bool) -> Scores:
-    """The classification head's outputs, [rows, labels]; with `softmax` as probabilities.
+def head_scores(rows: Sequence[Sequence[float]] | Sequence[float], part: ScorePart) -> Scores:
+    """The classification head's outputs, [rows, labels]; with `softmax` as probabilities, with `logprobs` as their logarithms.
 
     Where a cross-encoder has one label, SGLang says a bare number for each row.
     """
-    logits = np.asarray(rows, dtype=np.float64).reshape(len(rows), -1)
-    return _softmax(logits) if softmax else logits.astype(np.float32)
+    outputs = np.asarray(rows, dtype=np.float64).reshape(len(rows), -1)
+    if part.softmax:
+        outputs = _log_softmax(outputs)
+        outputs = outputs if part.logprobs else np.exp(outputs)
+    return outputs.astype(np.float32)
 
 
 def hidden_rows(rows: Sequence[Any]) -> Scores:
@@ -54,6 +64,6 @@ def hidden_rows(rows: Sequence[Any]) -> Scores:
     return np.stack([row.float().numpy().reshape(-1) for row in rows]).astype(np.float32)
 
 
-def _softmax(values: np.ndarray[Any, np.dtype[np.float64]]) -> Scores:
-    shifted = np.exp(values - values.max(axis=1, keepdims=True))
-    return (shifted / shifted.sum(axis=1, keepdims=True)).astype(np.float32)
+def _log_softmax(values: Doubles) -> Doubles:
+    shifted = values - values.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

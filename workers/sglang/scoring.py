@@ -89,9 +89,9 @@ class EngineScoring:
             mine = answers[start : start + len(rows)]
             start += len(rows)
             if causal:
-                scored.append(PartScores(label_scores(mine, part.labels, part.softmax)))
+                scored.append(PartScores(label_scores(mine, part)))
                 continue
-            scores = head_scores([answer["embedding"] for answer in mine], part.softmax)
+            scores = head_scores([answer["embedding"] for answer in mine], part)
             scored.append(PartScores(scores, _pooled(mine) if hidden else None))
         return scored, forwards, sum(cached)
 

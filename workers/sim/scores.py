@@ -10,6 +10,7 @@ For a prompt (query and item joined) of ids p and a column c, all modulo 2**64:
 
 c is the label's token id (causal), the column (classifier), or 2**32 + the column (hidden states). A causal score is u, and
 softmax divides by the row's sum, as it does over log-probabilities. A classifier's logit is u, and softmax is that of logits.
+With logprobs the answer is the natural logarithm, computed in float64.
 """
 
 import sys
@@ -44,11 +45,12 @@ def score_part(
     crcs += 1
     salt = _A * seed + _B * version + _D * weight_of(digest)
     scores = _uniform(crcs, range(classes) if classes else part.labels, salt)
-    if part.softmax:
+    if part.softmax or part.logprobs:
         wide = scores.astype(np.float64)
-        if classes:
-            wide = np.exp(wide)
-        scores = (wide / wide.sum(axis=1, keepdims=True)).astype(np.float32)
+        if part.softmax:
+            wide = np.exp(wide) if classes else wide
+            wide /= wide.sum(axis=1, keepdims=True)
+        scores = (np.log(wide) if part.logprobs else wide).astype(np.float32)
     states = _uniform(crcs, range(_HIDDEN, _HIDDEN + hidden), salt) if hidden else None
     return PartScores(scores, states)
 
@@ -65,6 +67,7 @@ def expected_scores(
     seed: int = 0,
     version: int = 0,
     digest: str = "",
+    logprobs: bool = False,
 ) -> PartScores:
     """What a sim engine answers to a request, for callers that hold lists of ids. `query` is one for all items, or one each."""
     lengths = np.array([len(item) for item in items], np.uint32)
@@ -75,7 +78,7 @@ def expected_scores(
         paired = np.array([len(row) for row in rows], np.uint32)
     else:
         head, paired = np.array(query, np.int32), None
-    part = ScorePart(head, flat, lengths, paired, tuple(labels), softmax, item_first)
+    part = ScorePart(head, flat, lengths, paired, tuple(labels), softmax, item_first, logprobs)
     return score_part(part, classes=classes, hidden=hidden, seed=seed, version=version, digest=digest)
 
 
