@@ -83,9 +83,10 @@ class Admission:
         work = e.work
         core.seq += 1
         request = Request(client, group, e.id, work, e.priority, e.deadline, core.now, core.seq)
-        request.classes = classes
         request.min_version = e.min_version
         client.live[e.id] = request
+        group.live[request] = None
+        group.classify(request, classes)
         client.nbytes += work.nbytes
         core.live_rows += work.rows
         core.live_bytes += work.nbytes

@@ -33,10 +33,12 @@ class Kept(msgspec.Struct, frozen=True, gc=False):
 class Answers:
     """Final answers by client and request id, oldest first."""
 
-    __slots__ = ("_kept", "_max_age", "_max_bytes", "nbytes")
+    __slots__ = ("_ids", "_kept", "_max_age", "_max_bytes", "nbytes")
 
     def __init__(self, max_age: float, max_bytes: int) -> None:
         self._kept: OrderedDict[tuple[Client, int], Kept] = OrderedDict()
+        #: the same by client, so that a client that leaves costs as much as it has; no client has an empty entry
+        self._ids: dict[Client, dict[int, None]] = {}
         self._max_age = max_age
         self._max_bytes = max_bytes
         #: equals the sum over the kept; at most max_bytes
@@ -49,9 +51,13 @@ class Answers:
         """Keep the final answer of request `id`."""
         nbytes = OVERHEAD + sum(map(len, frames))
         self._kept[client, id] = Kept(now, digest, nbytes, message, frames)
+        ids = self._ids.get(client)
+        if ids is None:
+            ids = self._ids[client] = {}
+        ids[id] = None
         self.nbytes += nbytes
         while self.nbytes > self._max_bytes:
-            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
+            self.drop(*next(iter(self._kept)))
 
     def get(self, client: "Client", id: int) -> Kept | None:
         """The answer of request `id`, when it is still kept."""
@@ -62,6 +68,10 @@ class Answers:
         kept = self._kept.pop((client, id), None)
         if kept is not None:
             self.nbytes -= kept.nbytes
+            ids = self._ids[client]
+            del ids[id]
+            if not ids:
+                del self._ids[client]
 
     def expire(self, now: float) -> None:
         """Forget answers that are too old."""
@@ -74,9 +84,11 @@ class Answers:
 
     def drop_client(self, client: "Client") -> None:
         """Forget all answers of a client."""
-        for key in [key for key in self._kept if key[0] is client]:
-            self.drop(*key)
+        for id_ in self._ids.pop(client, ()):
+            self.nbytes -= self._kept.pop((client, id_)).nbytes
 
     def check(self) -> None:
         assert self.nbytes == sum(kept.nbytes for kept in self._kept.values()), self.nbytes
         assert self.nbytes <= self._max_bytes, self.nbytes
+        assert {(client, id_) for client, ids in self._ids.items() for id_ in ids} == self._kept.keys(), self._ids
+        assert all(self._ids.values()), "a client without answers is listed"

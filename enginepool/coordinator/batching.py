@@ -13,7 +13,7 @@ order, again and again; text that waits to be tokenised goes to any worker that 
 
 from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.core import Core
-from enginepool.coordinator.door import cut
+from enginepool.coordinator.door import Offsets, cut
 from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import Buffer
 from enginepool.coordinator.filling import cut_next, fill, fill_packed, take
@@ -176,7 +176,9 @@ def post_batch(core: Core, batch: Batch) -> None:
             parts.append(work.part)
             frames += work.frames
         else:
-            part, buffers = cut(work, start, end)
+            if request.offsets is None:
+                request.offsets = Offsets(work)
+            part, buffers = cut(work, request.offsets, start, end)
             parts.append(part)
             frames.extend(buffers)
     head = batch.slices[0][0]

@@ -111,10 +111,8 @@ def check_limits(work: Work, can: Capabilities, *, alone: bool = True) -> WireEr
         return None
     longest = min(can.context, can.inflight_tokens - (can.page - 1))
     if work.longest > longest:
-        row = next(i for i, n in enumerate(row_lengths(work)) if n > longest)
-        return _bad(
-            f"items[{row}]", f"items[{row}]: {row_lengths(work)[row]} tokens with its query; at most {longest}", str(longest)
-        )
+        row, length = next((i, n) for i, n in enumerate(row_lengths(work)) if n > longest)
+        return _bad(f"items[{row}]", f"items[{row}]: {length} tokens with its query; at most {longest}", str(longest))
     return None
 
 
@@ -127,25 +125,53 @@ def _check_outputs(work: Work, can: Capabilities) -> WireError | None:
     return None
 
 
-def row_lengths(work: Work) -> list[int]:
-    """Tokens of each row, query and item together."""
+def row_lengths(work: Work, start: int = 0, end: int | None = None) -> list[int]:
+    """Tokens of rows `start` to `end`, query and item together."""
     specs, frames = work.part.frames, work.frames
-    items = memoryview(frames[-1]).cast("I")
+    items = memoryview(frames[-1]).cast("I")[start:end]
     if len(specs) == 3:
         shared = specs[0].shape[0]
         return [n + shared for n in items]
-    return [q + n for q, n in zip(memoryview(frames[1]).cast("I"), items, strict=True)]
+    return [q + n for q, n in zip(memoryview(frames[1]).cast("I")[start:end], items, strict=True)]
 
 
-def cut(work: Work, start: int, end: int) -> tuple[Part, list[Buffer]]:
+class Offsets:
+    """Where the rows of `work` begin in its frames: the beginning of one row in `STEP` is kept, so that a cut looks at no more
+    lengths than that before its own rows."""
+
+    __slots__ = ("_items", "_queries")
+
+    STEP = 256
+
+    def __init__(self, work: Work) -> None:
+        frames = work.frames
+        self._items = self._sums(frames[-1])
+        self._queries = self._sums(frames[1]) if len(frames) == 4 else []
+
+    def _sums(self, lengths: Buffer) -> list[int]:
+        view = np.frombuffer(lengths, np.uint32)
+        sums = np.add.reduceat(view, np.arange(0, len(view), self.STEP), dtype=np.int64)
+        return [0, *np.cumsum(sums).tolist()]
+
+    def span(self, name: str, lengths: "memoryview[int]", start: int, end: int) -> tuple[int, int]:
+        """(first, count) of the elements that rows `start` to `end` have in the frame `name`, of these lengths."""
+        step = start // self.STEP
+        known = (self._queries if name == "query" else self._items)[step]
+        return known + sum(lengths[step * self.STEP : start]), sum(lengths[start:end])
+
+
+def cut(work: Work, offsets: Offsets, start: int, end: int) -> tuple[Part, list[Buffer]]:
     """Rows `start` to `end` of `work`, as a part with its frames: slices of the same bytes."""
     part, frames = work.part, work.frames
-    items, item_lengths, items_spec, lengths_spec = _cut_ragged(part.frames[-2].name, frames[-2], frames[-1], start, end)
+    name = part.frames[-2].name
+    items, item_lengths, items_spec, lengths_spec = _cut_ragged(name, frames[-2], frames[-1], offsets, start, end)
     if len(frames) == 3:
         specs = [part.frames[0], items_spec, lengths_spec]
         buffers: list[Buffer] = [frames[0], items, item_lengths]
     else:
-        query, query_lengths, query_spec, query_lengths_spec = _cut_ragged("query", frames[0], frames[1], start, end)
+        query, query_lengths, query_spec, query_lengths_spec = _cut_ragged(
+            "query", frames[0], frames[1], offsets, start, end
+        )  # fmt: skip
         specs = [query_spec, query_lengths_spec, items_spec, lengths_spec]
         buffers = [query, query_lengths, items, item_lengths]
     return Part(specs, part.labels, part.softmax, part.item_first, part.logprobs), buffers
@@ -301,11 +327,10 @@ def _check_text(name: str, frame: Buffer, lengths: Buffer | None) -> None:
 
 
 def _cut_ragged(
-    name: str, values: Buffer, lengths: Buffer, start: int, end: int
+    name: str, values: Buffer, lengths: Buffer, offsets: Offsets, start: int, end: int
 ) -> tuple[Buffer, Buffer, FrameSpec, FrameSpec]:
     view = memoryview(lengths).cast("I")
-    first = sum(view[:start])
-    count = sum(view[start:end])
+    first, count = offsets.span(name, view, start, end)
     return (
         memoryview(values)[4 * first : 4 * (first + count)],
         memoryview(lengths)[4 * start : 4 * end],

@@ -245,22 +245,22 @@ def cut_next(request: Request, worker: Worker) -> tuple[int, Slice]:
         end, cost, _ = _pack(Packing(can.context, can.page), request, start, end, can.batch_rows, bounds)
         return cost, (request, start, end)
     extra = can.page - 1
-    lengths = row_lengths(request.work)
+    lengths = row_lengths(request.work, start, min(end, start + can.batch_rows))
     most = most_of(request.work, end - start, can)
     once = _once(request.work, end - start, can)
     cost, weight = 0, 0.0
-    row = start
-    while row < end and row - start < can.batch_rows:
-        more = lengths[row] + extra
+    rows = 0
+    for length in lengths:
+        more = length + extra
         weight += each if once else more + each
-        if row > start and (cost + more > most or weight > room):
+        if rows and (cost + more > most or weight > room):
             break
         cost += more
-        row += 1
-    if row < end:
-        row = start + even(end - start, row - start)
-        cost = sum(lengths[start:row]) + (row - start) * extra
-    return cost, (request, start, row)
+        rows += 1
+    if rows < end - start:
+        rows = even(end - start, rows)
+        cost = sum(lengths[:rows]) + rows * extra
+    return cost, (request, start, start + rows)
 
 
 def even(rows: int, most: int) -> int:
@@ -285,3 +285,5 @@ def take(core: Core, slice_: Slice) -> None:
         request.group.waiting -= 1
         request.group.running += 1
         request.group.running_tokens += request.work.tokens
+    else:
+        request.group.cut[request] = None

@@ -11,7 +11,7 @@ from enginepool.coordinator.batching import post_batch, post_text, take_text
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import Link
-from enginepool.coordinator.fit import alone_in_class, impossible, misfit, stranger, usual
+from enginepool.coordinator.fit import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.halving import halve, shrink
 from enginepool.coordinator.pace import Pace
 from enginepool.coordinator.phases import TEXT
@@ -132,6 +132,7 @@ class Fleet:
         worker.routing = group.packed_routing if can.packed else group.routing
         worker.version, worker.digest = e.version, e.digest
         worker.stage, worker.detail, worker.since = "ready", "", e.now
+        known = group.packed if can.packed else group.plain
         if alone:
             if can.packed:
                 group.packed = can
@@ -142,8 +143,10 @@ class Fleet:
         group.down = ""
         group.gone.pop(worker.class_, None)
         if alone:
+            expected = group.expected
             group.expect()
-            self.requests.recheck(group)
+            if known is None or group.expected != expected or differs(known, can):
+                self.requests.recheck(group)
         # It may have been the last one of which it was not known that it is no plain worker.
         self.places.maybe_down(group)
         self._changed(worker)

@@ -163,7 +163,7 @@ class Machine:
     def _draining(self) -> None:
         """Once all is answered, or time is up, the workers end; once they have, so may the process."""
         core = self.core
-        busy = any(client.live for client in core.clients.values()) or bool(core.updates)
+        busy = core.live_rows > 0 or bool(core.updates)
         if busy and core.now >= self._drain_until:
             for group in core.groups.values():
                 self.requests.fail_all(group, "shutting_down", "the coordinator ended before this request was answered")
@@ -255,6 +255,7 @@ class Machine:
                 assert update.group is group, update
                 update.check()
             mine = [r for r in live if r.group is group]
+            assert set(mine) == group.live.keys(), (group.name, len(mine), len(group.live))
             assert group.waiting + group.running == len(mine), (group.waiting, group.running, len(mine))
             assert group.tokens == sum(r.work.tokens for r in mine)
             assert group.running_tokens == sum(r.work.tokens for r in mine if r.state == RUNNING)

@@ -101,7 +101,7 @@ class Places:
         name = "packed" if packed else "plain"
         left = f"no {name} worker is left and none will be restarted"
         group.gone[bit] = f"group {group.name!r}: {left}; the last one ended: {last}"
-        self.requests.recheck(group)
+        self.requests.shut(group)
 
     def watch(self) -> None:
         """Start what has waited long enough; give up processes that never registered."""

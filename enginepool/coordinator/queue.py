@@ -9,13 +9,11 @@ once they are half of the queue: cancelling costs O(1) and memory stays in propo
 """
 
 from collections import deque
-from heapq import heappop, heappush, heapreplace
-from itertools import chain
-from math import inf
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, Generic, Protocol, TypeVar
 
 from enginepool.coordinator.events import Work
-from enginepool.coordinator.phases import QUEUED  # TEXT waits too: in the queue of suspects
+from enginepool.coordinator.phases import DONE, QUEUED  # TEXT waits too: in the queue of suspects
 
 #: every class of workers
 ANY = -1
@@ -25,13 +23,13 @@ class Waits(Protocol):
     """What a queue reads of a request, and `lane`, which it alone sets."""
 
     work: Work
-    arrival: float
     classes: int
     priority: int
     key: float
     seq: int
+    min_version: int
     state: int
-    lane: "Queue[Any] | None"
+    lane: "Queue[Any] | Early[Any] | None"
 
 
 R = TypeVar("R", bound=Waits)
@@ -86,6 +84,8 @@ class Queue(Generic[R]):
         """Add `request`, unless its entry stands here already: the key is constant, so that entry is right."""
         if request.lane is self:
             return
+        if request.lane is not None:
+            request.lane.forget()
         request.lane = self
         self.size += 1
         signature = request.classes << 1 | request.work.hidden
@@ -163,17 +163,6 @@ class Queue(Generic[R]):
             if request.state <= QUEUED and request.lane is self
         ]  # fmt: skip
 
-    def oldest(self) -> float:
-        """When the request that has waited longest arrived; infinity when none waits. Looks at the first of each priority."""
-        found = inf
-        for lane in self._lanes.values():
-            for _, _, first, fifo in lane:
-                for request in chain((first,), fifo or ()):
-                    if request.state <= QUEUED and request.lane is self:
-                        found = min(found, request.arrival)
-                        break
-        return found
-
     def check(self) -> None:
         assert self.size == sum(len(lane.requests()) for lane in self._lanes.values()), self.size
         for signature, lane in self._lanes.items():
@@ -192,3 +181,61 @@ class Queue(Generic[R]):
                 assert not fifo or fifo.last == fifo[-1].seq, (priority, fifo.last)
         seen = [request.seq for request in self.waiting()]
         assert len(seen) == len(set(seen)), "a request stands twice in a queue"
+
+
+class Early(Generic[R]):
+    """Requests that wait for a later weight version, the smallest version first: a commit looks at those that it releases.
+
+    Used like a `Queue`, and left in two ways only: by `due`, and by a final answer, after which the entry is stale.
+    """
+
+    __slots__ = ("_heap", "_stale")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, R]] = []
+        #: entries of requests that have their answer
+        self._stale = 0
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._heap) - self._stale
+
+    def push(self, request: R) -> None:
+        """Add `request`, unless it waits here already."""
+        if request.lane is self:
+            return
+        if request.lane is not None:
+            request.lane.forget()
+        request.lane = self
+        heappush(self._heap, (request.min_version, request.seq, request))
+
+    def forget(self) -> None:
+        """A request that waited here has its answer. Sweeps when half of the entries are stale."""
+        self._stale += 1
+        if self._stale > 64 and self._stale * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].state != DONE]
+            heapify(self._heap)
+            self._stale = 0
+
+    def due(self, version: int) -> list[R]:
+        """Take out the requests that wait for `version` or an earlier one, in the order of their arrival."""
+        heap, out = self._heap, list[R]()
+        while heap and heap[0][0] <= version:
+            request = heappop(heap)[2]
+            if request.state == DONE:
+                self._stale -= 1
+            else:
+                request.lane = None
+                out.append(request)
+        out.sort(key=lambda request: request.seq)
+        return out
+
+    def waiting(self) -> list[R]:
+        """The requests that wait, in no order."""
+        return [request for _, _, request in self._heap if request.state != DONE]
+
+    def check(self) -> None:
+        waiting = self.waiting()
+        assert len(self) == len(waiting), (len(self), len(waiting))
+        assert all(request.lane is self and request.state == QUEUED for request in waiting), waiting
+        assert len({request.seq for request in waiting}) == len(waiting), "a request waits twice for its version"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.batching import take_text
-from enginepool.coordinator.classes import classes_of
+from enginepool.coordinator.classes import PACKED, PLAIN, classes_of
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.door import with_ids
 from enginepool.coordinator.effects import ToClient
@@ -63,7 +63,7 @@ class Requests:
         elif group.needs and not classes & ~group.shut:
             self.fail(request, "needs_weights", group.needs)
         else:
-            request.classes = classes
+            group.classify(request, classes)
             return True
         return False
 
@@ -92,7 +92,10 @@ class Requests:
             if outcome.code:
                 self.fail(request, outcome.code, outcome.message)
                 continue
-            request.forwards = (*request.forwards, e.forwards)
+            if isinstance(request.forwards, list):
+                request.forwards.append(e.forwards)
+            else:
+                request.forwards = [e.forwards]
             if e.run_us > request.run_us:
                 request.run_us = e.run_us
             if rows == request.work.rows:
@@ -101,7 +104,11 @@ class Requests:
             if request.version is not None and request.version != e.version:
                 self._start_over(request)
             request.version = e.version
-            request.pieces = (*request.pieces, (start, outcome.specs, outcome.frames))
+            piece = (start, outcome.specs, outcome.frames)
+            if isinstance(request.pieces, list):
+                request.pieces.append(piece)
+            else:
+                request.pieces = [piece]
             if not request.left:
                 specs, frames = _join(request)
                 self._answer(request, e.version, specs, frames)
@@ -115,7 +122,7 @@ class Requests:
 
     def put_back(self, request: Request, ranges: list[tuple[int, int]]) -> None:
         """Rows of a live request wait again, in their old place. The caller has taken flying rows off `flying`."""
-        request.back = sorted([*request.back, *ranges])
+        request.back = _joined([*request.back, *ranges])
         request.left = request.flying + request.waiting_rows()
         if request.state == RUNNING:
             request.state = QUEUED
@@ -130,8 +137,6 @@ class Requests:
             if request.state == DONE:
                 continue
             request.flying -= end - start
-            if not request.suspect and request.lane is not None:
-                request.lane.forget()
             request.suspect = True
             self.put_back(request, [(start, end)])
             if batch.trial:
@@ -152,8 +157,6 @@ class Requests:
             if request.state == DONE:
                 continue
             if not request.suspect:
-                if request.lane is not None:
-                    request.lane.forget()
                 request.group.text_waiting.pop(request, None)
                 request.suspect = True
                 # It was taken back and its group is held: it waits, and for no later version.
@@ -208,6 +211,11 @@ class Requests:
                 group.text_waiting.pop(request, None)
         group.tokens -= work.tokens
         del client.live[request.id]
+        del group.live[request]
+        if group.cut:
+            group.cut.pop(request, None)
+        if listed := group.only.get(request.classes):
+            listed.pop(request, None)
         client.nbytes -= work.nbytes
         core.live_rows -= work.rows
         core.live_bytes -= work.nbytes
@@ -249,47 +257,56 @@ class Requests:
 
     def fail_all(self, group: Group, code: str, message: str, classes: int = ANY) -> None:
         """Every live request of a group, that no other than these classes of workers can serve, gets this error."""
-        for client in list(self.core.clients.values()):
-            for request in [r for r in client.live.values() if r.group is group and not r.classes & ~classes]:
-                self.fail(request, code, message)
+        for request in group.confined(classes):
+            self.fail(request, code, message)
+
+    def shut(self, group: Group) -> None:
+        """A class of workers is gone for good: requests that wait, and that no other can serve, are told so."""
+        for request in group.confined(group.shut):
+            if request.state != RUNNING:
+                why = group.why_down(request.classes)
+                self.fail(request, "pool_down" if why else "needs_weights", why or group.needs)
 
     def recheck(self, group: Group) -> None:
-        """Capabilities of the group are known now, or a class is gone for good: hold what waits to that."""
-        for client in list(self.core.clients.values()):
-            for request in [r for r in client.live.values() if r.group is group]:
-                if request.state != RUNNING:
-                    self._classify(request)
-                elif isinstance(classes := classes_of(request.work, group.plain, group.packed, group.expected), int):
-                    request.classes = classes
-        group.queue.sort()
-        group.suspects.sort()
-        group.early.sort()
+        """Other capabilities of the group are known now: hold what waits to them."""
+        moved = False
+        group.only = {PLAIN: {}, PACKED: {}}
+        for request in list(group.live):
+            before = request.classes
+            if request.state != RUNNING:
+                self._classify(request)
+            elif isinstance(classes := classes_of(request.work, group.plain, group.packed, group.expected), int):
+                group.classify(request, classes)
+            moved = moved or request.classes != before
+        if moved:
+            group.queue.sort()
+            group.suspects.sort()
 
     def refit(self, group: Group) -> None:
         """Budgets are smaller than they were: what no worker takes any more is told so, also while it runs, or it would wait
         for ever should it come back."""
         self.recheck(group)
-        for client in list(self.core.clients.values()):
-            for request in [r for r in client.live.values() if r.group is group and r.state == RUNNING]:
-                self._classify(request)
+        for request in [request for request in group.live if request.state == RUNNING]:
+            self._classify(request)
 
     def reweigh(self, group: Group, before: int) -> None:
         """Other weights than those of version `before` are committed: requests that waited for them may run.
 
-        Parts of earlier weights run again, which their version tells; but for where versions began again.
+        Parts of earlier weights run again, which their version tells; but for where versions began again. Then every request
+        is looked at: some wait for their version a second time.
         """
         if group.version <= before:
-            for client in self.core.clients.values():
-                for request in client.live.values():
-                    if request.group is group and request.pieces:
-                        self._start_over(request)
-        for queue in (group.early, group.queue, group.suspects):
-            moved = [request for request in queue.waiting() if request.queue is not queue and request.state == QUEUED]
-            for request in moved:
-                request.queue.push(request)
-            if moved:
-                # Their entries leave at once: after a new run they may come back here, and nobody stands in a queue twice.
-                queue.sort()
+            for request in [request for request in group.cut if request.pieces]:
+                self._start_over(request)
+            again = [r for r in group.live if r.state == QUEUED and r.min_version > group.version and r.lane is not group.early]
+            for request in again:
+                group.early.push(request)
+            if again:
+                # Their entries leave at once: they may come back here, and no request stands in a queue twice.
+                group.queue.sort()
+                group.suspects.sort()
+        for request in group.early.due(group.version):
+            request.queue.push(request)
 
 
 def _unmet(request: Request) -> str:
@@ -302,6 +319,18 @@ def _unmet(request: Request) -> str:
     if not any(worker.able for worker in group.workers.values()):
         return f"; no worker of group {group.name} is ready"
     return ""
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of rows in order, those that touch each other as one: there are no more than there are gaps between them."""
+    ranges.sort()
+    out: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if out and out[-1][1] == start:
+            out[-1] = out[-1][0], end
+        else:
+            out.append((start, end))
+    return out
 
 
 def _join(request: Request) -> tuple[list[FrameSpec], list[Buffer]]:

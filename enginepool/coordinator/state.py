@@ -24,10 +24,11 @@ from collections.abc import Sequence
 
 from enginepool.config import GroupConfig
 from enginepool.coordinator.classes import PACKED, PLAIN, may_pack
+from enginepool.coordinator.door import Offsets
 from enginepool.coordinator.events import Buffer, GroupWeights, Link, Work
 from enginepool.coordinator.pace import Pace
 from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING
-from enginepool.coordinator.queue import Queue
+from enginepool.coordinator.queue import Early, Queue
 from enginepool.coordinator.routing import Routing
 from enginepool.coordinator.weights.ring import Ring
 from enginepool.protocol.messages import MAX_PRIORITY, Capabilities, FrameSpec, TaskId
@@ -68,8 +69,8 @@ class Request:
 
     __slots__ = (
         "arrival", "attempts", "back", "classes", "client", "deadline", "evidence", "flying", "forwards", "group", "id", "key",
-        "lane", "left", "min_version", "next", "pieces", "priority", "run_us", "seq", "started", "state", "suspect", "version",
-        "work",
+        "lane", "left", "min_version", "next", "offsets", "pieces", "priority", "run_us", "seq", "started", "state", "suspect",
+        "version", "work",
     )  # fmt: skip
 
     def __init__(
@@ -92,7 +93,7 @@ class Request:
         self.state = QUEUED
         # What most requests leave empty is a tuple until something comes: a list each would be memory to fetch again when
         # the request leaves a long queue.
-        #: rows from `next` on were never given to a worker; `back` are ranges that came back from a lost one
+        #: rows from `next` on were never given to a worker; `back` are ranges that came back, in order, with rows between them
         self.next = 0
         self.back: Sequence[tuple[int, int]] = ()
         #: rows with workers now
@@ -100,10 +101,12 @@ class Request:
         #: rows without an outcome: left == flying + rows in back + rows from next on
         self.left = work.rows
         #: (first row, specs, frames) of finished parts, when the request was cut
-        self.pieces: Sequence[tuple[int, Sequence[FrameSpec], Sequence[Buffer]]] = ()
+        self.pieces: list[Piece] | tuple[Piece, ...] = ()
+        #: where its rows begin in its frames, once it was cut
+        self.offsets: Offsets | None = None
         #: weight version of the finished parts
         self.version: int | None = None
-        self.forwards: Sequence[int] = ()
+        self.forwards: list[int] | tuple[int, ...] = ()
         self.run_us = 0
         #: when the first part was dispatched
         self.started = 0.0
@@ -113,12 +116,12 @@ class Request:
         self.attempts = 0
         self.evidence: Sequence[str] = ()
         #: the queue in which its entry counts; entries in another one are stale
-        self.lane: Queue[Request] | None = None
+        self.lane: Queue[Request] | Early[Request] | None = None
         #: it runs once this version, or a later one, is committed
         self.min_version = 0
 
     @property
-    def queue(self) -> "Queue[Request]":
+    def queue(self) -> "Queue[Request] | Early[Request]":
         """Where it waits, when it does."""
         group = self.group
         if self.min_version > group.version:
@@ -145,11 +148,18 @@ class Request:
         assert (self.version is not None) == bool(self.pieces), (self, self.version)
         if self.state == QUEUED:
             assert self.lane is self.queue, self
+        assert self in self.group.live, self
+        if self.flying < self.left and (self.flying or self.pieces):
+            assert self in self.group.cut, self
+        holes = [row for range_ in self.back for row in range_]
+        assert holes == sorted(set(holes)), (self, self.back)
 
     def __repr__(self) -> str:
         return f"<Request {self.client.id.hex()[:8]}/{self.id} {NAMES[self.state]} rows={self.work.rows} left={self.left}>"
 
 
+#: a finished part of a request: its first row, its specs, its frames
+Piece = tuple[int, Sequence[FrameSpec], Sequence[Buffer]]
 #: rows `start` to `end` of a request, in a batch
 Slice = tuple[Request, int, int]
 
@@ -345,9 +355,9 @@ class Group:
     """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "answered", "batches", "config", "down", "early", "expected", "failed", "first", "forwards", "gone", "halvings",
-        "held", "history", "kept_worker", "lost_batches", "name", "needs", "needy", "packed", "packed_routing", "peak",
-        "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running", "running_tokens", "spent_s",
+        "answered", "batches", "config", "cut", "down", "early", "expected", "failed", "first", "forwards", "gone", "halvings",
+        "held", "history", "kept_worker", "live", "lost_batches", "name", "needs", "needy", "only", "packed", "packed_routing",
+        "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running", "running_tokens", "spent_s",
         "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting", "tokens", "trial", "version", "waiting",
         "weights", "woken", "workers", "zeros",
     )  # fmt: skip
@@ -380,11 +390,17 @@ class Group:
         self.expected = PLAIN | PACKED
         self.workers: dict[str, Worker] = {}
         self.places: list[Place] = []
+        #: requests without an answer, in the order of their arrival
+        self.live: dict[Request, None] = {}
+        #: of them, those of which a worker was given some rows and not all: what a hold lets finish is among them
+        self.cut: dict[Request, None] = {}
+        #: and those that one class alone can serve, where there may be workers of both
+        self.only: dict[int, dict[Request, None]] = {PLAIN: {}, PACKED: {}}
         self.queue: Queue[Request] = Queue()
         #: suspects, which run alone, one at a time
         self.suspects: Queue[Request] = Queue()
         #: requests that wait for a later weight version
-        self.early: Queue[Request] = Queue()
+        self.early: Early[Request] = Early()
         self.trial: Batch | None = None
         #: kept free for the next trial until its batches are done
         self.kept_worker: Worker | None = None
@@ -427,6 +443,20 @@ class Group:
                 classes |= bit
         self.expected = classes or PLAIN | PACKED
 
+    def classify(self, request: Request, classes: int) -> None:
+        """The classes of workers that can serve `request`, some or all of those that are expected."""
+        if listed := self.only.get(request.classes):
+            listed.pop(request, None)
+        request.classes = classes
+        if classes != self.expected:
+            self.only[classes][request] = None
+
+    def confined(self, classes: int) -> list[Request]:
+        """The requests that no other than these classes of workers can serve."""
+        if not self.expected & ~classes:
+            return list(self.live)
+        return [request for class_, requests in self.only.items() if not class_ & ~classes for request in requests]
+
     @property
     def shut(self) -> int:
         """Classes of workers that run nothing: gone for good, or without the committed weights."""
@@ -443,6 +473,12 @@ class Group:
         self.queue.check()
         self.suspects.check()
         self.early.check()
+        assert self.cut.keys() <= self.live.keys(), self.cut
+        for classes in (PLAIN, PACKED):
+            mine = {request for request in self.live if request.classes == classes != self.expected}
+            assert mine == self.only[classes].keys(), (self.name, classes, len(mine), len(self.only[classes]))
+        arrivals = [request.seq for request in self.live]
+        assert arrivals == sorted(arrivals), self.name
         assert self.version == self.weights.version, self.name
         assert bool(self.needs) == bool(self.needy), (self.needs, self.needy)
         if self.needs:

@@ -1,9 +1,11 @@
 """The status report: what the pool is doing, read off the machine's state."""
 
+from math import inf
+
 from enginepool.coordinator.classes import PACKED
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.events import StatusAsked
-from enginepool.coordinator.phases import TEXT
+from enginepool.coordinator.phases import QUEUED
 from enginepool.coordinator.state import Group, Place, Worker
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 
@@ -44,7 +46,7 @@ def _group(core: Core, group: Group) -> GroupStatus:
         model=group.config.model,
         down=group.down,
         digest=group.weights.digest,
-        early=len(group.early.waiting()),
+        early=len(group.early),
         update=f"{update.phase} of version {update.offer.version}" if update is not None else "",
         needs_weights=group.needs,
         halvings=group.halvings,
@@ -53,10 +55,9 @@ def _group(core: Core, group: Group) -> GroupStatus:
 
 
 def _oldest(group: Group) -> float:
-    """When the request arrived that has waited longest, wherever it waits; infinity when none does."""
-    given = [text for worker in group.workers.values() for text, _ in worker.texts.values() if text.state == TEXT]
-    queues = (group.queue, group.suspects, group.early)
-    return min([*(queue.oldest() for queue in queues), *(text.arrival for text in (*group.text_waiting, *given))])
+    """When the request arrived that has waited longest, wherever it waits; infinity when none does. Before it are only those
+    that run."""
+    return next((request.arrival for request in group.live if request.state <= QUEUED), inf)
 
 
 def _worker(core: Core, worker: Worker) -> WorkerStatus:

@@ -17,7 +17,8 @@ from enginepool.coordinator.weights.update import Update
 def hold(update: Update) -> None:
     """Nothing new starts in its group from here on."""
     group = update.group
-    update.begun = [request for request in group.queue.waiting() if request.flying or request.pieces]
+    waiting = (request for request in group.cut if request.state == QUEUED and request.lane is group.queue)
+    update.begun = [request for request in waiting if request.flying or request.pieces]
     update.begun.sort(key=lambda request: (request.key, request.seq))
     group.held = True
     # No trial starts while it is held, and begun requests may have nobody else to finish them.
