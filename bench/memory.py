@@ -12,7 +12,7 @@ import time
 
 import psutil
 
-from bench.core import SCORES, open_pool
+from bench.core_load import SCORES, open_pool
 from bench.table import Row, parser, show, write
 from enginepool.config import GroupConfig, Limits, PoolConfig
 from enginepool.coordinator import events as ev

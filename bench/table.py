@@ -12,13 +12,15 @@ from rich.table import Table
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One measured number. `ratio` is ours divided by `who`'s, taken in pairs; None where nothing is compared."""
+    """One measured number. `ratio` is ours divided by `who`'s, taken in pairs; None where nothing is compared. `spread` is the
+    lowest and the highest of the values of which `value` is the median, where it is told."""
 
     what: str
     who: str
     value: float
     unit: str
     ratio: float | None = None
+    spread: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,16 @@ def show(title: str, rows: Sequence[Row], targets: Sequence[Target] = (), consol
         table.add_column(heading)
     for heading in ("value", "unit", "ratio"):
         table.add_column(heading, justify="right" if heading != "unit" else "left", no_wrap=True)
+    spreads = any(row.spread is not None for row in rows)
+    if spreads:
+        table.add_column("spread", justify="right", no_wrap=True)
     last = ""
     for row in rows:
         what, last = ("" if row.what == last else row.what), row.what
-        table.add_row(what, row.who, number(row.value), row.unit, "" if row.ratio is None else number(row.ratio))
+        cells = [what, row.who, number(row.value), row.unit, "" if row.ratio is None else number(row.ratio)]
+        if spreads:
+            cells.append("" if row.spread is None else " to ".join(map(number, row.spread)))
+        table.add_row(*cells)
     out.print(table)
     if not targets:
         return
@@ -97,5 +105,5 @@ def show(title: str, rows: Sequence[Row], targets: Sequence[Target] = (), consol
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows as a JSON list of {what, who, value, unit, ratio}."""
+    """Write the rows as a JSON list of {what, who, value, unit, ratio, spread}."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(list(rows)), indent=1) + b"\n")
