@@ -245,7 +245,7 @@ class _FirstLoad:
     def __init__(self, model: Any, config: Any) -> None:
         self.reason = ""
         self.watch = LoadWatch(model)
-        self._model = model
+        self._model: Any = model
         self._config = config
         self._load = model.load_weights
         self._over = False
@@ -264,8 +264,7 @@ class _FirstLoad:
     def end(self) -> None:
         """Later loads are not watched."""
         self._over = True
-        attributes: dict[str, Any] = vars(self._model)
-        if attributes.get("load_weights") is self:
+        if self._model.__dict__.get("load_weights") is self:
             del self._model.load_weights
 
 

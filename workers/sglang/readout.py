@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.workers.engine import EngineError, ScorePart, Scores
+from enginepool.workers.engine import EngineError, PartScores, ScorePart, Scores
 
 Doubles = npt.NDArray[np.float64]
 
@@ -64,6 +64,21 @@ def hidden_rows(rows: Sequence[Any]) -> Scores:
     return np.stack([row.float().numpy().reshape(-1) for row in rows]).astype(np.float32)
 
 
+def unless_not_finite(part: ScorePart, scored: PartScores) -> PartScores | EngineError:
+    """`scored`, or the error that it is: NaN or infinity is no score and no hidden state. The logarithm of 0 is −infinity."""
+    wrong = ~(scored.scores < np.inf) if part.logprobs else ~np.isfinite(scored.scores)
+    rows, what = wrong.any(axis=1), "score"
+    if scored.hidden is not None and not rows.any():
+        rows, what = ~np.isfinite(scored.hidden).all(axis=1), "hidden state"
+    if not rows.any():
+        return scored
+    return EngineError(
+        f"row {int(rows.argmax())}: its {what} is NaN or infinite ({int(rows.sum())} of {rows.size} rows);"
+        " `enginepool weights validate` looks for NaN and infinity in the weights"
+    )
+
+
 def _log_softmax(values: Doubles) -> Doubles:
-    shifted = values - values.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    with np.errstate(invalid="ignore"):  # infinity gives NaN, which is refused
+        shifted = values - values.max(axis=1, keepdims=True)
+        return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))

@@ -14,7 +14,14 @@ from enginepool.workers.sglang.checks import checked_rows, refuse_oversize
 from enginepool.workers.sglang.end import one_line
 from enginepool.workers.sglang.entries import Entries
 from enginepool.workers.sglang.packed import DELIMITER, packed_head_scores, packed_heads, packed_label_scores, packed_labels
-from enginepool.workers.sglang.readout import forward_count, head_scores, hidden_rows, label_scores, refuse_aborted
+from enginepool.workers.sglang.readout import (
+    forward_count,
+    head_scores,
+    hidden_rows,
+    label_scores,
+    refuse_aborted,
+    unless_not_finite,
+)
 from enginepool.workers.sglang.requests import Parts, head_request, label_request
 from enginepool.workers.sglang.settings import Running
 
@@ -65,7 +72,8 @@ class EngineScoring:
         if runnable:
             refuse_oversize(runnable, self.capabilities)
             scored, forwards, cached = await self.compute(runnable, batch.priority, batch.hidden)
-            outcome.update(zip(places, scored, strict=True))
+            parts = [part for part, _ in runnable]
+            outcome.update(zip(places, map(unless_not_finite, parts, scored), strict=True))
         return tuple(outcome[place] for place in range(len(batch.parts))), forwards, cached
 
     async def compute(self, parts: Parts, priority: int, hidden: bool) -> tuple[list[PartScores], int, int]:

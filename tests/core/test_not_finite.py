@@ -1,0 +1,105 @@
+"""NaN or infinity is an error of its request, and never an answer; the other requests of its batch are answered."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from enginepool.protocol.messages import Capabilities
+from enginepool.workers.engine import EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.sglang.scoring import EngineScoring
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Tensor:
+    """A pooled hidden state."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values = values
+
+    def float(self) -> "Tensor":
+        return self
+
+    def numpy(self) -> Any:
+        return np.array(self.values, np.float32)
+
+
+Wanted = dict[str, Any]
+
+
+def scored(
+    kind: Any, rows: list[Any], hidden: list[list[float]] | None = None, wanted: Wanted | None = None
+) -> list[PartScores | EngineError]:
+    """A batch of parts with one row each, for which the engine says `rows`."""
+
+    async def generate(request: Any, _: None) -> AsyncIterator[list[dict[str, Any]]]:
+        answers: list[dict[str, Any]] = []
+        for i, row in enumerate(rows):
+            logprobs = [[(value, token, None) for token, value in enumerate(row)]]
+            answers.append({"meta_info": {"output_token_ids_logprobs": logprobs}, "embedding": row})
+            if hidden is not None:
+                answers[i]["pooled_hidden_state"] = Tensor(hidden[i])
+        yield answers
+
+    causal = kind == "causal"
+    tm = SimpleNamespace(is_generation=causal, generate_request=generate)
+    asked = SimpleNamespace(rid=["r"], normalize_batch_and_arguments=lambda: None)
+
+    class Request(SimpleNamespace):
+        def __init__(self, **fields: Any) -> None:
+            super().__init__(**(fields | vars(asked)))
+
+        def __getitem__(self, place: int) -> Any:
+            return SimpleNamespace()
+
+    types = SimpleNamespace(GenerateReqInput=Request, EmbeddingReqInput=Request)
+
+    def took(rows: list[str]) -> list[Any]:
+        return [SimpleNamespace(time=1.0, cached=0) for _ in rows]
+
+    entries: Any = SimpleNamespace(expect=len, take=took)
+    capabilities = Capabilities(
+        kind=kind, vocab=64, context=32, batch_tokens=256, batch_rows=8, inflight_tokens=256, inflight_rows=8, hidden=4
+    )
+    scoring = EngineScoring(tm, types, entries, capabilities, SimpleNamespace(settings={}))  # type: ignore[arg-type]
+    labels = tuple(range(len(rows[0]))) if causal else ()
+    ids, length = np.array([1, 2], np.int32), np.array([2], np.uint32)
+    parts = tuple(ScorePart(np.empty(0, np.int32), ids, length, labels=labels, **(wanted or {})) for _ in rows)
+    outcomes, _, _ = asyncio.run(scoring.score(ScoreBatch(parts, hidden=hidden is not None)))
+    return list(outcomes)
+
+
+def refused(outcome: PartScores | EngineError, what: str) -> bool:
+    return isinstance(outcome, EngineError) and str(outcome).startswith(f"row 0: its {what} is NaN or infinite (1 of 1 rows)")
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("wrong", [NAN, INF, -INF])
+def test_a_reward_that_is_not_finite_is_an_error_of_its_request_alone(wrong: float, softmax: bool) -> None:
+    first, second, third = scored("classifier", [[1.0, 2.0], [wrong, wrong], [3.0, 4.0]], wanted={"softmax": softmax})
+    assert isinstance(first, PartScores) and isinstance(third, PartScores)
+    assert refused(second, "score"), second
+
+
+@pytest.mark.parametrize("wanted", [{}, {"softmax": True}, {"logprobs": True}, {"softmax": True, "logprobs": True}])
+def test_a_logprob_of_nan_is_an_error_of_its_request_alone(wanted: Wanted) -> None:
+    first, second = scored("causal", [[-1.0, -2.0], [NAN, -2.0]], wanted=wanted)
+    assert isinstance(first, PartScores), first
+    assert refused(second, "score"), second
+
+
+def test_a_hidden_state_of_nan_is_an_error_of_its_request_alone() -> None:
+    first, second = scored("classifier", [[1.0], [1.0]], [[1.0, 2.0], [NAN, 2.0]])
+    assert isinstance(first, PartScores) and first.hidden is not None
+    assert refused(second, "hidden state"), second
+
+
+def test_a_probability_of_zero_is_an_answer_and_so_is_its_logarithm() -> None:
+    for wanted in ({"logprobs": False}, {"logprobs": True}):
+        [outcome] = scored("causal", [[-INF, -1.0]], wanted=wanted)
+        assert isinstance(outcome, PartScores), outcome
+        assert outcome.scores[0, 0] == (-INF if wanted["logprobs"] else 0.0)
