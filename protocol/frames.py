@@ -10,7 +10,8 @@ from typing import Any, cast
 import msgspec
 
 from enginepool.protocol.errors import WireError, brief
-from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_TEXT, FrameSpec, Message
+from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, MAX_TEXT, FrameSpec, Message
+from enginepool.protocol.nesting import deeper
 
 Buffer = bytes | memoryview
 
@@ -54,8 +55,8 @@ def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer) -> Any
     """The message in frame 0.
 
     Raises:
-        WireError: `too_large` over MAX_HEADER_BYTES, `malformed` for bytes that are no msgpack map, `unsupported` for an
-            unknown `type`, `bad_request` with the field's name for a value of the wrong kind.
+        WireError: `too_large` over MAX_HEADER_BYTES, `malformed` for bytes that are no msgpack map or nested over
+            MAX_NESTING, `unsupported` for an unknown `type`, `bad_request` with the field's name for a value of the wrong kind.
     """
     if len(frame) > MAX_HEADER_BYTES:
         raise WireError(
@@ -65,11 +66,21 @@ def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer) -> Any
             limit=str(MAX_HEADER_BYTES),
         )
     try:
-        return decoder.decode(frame)
+        message = decoder.decode(frame)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError:
+        raise _nested() from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError("malformed", f"frame 0 is not msgpack: {error}", field="frame 0") from None
+    if deeper(frame, MAX_NESTING):
+        raise _nested()
+    return message
+
+
+def _nested() -> WireError:
+    text = f"frame 0 has maps and arrays nested more than {MAX_NESTING} deep"
+    return WireError("malformed", text, field="frame 0", limit=str(MAX_NESTING))
 
 
 def _invalid(text: str) -> WireError:

@@ -89,6 +89,13 @@ def _unreadable() -> list[Invalid]:
             "malformed",
             at,
         ),
+        _frame0(
+            "header-nested-33-deep",
+            "one level more than MAX_NESTING, in an unknown key: the map, and 32 arrays in each other",
+            [unknown_key.hex(), {"hex": "91", "times": 32}, "c0"],
+            "malformed",
+            at,
+        ),
         _frame0("header-too-large", "frame 0 is over 1 MiB, by an unknown key", padded, "too_large", at),
         _frame0("type-missing", "a map without type", pack({"id": 1}), "bad_request", "type"),
         _frame0(

@@ -164,6 +164,11 @@ def _from_client() -> list[Valid]:
             "keys that version 1 does not know are ignored, whatever they hold",
             {**_SCORE, "trace": {"a": [1, None, 2.5]}, "blob": b"\x00\xff"},
         ),
+        _variant(
+            "score-nested-32-deep",
+            "as deep as MAX_NESTING allows: the map, and in a key that version 1 does not know 31 arrays in each other",
+            {**_SCORE, "later": Raw(b"\x91" * 31 + b"\xc0")},
+        ),
         _variant("score-other-order", "the order of keys is free", dict(reversed(_SCORE.items()))),
         _variant(
             "score-defaults-written",

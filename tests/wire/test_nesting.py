@@ -1,0 +1,77 @@
+"""The depth of a header is found exactly, and what nests no deeper than the bound is never refused."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginepool.protocol import messages as m
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import decode_header
+from enginepool.protocol.nesting import deeper
+from tests.core.counting import cost_of
+
+DECODER = msgspec.msgpack.Decoder(m.FromClient)
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(allow_nan=False), st.text(), st.binary(max_size=300)
+)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=20), st.dictionaries(st.text(max_size=3), inner, max_size=20)),
+    max_leaves=60,
+)
+
+
+def depth(value: Any) -> int:
+    if isinstance(value, Mapping):
+        return 1 + max((depth(inner) for inner in value.values()), default=0)  # type: ignore[arg-type]
+    if isinstance(value, list):
+        return 1 + max((depth(inner) for inner in value), default=0)  # type: ignore[arg-type]
+    return 0
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=20), st.integers(1, 8))
+def test_depth_is_found_exactly(header: dict[str, Any], levels: int) -> None:
+    assert deeper(msgspec.msgpack.encode(header), levels) == (depth(header) > levels)
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for level in range(levels):
+        value = [value] if level % 2 else {"in": value}
+    return value
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_header_is_read_up_to_the_bound_and_refused_above_it(more: int) -> None:
+    header = msgspec.msgpack.encode({"type": "cancel", "id": 1, "later": nested(m.MAX_NESTING - 1 + more)})
+    if not more:
+        assert decode_header(DECODER, header) == m.Cancel(1)
+        return
+    with pytest.raises(WireError, match="nested") as caught:
+        decode_header(DECODER, header)
+    assert (caught.value.code, caught.value.field, caught.value.limit) == ("malformed", "frame 0", str(m.MAX_NESTING))
+
+
+def test_a_value_is_seen_although_its_key_comes_again() -> None:
+    pair = msgspec.msgpack.encode("later")
+    deep = pair + msgspec.msgpack.encode(nested(m.MAX_NESTING)) + pair + b"\x01"
+    header = b"\x84" + msgspec.msgpack.encode({"type": "cancel", "id": 1})[1:] + deep
+    with pytest.raises(WireError, match="nested"):
+        decode_header(DECODER, header)
+
+
+def test_extensions_are_passed_over() -> None:
+    for data in (b"", b"\x91", b"\x91" * 16, b"\x91" * 40, b"\x91" * 300, b"\x91" * 70_000):
+        value = msgspec.msgpack.encode({"a": msgspec.msgpack.Ext(5, data), "b": [[1]]})
+        assert not deeper(value, 3)
+        assert deeper(value, 2)
+
+
+def test_a_request_with_many_labels_is_not_read_value_by_value() -> None:
+    score = m.Score(1, [], labels=[0x9191 + i for i in range(m.MAX_LABELS)])
+    header = msgspec.msgpack.encode(score)
+    assert cost_of(lambda: decode_header(DECODER, header)).steps < 1000
