@@ -115,6 +115,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserve_staging: bool = True
     #: where committed weights are kept for workers that start: in shared memory of their node, in `state_dir`, or nowhere
     snapshot: Literal["memory", "disk", "none"] = "memory"
+    #: directories under which a published checkpoint may lie; empty: the folder of `model` itself, where it is one
+    checkpoint_roots: list[str] = []
     #: further settings for the engine, by its own names
     options: dict[str, Any] = {}
 
@@ -264,6 +266,7 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
             allowed = f"a worker with options.tp_size = {each} sees {each} GPUs" if each > 1 else "a worker sees 1 GPU"
             right = len(names) == each and all(names) and len(set(names)) == each
             need(right, f"{at}.gpus[{index}]", entry, f"{allowed}, separated by commas, each named once")
+        need(all(group.checkpoint_roots), f"{at}.checkpoint_roots", group.checkpoint_roots, "directories")
         for key in ("max_batch_tokens", "max_batch_rows", "cached_query_tokens"):
             value = getattr(group, key)
             need(value is None or value > 0, f"{at}.{key}", value, "more than 0, or left out")
@@ -289,6 +292,19 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
         if key == "listen" or value:
             check_endpoint(value, config.allow_remote, f"{where}: {key}")
     return config
+
+
+def resolve_roots(config: PoolConfig) -> PoolConfig:
+    """`config` with the `checkpoint_roots` of each group as absolute paths, and without symbolic links as well; the default
+    filled in. The coordinator compares paths as texts, and its workers resolve them again."""
+    groups: dict[str, GroupConfig] = {}
+    for name, group in config.groups.items():
+        model = os.path.expanduser(group.model)
+        given = group.checkpoint_roots or ([model] if os.path.isdir(model) else [])
+        roots = [os.path.abspath(os.path.expanduser(root)) for root in given]
+        roots = list(dict.fromkeys([*roots, *map(os.path.realpath, roots)]))
+        groups[name] = msgspec.structs.replace(group, checkpoint_roots=roots)
+    return msgspec.structs.replace(config, groups=groups)
 
 
 def check_models(config: PoolConfig, where: str) -> PoolConfig:

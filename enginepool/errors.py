@@ -86,7 +86,11 @@ class HelloRequired(_WireCode, code="hello_required"):
 
 
 class Unauthorised(_WireCode, code="unauthorised"):
-    """The resume token does not belong to this client's id."""
+    """The resume token does not belong to this client's id, or its key is not authorized (any more)."""
+
+
+class Forbidden(_WireCode, code="forbidden"):
+    """The role of this client's key may not do that; `limit` names the role that may."""
 
 
 class Superseded(_WireCode, code="superseded"):

@@ -6,6 +6,7 @@ seal there has copied what was there when it was lent.
 """
 
 import contextlib
+import fcntl
 import importlib
 import os
 import weakref
@@ -18,12 +19,10 @@ from enginepool.host import SHARED, unnamed_file
 from enginepool.looking import Look
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding, Space
+from enginepool.protocol.updates import SEAL_BYTES, Finding, Space
 
 torch: Any = importlib.import_module("torch")
 
-#: bytes of a seal
-SEAL = 16
 #: of `cudaHostRegister`: memory that a GPU only reads, which is pinned in two thirds of the time
 _READ_ONLY = 8
 #: of a file with torch's counts of users, which does not exist: whoever opens a space is not counted
@@ -35,17 +34,22 @@ class HostSpace:
 
     kind: Literal["host"] = "host"
 
-    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
-        """Raises OSError: no room."""
+    def __init__(self, nbytes: int, *, pinned: bool = False, lent: bool = False) -> None:
+        """`lent`: other programs are to believe that nobody shrinks it, and that it is no file. Raises OSError: no room."""
         self.fd = -1
         try:
-            self.fd = unnamed_file(SHARED)
+            self.fd = _sealable() if lent else unnamed_file(SHARED)
             os.posix_fallocate(self.fd, 0, nbytes)
         except OSError:
+            if lent:
+                self.close()
+                raise
             # The file system may be kept small where memory is not.
             self.close()
             self.fd = os.memfd_create("enginepool-weights", os.MFD_CLOEXEC)
             os.posix_fallocate(self.fd, 0, nbytes)
+        if lent:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.nbytes = nbytes
         space = torch.from_file(f"/proc/self/fd/{self.fd}", shared=True, size=nbytes, dtype=torch.uint8)
         self._pinned = pinned and _pin(space)
@@ -68,6 +72,10 @@ class HostSpace:
         if getattr(self, "_pinned", False) and hasattr(self, "tensors"):
             # While it is mapped: else the next memory at its address could not be pinned, and CUDA would have an error to tell.
             _unpin(self.tensors[0].data_ptr())
+
+
+def _sealable() -> int:
+    return os.memfd_create("enginepool-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def _pin(space: Any, flags: int = 0) -> bool:
@@ -123,6 +131,15 @@ def _uncounted(shared: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*shared[:4], _UNCOUNTED, 0, *shared[6:])
 
 
+def _shared_cuda(handle: bytes) -> list[Any]:
+    """What `_share_cuda_` of another process returned. The counter of users that it names is a file of shared memory, which
+    torch would write to: no message decides which. Raises RuntimeError."""
+    try:
+        return list(_uncounted(msgspec.msgpack.decode(handle, type=tuple[int, bytes, int, int, bytes, int, bytes, bool])))
+    except msgspec.MsgspecError as error:
+        raise RuntimeError(f"handle: not what torch shares: {error}") from None
+
+
 Memory = HostSpace | DeviceSpace
 
 #: those of this process, by where they begin
@@ -167,7 +184,7 @@ def open_space(space: Space, *, across: bool = False, pinned: bool = False) -> A
     """
     if space.kind == "file":
         return _open_file(space, pinned)
-    shared = msgspec.msgpack.decode(space.handle)
+    shared = _shared_cuda(space.handle)
     if space.gpu:
         # Another process numbers GPUs as it sees them.
         gpus = visible_gpus()
@@ -229,15 +246,15 @@ def _examined(content: Any, manifest: Sequence[Tensor], nbytes: int) -> tuple[st
 
 def set_seal(content: Any) -> bytes:
     """Put a seal on a space whose content stays from now on; the content must be there."""
-    seal = os.urandom(SEAL)
-    content[-SEAL:].copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
+    seal = os.urandom(SEAL_BYTES)
+    content[-SEAL_BYTES:].copy_(torch.frombuffer(bytearray(seal), dtype=torch.uint8))
     _wait(content)
     return seal
 
 
 def break_seal(content: Any) -> None:
     """The content may change from now on."""
-    content[-SEAL:].zero_()
+    content[-SEAL_BYTES:].zero_()
     _wait(content)
 
 

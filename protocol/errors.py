@@ -26,7 +26,10 @@ CODES: dict[str, CodeFacts] = {
     "unsupported": CodeFacts("caller", False, "the message type or a requested feature is not known here"),
     "protocol_version": CodeFacts("caller", False, "the peers share no protocol version"),
     "hello_required": CodeFacts("nobody", True, "this link has not said Hello to this coordinator; say it and resend"),
-    "unauthorised": CodeFacts("caller", False, "the resume token does not belong to that peer id"),
+    "unauthorised": CodeFacts(
+        "caller", False, "the resume token does not belong to that peer id, or the link's key is not authorized"
+    ),
+    "forbidden": CodeFacts("caller", False, "the role of this link may not send that; `limit` names the role that may"),
     "superseded": CodeFacts("caller", False, "a newer link or incarnation of this peer exists; this one is refused"),
     "unknown_group": CodeFacts("caller", False, "no group of that name; `limit` lists the names"),
     "id_reused": CodeFacts("caller", False, "the request id was used before for another content"),

@@ -14,6 +14,10 @@ from enginepool.protocol.basis import FrameSpec, Message, TaskId
 
 #: An hour: nobody drains a group, or is silent, for longer.
 MAX_MS = 3_600_000
+#: bytes of a seal
+SEAL_BYTES = 16
+#: spaces in one message: one for each rank of every worker
+MAX_SPACES = 1024
 
 #: How new weights reach an engine.
 #: staged: broadcast into a stager beside each worker, which serves on meanwhile; handed over inside the device.

@@ -15,5 +15,5 @@ def open_here() -> set[str]:
 
 
 def lent_here() -> set[str]:
-    """Files in the host's shared memory."""
-    return {path for path in open_here() if path.startswith("/dev/shm/")}
+    """Memory that this process has for lending."""
+    return {path for path in open_here() if path.startswith("/memfd:enginepool-weights ")}

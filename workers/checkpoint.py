@@ -1,6 +1,8 @@
 """What a checkpoint directory holds, read from its safetensors files without any library of tensors."""
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,31 @@ def checkpoint_files(path: str) -> list[Path]:
     if not files:
         raise CheckpointError(f"{path}: no safetensors files in it")
     return files
+
+
+def checkpoint_under(path: str, roots: Sequence[str]) -> str:
+    """The directory without symbolic links, if it and all that is in it lie under one of `roots` once links are resolved.
+
+    Raises:
+        CheckpointError: it does not, or cannot be looked at. What lies elsewhere is not looked at, nor whether it exists.
+    """
+    tops = [os.path.realpath(root) for root in roots]
+
+    def resolved(at: str) -> str:
+        real = os.path.realpath(at)
+        if not any(real == top or real.startswith(top.rstrip("/") + "/") for top in tops):
+            raise CheckpointError(f"{path}: not under checkpoint_roots ({', '.join(roots) or 'none'}) once links are resolved")
+        return real
+
+    folder = resolved(path)
+    try:
+        for name in os.listdir(folder):
+            resolved(os.path.join(folder, name))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path}: there is no such directory here") from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}") from None
+    return folder
 
 
 def checkpoint_tensors(path: str) -> list[Tensor]:

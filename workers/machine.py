@@ -53,7 +53,7 @@ ASK_AGAIN_S = 1.0
 #: no event for this long, though ticks are due, means that this process stood still; the coordinator is not blamed for it
 STALL_S = 2.0
 #: refusals after which this incarnation can never be served
-FINAL_REFUSALS = frozenset({"superseded", "unauthorised", "protocol_version", "unknown_group"})
+FINAL_REFUSALS = frozenset({"superseded", "forbidden", "unauthorised", "protocol_version", "unknown_group"})
 
 
 class WorkerMachine:

@@ -111,7 +111,7 @@ class Worker:
         self.end: asyncio.Future[End] = self.loop.create_future()
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.weights = Weights(spec.stager, spec.incarnation, engine, self.feed, self._spawn)
+        self.weights = Weights(spec.stager, spec.incarnation, engine, self.feed, self._spawn, spec.checkpoint_roots)
 
     async def run(self) -> Exit:
         """Serve until the machine says that it is over; return the exit code."""

@@ -5,9 +5,12 @@ any other                       is closed as soon as its update is over
 """
 
 import contextlib
+import os
+from collections.abc import Sequence
 
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import Engine, EngineError, NewWeights, Space
+from enginepool.workers.lent import LentError, hold
 
 
 class Opened:
@@ -16,6 +19,8 @@ class Opened:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._spaces: tuple[Space, ...] = ()
+        #: of lent memory, which the engine opens by them
+        self._descriptors: list[int] = []
 
     async def get_ready(self, weights: NewWeights) -> float:
         """Have the engine get ready to take these while it serves; for how many seconds that kept it from its work."""
@@ -23,6 +28,21 @@ class Opened:
         with contextlib.suppress(EngineError):  # taking them takes longer then, and says what is wrong, if that is
             return await self._engine.ready(weights)
         return 0.0
+
+    def hold(self, spaces: Sequence[Space]) -> tuple[Space, ...]:
+        """Spaces that a publisher lends, as the engine may open them until `close`. Raises LentError, or OSError: gone."""
+        self._close_descriptors()
+        held: list[Space] = []
+        try:
+            for space in spaces:
+                if space.kind == "file":
+                    descriptor, space = hold(space)
+                    self._descriptors.append(descriptor)
+                held.append(space)
+        except LentError:
+            self._close_descriptors()
+            raise
+        return tuple(held)
 
     async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
         """Have the engine open these and look at every byte, while it serves: (digest, findings). Raises EngineError."""
@@ -36,8 +56,14 @@ class Opened:
 
     async def close(self) -> None:
         """Have the engine let go of it."""
+        self._close_descriptors()
         if not self._spaces:
             return
         self._spaces = ()
         with contextlib.suppress(EngineError):  # it has refused to open it, too
             await self._engine.let_go()
+
+    def _close_descriptors(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._descriptors = []

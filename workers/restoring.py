@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.updates import Restore, Restored
-from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors
+from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors, checkpoint_under
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, Space
 from enginepool.workers.events import Event, WeightsAnswered, WeightsTaken
 from enginepool.workers.stager.link import StagerGone, StagerLink
@@ -14,7 +14,7 @@ from enginepool.workers.stager.messages import AskHeld, Held
 from enginepool.workers.stager.snapshot import SnapshotError, digest_of_file, read_footer
 
 
-async def restore(engine: Engine, stager: StagerLink, message: Restore) -> Event:
+async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: Sequence[str] = ()) -> Event:
     """What the machine hears of it, when one of them had the weights and the engine took them, or none. Raises EngineDied."""
     reasons: list[str] = []
     if engine.digest == message.digest:
@@ -26,14 +26,14 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore) -> Event
     if message.snapshot:
         sources.append(lambda: asyncio.to_thread(_saved, message.snapshot, message.digest))
     if message.path:
-        sources.append(lambda: asyncio.to_thread(_checkpoint, message.path))
+        sources.append(lambda: asyncio.to_thread(_checkpoint, message.path, roots))
     for source in sources:
         try:
             weights = await source()
             await engine.take(weights, message.version, "" if weights.checkpoint else message.digest)
             if engine.digest == message.digest:
                 return WeightsTaken(time.monotonic(), message.version, message.digest)
-            reasons.append(f"{message.path} holds other weights now: digest {engine.digest}, not {message.digest}")
+            reasons.append(f"{message.path} no longer holds the committed weights")
             # What is loaded is a checkpoint of no version.
             await engine.take(NewWeights(), 0, engine.digest)
         except (_Absent, StagerGone, SnapshotError, CheckpointError, EngineError) as error:
@@ -57,12 +57,12 @@ def _saved(path: str, digest: str) -> NewWeights:
     """The snapshot at `path`, if it is what was committed. Raises _Absent or SnapshotError."""
     footer = read_footer(path)
     nbytes = layout(footer.manifest).nbytes
-    found = digest_of_file(path, nbytes)
-    if found != digest:
-        raise _Absent(f"{path}: its digest is {found}, that of the committed weights is {digest}")
+    if digest_of_file(path, nbytes) != digest:
+        raise _Absent(f"{path}: its digest is not that of the committed weights")
     return NewWeights(tuple(footer.manifest), (Space("file", nbytes, path=path),))
 
 
-def _checkpoint(path: str) -> NewWeights:
+def _checkpoint(path: str, roots: Sequence[str]) -> NewWeights:
     """The checkpoint at `path`; its digest is known when it is loaded. Raises CheckpointError."""
+    path = checkpoint_under(path, roots)
     return NewWeights(tuple(checkpoint_tensors(path)), checkpoint=path)

@@ -33,6 +33,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nccl_port: port for the engine's own process group; none: the engine chooses.
     reserve_staging: whether device memory is taken for staged weight updates before the engine starts.
     stager: path of the Unix socket of the stager beside this worker; empty: there is none.
+    checkpoint_roots: directories under which a published checkpoint may lie; empty: nowhere.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the worker ends at once.
     orphan_s: seconds without a word from a coordinator before the worker ends; `accept` may replace it.
     drain_s: seconds that begun work has to finish after SIGTERM or `drain`.
@@ -54,6 +55,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     nccl_port: int | None = None
     reserve_staging: bool = True
     stager: str = ""
+    checkpoint_roots: list[str] = []
     lifeline_fd: int | None = None
     orphan_s: float = 60.0
     drain_s: float = 10.0

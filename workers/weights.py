@@ -10,7 +10,8 @@ import asyncio
 import secrets
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from enginepool.host import host_identity
@@ -34,9 +35,10 @@ from enginepool.protocol.updates import (
     Restored,
     Staged,
 )
-from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors
+from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors, checkpoint_under
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
 from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered
+from enginepool.workers.lent import LentError
 from enginepool.workers.opened import Opened
 from enginepool.workers.pending import Pending
 from enginepool.workers.restoring import restore
@@ -55,6 +57,7 @@ class Weights:
     Args:
         feed: takes the events that come of it.
         spawn: runs a coroutine beside the loop's other work.
+        roots: directories under which a published checkpoint may lie.
     """
 
     def __init__(
@@ -64,8 +67,10 @@ class Weights:
         engine: Engine,
         feed: Callable[[Event], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
+        roots: Sequence[str] = (),
     ) -> None:
         self._engine = engine
+        self._roots = roots
         self._feed = feed
         self._spawn = spawn
         self._stager = StagerLink(stager, incarnation, self._received, self._stager_lost)
@@ -123,7 +128,7 @@ class Weights:
                     await _aside("take the name of its weights", renamed)
                 else:
                     await self._opened.close()  # whatever was staged, another coordinator knows nothing of it
-                    self._feed(await restore(self._engine, self._stager, message))
+                    self._feed(await restore(self._engine, self._stager, message, self._roots))
             except Exception as error:  # as `_lost` says
                 self._lost(type(message).__name__, error)
 
@@ -160,7 +165,8 @@ class Weights:
         tensors: tuple[Tensor, ...] = ()
         try:
             if message.transfer == "checkpoint":
-                tensors = tuple(await asyncio.to_thread(checkpoint_tensors, message.path))
+                path = await asyncio.to_thread(checkpoint_under, message.path, self._roots)
+                tensors = tuple(await asyncio.to_thread(checkpoint_tensors, path))
             elif message.transfer != "relabel":
                 tensors = tuple(decode_manifest(frames[0] if frames else b""))
             if message.transfer != "relabel":
@@ -251,13 +257,18 @@ class Weights:
         pending = self._known(message.update)
         if pending is None:
             return Staged(message.update, code="update_aborted", message="this update is not known here")
-        weights = NewWeights(pending.tensors, tuple(message.spaces))
         try:
+            weights = NewWeights(pending.tensors, self._opened.hold(message.spaces))
             digest, findings = await self._opened.examine(weights)
+        except LentError as error:
+            return Staged(message.update, code="bad_request", message=str(error))
+        except OSError as error:
+            text = f"spaces: {error.filename} cannot be opened: {error.strerror}"
+            return Staged(message.update, code="update_aborted", message=text)
         except EngineError as error:
             return Staged(message.update, code="update_aborted", message=str(error))
         pending.ready_s = await self._opened.get_ready(weights)
-        pending.received = Received(message.update, digest, findings, message.spaces)
+        pending.received = Received(message.update, digest, findings, list(weights.spaces))
         return Staged(message.update, digest, worst(findings))
 
     def _say_staged(self, pending: Pending) -> None:
@@ -331,8 +342,12 @@ class Weights:
         elif prepare.transfer == "checkpoint":
             weights, digest = NewWeights(pending.tensors, checkpoint=prepare.path), ""
         try:
+            if weights.checkpoint:
+                # Again: a link in it may lead elsewhere by now.
+                path = await asyncio.to_thread(checkpoint_under, prepare.path, self._roots)
+                weights = replace(weights, checkpoint=path)
             times = await self._engine.take(weights, message.version, digest)
-        except EngineError as error:
+        except (CheckpointError, EngineError) as error:
             return HandedOver(message.update, code="engine_error", message=str(error))
         return HandedOver(
             message.update,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 BREATH = 256
 
 #: Errors that say nothing about the line: the run stops, and the line is asked again when it is resumed.
-NOT_THE_LINES = {"closed", "superseded", "unauthorised", "protocol_version"}
+NOT_THE_LINES = {"closed", "forbidden", "superseded", "unauthorised", "protocol_version"}
 
 
 class Run:

@@ -49,7 +49,7 @@ class Lender:
             spare.close()
             del spare
         device = self.buffers.device
-        return DeviceSpace(nbytes, [device]) if device.type == "cuda" else HostSpace(nbytes)
+        return DeviceSpace(nbytes, [device]) if device.type == "cuda" else HostSpace(nbytes, lent=True)
 
     def back(self, memory: Memory) -> None:
         """It is lent no more."""

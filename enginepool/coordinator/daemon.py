@@ -22,14 +22,15 @@ from typing import Literal
 
 import uvloop
 
-from enginepool.config import PoolConfig, check_endpoint, decode_config
+from enginepool.config import PoolConfig, check_endpoint, decode_config, resolve_roots
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.journal import Journal, Record
 from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.patience import FEW
-from enginepool.coordinator.sockets import Router, Sockets, raise_open_files
+from enginepool.coordinator.peers import SAME_USER
+from enginepool.coordinator.sockets import Frame, Router, Sockets, pid_of, raise_open_files
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, id_of, worker_event
 from enginepool.errors import ConfigError
@@ -66,7 +67,7 @@ class Daemon:
     """One coordinator on one loop."""
 
     def __init__(self, config: PoolConfig, loop: asyncio.AbstractEventLoop, lifeline: int | None) -> None:
-        self.config = config
+        self.config = config = resolve_roots(config)
         self.loop = loop
         self.machine = Machine(config)
         self.ended: asyncio.Future[int] = loop.create_future()
@@ -126,11 +127,11 @@ class Daemon:
 
     # --- in ------------------------------------------------------------------------------------------------------------
 
-    def _from_client(self, link: Link, frames: list[bytes]) -> None:
+    def _from_client(self, link: Link, frames: list[bytes], frame: Frame) -> None:
         try:
             if not frames:
                 raise WireError("malformed", "the message has no frame 0", field="frame 0")
-            event = client_event(time.monotonic(), link, frames, self._max_bytes)
+            event = client_event(time.monotonic(), link, frames, self._max_bytes, SAME_USER, lambda: pid_of(frame))
         except WireError as error:
             failure = Failure(
                 error.code, error.message, id_of(frames[0]) if frames else None, field=error.field, limit=error.limit
@@ -142,7 +143,7 @@ class Daemon:
             event.pauses = (self._pauses.count, self._pauses.microseconds)
         self._events.append(event)
 
-    def _from_worker(self, link: Link, frames: list[bytes]) -> None:
+    def _from_worker(self, link: Link, frames: list[bytes], frame: Frame) -> None:
         try:
             event = worker_event(time.monotonic(), link, frames or [b""])
         except WireError as error:

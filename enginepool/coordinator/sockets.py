@@ -14,6 +14,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import resource
 import time
 from collections import deque
@@ -33,10 +34,13 @@ ROUND = 64
 #: rounds before the loop may do something else
 ROUNDS = 8
 RETRY_S = 0.005
+#: how libzmq names an ipc peer: HOST:UID:GID:PID
+_IPC_PEER = re.compile(r"[^:]*:[0-9]+:[0-9]+:([0-9]+)", re.ASCII)
 #: as many files are open at a time, if the system allows it
 OPEN_FILES = 65_536
 
 # The plain methods under pyzmq's own, with plain ints for flags: half of the time that a small frame takes is in the wrapper.
+Frame = zmq.Frame
 NOBLOCK = int(zmq.NOBLOCK)
 NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 EVENTS = int(zmq.EVENTS)
@@ -46,12 +50,23 @@ recv: Callable[..., zmq.Frame] = zmq.backend.Socket.recv
 # `get` of an option that is a number: its type says `int | bytes` for all options.
 get: Callable[..., int] = cast("Callable[..., int]", zmq.backend.Socket.get)
 
-Receive = Callable[[Link, list[bytes]], None]
+#: link, frames, and the last of them as it came: it knows what the transport has proved of the peer
+Receive = Callable[[Link, list[bytes], zmq.Frame], None]
 
 
 def _context() -> "zmq.Context[zmq.Socket[bytes]]":
     """The process's one context."""
     return cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+
+
+def pid_of(frame: zmq.Frame) -> int | None:
+    """The process that sent this frame, as the kernel told when it connected over ipc (SO_PEERCRED); None: not over ipc, or a
+    process that this one does not see."""
+    try:
+        found = _IPC_PEER.fullmatch(str(frame.get("Peer-Address")))
+    except zmq.ZMQError:
+        return None
+    return int(found[1]) or None if found else None
 
 
 def raise_open_files() -> None:
@@ -133,7 +148,7 @@ class Router:
             while frame.more:
                 frame = recv(socket, NOBLOCK, False)
                 frames.append(frame.bytes)
-            take(link, frames)
+            take(link, frames, frame)
         self.unsure = True
         return ROUND
 

@@ -171,6 +171,7 @@ class LocalSupervisor:
             "forwards_in_flight": config.forwards_in_flight,
             "nccl_port": self._free_port(incarnation) if config.engine == "sglang" else None,
             "reserve_staging": config.reserve_staging,
+            "checkpoint_roots": config.checkpoint_roots,
             "lifeline_fd": self._lifeline,
             "orphan_s": timing.orphan_s,
             "drain_s": timing.drain_s,

@@ -11,10 +11,12 @@ import msgspec
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.door import open_score
 from enginepool.coordinator.events import Buffer, Link
-from enginepool.coordinator.weights.offer import open_publish
+from enginepool.coordinator.peers import SAME_USER, Peer
+from enginepool.coordinator.weights.offer import check_spaces, open_publish
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
+from enginepool.protocol.roles import FROM_CLIENT
 
 _from_client = msgspec.msgpack.Decoder(m.FromClient)
 _from_worker = msgspec.msgpack.Decoder(m.FromWorker)
@@ -27,8 +29,15 @@ class _Id(msgspec.Struct):
 _id = msgspec.msgpack.Decoder(_Id)
 
 
-def client_event(now: float, link: Link, frames: Sequence[Buffer], max_bytes: int) -> ev.Event:
-    """The event that a client's message is.
+def client_event(
+    now: float,
+    link: Link,
+    frames: Sequence[Buffer],
+    max_bytes: int,
+    peer: Peer = SAME_USER,
+    pid: Callable[[], int | None] = lambda: None,
+) -> ev.Event:
+    """The event that a client's message is, if `peer` may send it. `pid`: of the peer's process, where the transport tells it.
 
     Raises:
         WireError: the message is refused; its text is for the client.
@@ -40,6 +49,11 @@ def client_event(now: float, link: Link, frames: Sequence[Buffer], max_bytes: in
     make = _CLIENT.get(type(message))
     if make is None:
         raise WireError("unsupported", f"type: {type(message).__name__.lower()} is not for a coordinator", field="type")
+    peer.may_send(message, FROM_CLIENT)
+    if type(message) is m.Publish and message.new_run:
+        peer.need("admin", "new_run", "true")
+    elif type(message) is m.Sent:
+        check_spaces(message.spaces, pid())
     return make(now, link, message, frames[1:])
 
 
@@ -51,12 +65,13 @@ def id_of(frame: Buffer) -> int | None:
         return None
 
 
-def worker_event(now: float, link: Link, frames: Sequence[Buffer]) -> ev.Event:
+def worker_event(now: float, link: Link, frames: Sequence[Buffer], peer: Peer = SAME_USER) -> ev.Event:
     """The event that a worker's message is; nonsense is the event `WorkerBroken`.
 
     Raises:
-        WireError: `protocol_version`: a worker that cannot be talked to.
+        WireError: `protocol_version`: a worker that cannot be talked to; `forbidden`: a peer that is no worker.
     """
+    peer.need("worker", "type", "the worker endpoint")
     try:
         message = decode_header(_from_worker, frames[0])
         return _WORKER[type(message)](now, link, message, frames[1:])

@@ -68,7 +68,8 @@ def config(
     forwards_in_flight: int = 2,
 ) -> PoolConfig:
     group = GroupConfig(
-        model="m", engine="sim", workers=workers, ageing_s=ageing_s, forwards_in_flight=forwards_in_flight
+        model="m", engine="sim", workers=workers, ageing_s=ageing_s, forwards_in_flight=forwards_in_flight,
+        checkpoint_roots=["/models"],
     )  # fmt: skip
     return PoolConfig(
         groups=dict.fromkeys(groups, group),

@@ -165,7 +165,7 @@ def test_stages_are_reported_only_on_a_registered_link() -> None:
     assert sent(run(w, EngineReady(0.0, CAPABILITIES, 3))) == [Ready(CAPABILITIES, 3)]
 
 
-@pytest.mark.parametrize("code", ["superseded", "unauthorised", "protocol_version", "unknown_group"])
+@pytest.mark.parametrize("code", ["superseded", "forbidden", "unauthorised", "protocol_version", "unknown_group"])
 def test_a_final_refusal_ends_the_process_at_once(code: str) -> None:
     w = ready()
     (end,) = hear(w, Failure(code, "no"))

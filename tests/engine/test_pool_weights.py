@@ -37,7 +37,16 @@ def daemon(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with Processes() as processes, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         config = PoolConfig(
-            groups={"g": GroupConfig(model=str(models.causal), workers=WORKERS, device="cpu", dtype="float32", **BUDGETS)},
+            groups={
+                "g": GroupConfig(
+                    model=str(models.causal),
+                    workers=WORKERS,
+                    device="cpu",
+                    dtype="float32",
+                    checkpoint_roots=[str(folder.parent)],
+                    **BUDGETS,
+                )
+            },
             listen=f"ipc://{folder}/pool.sock",
             state_dir=str(folder / "state"),
             timing=Timing(silence_s=60.0, forward_s=30.0),

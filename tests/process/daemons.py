@@ -38,7 +38,13 @@ def sim_pool(
     return PoolConfig(
         groups={
             "g": GroupConfig(
-                model="sim", engine="sim", workers=workers, ageing_s=1.0, snapshot=snapshot, options=dict(options or {})
+                model="sim",
+                engine="sim",
+                workers=workers,
+                ageing_s=1.0,
+                snapshot=snapshot,
+                options=dict(options or {}),
+                checkpoint_roots=[str(directory.parent)],
             )
         },
         listen=f"ipc://{directory}/pool.sock",

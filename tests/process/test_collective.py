@@ -24,8 +24,8 @@ from enginepool import cards, collective, copies
 from enginepool.collective import Rendezvous, TorchBroadcast, TorchGroup, join
 from enginepool.copies import Origin, Taker
 from enginepool.group import CollectiveError, Group
-from enginepool.protocol.updates import Space
-from enginepool.spaces import SEAL, make_space, open_space
+from enginepool.protocol.updates import SEAL_BYTES, Space
+from enginepool.spaces import make_space, open_space
 
 torch: Any = importlib.import_module("torch")
 
@@ -196,7 +196,7 @@ def test_ranks_that_do_not_reach_each_others_memory_do_not_copy(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def another(_content: Any) -> bytes:
-        return b"x" * SEAL
+        return b"x" * SEAL_BYTES
 
     # Every rank finds out for itself. This one's card leads to other memory.
     monkeypatch.setattr(cards, "set_seal", another)

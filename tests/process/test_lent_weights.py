@@ -86,7 +86,7 @@ def test_what_is_wrong_is_refused_and_touches_no_engine(play: Play, monkeypatch:
                     return "0" * 32
 
             patch.setattr(lending, "Digest", Liar)
-            with pytest.raises(errors.UpdateAborted, match="staged digest"):
+            with pytest.raises(errors.UpdateAborted, match="staged other bytes"):
                 await stage.publisher.publish(some_weights(2), new, transfer="handles")
         assert (await stage.pool.weights()).version == stage.old
         assert await pids(stage) == before

@@ -553,7 +553,7 @@ def test_the_snapshot_serves_where_the_stager_was_killed(place: Place, trainer: 
             broken.write_bytes(data)
             refused = await successor.restore(1, digest, snapshot=str(broken))
             assert isinstance(refused, WeightsAnswered) and isinstance(refused.answer, Restored)
-            assert "its digest is" in refused.answer.message
+            assert "its digest is not" in refused.answer.message
 
     asyncio.run(story())
 

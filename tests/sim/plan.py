@@ -227,7 +227,13 @@ class Plan:
         random = self.random
         ageing = random.choice((None, 0.05, 1.0, 10.0))
         groups = {
-            name: GroupConfig("sim", engine="sim", workers=count - self.external[name], ageing_s=ageing)
+            name: GroupConfig(
+                "sim",
+                engine="sim",
+                workers=count - self.external[name],
+                ageing_s=ageing,
+                checkpoint_roots=["/checkpoints"],
+            )
             for name, count in self.counts.items()
         }
         limits = Limits(answers_s=random.choice((3.0, 15.0)), answers_bytes=random.choice((3_000, 1 << 20)))

@@ -8,6 +8,7 @@ from enginepool.protocol.frames import Buffer, decode_header
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages import Failure, FrameSpec, Goodbye, Hello, Message, Ping, ToClient, Welcome
 from enginepool.protocol.updates import (
+    SEAL_BYTES,
     Abandon,
     Commit,
     Finding,
@@ -103,7 +104,7 @@ class SimPublisher:
         publish.partial, publish.new_run = offer.partial, offer.new_run
         self.frames = ()
         if offer.transfer == "checkpoint":
-            publish.path = self.disks.fresh("/checkpoint")
+            publish.path = self.disks.fresh("/checkpoints/")
             if offer.flaw != "unknown":
                 self.disks.checkpoints[publish.path] = self.digest
         elif offer.transfer != "relabel":
@@ -300,7 +301,7 @@ class SimPublisher:
         findings = found.get(offer.flaw, [])
         if self.ring is None:
             self.lent = self.disks.lend(self.digest, findings)
-            self.spaces = [Space("file", 1, path=self.lent.path)]
+            self.spaces = [Space("file", 1, path=self.lent.path, seal=bytes(SEAL_BYTES))]
         else:
             self.ring.broadcast(self.digest, findings)
         self.all_sent = True

@@ -128,7 +128,8 @@ class Disks:
 
     def lend(self, digest: str, findings: list[Finding]) -> Lent:
         """Memory that can be opened by its path."""
-        lent = Lent(self.fresh("/lent"), digest, findings)
+        self.count += 1
+        lent = Lent(f"/proc/1/fd/{self.count}", digest, findings)
         self.lent[lent.path] = lent
         return lent
 

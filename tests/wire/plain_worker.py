@@ -137,7 +137,7 @@ class PlainWorker:
     def on_error(self, header: dict[str, Any], payload: list[bytes]) -> None:
         if header["code"] == "hello_required":
             self.register()
-        elif header["code"] in ("superseded", "unauthorised", "protocol_version", "unknown_group"):
+        elif header["code"] in ("superseded", "forbidden", "unauthorised", "protocol_version", "unknown_group"):
             self.end(header["code"])
 
     def on_ping(self, header: dict[str, Any], payload: list[bytes]) -> None:

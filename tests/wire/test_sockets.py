@@ -37,8 +37,8 @@ class Bench:
 
     def listen(self) -> None:
         self.sockets.listen(
-            lambda link, frames: self.taken.append(("client", link, frames)),
-            lambda link, frames: self.taken.append(("worker", link, frames)),
+            lambda link, frames, _frame: self.taken.append(("client", link, frames)),
+            lambda link, frames, _frame: self.taken.append(("worker", link, frames)),
             self.act,
         )
 

@@ -227,6 +227,8 @@ class ModelWeights:
                 torch.cuda.set_device(device)  # a thread begins on the first one
             manifest = manifest_of(ticket["manifest"])
             space = open_space(ticket["space"], layout(manifest).nbytes)
+            if not sealed(space, msgspec.convert(ticket["space"], Space).seal):
+                raise ValueError("the memory does not end with its seal")
             make_ready(space.device)  # it may be another one than the model's
             digest, findings = examined(space, manifest)
             answer: dict[str, Any] = {"digest": digest, "findings": msgspec.to_builtins(findings)}

@@ -1,5 +1,6 @@
 """The offer: what of a `publish` can be refused before a transaction opens, with the field and the limit named."""
 
+import re
 from collections.abc import Sequence
 
 from enginepool.coordinator.events import Buffer
@@ -8,10 +9,14 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor, decode_manifest
-from enginepool.protocol.updates import MAX_MS, Publish
+from enginepool.protocol.updates import MAX_MS, MAX_SPACES, SEAL_BYTES, Publish, Space
 
 #: transfers whose bytes are broadcast in a process group
 BROADCAST = ("staged", "direct")
+
+#: bytes of what torch shares of a GPU's memory; some 200 are usual
+MAX_HANDLE = 4096
+_DESCRIPTOR = re.compile(r"/proc/([1-9][0-9]{0,9})/fd/[0-9]{1,9}", re.ASCII)
 
 
 def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
@@ -43,3 +48,39 @@ def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
         text = f"bucket_bytes: {size} is no positive multiple of {ALIGNMENT}"
         raise WireError("bad_request", text, field="bucket_bytes", limit=str(ALIGNMENT))
     return decode_manifest(frames[0])
+
+
+def check_spaces(spaces: Sequence[Space], pid: int | None) -> None:
+    """What of lent memory can be refused before a worker opens it. `pid`: of the publisher's process, where it is known.
+
+    Raises:
+        WireError: `bad_request`: memory without a seal, or a path that is no descriptor of the publisher's process.
+    """
+    if len(spaces) > MAX_SPACES:
+        text = f"spaces: expected at most {MAX_SPACES}, got {len(spaces)}"
+        raise WireError("bad_request", text, field="spaces", limit=str(MAX_SPACES))
+    for i, space in enumerate(spaces):
+        at = f"spaces[{i}]"
+        if len(space.seal) != SEAL_BYTES:
+            text = f"{at}.seal: expected {SEAL_BYTES} bytes, got {len(space.seal)}"
+            raise WireError("bad_request", text, field=f"{at}.seal", limit=str(SEAL_BYTES))
+        if len(space.handle) > MAX_HANDLE:
+            text = f"{at}.handle: expected at most {MAX_HANDLE} bytes, got {len(space.handle)}"
+            raise WireError("bad_request", text, field=f"{at}.handle", limit=str(MAX_HANDLE))
+        if space.kind == "file":
+            found = _DESCRIPTOR.fullmatch(space.path)
+            if found is None or (pid is not None and int(found[1]) != pid):
+                whose = "PID" if pid is None else pid
+                text = f"{at}.path: must be a descriptor of the publisher's own process, /proc/{whose}/fd/N"
+                raise WireError("bad_request", text, field=f"{at}.path", limit=f"/proc/{whose}/fd/N")
+
+
+def outside(path: str, roots: Sequence[str]) -> str:
+    """Why the checkpoint directory `path` may not be opened, as far as its text tells; or "". Workers resolve links."""
+    if not path.startswith("/"):
+        return f"path: {path!r}: must be absolute"
+    if "\0" in path or ".." in path.split("/"):
+        return f"path: {path!r}: must not contain '..' or a null character"
+    if not any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots):
+        return f"path: {path!r}: must lie under a directory of the group's checkpoint_roots"
+    return ""

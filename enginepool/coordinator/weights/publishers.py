@@ -1,7 +1,7 @@
 """The publisher's side of a transaction: who may open one, and what its publisher says while it is open.
 
 The order of the checks in `publish` is a promise, as in `requests`: who are you (link), have I answered this already
-(duplicate), can anybody take it (group), may it be now (another publisher, versions).
+(duplicate), can anybody take it (group, path), may it be now (another publisher, versions).
 """
 
 from enginepool.coordinator import events as ev
@@ -9,6 +9,7 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.state import Client, Group, Worker
 from enginepool.coordinator.weights.notices import say_join, say_phase
+from enginepool.coordinator.weights.offer import outside
 from enginepool.coordinator.weights.transaction import Weights
 from enginepool.coordinator.weights.update import Member, Update
 from enginepool.protocol.updates import Abandon, Commit, Publish, Sent
@@ -29,6 +30,10 @@ class Publishers:
             return
         group = core.open_group(e.link, offer.id, offer.group)
         if group is None:
+            return
+        roots = group.config.checkpoint_roots
+        if offer.transfer == "checkpoint" and (wrong := outside(offer.path, roots)):
+            core.refuse(e.link, offer.id, "bad_request", wrong, field="path", limit=", ".join(roots) or "none")
             return
         if (other := core.update_of(group)) is not None:
             name = other.client.id.hex()[:8]

@@ -115,7 +115,7 @@ class Weights:
         elif message.version != update.offer.version:
             member.failure = f"it took version {message.version}"
         elif not update.direct and message.digest != member.digest and update.broadcasts:
-            member.failure = f"it took digest {message.digest}, and {member.digest} was staged"
+            member.failure = "it took other bytes than it had staged"
         else:
             member.loaded = True
             member.digest = message.digest
@@ -278,8 +278,7 @@ class Weights:
                 return
             wrong = [m for m in members if m.digest != update.sent_digest]
             if wrong:
-                name, digest = wrong[0].worker.name, wrong[0].digest
-                self.ending.fail(update, f"{name} took digest {digest}, and {update.sent_digest} was sent")
+                self.ending.fail(update, f"{wrong[0].worker.name} took other bytes than were sent")
                 return
         if not loaded:
             self.ending.fail(update, failures(members))
@@ -292,7 +291,7 @@ class Weights:
             # Of a checkpoint nobody else knows the digest.
             if member.digest != loaded[0].digest:
                 member.loaded = False
-                member.failure = f"it took digest {member.digest}, and {loaded[0].worker.name} {loaded[0].digest}"
+                member.failure = f"it took other weights than {loaded[0].worker.name}"
         if wrong := update.clash(loaded[0].digest):
             self.ending.fail(update, wrong)
             return

@@ -154,8 +154,10 @@ class Update:
         committed, offer = self.group.weights, self.offer
         if offer.new_run or offer.version != committed.version or committed.digest in ("", digest):
             return ""
-        known = f"version {committed.version} is committed with digest {committed.digest}, and these weights have {digest}"
-        return f"{known}: publish them as {committed.version + 1} or above"
+        # Without the digests: whoever names bytes that are not its own must not learn what they are.
+        return (
+            f"version {committed.version} is committed with other weights; publish these as {committed.version + 1} or higher"
+        )
 
     def check(self) -> None:
         assert self.phase in PHASES, self

@@ -21,7 +21,7 @@ class Verifying:
         until a member has said what is zero in the committed weights."""
         for member in update.members.values():
             if member.digest != update.sent_digest:
-                text = f"{member.worker.name} staged digest {member.digest}, and {update.sent_digest} was sent"
+                text = f"{member.worker.name} staged other bytes than were sent"
                 self.ending.abort(update, "update_aborted", text)
                 return False
             if wrong := update.clash(member.digest):

@@ -1,0 +1,44 @@
+"""Roles: which peer may send which message. PROTOCOL.md, "Roles", is the specification of this table; a test holds the two
+together.
+
+A key has one role. A role includes others: a publisher also asks, an operator also publishes. A worker is nothing else.
+"""
+
+from typing import Final, Literal, get_args
+
+Role = Literal["client", "publisher", "admin", "worker"]
+
+#: a role, and all roles that it includes
+INCLUDES: Final[dict[Role, frozenset[Role]]] = {
+    "client": frozenset({"client"}),
+    "publisher": frozenset({"client", "publisher"}),
+    "admin": frozenset({"client", "publisher", "admin"}),
+    "worker": frozenset({"worker"}),
+}
+EVERY: Final[frozenset[Role]] = frozenset(get_args(Role))
+
+#: the role that a peer on the client endpoint must have, or include, to send a message of this type
+FROM_CLIENT: Final[dict[str, Role]] = {
+    "hello": "client",
+    "score": "client",
+    "cancel": "client",
+    "ack": "client",
+    "goodbye": "client",
+    "status": "client",
+    "ping": "client",
+    "pong": "client",
+    "weights_question": "publisher",
+    "publish": "publisher",
+    "renew": "publisher",
+    "sent": "publisher",
+    "commit": "publisher",
+    "abandon": "publisher",
+}
+#: the same of the worker endpoint
+FROM_WORKER: Final[dict[str, Role]] = dict.fromkeys(
+    (
+        "register", "stage", "ready", "idle", "done", "tokenised", "prepared", "joined", "staged", "handed_over", "restored",
+        "inspected", "bye", "error", "ping", "pong",
+    ),
+    "worker",
+)  # fmt: skip
