@@ -74,7 +74,8 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a worker is started again: backoff doubles from `backoff_s` to `backoff_max_s`; more than `max_restarts` within
-    `window_s` retire its place."""
+    `window_s` end that. A worker that says that it can never start is not started again, and neither is one that fails twice in
+    the same way before it was ever ready."""
 
     backoff_s: float = 0.5
     backoff_max_s: float = 30.0

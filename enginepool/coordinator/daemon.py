@@ -162,9 +162,9 @@ class Daemon:
     def _worker_cut(self, link: Link) -> None:
         self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, "does not read its messages")))
 
-    def _exited(self, incarnation: str, reason: str, permanent: bool) -> None:
+    def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
         say(f"worker {incarnation} ended: {reason}")
-        self.handle(ev.WorkerExited(time.monotonic(), incarnation, reason, permanent))
+        self.handle(ev.WorkerExited(time.monotonic(), incarnation, reason, permanent, failed))
 
     def _signalled(self) -> None:
         if self.machine.core.draining:

@@ -300,11 +300,13 @@ class WorkerBroken(Event):
 
 
 class WorkerExited(Event):
-    """A worker's process and all its children have ended. `permanent`: starting it again cannot help."""
+    """A worker's process and all its children have ended. `permanent`: starting it again cannot help. `failed`: it ended by
+    itself, with an error."""
 
     incarnation: str
     reason: str
     permanent: bool = False
+    failed: bool = False
 
 
 class MemberSaid(Event):

@@ -123,6 +123,7 @@ class Fleet:
                 self.requests.refit(group)
             can = halved(can, group.halvings - can.halvings)
         if wrong := stranger(worker, can):
+            _failed(worker, wrong)
             self.lose(worker, wrong, kill=True)
             return
         alone = alone_in_class(worker, can)
@@ -140,6 +141,7 @@ class Fleet:
                 group.plain = can
         if worker.place is not None:
             worker.place.before = ""
+            worker.place.proven, worker.place.repeats = True, 0
         group.down = ""
         group.gone.pop(worker.class_, None)
         if alone:
@@ -299,6 +301,8 @@ class Fleet:
             self.requests.refit(worker.group)
             if place is not None:
                 place.blameless = True
+        if e.failed:
+            _failed(worker, e.reason)
         self.lose(worker, e.reason, kill=e.failed)
         if place is not None and not e.failed:
             place.last_words = e.reason
@@ -347,6 +351,8 @@ class Fleet:
             for place in group.places:
                 if place.incarnation == e.incarnation:
                     worker = group.workers.get(e.incarnation)
+                    if e.failed and not place.failure and (worker is None or worker.capabilities is None):
+                        place.failure = e.reason
                     if worker is not None:
                         self.lose(worker, e.reason, kill=False)
                     # What it said last may be read after its end was seen.
@@ -364,3 +370,9 @@ class Fleet:
             if worker.place is not None:
                 self.core.effects.append(ToWorker(worker.link, Drain()))
         self.places.drain()
+
+
+def _failed(worker: Worker, reason: str) -> None:
+    """The worker says, or shows, why it will not be ready."""
+    if worker.place is not None and worker.capabilities is None:
+        worker.place.failure = reason

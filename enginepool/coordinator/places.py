@@ -1,18 +1,22 @@
 """Places: the workers that this pool starts itself, their restarts, and what follows when none can come back.
 
 The life of a place is told in `state`. A successor starts only after the end of the whole process group was seen, and after a
-backoff that doubles; more losses within the window than the policy allows, or one that a restart cannot help, retire it.
+backoff that doubles. A place is retired by more losses within the window than the policy allows, by a failure that a restart
+cannot mend, and by two failures in a row that are the same, as long as none of its processes was ever ready.
 """
 
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import KillWorker, StartWorker
+from enginepool.coordinator.failures import signature
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Group, Place
 
 #: a place that stayed up this long has its backoff forgotten
 STEADY_S = 60.0
+#: so many failures in a row that are the same, before a place was ever ready: the next start would end like that, too
+SAME_FAILURES = 2
 #: a backoff is doubled so many times at most: any that is configured is then over its maximum, and the number still a float
 MOST_DOUBLED = 128
 
@@ -44,7 +48,7 @@ class Places:
         core.counter += 1
         place.incarnation = f"{name}-{place.index}.{core.epoch:x}.{core.counter}"
         place.state = "up"
-        place.before, place.last_words = place.last_words, ""
+        place.before, place.last_words, place.failure = place.last_words, "", ""
         place.begun = core.now
         place.until = core.now + core.config.timing.starting_s
         core.effects.append(StartWorker(name, place.index, place.incarnation))
@@ -66,15 +70,48 @@ class Places:
         if not place.blameless:
             place.losses.append(core.now)
             place.hasty += 1
+            self._count_failure(place)
         place.blameless = False
-        if core.draining or permanent or len(place.losses) > policy.max_restarts:
+        if permanent:
+            place.retired = f"cannot be started: {place.last_words}"
+        elif place.repeats >= SAME_FAILURES:
+            place.retired = f"failed {place.repeats} times in the same way before it was ready: {place.last_words}"
+        elif place.failure and place.repeats and (other := self._given_up_alike(place)) is not None:
+            place.retired = _alike(place, other)
+        elif len(place.losses) > policy.max_restarts:
+            most, span = policy.max_restarts, policy.window_s
+            place.retired = f"ended more than {most} times within {span:g} s, the last time: {place.last_words}"
+        if core.draining or place.retired:
             place.state = "retired"
+            self._retire_neighbors(place)
             self.maybe_down(place.group)
             return
         place.state = "backoff"
         place.restarts += 1
         doubled = min(max(0, min(place.hasty, len(place.losses)) - 1), MOST_DOUBLED)
         place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2.0**doubled)
+
+    def _count_failure(self, place: Place) -> None:
+        if place.failure and not place.proven:
+            failure = signature(place.failure)
+            place.repeats = place.repeats + 1 if failure == place.signature else 1
+            place.signature = failure
+
+    def _given_up_alike(self, place: Place) -> Place | None:
+        """A place of the group that was retired for the failure that `place` has had now."""
+        for other in place.group.places:
+            if other is not place and other.repeats >= SAME_FAILURES and other.signature == place.signature:
+                return other
+        return None
+
+    def _retire_neighbors(self, place: Place) -> None:
+        """Places that wait for another start after the failure that has retired this one are not started either."""
+        if place.repeats < SAME_FAILURES:
+            return
+        for other in place.group.places:
+            if other.state == "backoff" and other.repeats and other.signature == place.signature:
+                other.retired = _alike(other, place)
+                other.state = "retired"
 
     def maybe_down(self, group: Group) -> None:
         """When nothing will ever run in `group` again, or on one class of its workers, its requests are told so."""
@@ -84,8 +121,7 @@ class Places:
             self._maybe_gone(group, packed)
         if group.workers or any(place.state != "retired" for place in group.places):
             return
-        last = next((p.last_words for p in group.places if p.last_words), "unknown")
-        group.down = f"group {group.name!r}: no worker is left and none will be restarted; the last one ended: {last}"
+        group.down = f"group {group.name!r}: no worker is left and none will be restarted: {_why(group.places)}"
         self.requests.fail_all(group, "pool_down", group.down)
 
     def _maybe_gone(self, group: Group, packed: bool) -> None:
@@ -97,10 +133,9 @@ class Places:
             return  # the whole group is down
         if any(worker.class_ == bit for worker in group.workers.values()):
             return
-        last = next((p.last_words for p in places if p.last_words), "unknown")
         name = "packed" if packed else "plain"
         left = f"no {name} worker is left and none will be restarted"
-        group.gone[bit] = f"group {group.name!r}: {left}; the last one ended: {last}"
+        group.gone[bit] = f"group {group.name!r}: {left}: {_why(places)}"
         self.requests.shut(group)
 
     def watch(self) -> None:
@@ -140,3 +175,11 @@ class Places:
     def ended(self) -> bool:
         """No process of ours is left."""
         return not any(place.incarnation for group in self.core.groups.values() for place in group.places)
+
+
+def _alike(place: Place, other: Place) -> str:
+    return f"failed in the same way as {other.name} before it was ready: {place.last_words}"
+
+
+def _why(places: list[Place]) -> str:
+    return next((f"{place.name} {place.retired}" for place in places if place.retired), "unknown")

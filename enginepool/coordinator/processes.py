@@ -7,6 +7,12 @@ from pathlib import Path
 
 import psutil
 
+#: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
+PERMANENT = 78
+#: exit codes of a worker that has not failed: drained, or without its owner, its coordinator, or a place in the pool
+_NO_FAILURE = (0, 72, 75, 76)
+#: signals that a process sends to itself by what it does
+_OWN_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP)
 #: clock ticks in a second, as /proc counts them
 _TICKS = os.sysconf("SC_CLK_TCK")
 #: after the name in parentheses, which may hold anything: the state, and when the process was made
@@ -70,6 +76,13 @@ def how_it_ended(code: int | None, why: str) -> str:
     else:
         how = f"ended by {signal.Signals(-code).name}"
     return f"{how}: {why}" if why else how
+
+
+def failed_by_itself(code: int | None) -> bool:
+    """Whether a worker with this exit code ended by an error of its own, not by a signal from outside, or as it was told."""
+    if code is None:
+        return False
+    return -code in _OWN_SIGNALS if code < 0 else code not in _NO_FAILURE
 
 
 def last_line(log: bytes) -> str:

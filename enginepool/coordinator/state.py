@@ -279,7 +279,7 @@ class Worker:
     @property
     def name(self) -> str:
         """As people know it."""
-        return f"{self.group.name}-{self.place.index}" if self.place is not None else self.incarnation
+        return self.place.name if self.place is not None else self.incarnation
 
     def check(self) -> None:
         assert self.cost == sum(b.cost for b in self.batches.values()), self
@@ -316,8 +316,8 @@ class Place:
     """A worker that this pool starts itself: the succession of its incarnations."""
 
     __slots__ = (
-        "before", "begun", "blameless", "group", "hasty", "hopeless", "incarnation", "index", "last_words", "losses",
-        "packed", "restarts", "state", "until",
+        "before", "begun", "blameless", "failure", "group", "hasty", "hopeless", "incarnation", "index", "last_words",
+        "losses", "packed", "proven", "repeats", "restarts", "retired", "signature", "state", "until",
     )  # fmt: skip
 
     def __init__(self, group: "Group", index: int) -> None:
@@ -341,13 +341,29 @@ class Place:
         self.last_words = ""
         #: why the one before the present one ended; "" once the present one has been ready
         self.before = ""
+        #: why it will not be started again; "" unless its state is "retired" for another reason than a drain
+        self.retired = ""
+        #: one of its processes has been ready
+        self.proven = False
+        #: how the present one failed by itself before it was ready, or ""
+        self.failure = ""
+        #: of the last such failure, and how many in a row were the same; none since one was ready
+        self.signature = ""
+        self.repeats = 0
         #: the pool ends the present one for no fault of its own: its loss does not count
         self.blameless = False
         #: the last one said that starting it again cannot help
         self.hopeless = False
 
+    @property
+    def name(self) -> str:
+        """As people know it."""
+        return f"{self.group.name}-{self.index}"
+
     def check(self) -> None:
         assert self.state in ("backoff", "up", "ending", "retired"), self.state
+        assert not self.retired or self.state == "retired", (self.state, self.retired)
+        assert not self.proven or not self.repeats, (self.proven, self.repeats)
         assert (self.incarnation != "") == (self.state in ("up", "ending")), (self.state, self.incarnation)
 
 

@@ -96,10 +96,10 @@ def _detail(now: str, place: Place | None) -> str:
 def _absent(place: Place) -> WorkerStatus:
     stage = {"up": "starting", "ending": "ending", "backoff": "backoff", "retired": "retired"}[place.state]
     return WorkerStatus(
-        name=f"{place.group.name}-{place.index}",
+        name=place.name,
         incarnation=place.incarnation,
         stage=stage,
-        detail=_detail(place.last_words, place),
+        detail=place.retired or _detail(place.last_words, place),
         restarts=place.restarts,
         packed=place.packed,
     )

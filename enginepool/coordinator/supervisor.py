@@ -21,20 +21,28 @@ import psutil
 
 from enginepool.config import GroupConfig, PoolConfig, gpus_per_worker
 from enginepool.coordinator.events import LiveProcess
-from enginepool.coordinator.processes import how_it_ended, is_the_one, kill_session, last_line, lives, made_at, session_member
+from enginepool.coordinator.processes import (
+    PERMANENT,
+    failed_by_itself,
+    how_it_ended,
+    is_the_one,
+    kill_session,
+    last_line,
+    lives,
+    made_at,
+    session_member,
+)
 from enginepool.coordinator.stagers import Stagers
 from enginepool.gpus import allocate_gpus, visible_gpus
 from enginepool.host import host_identity
 
-#: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
-PERMANENT = 78
 #: logs of ended workers that are kept
 KEPT_LOGS = 20
 #: where no file descriptor is left to watch or look with, it is tried again after this
 AGAIN_S = 0.5
 
-#: (incarnation, reason, permanent)
-Exited = Callable[[str, str, bool], None]
+#: (incarnation, reason, permanent, failed)
+Exited = Callable[[str, str, bool, bool], None]
 
 
 class Supervisor(Protocol):
@@ -145,7 +153,7 @@ class LocalSupervisor:
                 child.wait()
             self._ports.pop(incarnation, None)
             reason = f"the worker process could not be started: {error.strerror}"
-            self._loop.call_soon(self._exited, incarnation, reason, False)
+            self._loop.call_soon(self._exited, incarnation, reason, False, False)
             return
         self._processes[incarnation] = record
         self._children[incarnation] = child
@@ -284,8 +292,10 @@ class LocalSupervisor:
         self._processes.pop(record.incarnation, None)
         self._ports.pop(record.incarnation, None)
         self._path(record.incarnation).unlink(missing_ok=True)
-        why = self._killed.pop(record.incarnation, "") or self.last_line(record.incarnation)
-        self._exited(record.incarnation, how_it_ended(code, why), code == PERMANENT)
+        killed = self._killed.pop(record.incarnation, "")
+        why = killed or self.last_line(record.incarnation)
+        failed = not killed and failed_by_itself(code)
+        self._exited(record.incarnation, how_it_ended(code, why), code == PERMANENT, failed)
 
     def last_line(self, incarnation: str) -> str:
         """The last line in a worker's log, or nothing."""

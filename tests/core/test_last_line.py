@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from enginepool.coordinator.processes import how_it_ended, last_line
+from enginepool.coordinator.processes import failed_by_itself, how_it_ended, last_line
+from enginepool.workers.events import Exit
 
 
 @pytest.mark.parametrize(
@@ -54,3 +55,16 @@ def test_what_python_cleans_up_after_a_process_that_was_killed_is_not_its_last_w
 )
 def test_how_a_worker_ended_says_why_where_that_is_known(code: int | None, why: str, line: str) -> None:
     assert how_it_ended(code, why) == line
+
+
+@pytest.mark.parametrize(
+    ("code", "failed"),
+    [
+        *[(code, False) for code in (None, Exit.DRAINED, Exit.OWNER_GONE, Exit.ORPHANED, Exit.REFUSED)],
+        *[(code, True) for code in (1, 3, Exit.ENGINE_DIED, Exit.UNUSABLE)],
+        *[(-number, False) for number in (signal.SIGKILL, signal.SIGTERM)],
+        *[(-number, True) for number in (signal.SIGSEGV, signal.SIGABRT)],
+    ],
+)
+def test_a_process_that_fails_by_itself_is_told_from_one_that_is_ended(code: int | None, failed: bool) -> None:
+    assert failed_by_itself(code) == failed

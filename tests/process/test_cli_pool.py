@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -19,9 +20,11 @@ from rich.console import Console
 from enginepool.cli import demonstration, status
 from enginepool.cli.demo_tables import tables
 from enginepool.client import Pool
+from enginepool.config import Restart
+from enginepool.errors import PoolDown
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 from tests.process.commands import LIMIT_S, call, end, records, start
-from tests.process.daemons import Daemon, end_workers, sim_pool
+from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
 from tests.process.processes import Processes
 
 
@@ -157,17 +160,39 @@ def test_a_pool_that_starts_no_workers_says_that_it_waits_for_some(processes: Pr
     assert daemon.end() == 0
 
 
-def test_a_worker_that_cannot_load_is_said_with_the_reason_by_serve_and_by_status(processes: Processes, tmp_path: Path) -> None:
-    config = sim_pool(tmp_path, workers=1, options={"faults": [{"kind": "crash_on_load"}]})
+@pytest.mark.parametrize(
+    ("kind", "starts", "verdict"),
+    [
+        ("refuse_on_load", 1, "cannot be started: "),
+        ("crash_on_load", 2, "failed 2 times in the same way before it was ready: "),
+        ("exit_on_load", 2, "failed 2 times in the same way before it was ready: "),
+    ],
+)
+def test_a_worker_that_can_never_load_is_given_up_with_the_reason(
+    kind: str, starts: int, verdict: str, processes: Processes, tmp_path: Path
+) -> None:
+    config = sim_pool(tmp_path, workers=1, options={"faults": [{"kind": kind}]})
+    config = msgspec.structs.replace(config, restart=Restart(backoff_s=0.05))
     daemon = Daemon(processes, config).listening()
-    said = [daemon.wait_for("ended").partition(" ended: ")[2] for _ in range(3)]
-    assert all(re.fullmatch(r"(exit code 70|ended by SIGKILL): .*\bcrash_on_load\b.*", line) for line in said), said
+    said = [daemon.wait_for("ended").partition(" ended: ")[2] for _ in range(starts)]
+    why = r"exit code 3.*" if kind == "exit_on_load" else rf"(exit code \d+|ended by SIGKILL): .*\b{kind}\b.*"
+    assert all(re.fullmatch(why, line) for line in said), said
 
-    async def shown() -> str:
+    async def ask() -> tuple[int, str, str]:
         async with Pool.connect(daemon.address) as pool:
-            return (await pool.status()).groups[0].workers[0].detail
+            with pytest.raises(PoolDown) as down:
+                await pool.ready(PATIENCE_S)
+            with pytest.raises(PoolDown) as refused:
+                await pool.score([1], [[2]], label_token_ids=[3])
+            assert str(refused.value) in str(down.value)
+            (worker,) = (await pool.status()).groups[0].workers
+            assert worker.stage == "retired"
+            return worker.restarts, worker.detail, str(refused.value)
 
-    assert "crash_on_load" in asyncio.run(shown())
+    restarts, detail, down = asyncio.run(ask())
+    assert restarts == starts - 1
+    assert detail.startswith(verdict) and detail in down
+    assert kind == "exit_on_load" or kind in detail
 
 
 def test_sigterm_lets_begun_work_finish(processes: Processes, tmp_path: Path) -> None:

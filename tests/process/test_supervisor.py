@@ -36,7 +36,7 @@ class Scene:
         self.processes = processes
         self.directory = directory / "state"
         self.config = sim_pool(directory, workers=1)
-        self.exited: list[tuple[str, str, bool]] = []
+        self.exited: list[tuple[str, str, bool, bool]] = []
         (self.directory / "workers").mkdir(parents=True)
 
     def stranger(self) -> "subprocess.Popen[str]":
@@ -63,8 +63,8 @@ class Scene:
 
         return asyncio.run(story())
 
-    def _exited(self, incarnation: str, reason: str, permanent: bool) -> None:
-        self.exited.append((incarnation, reason, permanent))
+    def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
+        self.exited.append((incarnation, reason, permanent, failed))
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_worker_sees_the_gpus_that_its_engine_needs(
         ended, gone = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def exited(incarnation: str, reason: str, permanent: bool) -> None:
+        def exited(incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
             ended.set()
 
         supervisor = LocalSupervisor(loop, config, scene.directory, "ipc://nowhere", None, exited)
@@ -195,7 +195,7 @@ def test_a_worker_of_which_no_record_can_be_written_is_one_that_could_not_be_sta
     scene.run(lambda supervisor: supervisor.start("g", 0, "g-0.2.1"))
     [child] = children
     assert child.poll() == -signal.SIGKILL
-    assert scene.exited == [("g-0.2.1", "the worker process could not be started: No space left on device", False)]
+    assert scene.exited == [("g-0.2.1", "the worker process could not be started: No space left on device", False, False)]
 
 
 def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_for_a_while(
@@ -234,7 +234,7 @@ def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_fo
             await gone.wait()
 
     asyncio.run(story())
-    assert scene.exited == [("g-0.1.1", "ended: it is silent", False)]
+    assert scene.exited == [("g-0.1.1", "ended: it is silent", False, False)]
     assert sorted(failed) == ["look", "look", "watch", "watch"]
 
 

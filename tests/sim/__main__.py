@@ -14,6 +14,7 @@ def main() -> int:
     parser.add_argument("--packed", action="store_true", help="some of the workers are packed ones")
     parser.add_argument("--updates", action="store_true", help="weights are published meanwhile")
     parser.add_argument("--paced", action="store_true", help="workers have a pace, from which theirs differs")
+    parser.add_argument("--unloadable", action="store_true", help="engines of some places never load")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -23,7 +24,15 @@ def main() -> int:
     for seed in range(args.seed, args.seed + args.count):
         workers = args.workers or 1 + seed % 8
         try:
-            outcome = simulate(seed, workers, say, packed=args.packed, updates=args.updates, paced=args.paced)
+            outcome = simulate(
+                seed,
+                workers,
+                say,
+                packed=args.packed,
+                updates=args.updates,
+                paced=args.paced,
+                unloadable=args.unloadable,
+            )
         except Failed as failure:
             out(f"{failure}\n")
             return 1

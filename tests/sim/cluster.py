@@ -4,10 +4,12 @@ Processes outlive coordinators. A coordinator hears of the ends of those that it
 process group has ended.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
 from enginepool.coordinator.events import LiveProcess
+from enginepool.coordinator.processes import failed_by_itself
 from tests.sim.network import Network
 from tests.sim.oracle import Oracle
 from tests.sim.sim_engine import Profile
@@ -19,7 +21,7 @@ from tests.sim.world import World
 class Watcher(Protocol):
     """A coordinator that wants to hear of exits."""
 
-    def exited(self, incarnation: str, reason: str, permanent: bool) -> None: ...
+    def exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None: ...
 
 
 class Cluster:
@@ -43,6 +45,11 @@ class Cluster:
         self._external_count = 0
         #: a start that cannot work, however often: probability
         self.unusable = 0.0
+        #: of a group, the first so many places have an engine that never loads; whether nothing else befalls workers
+        self.unloadable: dict[str, int] = {}
+        self.strict = False
+        #: processes that the present coordinator has started at each place
+        self._starts: Counter[tuple[str, int]] = Counter()
         #: what weights lie in, and who holds them for each place
         self.disks = Disks(network.world)
         self.stagers: dict[str, Stager] = {}
@@ -53,6 +60,11 @@ class Cluster:
         self._watchers[incarnation] = watcher
         profile, first = self.packed.get(group, (self.profiles[group], 0))
         worker = self._spawn(group, incarnation, profile if index >= first else self.profiles[group])
+        if index < self.unloadable.get(group, 0):
+            pid, address = self.world.random.randint(2, 1 << 22), self.world.random.getrandbits(47)
+            worker.engine.broken = f"[pid {pid}] {incarnation}: <Loader at {address:#x}> finds no such model"
+            self._starts[group, index] += 1
+            assert not self.strict or self._starts[group, index] <= 2, f"{incarnation} fails in the same way again"
         if self.world.chance(self.unusable):
             self.world.after(self.world.between(0, 0.3), worker.gone, "unusable")
 
@@ -79,6 +91,7 @@ class Cluster:
 
     def survivors(self, watcher: Watcher) -> list[LiveProcess]:
         """Processes of an earlier coordinator; from now on `watcher` hears of them."""
+        self._starts.clear()
         found: list[LiveProcess] = []
         for incarnation, worker in self.workers.items():
             place = self._places.get(incarnation)
@@ -98,7 +111,8 @@ class Cluster:
             return
         watcher = self._watchers[worker.incarnation]
         exited: Callable[..., None] = watcher.exited
-        self.world.after(self.world.between(0, 0.5), exited, worker.incarnation, reason, reason == "unusable")
+        failed = failed_by_itself(worker.code)
+        self.world.after(self.world.between(0, 0.5), exited, worker.incarnation, reason, reason == "unusable", failed)
 
     def _again(self, group: str) -> None:
         if self.external:

@@ -93,7 +93,7 @@ class Faults:
     def _engine(self, worker: SimWorker, what: str) -> None:
         engine = worker.engine
         if what == "crash":
-            engine.crash("the engine crashed by itself")
+            engine.crash(engine.by_chance("the engine crashed by itself"))
         elif what == "hang":
             engine.hangs = True
         elif what == "slow":

@@ -62,6 +62,7 @@ class Plan:
         packed: Random | None = None,
         updates: Random | None = None,
         paced: Random | None = None,
+        unloadable: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -119,6 +120,22 @@ class Plan:
             self._publish(updates)
         if paced is not None:
             self._pace(paced)
+        #: of a group, the first so many places have an engine that never loads; with `strict`, nothing else befalls workers
+        self.unloadable: dict[str, int] = {}
+        self.strict = False
+        if unloadable is not None:
+            self._break(unloadable)
+
+    def _break(self, random: Random) -> None:
+        """Let engines of some places fail at every start in the same way."""
+        for name, group in self.config.groups.items():
+            if group.workers and not self.gentle and random.random() < 0.7:
+                self.unloadable[name] = random.choice((1, group.workers, random.randint(1, group.workers)))
+        self.strict = random.random() < 0.5
+        if self.strict:
+            harmless = ("client_", "publisher_", "status")
+            self.faults = [fault for fault in self.faults if fault[1].startswith(harmless)]
+            self.conditions.flaky = 0.0
 
     def _pace(self, random: Random) -> None:
         """Let workers say what their forwards cost, which is mostly wrong."""

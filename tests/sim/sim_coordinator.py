@@ -47,7 +47,7 @@ class SimCoordinator:
         #: what kills it in the middle of its next effects
         self.doomed: Callable[[], None] | None = None
         self._ended: set[str] = set()
-        self._exits: list[tuple[str, str, bool]] = []
+        self._exits: list[tuple[str, str, bool, bool]] = []
         #: what came in within one turn of the loop
         self._events: list[ev.Event] = []
         self._timer_at = float("inf")
@@ -94,13 +94,13 @@ class SimCoordinator:
             events, self._events = self._events, []
             self.handle(*events)
 
-    def exited(self, incarnation: str, reason: str, permanent: bool) -> None:
+    def exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
         """A process that this coordinator watches has ended."""
         if self.stalled and self.alive:
-            self._exits.append((incarnation, reason, permanent))
+            self._exits.append((incarnation, reason, permanent, failed))
         elif self.alive:
             self._ended.add(incarnation)
-            self.handle(ev.WorkerExited(self.world.now, incarnation, reason, permanent))
+            self.handle(ev.WorkerExited(self.world.now, incarnation, reason, permanent, failed))
 
     def _knows(self, event: ev.WorkerRegistered) -> bool:
         return event.incarnation in self.machine.core.groups[event.group].workers

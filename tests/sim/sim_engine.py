@@ -25,6 +25,8 @@ from tests.sim.sim_stager import content_of
 from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, uid_of
 from tests.sim.world import World
 
+_LETTERS = str.maketrans("0123456789", "ghijklmnop")
+
 
 class Profile:
     """The engines of one group: what they can do, how fast they are, and what poison does to them."""
@@ -75,6 +77,8 @@ class SimEngine:
         self.next_fault = ""
         self.hangs = False
         self.dead = False
+        #: why it never loads, or ""
+        self.broken = ""
         #: every batch that runs or waits to
         self.inside: dict[TaskId, Task] = {}
         self._waiting: list[tuple[int, int, Task]] = []
@@ -90,8 +94,11 @@ class SimEngine:
         world, profile = self.world, self.profile
         last = world.between(0.1, 2.0) * profile.load_s
         world.after(0.3 * last, self._tell, EngineStage(0, "loading", "weights"))
+        if self.broken:
+            world.after(0.5 * last, self.crash, self.broken)
+            return
         if world.chance(profile.load_fails):
-            world.after(0.5 * last, self.crash, "it did not load")
+            world.after(0.5 * last, self.crash, self.by_chance("it did not load"))
             return
         world.after(0.7 * last, self._tell, EngineStage(0, "compiling"))
         world.after(last, self._ready)
@@ -103,6 +110,10 @@ class SimEngine:
     def _ready(self) -> None:
         if not self.dead:
             self.host.post(EngineReady(self.world.now, self.profile.can, self.version))
+
+    def by_chance(self, reason: str) -> str:
+        """A reason that no other process will have: its name with letters for digits."""
+        return f"{reason}: {self.host.name.translate(_LETTERS)}"
 
     def crash(self, reason: str) -> None:
         """The engine is gone and says so."""

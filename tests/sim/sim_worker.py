@@ -4,6 +4,7 @@ It stands for `enginepool.workers.main`: a link thread that answers pings, and a
 both; a blocked main thread leaves the link thread alive.
 """
 
+import signal
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -64,6 +65,8 @@ class SimWorker:
         self.doomed = False
         self._ended = ended
         self._ending = False
+        #: with which it ends; of one that is killed, the signal
+        self.code = -signal.SIGKILL
         self._limits = (orphan_s, drain_s)
         self._machine: WorkerMachine | None = None
         self.stager = stager
@@ -167,6 +170,7 @@ class SimWorker:
 
     def _end(self, end: End) -> None:
         self._ending = True
+        self.code = int(end.code)
         assert self.dealer is not None
         linger = end.code not in (Exit.OWNER_GONE, Exit.REFUSED)
         self.dealer.close(linger=linger)

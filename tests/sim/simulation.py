@@ -61,6 +61,7 @@ class Simulation:
         timing = plan.config.timing
         self.cluster = Cluster(self.network, self.oracle, profiles, timing.orphan_s, timing.drain_s)
         self.cluster.unusable = plan.unusable
+        self.cluster.unloadable, self.cluster.strict = plan.unloadable, plan.strict
         self.oracle.gentle = plan.gentle
         if plan.gentle:
             for profile in profiles.values():
@@ -90,6 +91,8 @@ class Simulation:
     def new_coordinator(self) -> SimCoordinator:
         coordinator = SimCoordinator(self.network, self.cluster, self.oracle, self.plan.config, self.plan.turn_s, self.prompt)
         coordinator.base = self.plan.versions
+        if not self.plan.retires:
+            coordinator.watch.steadfast = {name: self.plan.unloadable.get(name, 0) for name in self.plan.kinds}
         if self.plan.publishers:
             coordinator.heard = self._phase
             coordinator.watch.only_committed()
@@ -276,9 +279,10 @@ def simulate(
     packed: bool = False,
     updates: bool = False,
     paced: bool = False,
+    unloadable: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
-    published meanwhile; with `paced`, workers have a pace.
+    published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -290,6 +294,7 @@ def simulate(
         Random(seed) if packed else None,
         Random(seed + 1) if updates else None,
         Random(seed + 2) if paced else None,
+        Random(seed + 3) if unloadable else None,
     )
     simulation = Simulation(world, plan)
     try:
@@ -300,5 +305,6 @@ def simulate(
             f"{type(error).__name__}: {error}\n\n{recent}\n\n"
             f"{type(error).__name__}: {error}\n"
             f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''}"
-            f"{' --updates' if updates else ''}{' --paced' if paced else ''} --trace"
+            f"{' --updates' if updates else ''}{' --paced' if paced else ''}"
+            f"{' --unloadable' if unloadable else ''} --trace"
         ) from error

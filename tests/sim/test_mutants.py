@@ -7,12 +7,13 @@ import pytest
 
 from enginepool.client.calls import Call, Calls
 from enginepool.client.events import Effect as ClientEffect
-from enginepool.coordinator import batching, filling, requests
+from enginepool.coordinator import batching, filling, places, requests
 from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.core import Core
+from enginepool.coordinator.places import Places
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.state import Batch, Request
+from enginepool.coordinator.state import Batch, Place, Request
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
 from enginepool.workers.work import Work
@@ -143,6 +144,38 @@ def every_query_is_believed_to_be_computed_once(patch: pytest.MonkeyPatch) -> No
         return max(can.cached_tokens, can.batch_tokens)
 
     patch.setattr(filling, "most_of", most_of)
+
+
+def failures_are_never_the_same(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(places, "signature", lambda reason: reason)  # pyright: ignore[reportUnknownLambdaType]
+
+
+def failures_are_always_the_same(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(places, "signature", lambda _: "")  # pyright: ignore[reportUnknownLambdaType]
+
+
+def a_worker_that_was_ready_is_given_up_like_one_that_never_was(patch: pytest.MonkeyPatch) -> None:
+    real = Places.vacate
+
+    def vacate(self: Places, place: Place, permanent: bool) -> None:
+        place.proven, place.failure = False, place.failure or place.last_words
+        real(self, place, permanent)
+
+    patch.setattr(Places, "vacate", vacate)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [failures_are_never_the_same, failures_are_always_the_same, a_worker_that_was_ready_is_given_up_like_one_that_never_was],
+)
+def test_a_bug_planted_in_giving_up_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, unloadable=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,14 @@ def test_workers_with_a_pace_lose_nothing_either(chunk: int) -> None:
     assert events > SEEDS * 100
 
 
+@pytest.mark.parametrize("chunk", range(2))
+def test_engines_that_never_load_are_given_up_and_every_call_is_answered(chunk: int) -> None:
+    events = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        events += simulate(seed, 1 + seed % 8, packed=seed % 2 == 0, updates=seed % 3 == 0, unloadable=True).events
+    assert events > SEEDS * 100
+
+
 def test_the_schedules_show_every_answer_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):

@@ -35,6 +35,8 @@ class Watch:
         self._trials: dict[str, Batch] = {}
         #: a hold must end in time: the coordinator itself never stands still
         self.punctual = False
+        #: of a group, the first place whose workers can always be started again, as those after it
+        self.steadfast: dict[str, int] = {}
 
     def after(self, events: int, effects: Sequence[Effect]) -> None:
         """So many events were handled together, with these effects."""
@@ -158,6 +160,8 @@ class Watch:
             assert len(client.live) <= core.config.limits.window_requests, client
         assert len(core.deadlines) <= 2 * live + 128, f"{len(core.deadlines)} deadlines for {live} requests"
         for group in core.groups.values():
+            for place in group.places[self.steadfast.get(group.name, len(group.places)) :]:
+                assert not place.retired, f"given up: {place.name} {place.retired}"
             for queue in (group.queue, group.suspects):
                 _bounded(queue)
             assert all(r.state == TEXT for r in group.text_waiting), group.text_waiting

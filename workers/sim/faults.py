@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from enginepool.workers.engine import BatchScores, EngineDied, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.engine import BatchScores, EngineDied, EngineError, EngineUnusable, PartScores, ScoreBatch, ScorePart
 from enginepool.workers.sim.options import Fault
 
 
@@ -47,6 +47,8 @@ async def suffer(fault: Fault, rows: int = 0) -> None:
     match fault.kind:
         case "crash" | "crash_on_load" | "crash_on_take":
             raise EngineDied(asked_for)
+        case "refuse_on_load":
+            raise EngineUnusable(asked_for)
         case "exit_on_load":
             os._exit(3)
         case "abort" | "abort_on_take":
