@@ -26,20 +26,19 @@ Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "half", "float32", "fl
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Bounds of the coordinator. Past one of them a client gets `busy` (or `too_large`), never a lost request."""
 
+    #: The one total of the coordinator's buffers: requests that are queued or running, with the whole answers that they will
+    #: have, answers that are kept, and what was sent and is not read yet. All other bounds in bytes are parts of it.
+    buffer_bytes: int = 1 << 30
     #: score items queued or running, over all groups
     queue_items: int = 1_000_000
-    #: payload bytes of requests queued or running
-    queue_bytes: int = 1 << 30
-    #: unanswered requests, and their payload bytes, that one client may have
+    #: unanswered requests that one client may have; what they, their answers and what it has not read take of the total
     window_requests: int = 4096
     window_bytes: int = 256 << 20
-    #: the largest message; over twice this the link is cut by ZeroMQ itself
+    #: the largest message, request or answer; a frame over twice this is not received: ZeroMQ cuts the link
     max_message_bytes: int = 64 << 20
     #: answers are kept for a resend until acknowledged, at most this long and this large in all
     answers_s: float = 60.0
     answers_bytes: int = 64 << 20
-    #: bytes parked for a peer whose socket is full; past this the peer is cut
-    outbox_bytes: int = 64 << 20
 
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -277,10 +276,10 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
             zero_ok = key == "max_restarts"
             need(0 < value < 1e15 or (zero_ok and value == 0), f"{part}.{key}", value, "more than 0 and less than 1e15")
     need(
-        config.limits.max_message_bytes <= config.limits.window_bytes <= config.limits.queue_bytes,
+        config.limits.max_message_bytes <= config.limits.window_bytes <= config.limits.buffer_bytes,
         "limits.window_bytes",
         config.limits.window_bytes,
-        "at least limits.max_message_bytes and at most limits.queue_bytes",
+        "at least limits.max_message_bytes and at most limits.buffer_bytes",
     )
     need(
         config.timing.ping_s * 2 <= config.timing.silence_s, "timing.ping_s", config.timing.ping_s, "at most half of silence_s"

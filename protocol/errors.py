@@ -22,7 +22,7 @@ class CodeFacts(NamedTuple):
 CODES: dict[str, CodeFacts] = {
     "malformed": CodeFacts("caller", False, "a frame is missing, truncated, or not what its header says"),
     "bad_request": CodeFacts("caller", False, "a field has a value that cannot be served; `field` and `limit` say which"),
-    "too_large": CodeFacts("caller", False, "the message is over the size limit that Welcome names"),
+    "too_large": CodeFacts("caller", False, "the message or its answer is over the size limit, or both are over the window"),
     "unsupported": CodeFacts("caller", False, "the message type or a requested feature is not known here"),
     "protocol_version": CodeFacts("caller", False, "the peers share no protocol version"),
     "hello_required": CodeFacts("nobody", True, "this link has not said Hello to this coordinator; say it and resend"),

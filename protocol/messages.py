@@ -85,7 +85,8 @@ class Hello(Message, tag="hello"):
     """First message on every link.
 
     `client` is 16 random bytes made once per client object; `token` 16 secret bytes made with it, which prove on a later
-    link that it is the same client; `incarnation` grows with each new link, and the highest wins.
+    link that it is the same client; `incarnation` grows with each new link, and the highest wins. `max_message_bytes`: the
+    longest message, all frames together, that the client takes (0: whatever `welcome` says).
     """
 
     client: bytes
@@ -94,6 +95,7 @@ class Hello(Message, tag="hello"):
     incarnation: int = 0
     agent: str = ""
     capabilities: list[str] = []
+    max_message_bytes: int = 0
 
 
 class Score(Message, tag="score"):

@@ -27,6 +27,11 @@ Place = Literal["waiting", "sent", "backoff", "cancelling"]
 
 #: Frame 0 of a score request has at most this many bytes, besides 5 for each label and 4 for each character of the group.
 _HEADER_BYTES = 512
+# What a request and its answer count in the window, as PROTOCOL.md says ("Windows and back-pressure").
+_REQUEST_BYTES = 2048
+_LABEL_BYTES = 40
+_RESULT_BYTES = 512
+_ROW_BYTES = 2
 #: Lazily deleted heap entries that are tolerated before a heap is rebuilt.
 _SLACK = 1024
 
@@ -35,16 +40,18 @@ class Call:
     """A request that has no final answer yet."""
 
     __slots__ = (
-        "counted", "deadline", "due", "frames", "held", "id", "nbytes", "place", "refusals", "retry_busy", "score", "sends",
-        "sent_at", "sweeps",
+        "charge", "counted", "deadline", "due", "frames", "held", "id", "nbytes", "place", "refusals", "retry_busy", "score",
+        "sends", "sent_at", "sweeps",
     )  # fmt: skip
 
     def __init__(self, score: Score, frames: Sequence[Buffer], deadline: float | None, retry_busy: bool) -> None:
         self.id = score.id
         self.score = score
         self.frames = frames
-        #: at least what the coordinator counts against the window
+        #: at least the bytes of its message
         self.nbytes = _HEADER_BYTES + 5 * len(score.labels) + 4 * len(score.group) + sum(map(len, frames))
+        #: what the coordinator counts against the window, without what only a model knows: hidden states, a classifier's labels
+        self.charge = _charge(score, frames)
         self.deadline = deadline
         self.retry_busy = retry_busy
         self.place: Place = "waiting"
@@ -200,11 +207,14 @@ class Calls:
                 heappop(waiting)
             elif call.nbytes > self._limit_message:
                 heappop(waiting)
-                self._drop(call, _too_large(call, int(self._limit_message)), out)
+                self._drop(call, _too_large(call, call.nbytes, int(self._limit_message)), out)
+            elif call.charge > self._limit_bytes:
+                heappop(waiting)
+                self._drop(call, _too_large(call, call.charge, int(self._limit_bytes)), out)
             elif call.deadline is not None and now >= call.deadline and not call.held:
                 heappop(waiting)
                 self._drop(call, _too_late(call), out)
-            elif self.used >= self._limit_requests or self.used_bytes + call.nbytes > self._limit_bytes:
+            elif self.used >= self._limit_requests or self.used_bytes + call.charge > self._limit_bytes:
                 return
             else:
                 heappop(waiting)
@@ -212,7 +222,7 @@ class Calls:
                 call.sweeps = 0
                 call.counted = True
                 self.used += 1
-                self.used_bytes += call.nbytes
+                self.used_bytes += call.charge
                 self._send(call, now, out)
                 self._set_due(call)
 
@@ -241,7 +251,7 @@ class Calls:
         if call.counted:
             call.counted = False
             self.used -= 1
-            self.used_bytes -= call.nbytes
+            self.used_bytes -= call.charge
 
     def _drop(self, call: Call, failure: Failure, out: list[Effect]) -> None:
         self._uncount(call)
@@ -275,7 +285,7 @@ class Calls:
         """Raise AssertionError when the state contradicts itself. Costs time in proportion to what is pending."""
         counted = [call for call in self.by_id.values() if call.counted]
         assert self.used == len(counted), "window: requests"
-        assert self.used_bytes == sum(call.nbytes for call in counted), "window: bytes"
+        assert self.used_bytes == sum(call.charge for call in counted), "window: bytes"
         waiting, timers = set(self._waiting), set(self._timers)
         for id_, call in self.by_id.items():
             at = f"request {id_} ({call.place})"
@@ -297,6 +307,18 @@ def _too_late(call: Call) -> Failure:
     return Failure("deadline_exceeded", f"the timeout ran out {where}", id=call.id)
 
 
-def _too_large(call: Call, limit: int) -> Failure:
-    text = f"the request has about {call.nbytes} bytes; this coordinator takes at most {limit}"
+def _charge(score: Score, frames: Sequence[Buffer]) -> int:
+    rows = score.frames[-1].shape[0]
+    text = 0
+    if score.frames[0].dtype == "utf8":
+        query = len(frames[0]) * (rows if len(frames) == 3 else 1)
+        text = 4 * (query + len(frames[-2]) + rows)
+    labels = len(score.labels)
+    request = _REQUEST_BYTES + _LABEL_BYTES * labels + sum(map(len, frames)) + text
+    return request + _RESULT_BYTES + rows * (_ROW_BYTES + 4 * labels)
+
+
+def _too_large(call: Call, nbytes: int, limit: int) -> Failure:
+    what = "the request has about" if nbytes == call.nbytes else "the request and its answer take"
+    text = f"{what} {nbytes} bytes; this coordinator takes at most {limit}"
     return Failure("too_large", text, id=call.id, limit=str(limit))

@@ -5,10 +5,12 @@ serve it (group, limits), is there room (window, queue). So a resend is attached
 """
 
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.answers import OVERHEAD
 from enginepool.coordinator.classes import classes_of
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.filling import RECENT_S
+from enginepool.coordinator.memory import answer_bytes, request_bytes, too_large
 from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.state import Client, Group, Request
 from enginepool.protocol.messages import Failure
@@ -40,21 +42,25 @@ class Admission:
             core.refuse(e.link, e.id, "needs_weights", group.needs)
             return
         limits = core.config.limits
-        nbytes = work.nbytes
+        can = group.sizes
+        answer = answer_bytes(work, can)
+        held = request_bytes(work) + answer
         if work.rows > limits.queue_items:
             # Waiting would not help: it is more than an empty queue takes.
             text = f"items: {work.rows}; at most {limits.queue_items} in one request"
             core.refuse(e.link, e.id, "bad_request", text, field="items", limit=str(limits.queue_items))
+        elif wrong := too_large(work, can, client.max_message, limits):
+            core.refuse(e.link, e.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
         elif len(client.live) >= limits.window_requests:
             self._busy(e, group, "window_requests", limits.window_requests)
-        elif client.nbytes + nbytes > limits.window_bytes:
+        elif client.nbytes + e.unread + held > limits.window_bytes:
             self._busy(e, group, "window_bytes", limits.window_bytes)
         elif core.live_rows + work.rows > limits.queue_items:
             self._busy(e, group, "queue_items", limits.queue_items)
-        elif core.live_bytes + nbytes > limits.queue_bytes:
-            self._busy(e, group, "queue_bytes", limits.queue_bytes)
+        elif not core.make_room(held, e.outboxes):
+            self._busy(e, group, "buffer_bytes", limits.buffer_bytes)
         else:
-            self._accept(client, group, e, classes)
+            self._accept(client, group, e, classes, answer, held)
 
     def _known_already(self, client: Client, e: ev.Submit) -> bool:
         """Attach a resend to its request or its answer; refuse another content under the same id."""
@@ -66,6 +72,9 @@ class Admission:
             return False
         if digest != e.work.digest:
             core.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
+        elif kept is not None and kept.nbytes - OVERHEAD > client.max_message:
+            limit = str(client.max_message)
+            core.refuse(e.link, e.id, "too_large", f"the answer is longer than {limit} bytes", field="items", limit=limit)
         elif kept is not None:
             core.effects.append(ToClient(e.link, kept.message, kept.frames))
         return True
@@ -78,18 +87,19 @@ class Admission:
         )
         self.core.effects.append(ToClient(e.link, failure))
 
-    def _accept(self, client: Client, group: Group, e: ev.Submit, classes: int) -> None:
+    def _accept(self, client: Client, group: Group, e: ev.Submit, classes: int, answer: int, held: int) -> None:
         core = self.core
         work = e.work
         core.seq += 1
         request = Request(client, group, e.id, work, e.priority, e.deadline, core.now, core.seq)
+        request.answer, request.held = answer, held
         request.min_version = e.min_version
         client.live[e.id] = request
         group.live[request] = None
         group.classify(request, classes)
-        client.nbytes += work.nbytes
+        client.nbytes += held
         core.live_rows += work.rows
-        core.live_bytes += work.nbytes
+        core.live_bytes += held
         group.waiting += 1
         group.tokens += work.tokens
         if e.priority >= group.peak or core.now - group.peak_at > RECENT_S:

@@ -1,10 +1,10 @@
 """Answers that are kept until the client has acknowledged them, for a resend of the same request.
 
-Bounded in age and in bytes; the oldest go first. A client that asks again after that has its request run again: execution is
-at least once, and the caller still gets one answer.
+Bounded in age and in bytes. Where bytes run out, a client that holds the most of them (by a factor of two) loses its oldest:
+one with large answers does not displace those of others. A client that asks again after that has its request run again:
+execution is at least once, and the caller still gets one answer.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,65 +30,104 @@ class Kept(msgspec.Struct, frozen=True, gc=False):
     frames: Sequence[Buffer]
 
 
-class Answers:
-    """Final answers by client and request id, oldest first."""
+class _Shelf:
+    """The answers of one client, oldest first."""
 
-    __slots__ = ("_ids", "_kept", "_max_age", "_max_bytes", "nbytes")
+    __slots__ = ("kept", "nbytes")
+
+    def __init__(self) -> None:
+        self.kept: dict[int, Kept] = {}
+        #: equals the sum over `kept`
+        self.nbytes = 0
+
+
+class Answers:
+    """Final answers by client and request id."""
+
+    __slots__ = ("_by_size", "_max_age", "_max_bytes", "_shelves", "nbytes", "number")
 
     def __init__(self, max_age: float, max_bytes: int) -> None:
-        self._kept: OrderedDict[tuple[Client, int], Kept] = OrderedDict()
-        #: the same by client, so that a client that leaves costs as much as it has; no client has an empty entry
-        self._ids: dict[Client, dict[int, None]] = {}
+        #: of clients that have answers here
+        self._shelves: dict[Client, _Shelf] = {}
+        #: the same clients, by the bit length of their bytes
+        self._by_size: list[dict[Client, None]] = [{} for _ in range(64)]
         self._max_age = max_age
         self._max_bytes = max_bytes
         #: equals the sum over the kept; at most max_bytes
         self.nbytes = 0
+        #: of the kept
+        self.number = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return self.number
 
     def add(self, client: "Client", id: int, digest: int, message: Message, frames: Sequence[Buffer], now: float) -> None:
-        """Keep the final answer of request `id`."""
+        """Keep the final answer of request `id`, unless it alone is too large."""
         nbytes = OVERHEAD + sum(map(len, frames))
-        self._kept[client, id] = Kept(now, digest, nbytes, message, frames)
-        ids = self._ids.get(client)
-        if ids is None:
-            ids = self._ids[client] = {}
-        ids[id] = None
-        self.nbytes += nbytes
-        while self.nbytes > self._max_bytes:
-            self.drop(*next(iter(self._kept)))
+        if nbytes > self._max_bytes:
+            return
+        shelf = self._shelves.get(client)
+        if shelf is None:
+            shelf = self._shelves[client] = _Shelf()
+            self._by_size[0][client] = None
+        shelf.kept[id] = Kept(now, digest, nbytes, message, frames)
+        self.number += 1
+        self._resize(client, shelf, nbytes)
+        self.shrink(self._max_bytes)
 
     def get(self, client: "Client", id: int) -> Kept | None:
         """The answer of request `id`, when it is still kept."""
-        return self._kept.get((client, id))
+        shelf = self._shelves.get(client)
+        return None if shelf is None else shelf.kept.get(id)
 
     def drop(self, client: "Client", id: int) -> None:
         """Forget the answer of request `id`."""
-        kept = self._kept.pop((client, id), None)
-        if kept is not None:
-            self.nbytes -= kept.nbytes
-            ids = self._ids[client]
-            del ids[id]
-            if not ids:
-                del self._ids[client]
+        shelf = self._shelves.get(client)
+        kept = None if shelf is None else shelf.kept.pop(id, None)
+        if shelf is not None and kept is not None:
+            self.number -= 1
+            self._resize(client, shelf, -kept.nbytes)
+
+    def shrink(self, nbytes: int) -> None:
+        """Forget answers until all take at most so much."""
+        while self.nbytes > nbytes:
+            client = next(iter(next(clients for clients in reversed(self._by_size) if clients)))
+            self.drop(client, next(iter(self._shelves[client].kept)))
 
     def expire(self, now: float) -> None:
         """Forget answers that are too old."""
-        kept = self._kept
-        while kept:
-            oldest = next(iter(kept))
-            if now - kept[oldest].at < self._max_age:
-                return
-            self.drop(*oldest)
+        for client, shelf in list(self._shelves.items()):
+            old: list[int] = []
+            for id_, kept in shelf.kept.items():
+                if now - kept.at < self._max_age:
+                    break
+                old.append(id_)
+            for id_ in old:
+                self.drop(client, id_)
 
     def drop_client(self, client: "Client") -> None:
         """Forget all answers of a client."""
-        for id_ in self._ids.pop(client, ()):
-            self.nbytes -= self._kept.pop((client, id_)).nbytes
+        shelf = self._shelves.get(client)
+        if shelf is not None:
+            self.number -= len(shelf.kept)
+            self._resize(client, shelf, -shelf.nbytes)
+
+    def _resize(self, client: "Client", shelf: _Shelf, change: int) -> None:
+        before, shelf.nbytes = shelf.nbytes.bit_length(), shelf.nbytes + change
+        self.nbytes += change
+        after = shelf.nbytes.bit_length()
+        if after != before:
+            del self._by_size[before][client]
+            if after:
+                self._by_size[after][client] = None
+            else:
+                del self._shelves[client]
 
     def check(self) -> None:
-        assert self.nbytes == sum(kept.nbytes for kept in self._kept.values()), self.nbytes
+        for client, shelf in self._shelves.items():
+            assert shelf.nbytes == sum(kept.nbytes for kept in shelf.kept.values()) > 0, client
+            assert client in self._by_size[shelf.nbytes.bit_length()], client
+        assert sum(map(len, self._by_size)) == len(self._shelves), "a client is listed twice"
+        assert self.nbytes == sum(shelf.nbytes for shelf in self._shelves.values()), self.nbytes
+        assert self.number == sum(len(shelf.kept) for shelf in self._shelves.values()), self.number
         assert self.nbytes <= self._max_bytes, self.nbytes
-        assert {(client, id_) for client, ids in self._ids.items() for id_ in ids} == self._kept.keys(), self._ids
-        assert all(self._ids.values()), "a client without answers is listed"

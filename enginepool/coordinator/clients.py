@@ -39,11 +39,12 @@ class Clients:
             client.link = e.link
             client.incarnation = e.incarnation
             client.heard = e.now
+        limits = core.config.limits
+        client.max_message = min(limits.max_message_bytes, e.max_message_bytes or limits.max_message_bytes)
         before = core.links.get(e.link)
         if before is not None:
             before.link = None
         core.links[e.link] = client
-        limits = core.config.limits
         welcome = Welcome(
             core.epoch,
             protocol=PROTOCOL_VERSION,

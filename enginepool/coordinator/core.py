@@ -58,7 +58,8 @@ class Core:
 
     __slots__ = (
         "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "fallen", "groups", "links",
-        "live_bytes", "live_rows", "now", "returned", "risen", "seq", "started", "touched", "updates", "woken", "worker_links",
+        "live_bytes", "live_rows", "now", "outboxes", "returned", "risen", "seq", "started", "touched", "updates", "woken",
+        "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -77,9 +78,11 @@ class Core:
         self.worker_links: dict[Link, Worker] = {}
         self.answers = Answers(config.limits.answers_s, config.limits.answers_bytes)
         self.deadlines = Deadlines()
-        #: rows and payload bytes of all live requests: what `limits.queue_*` bound
+        #: rows of all live requests, and the sum of their `held`
         self.live_rows = 0
         self.live_bytes = 0
+        #: bytes that were sent and that no peer has read yet, as the shell said last
+        self.outboxes = 0
         #: arrival numbers of requests
         self.seq = 0
         #: numbers of batches, tokenising tasks and incarnations
@@ -142,6 +145,15 @@ class Core:
         names = ", ".join(self.groups)
         text = f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
         self.refuse(link, id, "unknown_group", text, field="group", limit=names)
+
+    def make_room(self, nbytes: int, outboxes: int) -> bool:
+        """Whether so many more bytes fit below `limits.buffer_bytes`. Kept answers make room for them."""
+        self.outboxes = outboxes
+        room = self.config.limits.buffer_bytes - self.live_bytes - outboxes - nbytes
+        if room < 0:
+            return False
+        self.answers.shrink(room)
+        return True
 
     def task_id(self) -> TaskId:
         """Fresh for every attempt."""

@@ -89,8 +89,8 @@ class Daemon:
             workers_endpoint = config.listen_workers or f"ipc://{directory / 'workers.sock'}"
             check_endpoint(workers_endpoint, config.allow_remote, "listen_workers")
             limits = config.limits
-            clients = stack.enter_context(Router(2 * limits.max_message_bytes, limits.outbox_bytes, self._client_cut))
-            workers = stack.enter_context(Router(2 * limits.max_message_bytes, limits.queue_bytes, self._worker_cut))
+            clients = stack.enter_context(Router(2 * limits.max_message_bytes, limits.window_bytes * 9 // 8, self._client_cut))
+            workers = stack.enter_context(Router(2 * limits.max_message_bytes, limits.buffer_bytes, self._worker_cut))
             clients.bind(config.listen)
             workers.bind(workers_endpoint)
             self.sockets = Sockets(loop, clients, workers, self._quiet)

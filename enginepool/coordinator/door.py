@@ -196,7 +196,7 @@ def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -
     part = Part(all_specs, work.part.labels, work.part.softmax, work.part.item_first, work.part.logprobs)
     return Work(
         work.group, rows, tokens, longest, max_id, work.max_label, work.hidden, False,
-        work.nbytes, work.digest, part, (b"", items, item_lengths),
+        len(items) + len(item_lengths), work.digest, part, (b"", items, item_lengths),
     )  # fmt: skip
 
 

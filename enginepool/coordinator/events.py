@@ -120,10 +120,14 @@ class ClientHello(Event):
     client: bytes
     token: bytes
     incarnation: int
+    max_message_bytes: int = 0
 
 
 class Submit(Event):
-    """A score request, checked for all that needs no knowledge of the model. `deadline` is on the clock of `now`."""
+    """A score request, checked for all that needs no knowledge of the model. `deadline` is on the clock of `now`.
+
+    `unread`: bytes that were sent on its link and that the client has not read; `outboxes`: the same of all links.
+    """
 
     link: Link
     id: int
@@ -131,6 +135,8 @@ class Submit(Event):
     priority: int
     deadline: float | None
     min_version: int = 0
+    unread: int = 0
+    outboxes: int = 0
 
 
 class CancelAsked(Event):

@@ -237,7 +237,7 @@ class Machine:
         core = self.core
         live = [request for client in core.clients.values() for request in client.live.values()]
         assert core.live_rows == sum(r.work.rows for r in live)
-        assert core.live_bytes == sum(r.work.nbytes for r in live)
+        assert core.live_bytes == sum(r.held for r in live)
         core.answers.check()
         for client in core.clients.values():
             client.check()

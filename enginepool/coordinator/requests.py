@@ -9,6 +9,7 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.door import with_ids
 from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.events import Buffer
+from enginepool.coordinator.memory import answer_bytes, request_bytes, too_large
 from enginepool.coordinator.phases import DONE, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.queue import ANY
 from enginepool.coordinator.state import Batch, Group, Request, Worker
@@ -62,10 +63,21 @@ class Requests:
             self.fail(request, "pool_down", why)
         elif group.needs and not classes & ~group.shut:
             self.fail(request, "needs_weights", group.needs)
+        elif wrong := too_large(request.work, group.sizes, request.client.max_message, self.core.config.limits):
+            self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
         else:
             group.classify(request, classes)
+            self._charge(request)
             return True
         return False
+
+    def _charge(self, request: Request) -> None:
+        """What the request and its answer take is known better now."""
+        request.answer = answer_bytes(request.work, request.group.sizes)
+        held = request_bytes(request.work) + request.answer
+        request.client.nbytes += held - request.held
+        self.core.live_bytes += held - request.held
+        request.held = held
 
     def texts_lost(self, worker: Worker, reason: str) -> None:
         """A worker is lost with text in hand: like rows, that text runs alone from now on."""
@@ -177,6 +189,10 @@ class Requests:
 
     def _answer(self, request: Request, version: int, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> None:
         work = request.work
+        if request.answer > (limit := request.client.max_message):
+            # Its client takes less than when it asked.
+            self.fail(request, "too_large", f"the answer has {request.answer} bytes; at most {limit}", limit=str(limit))
+            return
         queued_us = int((request.started - request.arrival) * 1e6)
         message = Result(
             request.id,
@@ -216,12 +232,13 @@ class Requests:
             group.cut.pop(request, None)
         if listed := group.only.get(request.classes):
             listed.pop(request, None)
-        client.nbytes -= work.nbytes
+        client.nbytes -= request.held
         core.live_rows -= work.rows
-        core.live_bytes -= work.nbytes
+        core.live_bytes -= request.held
         if request.deadline is not None:
             core.deadlines.forget()
         core.answers.add(client, request.id, work.digest, message, frames, core.now)
+        core.make_room(0, core.outboxes)
         if client.link is not None:
             core.effects.append(ToClient(client.link, message, frames))
         if core.touched is not None:

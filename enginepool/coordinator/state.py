@@ -41,7 +41,7 @@ HISTORY = 64
 class Client:
     """A client object somewhere, over all its links."""
 
-    __slots__ = ("heard", "id", "incarnation", "link", "live", "nbytes", "token")
+    __slots__ = ("heard", "id", "incarnation", "link", "live", "max_message", "nbytes", "token")
 
     def __init__(self, id: bytes, token: bytes, incarnation: int, link: Link, now: float) -> None:
         self.id = id
@@ -52,11 +52,13 @@ class Client:
         self.heard = now
         #: requests without an answer, by their id; their number and bytes are what the window bounds
         self.live: dict[int, Request] = {}
-        #: equals the sum of work.nbytes over `live`
+        #: equals the sum of `held` over `live`
         self.nbytes = 0
+        #: bytes of the longest message that it takes
+        self.max_message = 0
 
     def check(self) -> None:
-        assert self.nbytes == sum(r.work.nbytes for r in self.live.values()), self
+        assert self.nbytes == sum(r.held for r in self.live.values()), self
         for id_, request in self.live.items():
             assert request.id == id_ and request.client is self and request.state != DONE, (self, request)
 
@@ -68,9 +70,9 @@ class Request:
     """A score request until its final answer."""
 
     __slots__ = (
-        "arrival", "attempts", "back", "classes", "client", "deadline", "evidence", "flying", "forwards", "group", "id", "key",
-        "lane", "left", "min_version", "next", "offsets", "pieces", "priority", "run_us", "seq", "started", "state", "suspect",
-        "version", "work",
+        "answer", "arrival", "attempts", "back", "classes", "client", "deadline", "evidence", "flying", "forwards", "group",
+        "held", "id", "key", "lane", "left", "min_version", "next", "offsets", "pieces", "priority", "run_us", "seq",
+        "started", "state", "suspect", "version", "work",
     )  # fmt: skip
 
     def __init__(
@@ -90,6 +92,8 @@ class Request:
         self.seq = seq
         #: the classes of workers that can serve it, at least one; its lane in a queue follows from them
         self.classes = PLAIN
+        #: bytes of its answer, and of the request and its answer together, as they are charged (`memory.py`)
+        self.answer = self.held = 0
         self.state = QUEUED
         # What most requests leave empty is a tuple until something comes: a list each would be memory to fetch again when
         # the request leaves a long queue.
@@ -472,6 +476,11 @@ class Group:
         if not self.expected & ~classes:
             return list(self.live)
         return [request for class_, requests in self.only.items() if not class_ & ~classes for request in requests]
+
+    @property
+    def sizes(self) -> Capabilities | None:
+        """Of a worker, for the sizes of answers; None before one was ready."""
+        return self.plain or self.packed
 
     @property
     def shut(self) -> int:

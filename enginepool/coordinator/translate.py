@@ -94,7 +94,11 @@ def _hello(now: float, link: Link, hello: m.Hello, frames: Sequence[Buffer]) -> 
             raise WireError("bad_request", f"{field}: {len(value)} bytes; exactly 16", field=field, limit="16")
     if not 0 <= hello.incarnation <= m.MAX_ID:
         raise WireError("bad_request", f"incarnation: outside 0..{m.MAX_ID}", field="incarnation", limit=str(m.MAX_ID))
-    return ev.ClientHello(now, link, hello.client, hello.token, hello.incarnation)
+    most = hello.max_message_bytes
+    if most and most < m.MAX_HEADER_BYTES:
+        text = f"max_message_bytes: {most}; 0, or at least {m.MAX_HEADER_BYTES}, which is the longest header"
+        raise WireError("bad_request", text, field="max_message_bytes", limit=str(m.MAX_HEADER_BYTES))
+    return ev.ClientHello(now, link, hello.client, hello.token, hello.incarnation, most)
 
 
 def _score(now: float, link: Link, score: m.Score, frames: Sequence[Buffer]) -> ev.Event:

@@ -266,10 +266,10 @@ def test_requests_beyond_the_window_wait_and_go_by_priority_then_age():
 
 def test_the_window_counts_bytes_too():
     driver = Driver()
-    driver.connect(window_bytes=4000)
-    driver.submit(1, size=2000)
+    driver.connect(window_bytes=12_000)
+    driver.submit(1, size=5000)
     assert driver.sent_ids() == [1]
-    driver.submit(2, size=2000)
+    driver.submit(2, size=5000)
     assert driver.sent_ids() == []
     driver.submit(3)
     assert driver.sent_ids() == [], "a small request must not overtake a large one"

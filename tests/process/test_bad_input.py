@@ -164,7 +164,7 @@ def test_bytes_that_are_no_msgpack_and_headers_over_the_limit_are_refused(raw: S
 def test_a_message_over_the_size_limit_is_refused_and_over_twice_that_the_link_is_cut(
     processes: Processes, tmp_path: Path
 ) -> None:
-    limits = Limits(max_message_bytes=100_000, window_bytes=1_000_000, queue_bytes=10_000_000)
+    limits = Limits(max_message_bytes=100_000, window_bytes=1_000_000, buffer_bytes=10_000_000)
     config = sim_pool(tmp_path, limits=limits)
     daemon = Daemon(processes, config).listening()
     with sockets() as context:
@@ -183,7 +183,7 @@ def test_a_message_over_the_size_limit_is_refused_and_over_twice_that_the_link_i
 
 def test_a_client_that_never_reads_is_bounded_and_cut(processes: Processes, tmp_path: Path) -> None:
     """Its answers park in an outbox of bounded bytes; others are served meanwhile, and the memory comes back."""
-    limits = Limits(outbox_bytes=2_000_000, answers_bytes=2_000_000, max_message_bytes=2_000_000, window_requests=100_000)
+    limits = Limits(window_bytes=2_000_000, answers_bytes=2_000_000, max_message_bytes=2_000_000, window_requests=100_000)
     config = sim_pool(tmp_path, limits=limits)
     daemon = Daemon(processes, config).listening()
     process = psutil.Process(daemon.process.pid)

@@ -281,7 +281,7 @@ def test_work_that_cannot_be_read_is_answered_with_an_error_for_each_part(
 ) -> None:
     start()
     coordinator.accept_until_ready()
-    parts = [{"frames": [], "labels": labels}, {"frames": []}]
+    parts: list[dict[str, Any]] = [{"frames": [], "labels": labels}, {"frames": []}]
     coordinator.send_raw(msgspec.msgpack.encode({"type": "batch", "batch": [5, 1], "parts": parts}))
     done, _ = coordinator.expect(Done)
     assert (done.batch, [part.code for part in done.parts]) == ((5, 1), ["engine_error"] * 2)

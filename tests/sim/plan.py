@@ -253,11 +253,16 @@ class Plan:
             )
             for name, count in self.counts.items()
         }
-        limits = Limits(answers_s=random.choice((3.0, 15.0)), answers_bytes=random.choice((3_000, 1 << 20)))
+        limits = Limits(
+            buffer_bytes=1 << 40,
+            window_bytes=1 << 40,
+            answers_s=random.choice((3.0, 15.0)),
+            answers_bytes=random.choice((3_000, 1 << 20)),
+        )
         if self.bounded:
             limits = Limits(
                 queue_items=random.choice((60, 300)),
-                queue_bytes=random.choice((60_000, 1 << 20)),
+                buffer_bytes=random.choice((60_000, 1 << 20)),
                 window_requests=random.choice((3, 10, 1000)),
                 window_bytes=40_000,
                 max_message_bytes=40_000,

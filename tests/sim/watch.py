@@ -155,9 +155,13 @@ class Watch:
         machine.check()
         live = sum(len(client.live) for client in core.clients.values())
         assert core.live_rows <= core.config.limits.queue_items, core.live_rows
-        assert core.live_bytes <= core.config.limits.queue_bytes, core.live_bytes
+        limits = core.config.limits
+        kept = core.answers.nbytes
+        guessed = any(request.group.sizes is None for c in core.clients.values() for request in c.live.values())
+        assert guessed or core.live_bytes + kept <= limits.buffer_bytes, (core.live_bytes, kept)
         for client in core.clients.values():
-            assert len(client.live) <= core.config.limits.window_requests, client
+            assert len(client.live) <= limits.window_requests, client
+            assert guessed or client.nbytes <= limits.window_bytes, client
         assert len(core.deadlines) <= 2 * live + 128, f"{len(core.deadlines)} deadlines for {live} requests"
         for group in core.groups.values():
             for place in group.places[self.steadfast.get(group.name, len(group.places)) :]:

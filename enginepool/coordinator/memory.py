@@ -1,0 +1,68 @@
+"""What requests and their answers take of the coordinator's memory, in bytes. Pure.
+
+A request is charged when it is admitted, before any work is done: its payload, the objects that hold it, and its whole answer,
+which is known by then. Its client's window and the pool's `buffer_bytes` bound the sum. PROTOCOL.md states the same formula, so
+that clients can count along.
+"""
+
+from enginepool.config import Limits
+from enginepool.coordinator.events import Work
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import Capabilities
+
+#: the objects of one request, and of each of its labels, measured
+REQUEST_BYTES = 2048
+LABEL_BYTES = 40
+#: an element of an answer is a float32
+ELEMENT_BYTES = 4
+#: the header of a result, and what each row may add to it: the forwards of a batch of its own
+RESULT_BYTES = 512
+ROW_BYTES = 2
+#: columns of a classifier's scores, and of hidden states, are taken to be so many until a worker says how many they are
+UNKNOWN_LABELS = 1024
+UNKNOWN_HIDDEN = 16_384
+
+
+def request_bytes(work: Work) -> int:
+    """What `work` takes without its answer. Text becomes ids, at most one for each byte of a row with its query."""
+    text = ELEMENT_BYTES * (work.tokens + work.rows) if work.text else 0
+    return REQUEST_BYTES + LABEL_BYTES * len(work.part.labels) + work.nbytes + text
+
+
+def columns_of(work: Work, can: Capabilities | None) -> int:
+    """Elements of a row of the answer, from a model of these capabilities; None: no worker was ready yet."""
+    labels = len(work.part.labels) or (UNKNOWN_LABELS if can is None else can.labels)
+    if not work.hidden:
+        return labels
+    return labels + ((can.hidden if can is not None else 0) or UNKNOWN_HIDDEN)
+
+
+def answer_bytes(work: Work, can: Capabilities | None) -> int:
+    """What the answer to `work` takes: its payload and the most that its header can be."""
+    return RESULT_BYTES + work.rows * (ROW_BYTES + ELEMENT_BYTES * columns_of(work, can))
+
+
+def is_known(work: Work, can: Capabilities | None) -> bool:
+    """Whether `answer_bytes` is exact: else it is a guess, by which no request is refused for good."""
+    if work.hidden:
+        return can is not None and can.hidden > 0
+    return can is not None or len(work.part.labels) > 0
+
+
+def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: Limits) -> WireError | None:
+    """Why a coordinator with nothing else to do could not serve `work` to a client that takes messages of so many bytes."""
+    answer = answer_bytes(work, can)
+    text = ELEMENT_BYTES * (work.tokens + work.rows)
+    if work.text and text > 2 * limits.max_message_bytes:
+        most = 2 * limits.max_message_bytes // ELEMENT_BYTES - work.rows
+        what = f"items: {work.tokens} bytes of text, the query counted in each row; at most {most}: send token ids"
+        return WireError("too_large", what, field="items", limit=str(most))
+    if not is_known(work, can):
+        return None
+    if answer > message_bytes:
+        what = f"items: an answer of {answer} bytes, {work.rows} rows of {columns_of(work, can)} float32"
+        return WireError("too_large", f"{what}; at most {message_bytes}", field="items", limit=str(message_bytes))
+    if (held := request_bytes(work) + answer) > limits.window_bytes:
+        what = f"items: the request and its answer take {held} bytes; at most {limits.window_bytes}"
+        return WireError("too_large", what, field="items", limit=str(limits.window_bytes))
+    return None

@@ -1,0 +1,200 @@
+"""Answers are charged when their requests are admitted: to the client's window, and to the pool's one total."""
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from enginepool.config import Limits
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.answers import Answers
+from enginepool.coordinator.memory import RESULT_BYTES, answer_bytes, request_bytes
+from enginepool.coordinator.state import Client
+from enginepool.protocol.frames import encode_header
+from enginepool.protocol.messages import Capabilities, Failure, FrameSpec, Result, Timings, Usage
+from tests.core.machines import CAN, Pool, codes, config, failures, results, text, work
+
+MB = 1 << 20
+WIDE = msgspec.structs.replace(CAN, vocab=5000)
+CLASSIFIER = Capabilities("classifier", 1000, 100, 100, 8, 200, 16, labels=2, hidden=4096)
+LABELS = tuple(range(4096))
+
+
+def test_a_small_request_for_a_huge_answer_is_refused_with_the_limit() -> None:
+    pool = Pool(config())
+    pool.worker(can=WIDE)
+    content = work(20_000, 1, labels=LABELS)
+    assert content.nbytes < 200_000
+    (failure,) = failures(pool.submit(pool.client(), 1, content)).values()
+    assert (failure.code, failure.field, failure.limit) == ("too_large", "items", str(64 * MB))
+    assert str(20_000) in failure.message and str(4096) in failure.message
+    assert pool.machine.core.live_bytes == 0
+
+
+def test_expected_answers_fill_the_window_of_their_client_and_no_more() -> None:
+    limits = Limits(window_bytes=60 * MB, buffer_bytes=100 * MB)
+    pool = Pool(config(limits=limits))
+    content = work(1000, 1, labels=LABELS)  # an answer of 16 MB
+    greedy, other, third = pool.client(), pool.client(), pool.client()
+    said = [codes(pool.submit(greedy, i, content)) for i in range(5)]
+    assert said == [[], [], [], ["busy"], ["busy"]]
+    (failure,) = failures(pool.submit(greedy, 9, content)).values()
+    assert (failure.field, failure.limit) == ("window_bytes", str(60 * MB))
+    assert [codes(pool.submit(other, i, content)) for i in range(3)] == [[], [], []]
+    (failure,) = failures(pool.submit(third, 1, content)).values()
+    assert (failure.code, failure.field, failure.limit) == ("busy", "buffer_bytes", str(100 * MB))
+    assert codes(pool.submit(third, 2, work())) == [], "small ones still pass"
+    pool.do(ev.CancelAsked(0, greedy, 0))
+    assert codes(pool.submit(third, 3, content)) == []
+
+
+def test_what_a_client_has_not_read_counts_against_its_window_and_the_total() -> None:
+    limits = Limits(max_message_bytes=MB, window_bytes=2 * MB, buffer_bytes=4 * MB)
+    pool = Pool(config(limits=limits))
+    client = pool.client()
+
+    def submit(id_: int, unread: int, outboxes: int) -> list[tuple[str, str]]:
+        sent = pool.do(ev.Submit(0, client, id_, work(), 0, None, unread=unread, outboxes=outboxes))
+        return [(failure.code, failure.field) for failure in failures(sent).values()]
+
+    assert submit(1, 0, 0) == []
+    assert submit(2, 2 * MB, 2 * MB) == [("busy", "window_bytes")]
+    assert submit(3, 0, 4 * MB) == [("busy", "buffer_bytes")]
+    assert submit(4, MB, MB) == []
+
+
+def test_kept_answers_make_room_for_new_requests() -> None:
+    limits = Limits(max_message_bytes=64_000, window_bytes=64_000, buffer_bytes=64_000, answers_bytes=64_000)
+    pool = Pool(config(limits=limits))
+    client = pool.client()
+    pool.worker()
+    for i in range(40):
+        assert codes(pool.submit(client, i, work())) == []
+        assert i in results(pool.finish_all())
+        core = pool.machine.core
+        assert core.live_bytes + core.answers.nbytes <= 64_000
+    full = core.answers.nbytes
+    assert codes(pool.submit(client, 100, work(50, 1, labels=tuple(range(200))))) == []
+    assert core.answers.nbytes < full
+
+
+def test_hidden_states_are_charged_and_text_is_charged_as_ids() -> None:
+    plain, hidden = work(10, labels=()), work(10, labels=(), hidden=True)
+    assert answer_bytes(hidden, CLASSIFIER) - answer_bytes(plain, CLASSIFIER) == 10 * 4096 * 4
+    words = text("query " * 100, ["a"] * 50)
+    assert request_bytes(words) > 50 * 601 * 4, "each row is tokenized with its query"
+
+
+def test_what_a_request_takes_is_known_better_once_a_worker_is_ready() -> None:
+    pool = Pool(config(limits=Limits(max_message_bytes=MB, window_bytes=100 * MB)))
+    client = pool.client()
+    assert codes(pool.submit(client, 1, work(20, labels=(), hidden=True))) == []
+    assert codes(pool.submit(client, 2, work(100, 1, labels=(), hidden=True))) == []
+    guessed = pool.machine.core.live_bytes
+    pool.worker(can=CLASSIFIER)
+    (failure,) = failures(pool.sent).values()
+    assert (failure.id, failure.code, failure.field) == (2, "too_large", "items"), "1.6 MB, of 1 MB"
+    assert pool.machine.core.live_bytes < guessed
+
+
+def test_text_that_no_message_could_carry_as_ids_is_refused() -> None:
+    pool = Pool(config(limits=Limits(max_message_bytes=100_000)))
+    (failure,) = failures(pool.submit(pool.client(), 1, text("q" * 10_000, ["a"] * 10))).values()
+    assert (failure.code, failure.field) == ("too_large", "items")
+    assert "token ids" in failure.message
+
+
+def test_a_client_with_a_limit_of_its_own_gets_no_longer_answer() -> None:
+    pool = Pool()
+    pool.worker(can=WIDE)
+    small = b"small"
+    pool.do(ev.ClientHello(0, small, b"c" * 16, b"t" * 16, 0, max_message_bytes=MB))
+    content = work(8, 1, labels=LABELS)
+    assert codes(pool.submit(small, 1, content)) == []
+    large = work(100, 1, labels=LABELS)
+    (failure,) = failures(pool.submit(small, 2, large)).values()
+    assert (failure.code, failure.limit) == ("too_large", str(MB))
+    other = pool.client()
+    assert codes(pool.submit(other, 1, large)) == []
+
+
+def test_an_answer_that_its_client_no_longer_takes_ends_as_too_large_and_is_final() -> None:
+    pool = Pool()
+    pool.worker(can=msgspec.structs.replace(WIDE, batch_rows=100, inflight_rows=200))
+    before, after = b"before", b"after"
+    pool.do(ev.ClientHello(0, before, b"c" * 16, b"t" * 16, 0))
+    content = work(100, 1, labels=LABELS)
+    pool.submit(before, 1, content)
+    pool.do(ev.ClientHello(0, after, b"c" * 16, b"t" * 16, 1, max_message_bytes=MB))
+    assert failures(pool.finish_all())[1].code == "too_large"
+    assert failures(pool.submit(after, 1, content))[1].code == "too_large"
+    assert pool.batches == [], "it is not computed again"
+
+
+def test_a_kept_answer_is_not_given_to_a_link_that_takes_less() -> None:
+    pool = Pool()
+    pool.worker(can=msgspec.structs.replace(WIDE, batch_rows=100, inflight_rows=200))
+    before, after = b"before", b"after"
+    pool.do(ev.ClientHello(0, before, b"c" * 16, b"t" * 16, 0))
+    content = work(100, 1, labels=LABELS)
+    pool.submit(before, 1, content)
+    assert 1 in results(pool.finish_all())
+    pool.do(ev.ClientHello(0, after, b"c" * 16, b"t" * 16, 1, max_message_bytes=MB))
+    assert failures(pool.submit(after, 1, content))[1].code == "too_large"
+    assert pool.batches == []
+
+
+@given(rows=st.integers(1, 5000), labels=st.integers(1, 4096))
+def test_the_header_of_a_result_is_within_what_is_charged_for_it(rows: int, labels: int) -> None:
+    specs = [FrameSpec("scores", "float32", (rows, labels)), FrameSpec("hidden", "float32", (rows, 2**31))]
+    result = Result(2**63 - 1, 2**63 - 1, [1] * rows, Usage(rows, 2**62), Timings(2**62, 2**62), specs)
+    assert len(encode_header(result)) <= RESULT_BYTES + 2 * rows
+
+
+# --- kept answers ------------------------------------------------------------------------------------------------------
+
+
+def client(name: bytes) -> Client:
+    return Client(name, b"t", 0, b"link", 0.0)
+
+
+def test_large_answers_of_one_client_do_not_displace_those_of_others() -> None:
+    answers = Answers(60.0, 10 * MB)
+    small, big = [client(b"%d" % i) for i in range(50)], client(b"big")
+    for i in range(20):
+        for one in small:
+            answers.add(one, i, 0, Failure("cancelled", ""), (bytes(100),), 0.0)
+    for i in range(30):
+        answers.add(big, i, 0, Failure("cancelled", ""), (bytes(3 * MB),), 0.0)
+        answers.check()
+    assert all(answers.get(one, i) is not None for one in small for i in range(20))
+    assert [i for i in range(30) if answers.get(big, i) is not None] == [28, 29]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 4000), st.booleans()), max_size=60))
+def test_answers_are_within_their_bytes_whatever_comes_and_goes(steps: list[tuple[int, int, int, bool]]) -> None:
+    clients = [client(b"%d" % i) for i in range(4)]
+    answers = Answers(60.0, 12_000)
+    known: set[tuple[int, int]] = set()
+    for who, id_, size, add in steps:
+        if add and (who, id_) not in known:
+            answers.add(clients[who], id_, 0, Failure("cancelled", ""), (bytes(size),), 0.0)
+        elif id_ == 5:
+            answers.drop_client(clients[who])
+        else:
+            answers.drop(clients[who], id_)
+        answers.check()
+        known = {(w, i) for w in range(4) for i in range(6) if answers.get(clients[w], i) is not None}
+        assert len(answers) == len(known)
+
+
+@pytest.mark.parametrize("nbytes", [1, MB - 1])
+def test_a_limit_below_the_longest_header_is_refused(nbytes: int) -> None:
+    from enginepool.coordinator.translate import client_event
+    from enginepool.protocol.errors import WireError
+    from enginepool.protocol.messages import Hello
+
+    hello = Hello(b"c" * 16, b"t" * 16, max_message_bytes=nbytes)
+    with pytest.raises(WireError) as caught:
+        client_event(0.0, b"link", [encode_header(hello)], MB)
+    assert caught.value.field == "max_message_bytes"
