@@ -141,10 +141,31 @@ class Phase(Message, tag="phase"):
     done: int = 0
 
 
+#: The parts of `UpdateRecord.phases["hold"]`, one after the other.
+HELD = ("drain", "hand_over", "journal")
+
+
 class UpdateRecord(msgspec.Struct, omit_defaults=True):
-    """One transaction in the history. `outcome`: `committed`, or the error's code. `phases`: µs, by phase; `drain` is
-    from the hold to the last answer of old work, `first_answer` from the hand-over's end to the first answer after it; `load`,
-    `flush` and `ready` are those of `handed_over`, of the worker that took longest."""
+    """One transaction in the history. `outcome`: `committed`, or the error's code.
+
+    `phases`: microseconds (µs), by name. A name is missing where the transaction had no such phase. One after the other:
+
+        open        until every member said that it can take the weights
+        join        until the process group stood; in `direct`, until `commit` as well
+        transfer    until every member had staged and verified all bytes
+        staged      until `commit`
+        hold        the whole time in which the group started no work: drain + hand_over + journal, exactly
+
+    Parts of `hold`, one after the other, never to be added to it:
+
+        drain       until work that had begun was answered or put back
+        hand_over   until every engine had taken the weights; in `direct` the bytes are broadcast here
+        journal     until the commit was on the disk
+
+    Parts of `hand_over`, of the member that took longest in each: `load` (the engine took the weights), `flush` (its caches).
+    Outside of these: `ready`, preparation that kept the engine from its work before the hold, of the member that took longest;
+    `first_answer`, from the end of `hand_over` to the first answer of the new weights, which overlaps `journal`.
+    """
 
     version: int
     outcome: str

@@ -15,6 +15,7 @@ from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import worst
 from enginepool.protocol.messages import Batch, Capabilities, Failure, Stage
 from enginepool.protocol.updates import (
+    HELD,
     Abandon,
     Committed,
     Finding,
@@ -83,13 +84,18 @@ def test_the_straight_path_of_a_staged_update() -> None:
     assert phases(pool.stage(links)) == ["staged"]
     handed = trainer.commit()
     assert [s.link for s in handed if isinstance(s.message, HandOver)] == links
+    pool.wait(0.7)
     assert of_type(pool.answer(handed), Published) == []
     assert pool.journal[-1].weights == GroupWeights(1, DIGEST)
+    pool.wait(0.4)
     end = pool.written()
     assert [s.link for s in end if isinstance(s.message, Committed)] == links
     (published,) = of_type(end, Published)
     assert (published.version, published.record.outcome, published.record.committed) == (1, "committed", 2)
-    assert {"open", "join", "transfer", "staged", "drain", "hold", "hand_over", "journal"} <= published.record.phases.keys()
+    took = published.record.phases
+    assert {"open", "join", "transfer", "staged", "hold", *HELD} <= took.keys()
+    assert took["hold"] == sum(took[part] for part in HELD)
+    assert took["hand_over"] >= 700_000 > took["journal"] >= 400_000
     pool.submit(trainer.link, 50, work())
     assert results(pool.finish(pool.batches[0], version=1))[50].version == 1
 

@@ -10,7 +10,7 @@ import pytest
 
 from enginepool import Pool, WeightPublisher, errors
 from enginepool.client.update import UpdateHandle
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.updates import HELD, UpdateRecord
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 from tests.process.weights import MANIFEST, TENSORS, Gate, Load, some_weights
@@ -48,6 +48,7 @@ class Stage:
     def committed(self, record: UpdateRecord) -> UpdateRecord:
         assert record.outcome == "committed"
         assert any(0 < microseconds % 1000 < 999 for microseconds in record.phases.values()), "phases are told in whole ms"
+        assert record.phases["hold"] == sum(record.phases[part] for part in HELD), record.phases
         self.load.committed.setdefault(record.version, []).append(record.digest)
         return record
 

@@ -12,10 +12,10 @@ from enginepool.coordinator.state import Worker
 from enginepool.coordinator.weights.holding import release
 from enginepool.coordinator.weights.notices import tell
 from enginepool.coordinator.weights.restoring import Restoring
-from enginepool.coordinator.weights.update import HOLD, Update, failures, zero_matrices
+from enginepool.coordinator.weights.update import Update, failures, zero_matrices
 from enginepool.protocol.layout import layered
 from enginepool.protocol.messages import Failure, Message
-from enginepool.protocol.updates import Committed, Published, Release, UpdateRecord
+from enginepool.protocol.updates import HELD, Committed, Published, Release, UpdateRecord
 
 
 class Ending:
@@ -51,7 +51,6 @@ class Ending:
         group, before = update.group, update.group.version
         self._count(update)
         handed_over = update.since
-        update.times["hold"] = int((self.core.now - update.held_at) * 1e6)
         group.weights = weights
         group.version = weights.version
         group.zeros = _zeros(update)
@@ -117,7 +116,9 @@ class Ending:
 
     def _count(self, update: Update) -> None:
         """The last phase ends."""
-        update.times["drain" if update.phase == HOLD else update.phase] = int((self.core.now - update.since) * 1e6)
+        update.time_phase(self.core.now)
+        if update.holds:
+            update.times["hold"] = sum(update.times.get(part, 0) for part in HELD)
 
     def _close(self, update: Update) -> None:
         del self.core.updates[update.group.name]

@@ -173,7 +173,7 @@ class Weights:
     def _enter(self, update: Update, phase: Stand, seconds: float = float("inf")) -> None:
         now = self.core.now
         if update.phase != phase:
-            update.times["drain" if update.phase == HOLD else update.phase] = int((now - update.since) * 1e6)
+            update.time_phase(now)
         update.phase = phase
         update.since = now
         update.until = now + seconds
@@ -248,7 +248,6 @@ class Weights:
     def _hold(self, update: Update) -> None:
         offer = update.offer
         hold(update)
-        update.held_at = self.core.now
         drains = offer.in_flight == "drain"
         self._enter(update, HOLD, offer.drain_ms / 1000 if drains else 0.0)
         update.recalls = not drains

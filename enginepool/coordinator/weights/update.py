@@ -75,9 +75,7 @@ class Update:
         #: when the phase began; when it is overdue
         self.since = now
         self.until = float("inf")
-        #: when the group was held
-        self.held_at = 0.0
-        #: µs that phases took
+        #: µs that phases took, as `UpdateRecord.phases` has them
         self.times: dict[str, int] = {}
         #: fixed at the start, in the order of their ranks
         self.members: dict[str, Member] = {}
@@ -147,6 +145,10 @@ class Update:
     def needs_publisher(self) -> bool:
         """It cannot go on without its publisher."""
         return not self.commit or (self.broadcasts and (self.sent_digest is None or self.lent))
+
+    def time_phase(self, now: float) -> None:
+        """The phase that it is in ends."""
+        self.times["drain" if self.phase == HOLD else self.phase] = int((now - self.since) * 1e6)
 
     def clash(self, digest: str) -> str:
         """Why weights of this digest cannot have this version, or "". A version names one set of weights: the committed one may
