@@ -27,8 +27,8 @@ class BlockingUpdateHandle:
         return repr(self._handle)
 
     @property
-    def version(self) -> int:
-        """Of the weights that it brings."""
+    def version(self) -> int | None:
+        """As `UpdateHandle.version`."""
         return self._handle.version
 
     @property
@@ -111,12 +111,12 @@ class BlockingWeightPublisher:
         """As `WeightPublisher.wanted_version`."""
         return self._publisher.wanted_version
 
-    def publish(self, source: Source, version: int, **options: Unpack[UpdateOptions]) -> UpdateRecord:
+    def publish(self, source: Source, version: int | None = None, **options: Unpack[UpdateOptions]) -> UpdateRecord:
         """As `WeightPublisher.publish`."""
         self._stand_behind()
         return self._run(self._publisher.publish(source, version, **options))
 
-    def start(self, source: Source, version: int, **options: Unpack[UpdateOptions]) -> BlockingUpdateHandle:
+    def start(self, source: Source, version: int | None = None, **options: Unpack[UpdateOptions]) -> BlockingUpdateHandle:
         """As `WeightPublisher.start`."""
         self._stand_behind()
         return BlockingUpdateHandle(self._run(self._publisher.start(source, version, **options)), self._run)

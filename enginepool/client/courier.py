@@ -17,8 +17,9 @@ from typing import Any
 from enginepool import threads
 from enginepool.client import buffers
 from enginepool.client.buffers import Buffers, stand_behind
+from enginepool.client.heartbeats import Heartbeats, RankFailed
 from enginepool.client.lending import Loan
-from enginepool.client.lockstep import Lockstep, RankFailed, as_error, follow
+from enginepool.client.lockstep import End, Lockstep, as_error, follow
 from enginepool.client.streaming import Sending, Stopped
 from enginepool.client.tensors import Plan
 from enginepool.collective import Rendezvous
@@ -119,7 +120,7 @@ class Courier:
     ) -> None:
         self._plan, self.side, self._buffers, self._lockstep, self._notes = plan, side, buffers, lockstep, notes
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        self._orders: queue.SimpleQueue[Join | Group | Exception | Outcome | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Join | Group | Exception | End | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._forming = False
         self._after: Any = None
@@ -152,10 +153,10 @@ class Courier:
         """All members have joined: send. What is lent is laid out now, once all have agreed."""
         self._orders.put(None)
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, end: End) -> None:
         """The update ended so. What is not sent is not sent any more."""
         self._stopped.set()
-        self._orders.put(outcome)
+        self._orders.put(end)
 
     def _run(self) -> None:
         try:
@@ -172,23 +173,23 @@ class Courier:
             plan = None
         else:
             self._notes.planned(plan)
-        outcome = self._serve(plan)
+        end = self._serve(plan)
         try:
             try:
                 if isinstance(self.side, Loan):
                     self.side.end()
             finally:
-                self._lockstep.end(outcome)
+                self._lockstep.end(end.outcome, end.again_s)
         finally:
             self._notes.ended()
 
-    def _serve(self, plan: Plan | None) -> Outcome:
+    def _serve(self, plan: Plan | None) -> End:
         group: Group | None = None
         sending: Sending | None = None
         wanted = False
         while True:
             order = self._orders.get()
-            if isinstance(order, Published | Failure):
+            if isinstance(order, End):
                 return order
             if isinstance(order, Exception):
                 self._notes.failed(order)
@@ -251,12 +252,14 @@ class Follower:
     def __init__(
         self,
         plan: Callable[[], Plan],
-        version: int,
+        version: int | None,
         group: Any,
+        heartbeats: Heartbeats | None,
         device: Any,
-        ended: Callable[[Outcome, Exception | None], None],
+        ended: Callable[[End, Exception | None], None],
     ) -> None:
-        self._plan, self._version, self._group, self._device, self._ended = plan, version, group, device, ended
+        self._plan, self._version, self._group, self._heartbeats = plan, version, group, heartbeats
+        self._device, self._ended = device, ended
         # As in `Courier`: a gather reads what this rank has.
         stand_behind(device)
 
@@ -271,8 +274,8 @@ class Follower:
         except BaseException as error:  # as in `Courier`
             plan = as_error(error)
         try:
-            outcome, own = follow(self._group, plan, self._version)
+            end, own = follow(self._group, plan, self._version, self._heartbeats)
         except RankFailed as error:
             # Rank 0, most likely.
-            outcome, own = Failure("update_aborted", str(error)), error
-        self._ended(outcome, own)
+            end, own = End(Failure("update_aborted", str(error))), error
+        self._ended(end, own)

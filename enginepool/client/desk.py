@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from enginepool.client.buffers import Buffers
 from enginepool.client.courier import Side
+from enginepool.client.heartbeats import Heartbeats
 from enginepool.client.lending import Lender
+from enginepool.client.lockstep import store_of
 
 if TYPE_CHECKING:
     from enginepool.client.connection import Connection
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 class Open(Protocol):
     """An update that is under way, to those who come after it."""
 
-    version: int
+    version: int | None
 
     def blocks(self) -> str:
         """Why the next one cannot begin."""
@@ -33,6 +35,7 @@ class Desk:
         trainer_group: the trainer's ranks, or None.
         timeout: seconds for all waits without one of their own.
         collective_timeout: seconds for the process group to form, and for each bucket.
+        rank_timeout: seconds in which all trainer ranks begin an update, and after which a silent one is lost.
         committed: called when an update is committed.
         side: this rank's side of the process group, if there is one.
         lender: this rank's memory for what is lent.
@@ -50,6 +53,7 @@ class Desk:
         bucket_bytes: int,
         timeout: float,
         collective_timeout: float,
+        rank_timeout: float,
         committed: Callable[[], None],
     ) -> None:
         self.loop = asyncio.get_running_loop()
@@ -61,9 +65,20 @@ class Desk:
         self.bucket_bytes = bucket_bytes
         self.timeout = timeout
         self.collective_timeout = collective_timeout
+        self.rank_timeout = rank_timeout
+        self._store: Any = None
         self.committed = committed
         self.side: Side | None = None
         self.open: Open | None = None
+
+    def heartbeats(self, version: int | None, lost: Callable[[Exception], None]) -> Heartbeats | None:
+        """Of the next update; None where there is one trainer rank. Raises BadRequest: the trainer's group has no store."""
+        group = self.trainer_group
+        if group is None or group.size() == 1:
+            return None
+        if self._store is None:
+            self._store = store_of(group)
+        return Heartbeats(self._store, group.rank(), group.size(), version, self.rank_timeout, lost)
 
     async def have_side(self) -> Side:
         """A side that can be used."""

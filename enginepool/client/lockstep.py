@@ -3,8 +3,9 @@
 So nobody enters a collective that others have left: an update that rank 0 gives up ends on every rank before the next one, and
 a rank that fails makes all of them give up. The group is a torch process group that the caller made for this alone.
 
-What this cannot help: a rank whose source fails while the others are in the collective of that very tensor. They wait in it
-for as long as the caller's own process group lets them; the log says on either side what is waited for.
+A rank whose source fails while the others are in the collective of that very tensor leaves their threads there for as long as
+the caller's own process group lets them; so does a rank that dies, where that process group does not notice. Heartbeats tell
+the callers of all ranks within seconds; the next update can only begin when the threads are back.
 """
 
 import importlib
@@ -12,11 +13,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
 
+from enginepool.client.heartbeats import Heartbeats, RankFailed
 from enginepool.client.tensors import Plan
 from enginepool.errors import BadRequest
 from enginepool.protocol.messages import Failure
@@ -30,19 +32,32 @@ _END, _BEGIN = -1, -2
 _ELSEWHERE = "another trainer rank could not give its part of the weights; its own log says why"
 #: After so long somebody is told what is waited for: a source, a gather, or the other ranks.
 _LONG_S = 3.0
-_outcome: "msgspec.json.Decoder[Published | Failure]" = msgspec.json.Decoder(Published | Failure)
+#: what the ranks call the version of a caller that leaves it to the pool
+_NEXT = -1
 
 
-class RankFailed(Exception):
-    """Another trainer rank could not do its part."""
+class End(msgspec.Struct):
+    """How an update ended. `again_s`: all ranks try it again after so many seconds."""
+
+    outcome: Published | Failure
+    again_s: float | None = None
+
+
+_end = msgspec.json.Decoder(End)
 
 
 class Lockstep:
-    """Rank 0's side of the update to `version`; with no group, or one of a single rank, there is nobody to tell."""
+    """Rank 0's side of the update to `version`; with no group, or one of a single rank, there is nobody to tell.
 
-    def __init__(self, group: Any = None, version: int = 0) -> None:
+    Args:
+        version: that the caller named, or None.
+        heartbeats: of this rank in this update, started.
+    """
+
+    def __init__(self, group: Any = None, version: int | None = 0, heartbeats: Heartbeats | None = None) -> None:
         self._group = group if group is not None and group.size() > 1 else None
-        self._version = version
+        self._version = _NEXT if version is None else version
+        self._heartbeats = heartbeats
         #: the tensor that the source is asked for, or that is gathered, and since when
         self._reading = ("", 0.0)
 
@@ -75,13 +90,16 @@ class Lockstep:
         """
         if self._group is None:
             return
-        _tell(self._group, [_BEGIN, plan.sharded])
-        wrong = _other_version(self._group, self._version)
-        failures = _failures(self._group, wrong)
+        if self._heartbeats is not None:
+            self._heartbeats.wait_for_all()
+        with _named(self._heartbeats):
+            _tell(self._group, [_BEGIN, plan.sharded])
+            wrong = _other_version(self._group, self._version)
+            failures = _failures(self._group, wrong)
         if wrong is not None:
             raise wrong
         if failures:
-            raise RankFailed(_ELSEWHERE)
+            raise self._elsewhere()
 
     def together(self, count: int, step: Callable[[], object]) -> None:
         """All ranks take `count` tensors from their source, this one by `step`.
@@ -92,45 +110,84 @@ class Lockstep:
         if self._group is None:
             step()
             return
-        _tell(self._group, [count, 0])
-        try:
-            step()
-        except BaseException as error:
-            # Whatever it is, and it is raised again, the other ranks wait for this one's word.
-            _failures(self._group, error)
-            raise
-        if _failures(self._group, None):
-            raise RankFailed(_ELSEWHERE)
-
-    def end(self, outcome: Published | Failure) -> None:
-        """How the update ended: the last word, which every update has."""
-        if self._group is not None:
-            text = msgspec.json.encode(outcome)
+        with _named(self._heartbeats):
+            _tell(self._group, [count, 0])
             try:
-                _tell(self._group, [_END, len(text)])
-                _move(self._group, torch.tensor(list(text), dtype=torch.uint8))
-            except RankFailed as error:
-                log.warning("the other trainer ranks cannot be told how the update ended: %s", error)
+                step()
+            except BaseException as error:
+                # Whatever it is, and it is raised again, the other ranks wait for this one's word.
+                if self._heartbeats is not None:
+                    self._heartbeats.fail(as_error(error))
+                _failures(self._group, error)
+                raise
+            failures = _failures(self._group, None)
+        if failures:
+            raise self._elsewhere()
+
+    def _elsewhere(self) -> RankFailed:
+        """Another rank said that it failed."""
+        return RankFailed((self._heartbeats.why(broken=False) if self._heartbeats is not None else "") or _ELSEWHERE)
+
+    def end(self, outcome: Published | Failure, again_s: float | None = None) -> None:
+        """How the update ended: the last word, which every update has."""
+        if self._group is None:
+            return
+        text = msgspec.json.encode(End(outcome, again_s))
+        untold = ""
+        try:
+            if self._heartbeats is not None:
+                self._heartbeats.wait_for_all()
+            _tell(self._group, [_END, len(text)])
+            _move(self._group, torch.tensor(list(text), dtype=torch.uint8))
+        except RankFailed as error:
+            log.warning("the other trainer ranks cannot be told how the update ended: %s", error)
+            untold = outcome.message if isinstance(outcome, Failure) else str(error)
+        finally:
+            if self._heartbeats is not None:
+                self._heartbeats.end(untold)
 
 
-def follow(group: Any, plan: Plan | Exception, version: int = 0) -> tuple[Published | Failure, Exception | None]:
+def follow(
+    group: Any, plan: Plan | Exception, version: int | None = 0, heartbeats: Heartbeats | None = None
+) -> tuple[End, Exception | None]:
     """What the ranks above 0 do: take tensors when rank 0 says so, until it says how the update ended.
 
     Args:
         plan: of this rank, or why it has none.
-        version: that this rank brings, which is to be rank 0's.
+        version: that this rank brings, which is to be rank 0's; None: rank 0 says.
+        heartbeats: as of `Lockstep`.
 
     Returns the end, and what is wrong with this rank's own part. Raises RankFailed: rank 0 is gone.
     """
     own = plan if isinstance(plan, Exception) else None
+    if heartbeats is None:
+        return _follow(group, plan, version, own, None)
+    if own is not None:
+        heartbeats.fail(own)
+    untold = ""
+    try:
+        heartbeats.wait_for_all()
+        with _named(heartbeats):
+            return _follow(group, plan, version, own, heartbeats)
+    except RankFailed as error:
+        untold = str(error)
+        raise
+    finally:
+        heartbeats.end(untold)
+
+
+def _follow(
+    group: Any, plan: Plan | Exception, version: int | None, own: Exception | None, heartbeats: Heartbeats | None
+) -> tuple[End, Exception | None]:
+    mine = _NEXT if version is None else version
     source: Iterator[object] | None = None
     while True:
         count, word = _heard(group, [0, 0], torch.int64)
         if count == _END:
-            return _outcome.decode(bytes(_heard(group, [0] * word, torch.uint8))), own
+            return _end.decode(bytes(_heard(group, [0] * word, torch.uint8))), own
         if count == _BEGIN:
             # Also without a plan: it is a collective.
-            own = _other_version(group, version) or own
+            own = _other_version(group, mine) or own
         try:
             if isinstance(plan, Plan) and own is None:
                 if count == _BEGIN:
@@ -141,7 +198,22 @@ def follow(group: Any, plan: Plan | Exception, version: int = 0) -> tuple[Publis
         except BaseException as error:
             # Whatever it is, rank 0 waits for this one's word. It is raised when all ranks have left the update.
             own = as_error(error)
+            if heartbeats is not None:
+                heartbeats.fail(own)
         _failures(group, own)
+
+
+def store_of(group: Any) -> Any:
+    """The store of a trainer's process group. Raises BadRequest: it has none."""
+    try:
+        store = torch.distributed.distributed_c10d._get_process_group_store(group)
+    except (KeyError, AttributeError):
+        text = "trainer_group: no process group of this program; expected one from torch.distributed.new_group"
+        raise BadRequest(text, field="trainer_group") from None
+    with suppress(AttributeError, NotImplementedError, RuntimeError):  # not every store can
+        # Another connection: an operation that waits on the caller's own store would hold up this one.
+        store = store.clone()
+    return torch.distributed.PrefixStore("enginepool", store)
 
 
 def _other_version(group: Any, own: int) -> BadRequest | None:
@@ -153,7 +225,8 @@ def _other_version(group: Any, own: int) -> BadRequest | None:
         versions: list[int] = tensor.tolist()
     for rank, version in enumerate(versions):
         if version != versions[0]:
-            text = f"version: {versions[0]} on trainer rank 0, {version} on rank {rank}; all ranks make the same calls"
+            first, other = ("None" if one == _NEXT else one for one in (versions[0], version))
+            text = f"version: {first} on trainer rank 0, {other} on rank {rank}; all ranks make the same calls"
             return BadRequest(text, field="version")
     return None
 
@@ -198,6 +271,17 @@ def _whole() -> Generator[None]:
     except RuntimeError as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise RankFailed(f"a trainer rank is gone: {reason}") from error
+
+
+@contextmanager
+def _named(heartbeats: Heartbeats | None) -> Generator[None]:
+    """A collective only says that it failed; the heartbeats know of whom."""
+    try:
+        yield
+    except RankFailed as error:
+        if heartbeats is None or not (why := heartbeats.why(broken=True)):
+            raise
+        raise RankFailed(why) from error
 
 
 @contextmanager

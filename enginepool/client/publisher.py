@@ -6,7 +6,8 @@ loop lives; `tensors.py` says what a source is.
 
 import asyncio
 import importlib
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, kind, utf8
@@ -14,17 +15,20 @@ from enginepool.client.buffers import Buffers
 from enginepool.client.desk import Desk
 from enginepool.client.events import Wanted
 from enginepool.client.lending import Lender
+from enginepool.client.retries import Retries
 from enginepool.client.tensors import Described, Gather, Plan, Rename, Source, make_plan
 from enginepool.client.unsent import publish_message
 from enginepool.client.update import UpdateHandle
 from enginepool.errors import BadRequest, EnginepoolError
 from enginepool.protocol.layout import ALIGNMENT
-from enginepool.protocol.updates import MAX_MS, InFlight, UpdateRecord
+from enginepool.protocol.updates import MAX_MS, InFlight, Publish, UpdateRecord
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
 
 torch: Any = importlib.import_module("torch")
+
+log = logging.getLogger("enginepool")
 
 
 class UpdateOptions(TypedDict, total=False):
@@ -64,6 +68,10 @@ class WeightPublisher:
         timeout: seconds for `start` until all is sent, and for `finish`.
         lease: seconds of silence after which the pool gives an update of this publisher up and serves on.
         collective_timeout: seconds for the process group to form, and for each bucket.
+        rank_timeout: seconds in which all trainer ranks have to call `publish`, and after which a rank that says nothing (its
+            process died, or stands still) counts as lost. Ranks above 0 need it, too.
+        retry_timeout: seconds in which `publish` tries again what failed with an error whose `retry` is True, counted from the
+            first failure; 0: it tries once.
         on_wanted: called with the version when the pool has lost its weights and needs them again, also when that was so before
             this publisher was made; `wanted` is set then too. Every publisher of the group hears it.
         keep_memory: what `handles` lays tensors out in stays for the next update; else it goes back after each.
@@ -89,6 +97,8 @@ class WeightPublisher:
         timeout: float = 600.0,
         lease: float = 10.0,
         collective_timeout: float = 60.0,
+        rank_timeout: float = 10.0,
+        retry_timeout: float = 300.0,
         on_wanted: Callable[[int], None] | None = None,
         keep_memory: bool = False,
     ) -> None:
@@ -124,8 +134,11 @@ class WeightPublisher:
             bucket_bytes=bucket_bytes,
             timeout=check_timeout(timeout) or 600.0,
             collective_timeout=check_timeout(collective_timeout, "collective_timeout") or 60.0,
+            rank_timeout=check_timeout(rank_timeout, "rank_timeout") or 10.0,
             committed=self.wanted.clear,
         )
+        self._pool = pool
+        self._retry_s = check_timeout(retry_timeout, "retry_timeout", zero=True) or 0.0
         self._asking: asyncio.Task[None] | None = None
         if pool is not None:
             pool.connection.wanted.append(self._hear_wanted)
@@ -141,19 +154,37 @@ class WeightPublisher:
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    async def publish(self, source: Source, version: int, **options: Unpack[UpdateOptions]) -> UpdateRecord:
+    async def publish(self, source: Source, version: int | None = None, **options: Unpack[UpdateOptions]) -> UpdateRecord:
         """Bring the tensors of `source` to the group as `version`: `start` and `finish`, with their arguments and errors.
+
+        An update that fails with an error whose `retry` is True (a worker was lost, another update is under way) is tried
+        again, on all trainer ranks together, for at most `retry_timeout` seconds. `source` is read again each time, so an
+        iterator is tried once. What the trainer's own ranks caused is not tried again: a source that raises, a rank that is
+        gone.
 
         Returns:
             what the history keeps of it: outcome, digest, members, and how long each phase took.
         """
-        handle = await self.start(source, version, **options)
-        return await handle.finish()
+        retries = Retries(
+            0.0 if isinstance(source, Iterator) else self._retry_s, self._desk.loop.time, next_version=version is None
+        )
+        while True:
+            publish, plan = self._prepared(source, version, **options)
+            handle = UpdateHandle(self._desk, version, retries.again)
+            try:
+                await self._begin(handle, publish, plan)
+                return await handle.finish()
+            except EnginepoolError as error:
+                if handle.again_s is None:
+                    raise
+                log.warning("publish: trying again in %.1f s: %s", handle.again_s, error)
+            # The workers that were lost start meanwhile. Nothing says when another publisher is done.
+            await asyncio.sleep(handle.again_s)
 
     async def start(
         self,
         source: Source,
-        version: int,
+        version: int | None = None,
         *,
         transfer: Literal["staged", "direct", "handles"] = "staged",
         in_flight: InFlight = "drain",
@@ -174,8 +205,8 @@ class WeightPublisher:
             source: a torch.nn.Module, a mapping of names to tensors (a state dict), (name, tensor) pairs, or a callable that
                 gives such pairs. Names are the checkpoint's. An iterator without `manifest` is read to its end at once; a
                 callable without one is called twice.
-            version: above the committed one; a pool that has lost its weights takes them again under their own. All trainer
-                ranks name the same.
+            version: above the committed one; a pool that has lost its weights takes them again under their own. None: the
+                committed one + 1. All trainer ranks name the same.
             transfer: `staged`: into memory beside each engine, which serves meanwhile; `direct`: straight into the engines,
                 which stand still from `finish` on, for when there is no room, and nobody looks for NaN before; `handles`: into
                 memory on this publisher's `device`, as large as all tensors together, out of which the engines copy them. For
@@ -189,16 +220,47 @@ class WeightPublisher:
             manifest: (name, dtype, shape) of each tensor that comes out, in their order. Needed where `gather` gives another
                 shape than the tensor had (Megatron's shards).
 
+        One attempt; `publish` tries again.
+
         Raises:
             Publishing: another update of the group is under way.
             VersionBackwards: `version` is not above the committed one, or that names other weights.
             WeightsRefused: names, shapes or dtypes do not fit the model; the message names one.
+            UpdateAborted: the pool gave it up; or a trainer rank is gone, failed, or has not called `publish` within
+                `rank_timeout`, as all ranks hear, and which one.
             BadRequest: the source cannot be sent; `field` names the tensor. Or trainer ranks bring different versions, of which
                 all of them hear before anything is gathered.
         """
+        options: UpdateOptions = {
+            "transfer": transfer, "in_flight": in_flight, "drain": drain, "partial": partial, "new_run": new_run,
+            "manifest": manifest,
+        }  # fmt: skip
+        publish, plan = self._prepared(source, version, **options)
+        handle = UpdateHandle(self._desk, version)
+        await self._begin(handle, publish, plan)
+        return handle
+
+    def _prepared(
+        self,
+        source: Source,
+        version: int | None,
+        *,
+        transfer: Literal["staged", "direct", "handles"] = "staged",
+        in_flight: InFlight = "drain",
+        drain: float = 10.0,
+        partial: bool = False,
+        new_run: bool = False,
+        manifest: Described | None = None,
+    ) -> tuple[Publish, Callable[[], Plan]]:
+        """The message of an update, and how its plan is made. Raises BadRequest."""
         check_choice("transfer", transfer, ("staged", "direct", "handles"))
         publish = publish_message(
-            version, group=self.group, transfer=transfer, in_flight=in_flight, drain=drain, new_run=new_run
+            0 if version is None else version,
+            group=self.group,
+            transfer=transfer,
+            in_flight=in_flight,
+            drain=drain,
+            new_run=new_run,
         )
         publish.partial = check_flag("partial", partial)
         publish.lease_ms, publish.bucket_bytes = self._lease_ms, self._desk.bucket_bytes
@@ -206,12 +268,17 @@ class WeightPublisher:
         def plan() -> Plan:
             return make_plan(source, manifest=manifest, **self._hooks)
 
-        handle = UpdateHandle(self._desk, publish.version)
+        return publish, plan
+
+    async def _begin(self, handle: UpdateHandle, publish: Publish, plan: Callable[[], Plan]) -> None:
         if self.rank == 0:
-            await handle.begin(publish, plan)
+            await handle.begin(publish, plan, self._next_version)
         else:
             handle.follow(plan)
-        return handle
+
+    async def _next_version(self) -> int:
+        assert self._pool is not None, "rank 0 has the pool"
+        return (await self._pool.weights(self.group, timeout=self._desk.timeout)).version + 1
 
     async def close(self) -> None:
         """Give up what is under way, leave the process group, give memory back. Twice is once."""

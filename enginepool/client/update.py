@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -21,8 +21,9 @@ from enginepool.client.events import (
     UpdateProgress,
     UpdateSent,
 )
+from enginepool.client.heartbeats import RankFailed
 from enginepool.client.lending import Loan
-from enginepool.client.lockstep import Lockstep, RankFailed
+from enginepool.client.lockstep import End, Lockstep
 from enginepool.client.tensors import Plan
 from enginepool.client.unsent import NAMES
 from enginepool.errors import EnginepoolError, Publishing, error_from
@@ -39,6 +40,8 @@ log = logging.getLogger("enginepool")
 
 #: After the end of an update its thread is waited for so long; it may still be in the caller's own `gather`.
 _LEAVE_S = 10.0
+#: the same, where a trainer rank failed: the threads of the others may be in a collective with it
+_LEAVE_BROKEN_S = 2.0
 _MAX_REASON = 200
 
 
@@ -46,7 +49,7 @@ class UpdateHandle:
     """An update under way.
 
     Attributes:
-        version: of the weights that it brings.
+        version: of the weights that it brings; None as long as only rank 0 knows it.
         phase: `open`, `join`, `transfer`, `staged`, `hold`, `hand_over`; at last `committed` or `failed`. On a trainer rank
             above 0 `open` until the end.
         members: workers that take part.
@@ -55,8 +58,9 @@ class UpdateHandle:
         total_bytes: to be broadcast.
     """
 
-    def __init__(self, desk: Desk, version: int) -> None:
-        """Not for callers: `WeightPublisher.start` makes it."""
+    def __init__(self, desk: Desk, version: int | None, again: Callable[[Failure], float | None] | None = None) -> None:
+        """Not for callers: `WeightPublisher.start` makes it. `again`: in how many seconds to try again after a failure, if at
+        all."""
         if asyncio.get_running_loop() is not desk.loop:
             raise RuntimeError("this WeightPublisher belongs to another event loop")
         if desk.open is not None:
@@ -64,7 +68,14 @@ class UpdateHandle:
         self.version = version
         self.phase: PhaseName | Literal["committed", "failed"] = "open"
         self.members = self.done = self.sent_bytes = self.total_bytes = 0
+        #: all trainer ranks try it again after so many seconds
+        self.again_s: float | None = None
+        self._again = again
+        self._given_up = False
         self._desk = desk
+        #: that the caller named
+        self._asked_version = version
+        self._heartbeats = desk.heartbeats(version, lambda error: desk.post(self._lost, error))
         self._courier: Courier | None = None
         self._id: int | None = None
         #: the process group forms, or stands
@@ -116,6 +127,7 @@ class UpdateHandle:
 
         On a trainer rank above 0 it waits for rank 0 to say how it ended.
         """
+        self._given_up = True
         if not self._final.done() and self._desk.connection is not None:
             self._give_up(reason or "the publisher gave it up")
         if not self._final.done():
@@ -124,11 +136,15 @@ class UpdateHandle:
 
     # --- beginning: by the publisher -----------------------------------------------------------------------------------
 
-    async def begin(self, publish: Publish, plan: Callable[[], Plan]) -> None:
+    async def begin(self, publish: Publish, plan: Callable[[], Plan], next_version: Callable[[], Awaitable[int]]) -> None:
         """On rank 0: make the plan, open the transaction, and wait until it is agreed to."""
         desk = self._desk
+        if self._heartbeats is not None:
+            self._heartbeats.start()
         side: Side | Loan = Loan(desk.lender)
         try:
+            if self.version is None:
+                self.version = publish.version = await next_version()
             if publish.transfer == "handles":
                 publish.host, publish.gpu = host_identity(), desk.lender.gpu
             else:
@@ -153,7 +169,7 @@ class UpdateHandle:
             plan,
             side,
             desk.buffers,
-            Lockstep(desk.trainer_group, self.version),
+            self._lockstep(),
             notes,
             bucket_bytes=desk.bucket_bytes,
             timeout_s=desk.collective_timeout,
@@ -168,24 +184,30 @@ class UpdateHandle:
 
     async def _call_off(self, why: str) -> None:
         """There will be no courier: the other trainer ranks, who wait for its word, hear that the update is over."""
-        failure = Failure("update_aborted", f"the update to version {self.version} was aborted: {why}")
+        failure = self._aborted(why)
 
         def tell() -> None:
             try:
-                Lockstep(self._desk.trainer_group, self.version).end(failure)
+                self._lockstep().end(failure)
             finally:
                 self._desk.post(self._leave)
 
         threads.start(tell, "weights")
         await self._wait_left()
 
+    def _lockstep(self) -> Lockstep:
+        return Lockstep(self._desk.trainer_group, self._asked_version, self._heartbeats)
+
     def follow(self, plan: Callable[[], Plan]) -> None:
         """On the other ranks: take part in the gathering."""
 
-        def ended(outcome: Outcome, own: Exception | None) -> None:
-            self._desk.post(self._follower_ended, outcome, own)
+        def ended(end: End, own: Exception | None) -> None:
+            self._desk.post(self._follower_ended, end, own)
 
-        Follower(plan, self.version, self._desk.trainer_group, self._desk.buffers.device, ended).start()
+        if self._heartbeats is not None:
+            self._heartbeats.start()
+        desk = self._desk
+        Follower(plan, self._asked_version, desk.trainer_group, self._heartbeats, desk.buffers.device, ended).start()
         self._opened.set_result(None)
 
     # --- what the coordinator says -------------------------------------------------------------------------------------
@@ -217,8 +239,12 @@ class UpdateHandle:
         if isinstance(outcome, Failure) and self._joining and isinstance(side, Side):
             side.lost = True
             self._desk.loop.run_in_executor(None, side.abandon)
+        # What this trainer's own ranks met, they would meet again; a process group breaks when a worker is lost.
+        pools = self._cause is None or isinstance(self._cause, CollectiveError)
+        if isinstance(outcome, Failure) and self._again is not None and pools and not (self._given_up or self._final.done()):
+            self.again_s = self._again(outcome)
         if self._courier is not None:
-            self._courier.end(outcome)
+            self._courier.end(End(outcome, self.again_s))
         self._settle(outcome)
 
     def _settle(self, outcome: Outcome) -> None:
@@ -226,7 +252,7 @@ class UpdateHandle:
             return
         waiting = [future for future in (self._opened, self._sent) if not future.done()]
         if isinstance(outcome, Published):
-            self.phase = "committed"
+            self.phase, self.version = "committed", outcome.version
             self._desk.committed()
             self._final.set_result(outcome.record)
             for future in waiting:
@@ -303,14 +329,27 @@ class UpdateHandle:
         # The name of a file in it may be no UTF-8, and nobody would be told.
         reason = reason.encode(errors="replace").decode()
         if self._id is None or self._desk.connection is None:
-            self._end(Failure("update_aborted", f"the update to version {self.version} was aborted: {reason}"))
+            self._end(self._aborted(reason))
         else:
             self._desk.connection.tell(UpdateAbandon(self._desk.loop.time(), self._id, reason[:_MAX_REASON], broken))
 
-    def _follower_ended(self, outcome: Outcome, own: Exception | None) -> None:
-        self._cause = own
-        self._settle(outcome)
+    def _follower_ended(self, end: End, own: Exception | None) -> None:
+        self._cause = self._cause or own
+        self.again_s = end.again_s if own is None and not self._final.done() else None
+        self._settle(end.outcome)
         self._leave()
+
+    def _lost(self, error: Exception) -> None:
+        """The heartbeats say that a trainer rank keeps this update from going on."""
+        if self._desk.connection is not None:
+            self._failed(error)
+        elif not self._final.done():
+            self._cause = error
+            self._settle(self._aborted(str(error)))
+
+    def _aborted(self, why: str) -> Failure:
+        update = "the update" if self.version is None else f"the update to version {self.version}"
+        return Failure("update_aborted", f"{update} was aborted: {why}")
 
     # --- the end -------------------------------------------------------------------------------------------------------
 
@@ -324,9 +363,10 @@ class UpdateHandle:
         """Until the thread has ended, or is stuck in the caller's own code. The next update has another one; but where trainer
         ranks go in step, it is refused until then: the collectives of both would meet."""
         if not self._left.done():
-            await asyncio.wait([self._left], timeout=_LEAVE_S)
+            broken = self._cause is not None and self._heartbeats is not None
+            await asyncio.wait([self._left], timeout=_LEAVE_BROKEN_S if broken else _LEAVE_S)
         if not self._left.done():
-            log.warning("the thread of the update to version %d is still busy%s", self.version, self._stuck())
+            log.warning("the thread of the update to version %s is still busy%s", self.version, self._stuck())
             if self._desk.trainer_group is None:
                 self._leave()
 

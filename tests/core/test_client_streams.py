@@ -11,7 +11,7 @@ import torch
 from enginepool.client.buffers import Buffers
 from enginepool.client.courier import Courier, Follower, Notes
 from enginepool.client.lending import Lender, Loan
-from enginepool.client.lockstep import Lockstep
+from enginepool.client.lockstep import End, Lockstep
 from enginepool.client.tensors import Plan, make_plan
 from enginepool.protocol.messages import Failure
 
@@ -52,7 +52,7 @@ def test_a_source_that_is_read_at_once_is_computed_on_the_stream_that_sends_it()
     courier = Courier(plan, side, buffers, Lockstep(), notes, bucket_bytes=4096, timeout_s=1.0)
     courier.start()
     assert planned.wait(PATIENCE_S)
-    courier.end(Failure("update_aborted", "enough"))
+    courier.end(End(Failure("update_aborted", "enough")))
     assert ended.wait(PATIENCE_S)
     assert read == [True]
 
@@ -91,8 +91,8 @@ def test_what_the_caller_still_computes_comes_before_what_any_rank_reads_of_it(
     buffers = Buffers(cpu)
     notes = Notes(ignore, ignore, ignore, ignore, ignore)
     Courier(plan, Loan(Lender(buffers, keep=False)), buffers, Lockstep(), notes, bucket_bytes=4096, timeout_s=1.0)
-    Follower(plan, 1, None, cpu, ignore)
+    Follower(plan, 1, None, None, cpu, ignore)
     first = "cuda:1 waits for what cuda:1 aside had to do"
     assert events == ([first, first] if current else [])
-    Follower(plan, 1, None, torch.device("cuda", 2), ignore)
+    Follower(plan, 1, None, None, torch.device("cuda", 2), ignore)
     assert events[-1] == "cuda:2 waits for what cuda:2 aside had to do"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from enginepool.client.lockstep import Lockstep, RankFailed, follow
+from enginepool.client.heartbeats import RankFailed
+from enginepool.client.lockstep import End, Lockstep, follow
 from enginepool.client.tensors import Plan, make_plan
 from enginepool.errors import BadRequest
 from enginepool.protocol.basis import MAX_ID
@@ -83,7 +84,7 @@ def test_a_rank_without_a_plan_ends_the_update_before_anybody_gathers(groups: li
     with pytest.raises(RankFailed, match="another trainer rank"):
         ranks.begin(plan_of("a"))
     ranks.end(GIVEN_UP)
-    assert other.outcome == (GIVEN_UP, wrong)
+    assert other.outcome == (End(GIVEN_UP), wrong)
 
 
 @pytest.mark.parametrize("plan", [plan_of("a"), KeyError("no such shard")], ids=["with a plan", "without one"])
@@ -95,7 +96,7 @@ def test_ranks_that_bring_different_versions_are_all_told_which(groups: list[Any
         ranks.begin(plan_of("a"))
     ranks.end(GIVEN_UP)
     end, own = other.outcome
-    assert end == GIVEN_UP and isinstance(own, BadRequest)
+    assert end == End(GIVEN_UP) and isinstance(own, BadRequest)
     assert str(caught.value) == str(own) == story
     assert caught.value.field == own.field == "version"
 
@@ -110,7 +111,7 @@ def test_ranks_that_would_gather_other_tensors_at_the_same_place_are_told_so(gro
         ranks.begin(plan_of("a", "b"))
     ranks.end(GIVEN_UP)
     end, own = other.outcome
-    assert end == GIVEN_UP and isinstance(own, BadRequest)
+    assert end == End(GIVEN_UP) and isinstance(own, BadRequest)
     assert str(own).startswith("source: its sharded tensors differ from rank 0's in a name, shape, dtype or their order")
 
 
@@ -121,7 +122,7 @@ def test_ranks_need_not_be_alike_where_the_gather_is_the_callers_own_or_a_manife
     ranks.begin(plan_of("a"))
     ranks.begin(make_plan(iter(tensors.items()), manifest=[("z", "float32", (1,))]))
     ranks.end(GIVEN_UP)
-    assert other.outcome == (GIVEN_UP, None)
+    assert other.outcome == (End(GIVEN_UP), None)
 
 
 def test_a_rank_that_is_gone_is_no_error_of_the_source(groups: list[Any], caplog: pytest.LogCaptureFixture) -> None:
@@ -174,4 +175,4 @@ def test_a_step_that_fails_on_rank_0_is_raised_when_all_have_heard(groups: list[
     with pytest.raises(OSError, match="no room"):
         ranks.together(1, raising(OSError("no room")))
     ranks.end(GIVEN_UP)
-    assert other.outcome == (GIVEN_UP, None)
+    assert other.outcome == (End(GIVEN_UP), None)

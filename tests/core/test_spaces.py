@@ -16,7 +16,7 @@ import pytest
 from enginepool import spaces
 from enginepool.client.courier import Courier, Notes
 from enginepool.client.lending import Lender, Loan
-from enginepool.client.lockstep import Lockstep
+from enginepool.client.lockstep import End, Lockstep
 from enginepool.client.streaming import Buffers, Stopped
 from enginepool.client.tensors import make_plan
 from enginepool.errors import BadRequest
@@ -337,7 +337,7 @@ def test_other_trainer_ranks_hear_how_an_update_ended_though_its_memory_is_beyon
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     class Ranks(Lockstep):
-        def end(self, outcome: Published | Failure) -> None:
+        def end(self, outcome: Published | Failure, again_s: float | None = None) -> None:
             said.append(outcome)
 
     def note(*what: object) -> None:
@@ -346,7 +346,7 @@ def test_other_trainer_ranks_hear_how_an_update_ended_though_its_memory_is_beyon
     notes = Notes(planned=note, progress=note, sent=note, failed=note, ended=note)
     courier = Courier(lambda: make_plan(SOURCE), Lost(lender), lender.buffers, Ranks(), notes, bucket_bytes=512, timeout_s=1.0)
     outcome = Failure("update_aborted", "as a test")
-    courier.end(outcome)
+    courier.end(End(outcome))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         courier._run()  # pyright: ignore[reportPrivateUsage]
     assert said[1:] == [outcome, ()]

@@ -26,7 +26,14 @@ TIMES: dict[str, Any] = {
     "update_hand_over_s": 10.0,
 }
 #: how a publisher is made here
-OPTIONS: dict[str, Any] = {"device": "cpu", "bucket_bytes": 4096, "lease": 20.0, "collective_timeout": 15.0, "timeout": 50.0}
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "bucket_bytes": 4096,
+    "lease": 20.0,
+    "collective_timeout": 15.0,
+    "timeout": 50.0,
+    "retry_timeout": 0,
+}
 #: of the engine, in a pool of its own: the second hand-over takes so long that what happens in it does, whoever stands still
 SLOW_TAKE: dict[str, Any] = {"faults": [{"kind": "slow_on_take", "at_take": 2, "seconds": 4.0}], "fresh": True}
 #: seconds of a scene with its fault, its healing and what follows; nothing may take for ever

@@ -61,7 +61,8 @@ def play(updates: FakeUpdates, scene: Scene, **options: Any) -> None:
     """Run a scene with a publisher in it; then publish once more, which has to succeed."""
 
     async def main() -> None:
-        settings: dict[str, Any] = {"device": "cpu", "bucket_bytes": BUCKET, "collective_timeout": 15.0, **options}
+        settings: dict[str, Any] = {"device": "cpu", "bucket_bytes": BUCKET, "collective_timeout": 15.0, "retry_timeout": 0}
+        settings |= options
         async with Pool.connect(updates.coordinator.address) as pool, WeightPublisher(pool, **settings) as publisher:
             await scene(pool, publisher, updates)
             heal(updates.receivers)
@@ -279,6 +280,46 @@ def test_a_blocking_publisher_closes_after_its_pool_too_and_twice_is_once(update
     other = BlockingPool.connect(updates.coordinator.address)
     with other, BlockingWeightPublisher(other, device="cpu") as publisher:
         publisher.close()
+
+
+# --- trying again ------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_is_killed_does_not_end_the_run(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        def source() -> Iterator[tuple[str, torch.Tensor]]:
+            if len(updates.published) == 2:
+                updates.receivers[0].process.kill()
+                updates.receivers[0].process.wait()
+            yield from model(2).state_dict().items()
+
+        await publisher.publish(model(1), 1)
+        updates.renew_receivers = True
+        manifest = [(name, tensor.dtype, tensor.shape) for name, tensor in model(2).state_dict().items()]
+        record = await publisher.publish(source, manifest=manifest)
+        assert (record.version, record.outcome) == (2, "committed")
+        for receiver in updates.receivers:
+            assert receiver.sums() == sums(model(2))
+
+    play(updates, scene, retry_timeout=100.0)
+    assert [publish.version for publish in updates.published] == [1, 2, 2, 3]
+
+
+@pytest.mark.parametrize("code", ["update_aborted", "publishing", "version_backwards"])
+def test_a_blocking_publisher_that_names_no_version_tries_again_too(updates: FakeUpdates, code: str) -> None:
+    updates.refuse = code
+    pool = BlockingPool.connect(updates.coordinator.address)
+    with pool, BlockingWeightPublisher(pool, device="cpu", bucket_bytes=BUCKET) as publisher:
+        assert [publisher.publish(model(1)).version, publisher.publish(model(2)).version] == [1, 2]
+
+
+def test_an_iterator_is_tried_once(updates: FakeUpdates) -> None:
+    async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
+        updates.refuse = "update_aborted"
+        with pytest.raises(errors.UpdateAborted):
+            await publisher.publish(iter(model(1).state_dict().items()), 1)
+
+    play(updates, scene, retry_timeout=100.0)
 
 
 # --- refusals, which leave the process group alone ---------------------------------------------------------------------

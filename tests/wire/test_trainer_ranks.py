@@ -43,8 +43,13 @@ def train(updates: FakeUpdates, fault: str = "") -> list[dict[str, Any]]:
         for rank in ranks:
             out, err = rank.communicate(timeout=LIMIT_S)
             assert rank.returncode == (GONE if fault == "gone" and rank is ranks[1] else 0), err
+            if fault == "stopped":
+                ranks[1].kill()
+                ranks[1].communicate()
+                return [json.loads(out.splitlines()[-1])]
             assert "Traceback" not in err, err
             said.append(json.loads(out.splitlines()[-1]) if out else {})
+            said[-1].pop("took", None)
     finally:
         for rank in ranks:
             rank.kill()
@@ -103,7 +108,7 @@ def test_an_update_that_rank_0_cannot_even_begin_ends_on_all(updates: FakeUpdate
 def test_a_rank_that_fails_makes_all_give_up(updates: FakeUpdates) -> None:
     updates.renew_receivers = True
     first, second = train(updates, "rank 1")
-    assert "another trainer rank" in first["done"]["1"]
+    assert "trainer rank 1 failed: RuntimeError: rank 1 has lost its shard" in first["done"]["1"]
     assert second["done"]["1"] == "RuntimeError: rank 1 has lost its shard"
     assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2
 
@@ -115,10 +120,56 @@ def test_ranks_that_bring_different_versions_are_told_so_before_anything_is_gath
         assert said == {"done": {"1": wrong, "2": "committed"}, "gathered": NAMES}
 
 
-def test_of_a_rank_that_dies_the_others_hear_in_words(updates: FakeUpdates) -> None:
+def test_of_a_rank_that_dies_the_others_hear_which(updates: FakeUpdates) -> None:
     updates.renew_receivers = True
     first, second = train(updates, "gone")
     assert not second
-    for said in first["done"].values():
-        assert said.startswith("UpdateAborted: "), said
-        assert "a trainer rank is gone" in said
+    assert "UpdateAborted: " in first["done"]["1"] and "trainer rank 1 is gone: it has said nothing for" in first["done"]["1"]
+    assert "UpdateAborted: " in first["done"]["2"] and "trainer rank 1 has not called `publish`" in first["done"]["2"]
+
+
+def test_a_rank_that_stands_still_in_a_gather_is_named(updates: FakeUpdates) -> None:
+    (first,) = train(updates, "stopped")
+    assert first["done"]["1"].startswith("UpdateAborted: ")
+    assert "trainer rank 1 is gone: it has said nothing for" in first["done"]["1"]
+
+
+def test_a_rank_that_fails_while_the_others_gather_is_named_to_all(updates: FakeUpdates) -> None:
+    first, second = train(updates, "torn 1")
+    assert first["done"]["1"].startswith("UpdateAborted: ")
+    assert "trainer rank 1 failed: RuntimeError: no such shard" in first["done"]["1"]
+    assert second["done"]["1"] == "RuntimeError: no such shard"
+
+
+def test_a_rank_0_that_fails_while_the_others_gather_hears_its_own_error(updates: FakeUpdates) -> None:
+    first, second = train(updates, "torn 0")
+    assert first["done"]["1"] == "RuntimeError: no such shard"
+    assert second["done"]["1"].startswith("UpdateAborted: ")
+    assert "trainer rank 0 failed: RuntimeError: no such shard" in second["done"]["1"]
+
+
+def test_a_rank_that_does_not_call_publish_is_named_and_is_in_step_again_with_its_next_call(updates: FakeUpdates) -> None:
+    updates.renew_receivers = True
+    for rank in train(updates, "late 1"):
+        assert rank["done"]["1"].startswith("UpdateAborted: ")
+        assert "trainer rank 1 has not called `publish` for 3 s; all ranks make the same calls" in rank["done"]["1"]
+        assert rank["done"]["2"] == "committed"
+
+
+def test_a_rank_0_that_does_not_call_publish_is_named_too(updates: FakeUpdates) -> None:
+    updates.renew_receivers = True
+    first, second = train(updates, "late 0")
+    assert "UpdateAborted: " in second["done"]["1"]
+    assert "trainer rank 0 has not called `publish` for 3 s" in second["done"]["1"]
+    assert "trainer rank 1 has not called `publish` for 3 s" in first["done"]["1"]
+    assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2
+
+
+def test_all_ranks_try_again_what_the_pool_gave_up(updates: FakeUpdates) -> None:
+    updates.refuse = "update_aborted"
+    assert train(updates) == [{"done": {"1": "committed", "2": "committed"}, "gathered": NAMES * 2}] * 2
+
+
+def test_ranks_that_name_no_version_bring_the_next_one(updates: FakeUpdates) -> None:
+    assert train(updates, "next") == [{"done": {"1": "committed", "2": "committed"}, "gathered": NAMES * 2}] * 2
+    assert [record.version for record in updates.journal] == [0, 1, 2]

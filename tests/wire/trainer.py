@@ -6,9 +6,12 @@ Every rank publishes version 1 and 2 and says on stdout how each ended, with the
 import asyncio
 import json
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,13 +31,19 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     ranks = dist.new_group(backend="gloo")
     gathered: list[str] = []
+    # A thread stays in a collective that the other rank never enters.
+    hangs = fault == "stopped" or fault.startswith("torn")
 
     def gather(name: str, tensor: Any) -> Any:
         """A collective of all ranks, as a sharded model has it: the sum of the ranks' parts."""
         if fault == f"rank {rank}" and name == "2.weight" and "1" not in done:
             raise RuntimeError(f"rank {rank} has lost its shard")
-        if fault == "gone" and rank == 1 and name == "2.weight":
-            os._exit(GONE)
+        if fault == f"torn {rank}" and name == "2.weight":
+            raise RuntimeError("no such shard")
+        if fault in ("gone", "stopped") and rank == 1 and name == "2.weight":
+            if fault == "gone":
+                os._exit(GONE)
+            os.kill(os.getpid(), signal.SIGSTOP)
         whole = tensor.clone()
         if fault != "rank 1":
             dist.all_reduce(whole)
@@ -42,12 +51,13 @@ def main() -> None:
         return whole
 
     done: dict[str, str] = {}
+    took: dict[str, float] = {}
 
     async def run() -> None:
         async with AsyncExitStack() as stack:
             pool = await stack.enter_async_context(Pool.connect(address)) if rank == 0 else None
             bucket = 1 << 20 if fault == "manifest" else 4096
-            options: dict[str, Any] = {"device": "cpu", "bucket_bytes": bucket, "trainer_group": ranks}
+            options: dict[str, Any] = {"device": "cpu", "bucket_bytes": bucket, "trainer_group": ranks, "rank_timeout": 3.0}
             if fault != "sharded":
                 options["gather"] = gather
             publisher = await stack.enter_async_context(WeightPublisher(pool, **options))
@@ -66,16 +76,35 @@ def main() -> None:
                     publisher._desk.host = "192.0.2.1" if version == 1 else "127.0.0.1"  # pyright: ignore[reportPrivateUsage]
                 transfer = "handles" if fault == "lent" else "staged"
                 # A rank that is ahead of the others by an update.
-                mine = 2 if fault == "ahead" and rank == 1 else version
+                mine = None if fault == "next" else 2 if fault == "ahead" and rank == 1 else version
+                if fault == f"late {rank}" and version == 1:
+                    # It calls when the other rank has given up.
+                    await asyncio.to_thread(wait_for, Path(f"{meeting}-{1 - rank}"))
+                began = time.monotonic()
                 try:
                     record = await publisher.publish(source, mine, transfer=transfer, manifest=manifest)
                     done[str(version)] = record.outcome
                 except (EnginepoolError, RuntimeError) as error:
                     done[str(version)] = f"{type(error).__name__}: {error}"
+                took[str(version)] = time.monotonic() - began
+                if fault.startswith("late") and version == 1:
+                    await asyncio.to_thread(Path(f"{meeting}-{rank}").touch)
+                    await asyncio.to_thread(wait_for, Path(f"{meeting}-{1 - rank}"))
+                if hangs:
+                    break
 
     asyncio.run(run())
-    dist.destroy_process_group()
-    sys.stdout.write(json.dumps({"done": done, "gathered": gathered}) + "\n")
+    if not hangs:
+        dist.destroy_process_group()
+    sys.stdout.write(json.dumps({"done": done, "gathered": gathered, "took": took}) + "\n")
+    sys.stdout.flush()
+    if hangs:
+        os._exit(0)
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 def sharded(version: int) -> dict[str, Any]:
