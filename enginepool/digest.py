@@ -8,10 +8,11 @@ import importlib
 import logging
 import threading
 from collections.abc import Collection, Sequence
+from math import inf
 from typing import Any
 
 from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
-from enginepool.protocol.manifest import SIZES, Manifest, Tensor
+from enginepool.protocol.manifest import SIZES, Manifest, Tensor, overflow
 from enginepool.protocol.updates import Finding
 
 torch: Any = importlib.import_module("torch")
@@ -70,26 +71,30 @@ def _tried(device: Any) -> Any:
 
 def _try_look(kernels: Any, device: Any) -> None:
     """Have them look at tensors of all dtypes, of zeros or ones with one value among them. Raises RuntimeError."""
-    cases: list[tuple[str, int, float]] = []
+    cases: list[tuple[str, int, float, str]] = []
     for dtype in SIZES:
         values = _HARD if getattr(torch, dtype).is_floating_point else (0, 1)
-        cases += [(dtype, others, value) for others in (0, 1) for value in values]
-    manifest = [Tensor("", dtype, (300 if case % 7 else _TRIED,)) for case, (dtype, _, _) in enumerate(cases)]
+        cases += [(dtype, others, value, "") for others in (0, 1) for value in values]
+        limits = {target: limit for target in SIZES if (limit := overflow(dtype, target)) < inf}
+        cases += [(dtype, 1, value, target) for target, limit in limits.items() for value in (-limit / 2, limit, -limit)]
+    targets = [target for _, _, _, target in cases]
+    manifest = [Tensor("", dtype, (300 if case % 7 else _TRIED,)) for case, (dtype, _, _, _) in enumerate(cases)]
     space = torch.zeros(layout(manifest).nbytes, dtype=torch.uint8)
     tensors = views(space, manifest)
-    for tensor, (_, others, value) in zip(tensors, cases, strict=True):
+    for tensor, (_, others, value, _) in zip(tensors, cases, strict=True):
         tensor.fill_(others)
         tensor[-7] = value
     bounds = [space.numel() // 3 // ALIGNMENT * ALIGNMENT, space.numel()]
-    rows, _ = kernels.rows(manifest, bounds)
+    rows, _ = kernels.rows(manifest, bounds, targets)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     levels = torch.zeros(len(manifest), dtype=torch.int32, device=device)
     kernels.look(space.to(device).view(torch.int32), rows.to(device), sums, levels)
     if sums.tolist() != _by_torch(space.view(torch.int32)).tolist():
         raise RuntimeError("it gives other sums than torch where it looks at tensors")
-    batch = Batch([tensor.name for tensor in manifest], tensors)
-    most = dict(zip(batch.places, torch.cat(batch.largest()).tolist(), strict=True))
-    if levels.tolist() != [kernels.level(most[place]) for place in range(len(manifest))]:
+    batch = Batch([tensor.name for tensor in manifest], tensors, targets)
+    largest = zip(torch.cat(batch.largest()).tolist(), batch.limits, strict=True)
+    most = dict(zip(batch.places, largest, strict=True))
+    if levels.tolist() != [kernels.level(*most[place]) for place in range(len(manifest))]:
         raise RuntimeError("it finds other tensors than torch")
 
 
@@ -171,17 +176,27 @@ def views(space: Any, manifest: Manifest) -> list[Any]:
 
 
 class Batch:
-    """Tensors that are looked at together, sorted for it: made once for memory that stays, and looked at in every update."""
+    """Tensors that are looked at together, sorted for it: made once for memory that stays, and looked at in every update.
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[Any]) -> None:
+    `targets`: the dtype in which the engine holds each, or "" where that is its own; without it, all are their own.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Any], targets: Sequence[str] = ()) -> None:
         #: (name, tensor); nothing is wrong with an empty one
         self.named = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor.numel()]
+        limits = [
+            overflow(str(tensor.dtype).removeprefix("torch."), target)
+            for tensor, target in zip(tensors, targets or [""] * len(tensors), strict=True)
+            if tensor.numel()
+        ]
         by_dtype: dict[Any, list[int]] = {}
         for place, (_, tensor) in enumerate(self.named):
             by_dtype.setdefault(tensor.dtype, []).append(place)
         self._sorted = [(places, [self.named[place][1] for place in places]) for places in by_dtype.values()]
         #: the place that each number of `largest` belongs to
         self.places = [place for places, _ in self._sorted for place in places]
+        #: for each number of `largest`: what is as large, or larger, is infinity in the engine
+        self.limits = [limits[place] for place in self.places]
 
     def largest(self) -> list[Any]:
         """The largest magnitude in each tensor, NaN where there is one, as vectors of float64 on the device."""
@@ -199,7 +214,10 @@ def _largest(tensors: Sequence[Any]) -> Sequence[Any]:
 
 
 class Findings:
-    """Tensors with NaN or infinity in them, or with nothing but zeros. One pass over each; only those found are counted."""
+    """Tensors with NaN or infinity in them, with what becomes infinity in the engine, or with nothing but zeros.
+
+    One pass over each; only those found are counted.
+    """
 
     def __init__(self) -> None:
         self._batches: list[Batch] = []
@@ -215,24 +233,29 @@ class Findings:
         if not self._largest:
             return []
         numbers: list[float] = torch.cat(self._largest).tolist()
-        if all(0 < number < float("inf") for number in numbers):
+        limits = [limit for batch in self._batches for limit in batch.limits]
+        if all(0 < number < limit for number, limit in zip(numbers, limits, strict=True)):
             return []
         found: list[Finding] = []
         at = 0
         for batch in self._batches:
-            own = dict(zip(batch.places, numbers[at : at + len(batch.places)], strict=True))
+            own = zip(numbers[at : at + len(batch.places)], batch.limits, strict=True)
+            for place, (most, limit) in sorted(zip(batch.places, own, strict=True)):
+                found += what_is_wrong(*batch.named[place], most, limit)
             at += len(batch.places)
-            for place, (name, tensor) in enumerate(batch.named):
-                found += what_is_wrong(name, tensor, own[place])
         return found
 
 
-def what_is_wrong(name: str, tensor: Any, most: float) -> list[Finding]:
-    """Findings of one tensor with this largest magnitude."""
+def what_is_wrong(name: str, tensor: Any, most: float, limit: float = inf) -> list[Finding]:
+    """Findings of one tensor with this largest magnitude, whose engine holds nothing from `limit` on."""
     if most == 0:
         return [Finding(name, "zero", tensor.numel())]
-    if 0 < most < float("inf"):
+    if 0 < most < limit:
         return []
     wide = tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
     counted: list[tuple[Any, int]] = [("nan", int(torch.isnan(wide).sum())), ("infinity", int(torch.isinf(wide).sum()))]
+    if limit < inf:
+        # A limit lies between two numbers of the engine's dtype: compared in one that has it.
+        large = wide.to(torch.float64).abs()
+        counted.append(("overflow", int(((large >= limit) & (large < inf)).sum())))
     return [Finding(name, kind, count) for kind, count in counted if count]

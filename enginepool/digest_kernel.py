@@ -5,11 +5,13 @@ tensors it reads them once more, tensor by tensor.
 """
 
 import importlib
+import struct
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from enginepool.protocol.layout import ALIGNMENT, layout
-from enginepool.protocol.manifest import SIZES, Manifest
+from enginepool.protocol.manifest import SIZES, Manifest, overflow
 
 torch: Any = importlib.import_module("torch")
 triton: Any = importlib.import_module("triton")
@@ -37,24 +39,35 @@ _INFINITY = {
 }  # fmt: skip
 
 
-def _masks(dtype: str) -> list[int]:
+def _masks(dtype: str, target: str) -> list[int]:
     """For the even and the odd words of a tensor: its bits but for the signs, twice; what to add to them, twice.
 
-    Magnitudes sort like their bits. Of one that is not finite, and of no other, the sum reaches the place of the sign. Of a
-    float64 the odd word alone says whether it is.
+    Magnitudes sort like their bits. Of one that is not finite in the engine, and of no other, the sum reaches the place of the
+    sign. Of a float64 the odd word alone is looked at: a number close to the limit may be taken for one beyond it.
     """
     if dtype not in _INFINITY:
         return [-1, -1, 0, 0]
     bits = 8 * SIZES[dtype]
     sign = 1 << (bits - 1)
     every = sum(1 << at for at in range(0, 64, bits))
-    both = [every * (sign - 1), every * (sign - _INFINITY[dtype])]
+    limit = overflow(dtype, target)
+    least = _INFINITY[dtype] if limit == inf else _bits(dtype, limit)
+    both = [every * (sign - 1), every * (sign - least)]
     words = [number >> at & 0xFFFF_FFFF for number in both for at in (0, 32)]
     return [word - (word >> 31 << 32) for word in words]
 
 
-def rows(manifest: Manifest, bounds: Sequence[int]) -> tuple[Any, list[int]]:
+def _bits(dtype: str, magnitude: float) -> int:
+    """The bits of the least number of `dtype` that is not below this; of a float64 the odd word's."""
+    if dtype == "float64":
+        return struct.unpack("<Q", struct.pack("<d", magnitude))[0] >> 32 << 32
+    bits: int = struct.unpack("<I", struct.pack("<f", magnitude))[0]  # each of the magnitudes is a float32
+    return bits if dtype == "float32" else -(-bits >> 16)
+
+
+def rows(manifest: Manifest, bounds: Sequence[int], targets: Sequence[str] = ()) -> tuple[Any, list[int]]:
     """What programs do to look at a space, in parts that end at `bounds`: (a row for each, int32; where a part's rows begin).
+    `targets` as `Batch` has them.
 
     A row is of one tensor, with the zeros behind it, and of one part: its first group, its groups, the tensor, and its masks.
     After the last part's beginning comes its end.
@@ -71,16 +84,17 @@ def rows(manifest: Manifest, bounds: Sequence[int]) -> tuple[Any, list[int]]:
     first = begins[owner] + before
     # Of several tensors that begin here all but the last one are empty.
     tensor = torch.searchsorted(starts, first, right=True) - 1
-    kinds = {dtype: kind for kind, dtype in enumerate(SIZES)}
-    kind = torch.tensor([kinds[one.dtype] for one in manifest], dtype=torch.int64)[tensor]
-    masks = torch.tensor([_masks(dtype) for dtype in SIZES])[kind]
+    held = [(one.dtype, target) for one, target in zip(manifest, targets or [""] * len(manifest), strict=True)]
+    kinds = {pair: kind for kind, pair in enumerate(dict.fromkeys(held))}
+    kind = torch.tensor([kinds[pair] for pair in held], dtype=torch.int64)[tensor]
+    masks = torch.tensor([_masks(*pair) for pair in kinds])[kind]
     columns = [first, (sizes[owner] - before).clamp(max=most), tensor, *masks.unbind(1), torch.zeros_like(first)]
     return torch.stack(columns, 1).to(torch.int32), torch.searchsorted(first, ends).tolist()
 
 
-def level(most: float) -> int:
-    """That of a tensor with this largest magnitude."""
-    if 0 < most < float("inf"):
+def level(most: float, limit: float = inf) -> int:
+    """That of a tensor with this largest magnitude, whose engine holds nothing from `limit` on."""
+    if 0 < most < limit:
         return FINE.value
     return NOT_FINITE.value if most else ZERO.value
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from enginepool.digest import Batch, Digest, Findings, kernels_on, use_once, views, what_is_wrong
 from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
-from enginepool.protocol.manifest import Manifest
+from enginepool.protocol.manifest import Manifest, overflow
 from enginepool.protocol.updates import Finding
 
 torch: Any = importlib.import_module("torch")
@@ -35,19 +35,22 @@ class Look:
     Args:
         space: uint8, with `manifest` at its front as `protocol.layout` has it.
         bounds: where parts end: ascending multiples of ALIGNMENT, the last one the end of the tensors. They may cut tensors.
+        targets: the dtype in which the engine holds each tensor, or "" where that is its own; without it, all are their own.
 
     Raises:
         ValueError: the bounds are others.
     """
 
-    def __init__(self, space: Any, manifest: Manifest, bounds: Sequence[int]) -> None:
+    def __init__(self, space: Any, manifest: Manifest, bounds: Sequence[int], targets: Sequence[str] = ()) -> None:
         nbytes = layout(manifest).nbytes
         edges = [0, *bounds]
         if len(edges) < 2 or edges[-1] != nbytes or edges != sorted(edges) or any(edge % ALIGNMENT for edge in edges):
             raise ValueError(f"parts that end at {bounds}: ascending multiples of {ALIGNMENT}, the last one {nbytes}")
         kernels = kernels_on(space.device)
         of: _Once | _InTurn
-        of = _Once(kernels, space[:nbytes], manifest, bounds) if kernels else _InTurn(space[:nbytes], manifest, edges)
+        targets = targets or [""] * len(manifest)
+        space = space[:nbytes]
+        of = _Once(kernels, space, manifest, bounds, targets) if kernels else _InTurn(space, manifest, edges, targets)
         #: a look at what is there now; at any part when that has come
         self.begin: Callable[[], Looking] = of.begin
 
@@ -55,12 +58,13 @@ class Look:
 class _Once:
     """A space of a GPU, and what its kernels do at each part."""
 
-    def __init__(self, kernels: Any, space: Any, manifest: Manifest, bounds: Sequence[int]) -> None:
+    def __init__(self, kernels: Any, space: Any, manifest: Manifest, bounds: Sequence[int], targets: Sequence[str]) -> None:
         self.kernels, self.space = kernels, space
         self.manifest = list(manifest)
         self.offsets = layout(manifest).offsets
         self.words = space.view(torch.int32)
-        rows, self.starts = kernels.rows(manifest, bounds)
+        self.limits = [overflow(one.dtype, target) for one, target in zip(manifest, targets, strict=True)]
+        rows, self.starts = kernels.rows(manifest, bounds, targets)
         self.rows = rows.to(space.device)
         #: nothing is wrong with an empty tensor
         self.filled = torch.tensor([tensor.nbytes > 0 for tensor in manifest], dtype=torch.bool)
@@ -92,14 +96,15 @@ class _LookingOnce:
         for place in places:
             one = of.manifest[place]
             [tensor] = views(of.space[of.offsets[place] :], [one])
-            found += what_is_wrong(one.name, tensor, 0 if levels[place] == of.kernels.ZERO.value else float("nan"))
+            most = 0 if levels[place] == of.kernels.ZERO.value else float("nan")
+            found += what_is_wrong(one.name, tensor, most, of.limits[place])
         return digest_text(*sums.tolist()), found
 
 
 class _InTurn:
     """A space anywhere, and the tensors that are looked at together: when all parts are there that any of them is in."""
 
-    def __init__(self, space: Any, manifest: Manifest, edges: list[int]) -> None:
+    def __init__(self, space: Any, manifest: Manifest, edges: list[int], targets: Sequence[str]) -> None:
         self.space, self.edges = space, edges
         names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
         if space.is_cuda:
@@ -118,7 +123,7 @@ class _InTurn:
             for need in range(since, part + 1):
                 self.needed[need].append(part)
             self.parts.append(part + 1 - since)
-            self.batches.append(Batch(names[first:until], tensors[first:until]))
+            self.batches.append(Batch(names[first:until], tensors[first:until], targets[first:until]))
             first = until
 
     def begin(self) -> Looking:

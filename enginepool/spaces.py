@@ -222,9 +222,9 @@ def _unpin(at: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(at)
 
 
-def examined(content: Any, manifest: Sequence[Tensor]) -> tuple[str, list[Finding]]:
+def examined(content: Any, manifest: Sequence[Tensor], targets: Sequence[str] = ()) -> tuple[str, list[Finding]]:
     """(digest, findings) of the bytes at the front of `content`, a space laid out by `protocol.layout`; on a GPU beside
-    whatever else runs there.
+    whatever else runs there. `targets` as `Look` has them.
 
     Raises:
         ValueError: it is too small.
@@ -234,12 +234,12 @@ def examined(content: Any, manifest: Sequence[Tensor]) -> tuple[str, list[Findin
         raise ValueError(f"a space of {content.numel()} bytes for {nbytes}")
     if content.is_cuda:
         with torch.cuda.device(content.device), torch.cuda.stream(torch.cuda.Stream(content.device)):
-            return _examined(content, manifest, nbytes)
-    return _examined(content, manifest, nbytes)
+            return _examined(content, manifest, nbytes, targets)
+    return _examined(content, manifest, nbytes, targets)
 
 
-def _examined(content: Any, manifest: Sequence[Tensor], nbytes: int) -> tuple[str, list[Finding]]:
-    looking = Look(content, manifest, [nbytes]).begin()
+def _examined(content: Any, manifest: Sequence[Tensor], nbytes: int, targets: Sequence[str]) -> tuple[str, list[Finding]]:
+    looking = Look(content, manifest, [nbytes], targets).begin()
     looking.add(0)
     return looking.result()
 

@@ -6,7 +6,7 @@ names of torch (`bfloat16`), shapes arrays of integers.
 
 import re
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 
 import msgspec
 
@@ -19,6 +19,9 @@ SIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
+
+#: By dtype: the least magnitude that becomes infinity when a wider number is rounded to it.
+_OVERFLOWS = {"float32": (2 - 2**-24) * 2.0**127, "bfloat16": (2 - 2**-8) * 2.0**127, "float16": 65520.0}
 
 
 class Tensor(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -108,6 +111,13 @@ def difference(
         if missing:
             return f"missing names: {_some(missing)}{' (partial = true allows it)' if hints else ''}"
     return ""
+
+
+def overflow(dtype: str, target: str) -> float:
+    """The least finite magnitude of a number of `dtype` that becomes infinity in an engine that holds it as `target`; infinity:
+    there is none. "": it is held as it is."""
+    limit = _OVERFLOWS.get(target, inf)
+    return limit if _plain_float(dtype) and limit < _OVERFLOWS.get(dtype, inf) else inf
 
 
 def worst(findings: list[Finding], most: int = MAX_FINDINGS) -> list[Finding]:

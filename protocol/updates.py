@@ -196,10 +196,13 @@ class WeightsWanted(Message, tag="weights_wanted"):
 
 
 class Finding(msgspec.Struct, omit_defaults=True):
-    """Something about one tensor: `kind` is nan, infinity or zero, `count` its elements."""
+    """Something about one tensor: `kind` is nan, infinity, overflow or zero, `count` its elements.
+
+    Overflow: they are finite, and infinity in the dtype in which the engine holds them.
+    """
 
     name: str
-    kind: Literal["nan", "infinity", "zero"]
+    kind: Literal["nan", "infinity", "overflow", "zero"]
     count: int = 0
 
 

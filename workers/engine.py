@@ -4,14 +4,15 @@ The worker's loop owns an engine for the whole life of the process: `start` once
 `tokenise` calls on one asyncio loop, then `close` once.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.manifest import Tensor, overflow
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.updates import Finding, Space
 
@@ -116,12 +117,22 @@ class BatchScores:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """The tensors that the engine's own load took from its checkpoint, in that order, and names that it may do without; `gpus`:
-    UUIDs of the GPUs that the engine sees, in whose memory an update may lie."""
+    """The tensors that the engine's own load took from its checkpoint, in that order, and names that it may do without.
+
+    gpus: UUIDs of the GPUs that the engine sees, in whose memory an update may lie.
+    held: by name, the dtype in which the engine holds a tensor.
+    """
 
     tensors: tuple[Tensor, ...]
     optional: frozenset[str] = frozenset()
     gpus: tuple[str, ...] = ()
+    held: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def targets(self, tensors: Sequence[Tensor]) -> list[str]:
+        """For each tensor, the dtype in which the engine holds it, or "" where nothing can overflow; [] where none can."""
+        found = [self.held.get(one.name, "") for one in tensors]
+        found = [target if overflow(one.dtype, target) < inf else "" for one, target in zip(tensors, found, strict=True)]
+        return found if any(found) else []
 
 
 @dataclass(frozen=True, slots=True)

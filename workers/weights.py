@@ -188,7 +188,10 @@ class Weights:
             await self._opened.close_smaller(layout(tensors).nbytes)
             try:
                 await self._stager.alive()
-                reserved = await self._stager.ask(Reserve(message.update, list(tensors), message.bucket_bytes), Reserved)
+                reserved = await self._stager.ask(
+                    Reserve(message.update, list(tensors), message.bucket_bytes, self._engine.model_tensors().targets(tensors)),
+                    Reserved,
+                )
             except StagerGone as error:
                 # Nothing is wrong with the weights: the next stager may take them.
                 return Prepared(message.update, code="update_aborted", message=f"no staged transfer: {error}")

@@ -11,7 +11,7 @@ from enginepool.protocol.updates import UpdateRecord, WeightsReport, WorkerWeigh
 #: phases in which the pool serves; in `hold`, of which others are parts, the group stands still
 _SERVING = ("open", "join", "transfer", "staged")
 _STILL = "hold"
-_COLOURS = {"nan": "red", "infinity": "red", "zero": "yellow"}
+_COLOURS = {"nan": "red", "infinity": "red", "overflow": "red", "zero": "yellow"}
 
 
 def version_table(report: WeightsReport) -> Group:

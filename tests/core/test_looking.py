@@ -21,6 +21,13 @@ torch: Any = importlib.import_module("torch")
 #: what a tensor that is drawn is filled with, and what is planted in it
 OTHERS = ("drawn", 0.0, -0.0, 1.0)
 PLANTED = (float("nan"), float("inf"), float("-inf"), -0.0, 1.0)
+#: the least numbers that float16, bfloat16 and float32 do not hold, and others below and above, as far as a dtype has them
+LARGE = tuple(
+    sign * number
+    for limit in (65520.0, (2 - 2**-8) * 2.0**127, (2 - 2**-24) * 2.0**127)
+    for number in (limit, limit * (1 - 2.0**-20), limit * 1.5)
+    for sign in (1, -1)
+)
 SEEDS = 12
 
 
@@ -31,6 +38,11 @@ def drawn_manifest(chance: random.Random) -> list[Tensor]:
         return chance.choice([(), (0, 3), (1,), (128,), (chance.randint(1, 500), 7), (chance.randint(30_000, 90_000),)])
 
     return [Tensor(f"t{i}", chance.choice(list(SIZES)), shape()) for i in range(chance.randint(1, 14))]
+
+
+def drawn_targets(chance: random.Random, manifest: list[Tensor]) -> list[str]:
+    """The dtypes in which an engine holds them."""
+    return [chance.choice(["", "", "float16", "bfloat16", "float32", "int8"]) for _ in manifest]
 
 
 def drawn_space(chance: random.Random, manifest: list[Tensor]) -> Any:
@@ -51,7 +63,8 @@ def drawn_space(chance: random.Random, manifest: list[Tensor]) -> Any:
                 bits = flat[at : at + 1].view(torch.uint8)
                 bits.copy_(torch.tensor([1] + [0] * (len(bits) - 1)))
             elif tensor.dtype.is_floating_point:
-                flat[at] = chance.choice(PLANTED)
+                number = chance.choice(PLANTED) if chance.random() < 0.5 else chance.choice(LARGE)
+                flat[at : at + 1].copy_(torch.tensor([number], dtype=torch.float64))
             else:
                 flat[at] = chance.choice([0, 1])
     return space
@@ -64,11 +77,11 @@ def drawn_bounds(chance: random.Random, nbytes: int) -> list[int]:
     return [ALIGNMENT * at for at in sorted(inner)] + [nbytes]
 
 
-def specified(space: Any, manifest: list[Tensor]) -> tuple[str, list[Finding]]:
+def specified(space: Any, manifest: list[Tensor], targets: list[str] | None = None) -> tuple[str, list[Finding]]:
     """By the sums of the specification, and number for number."""
     words = space.view(torch.int32).numpy().astype(np.uint64)
     found: list[Finding] = []
-    for one, tensor in zip(manifest, views(space, manifest), strict=True):
+    for one, tensor, target in zip(manifest, views(space, manifest), targets or [""] * len(manifest), strict=True):
         wide = tensor.to(torch.float64)
         if one.nbytes and not wide.any():
             found.append(Finding(one.name, "zero", wide.numel()))
@@ -76,15 +89,18 @@ def specified(space: Any, manifest: list[Tensor]) -> tuple[str, list[Finding]]:
             found.append(Finding(one.name, "nan", nan))
         if infinity := int(wide.isinf().sum()):
             found.append(Finding(one.name, "infinity", infinity))
+        floats = tensor.dtype.is_floating_point and target.startswith(("float", "bfloat"))
+        if floats and (large := int((tensor.to(getattr(torch, target)).isinf() & wide.isfinite()).sum())):
+            found.append(Finding(one.name, "overflow", large))
     places = np.arange(1, len(words) + 1, dtype=np.uint64)
     return digest_text(int(words.sum()), int((words * places).sum())), found
 
 
-def by_torch(space: Any, manifest: list[Tensor]) -> tuple[str, list[Finding]]:
+def by_torch(space: Any, manifest: list[Tensor], targets: list[str]) -> tuple[str, list[Finding]]:
     """One after the other, each at once."""
     digest, findings = Digest(), Findings()
     digest.add(space, 0)
-    findings.add(Batch([tensor.name for tensor in manifest], views(space, manifest)))
+    findings.add(Batch([tensor.name for tensor in manifest], views(space, manifest), targets))
     return digest.text(), findings.found()
 
 
@@ -113,15 +129,16 @@ def check(seed: int, device: str) -> list[Finding]:
     nbytes = layout(manifest).nbytes
     bounds = drawn_bounds(chance, nbytes)
     memory = torch.full((nbytes + 512,), 255, dtype=torch.uint8, device=device)
-    look = Look(memory, manifest, bounds)
+    targets = drawn_targets(chance, manifest)
+    look = Look(memory, manifest, bounds, targets)
     every: list[Finding] = []
     for _ in range(2):
         sent = drawn_space(chance, manifest)
-        expected = specified(sent, manifest)
-        assert received(chance, look, memory[:nbytes], bounds, sent) == expected, (seed, manifest, bounds)
+        expected = specified(sent, manifest, targets)
+        assert received(chance, look, memory[:nbytes], bounds, sent) == expected, (seed, manifest, targets, bounds)
         every += expected[1]
         if device == "cpu":
-            assert by_torch(sent, manifest) == expected
+            assert by_torch(sent, manifest, targets) == expected
     return every
 
 
@@ -131,7 +148,7 @@ def kinds(found: list[Finding]) -> set[str]:
 
 def test_torch_finds_what_is_specified_however_its_parts_come() -> None:
     found = [one for seed in range(5 * SEEDS) for one in check(seed, "cpu")]
-    assert kinds(found) == {"nan", "infinity", "zero"}
+    assert kinds(found) == {"nan", "infinity", "overflow", "zero"}
 
 
 @pytest.mark.parametrize("bounds", [[], [512], [256, 700, 768], [512, 256, 768], [768, 1024]])
@@ -159,7 +176,7 @@ def interpret() -> None:
 
 def test_the_interpreted_kernel_finds_what_is_specified_however_its_parts_come() -> None:
     done = run_interpreted("tests.core.test_looking", 280)
-    assert (done.returncode, done.stdout) == (0, f"{SEEDS} are equal, with infinity, nan, zero"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{SEEDS} are equal, with infinity, nan, overflow, zero"), done.stderr
 
 
 @pytest.mark.gpu
@@ -167,7 +184,7 @@ def test_on_a_gpu_one_look_finds_what_is_specified_however_its_parts_come(caplog
     make_ready("cuda:0")
     assert not caplog.messages, "torch looks at the bytes"
     found = [one for seed in range(3 * SEEDS) for one in check(seed, "cuda:0")]
-    assert kinds(found) == {"nan", "infinity", "zero"}
+    assert kinds(found) == {"nan", "infinity", "overflow", "zero"}
 
 
 @pytest.mark.gpu

@@ -126,3 +126,14 @@ def test_where_buffers_take_turns_or_the_processor_works_two_broadcasts_are_on_t
         if k >= AHEAD:
             assert group.when("findings", k - AHEAD) < group.when("begin", k) < group.when("digest", k - AHEAD + 1)
     assert {k for event, k in group.events if event == "wait"} == set(range(2 * QUEUED))
+
+
+def test_what_becomes_infinity_in_the_engine_is_found_on_each_way_into_the_memory() -> None:
+    manifest = [Tensor("a", "float32", (64,)), Tensor("b", "float32", (64,))]
+    space = torch.full((128,), 65520.0).view(torch.uint8)
+    came = [(0, space[:256]), (256, space[256:])]
+    bounced = receiving._Bounced(space, manifest, came, ["", "float16"]).begin()  # pyright: ignore[reportPrivateUsage]
+    bounced.add(0, 2)
+    memory = torch.empty(512, dtype=torch.uint8)
+    in_place = Reception([memory], manifest, BUCKET, "cpu", ["", "float16"]).receive(Sent(space, "gloo"))  # type: ignore[arg-type]
+    assert in_place == bounced.result() == (digest_of(space), [Finding("b", "overflow", 64)])

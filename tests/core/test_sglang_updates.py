@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from enginepool import collective
 from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, Space
 from enginepool.workers.sglang import process as sglang_process
 from enginepool.workers.sglang import scheduler as sglang_scheduler
@@ -166,7 +169,7 @@ def test_what_computes_digests_on_a_device_is_made_ready_before_it_is_wanted(
 ) -> None:
     done: list[str] = []
 
-    def examined(space: Any, manifest: Any) -> tuple[str, list[Any]]:
+    def examined(space: Any, manifest: Any, targets: Any) -> tuple[str, list[Any]]:
         done.append(f"examined on {space.device}")
         return "", []
 
@@ -176,6 +179,31 @@ def test_what_computes_digests_on_a_device_is_made_ready_before_it_is_wanted(
     assert done == ["ready on cpu"], "the model's own, before the engine serves"
     asyncio.run(engine.weights.examine(weights.weights))
     assert done[1:] == ["ready on cpu", "examined on cpu"]
+
+
+def test_what_is_finite_and_becomes_infinity_in_the_engine_is_found(
+    make: Callable[[int], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "Model", lambda model=Model: model().half())
+    engine, weights = make(1), Drawn(tmp_path, 1)
+    model = engine.weights.model_tensors()
+    assert set(model.held.values()) == {"float16"} and "skipped" not in model.held
+    assert model.targets(TENSORS) == ["float16"] * 5 + [""]
+    assert model.targets([Tensor("q", "float16", (4, 6))]) == [], "its own dtype holds what it holds"
+    values = torch.from_file(str(weights.path), shared=True, size=48, dtype=torch.float32)
+    values[3], values[5] = 65519.0, -65520.0
+    assert asyncio.run(engine.weights.examine(weights.weights))[1] == [Finding("embed", "overflow", 1)]
+
+
+def test_without_a_plan_the_smallest_dtype_of_the_model_counts(
+    make: Callable[[int], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys.modules[__name__], "Model", lambda model=Model: model(lambda _model, _name, tensor: tensor + 1).half()
+    )
+    engine = make(1)
+    assert engine.weights.plain
+    assert engine.weights.model_tensors().targets(TENSORS) == ["float16"] * 6
 
 
 def test_the_model_is_looked_through_when_a_group_is_joined_and_not_while_the_engine_stands_still(

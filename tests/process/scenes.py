@@ -17,6 +17,7 @@ from tests.process.weights import MANIFEST, TENSORS, Gate, Load, some_weights
 
 COSTS: dict[str, Any] = {
     "forward_s": 0.005, "batch_tokens": 400, "batch_rows": 8, "inflight_tokens": 800, "inflight_rows": 16, "tensors": TENSORS,
+    "held": "float16",
 }  # fmt: skip
 TIMES: dict[str, Any] = {
     "silence_s": 3.0,

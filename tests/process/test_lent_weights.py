@@ -69,6 +69,9 @@ def test_what_is_wrong_is_refused_and_touches_no_engine(play: Play, monkeypatch:
         broken = {**some_weights(2), "norm": torch.tensor([1.0, float("nan"), 1.0])}
         with pytest.raises(errors.WeightsRefused, match="norm: 1 elements are nan"):
             await stage.publisher.publish(broken, new, transfer="handles")
+        large = {**some_weights(2), "norm": torch.tensor([1.0, -1e5, 1.0])}
+        with pytest.raises(errors.WeightsRefused, match="norm: 1 elements are finite, but infinity in the engine's dtype"):
+            await stage.publisher.publish(large, new, transfer="handles")
         with pytest.raises(errors.WeightsRefused, match="missing names: embed, head"):
             await stage.publisher.publish({"norm": torch.ones(3)}, new, transfer="handles")
         with monkeypatch.context() as patch:

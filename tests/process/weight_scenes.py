@@ -41,6 +41,10 @@ def altered(**changes: Any) -> dict[str, torch.Tensor]:
 WRONG: dict[str, tuple[dict[str, torch.Tensor], str]] = {
     "nan": (altered(norm=torch.tensor([1.0, float("nan"), 1.0])), "norm: 1 elements are nan"),
     "infinity": (altered(norm=torch.tensor([1.0, float("inf"), 1.0])), "norm: 1 elements are infinity"),
+    "overflow": (
+        altered(norm=torch.tensor([1.0, 65520.0, 1.0])),
+        "norm: 1 elements are finite, but infinity in the engine's dtype",
+    ),
     "zeros": (altered(embed=torch.zeros(300, 20)), "embed: all zero"),
     "shape": (altered(norm=torch.ones(4)), r"norm: shape \[4\]; the model has \[3\]"),
     "dtype": (altered(norm=torch.ones(3, dtype=torch.int64)), "norm: dtype int64"),

@@ -93,7 +93,7 @@ class EngineWeights:
             tensors = tuple(Tensor(name, dtype, tuple(shape)) for name, dtype, shape in answer["tensors"])
             # What one rank leaves to another is needed.
             optional = frozenset[str].intersection(*(frozenset(one["optional"]) for one in answers))
-            self._model = ModelTensors(tensors, optional, tuple(answer["gpus"]))
+            self._model = ModelTensors(tensors, optional, tuple(answer["gpus"]), answer["held"])
 
     def model_tensors(self) -> ModelTensors:
         """What an update of this model consists of. Raises EngineError."""
@@ -110,6 +110,7 @@ class EngineWeights:
     async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
         """Open spaces and look at them while the engine serves. Raises EngineError."""
         ticket: dict[str, Any] = {"do": "examine", "manifest": encode_manifest(weights.tensors).decode()}
+        ticket["targets"] = self.model_tensors().targets(weights.tensors)
         tickets = [ticket | {"space": space} for space in self._of_each_rank(weights)]
         answers = await self._ask_for_later(tickets, EXAMINE_S, "the engine did not look at the new weights")
         digests = {answer["digest"] for answer in answers}

@@ -126,6 +126,7 @@ class ModelWeights:
             "tensors": [list(tensor) for tensor in msgspec.to_builtins(own)],
             "optional": sorted(optional),
             "gpus": visible_gpus(),
+            "held": self._held(own),
             "plain": self._plain,
         }
 
@@ -137,6 +138,17 @@ class ModelWeights:
             except Unrepeatable:
                 optional -= {tensor.name for tensor in others}
         return Plan(self._model, own)
+
+    def _held(self, own: list[Tensor]) -> dict[str, str]:
+        """By name, the dtype in which the model holds a tensor: that of the plan's copies, or the narrowest of the model."""
+        if self._plan is not None:
+            firsts = {
+                name: next((copy for copy in copies if copy.fill is None), None) for name, copies in self._plan.copies.items()
+            }
+            return {name: _dtype(copy.target) for name, copy in firsts.items() if copy is not None}
+        floats = [parameter for parameter in self._model.parameters() if parameter.is_floating_point()]
+        smallest = min(floats, key=lambda parameter: torch.finfo(parameter.dtype).max, default=None)
+        return {} if smallest is None else dict.fromkeys((one.name for one in own), _dtype(smallest))
 
     def _refused(self, own: list[Tensor]) -> str:
         if not own:
@@ -230,7 +242,7 @@ class ModelWeights:
             if not sealed(space, msgspec.convert(ticket["space"], Space).seal):
                 raise ValueError("the memory does not end with its seal")
             make_ready(space.device)  # it may be another one than the model's
-            digest, findings = examined(space, manifest)
+            digest, findings = examined(space, manifest, ticket["targets"])
             answer: dict[str, Any] = {"digest": digest, "findings": msgspec.to_builtins(findings)}
             with self._lock:
                 if self._examining is ticket:
@@ -355,6 +367,10 @@ class ModelWeights:
 
 
 _weights: dict[int, ModelWeights] = {}
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _still(sealed: bool) -> None:

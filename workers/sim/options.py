@@ -53,7 +53,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A batch costs `forward_s` + rows * `row_s` + tokens * `token_s`, times 1 ± `jitter` drawn from `seed`. `labels`: columns of
     a classifier. `inflight_*` default to the batch budget times the forwards in flight. `tensors`: what a weight update brings,
-    as a manifest ([name, dtype, shape] each); empty: it takes no updates. One costs `take_s`.
+    as a manifest ([name, dtype, shape] each); empty: it takes no updates. One costs `take_s`. `held`: the dtype in which a real
+    engine would hold them; empty: their own.
     """
 
     kind: Literal["causal", "classifier"] = "causal"
@@ -74,6 +75,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     jitter: float = 0.0
     take_s: float = 0.0
     tensors: list[Any] = []
+    held: str = ""
     faults: list[Fault] = []
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.protocol.layout import layout
-from enginepool.protocol.manifest import Tensor, decode_manifest
+from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
 from enginepool.protocol.updates import Finding, Space
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_space
 from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores
@@ -21,11 +21,13 @@ class SimWeights:
     Args:
         tensors: what an update consists of, as a manifest; empty: this engine takes no updates.
         version: of what it starts with, whose digest is "".
+        held: the dtype in which a real engine would hold its tensors; "": their own.
     """
 
-    def __init__(self, tensors: list[Any], version: int) -> None:
+    def __init__(self, tensors: list[Any], version: int, held: str = "") -> None:
         """Raises ValueError: `tensors` is no manifest."""
         self._model = tuple(decode_manifest(msgspec.json.encode(tensors))) if tensors else ()
+        self._held = {tensor.name: held for tensor in self._model} if held else {}
         self.version = version
         self.digest = ""
         self._tensors: tuple[Tensor, ...] = ()
@@ -40,7 +42,7 @@ class SimWeights:
         """What an update consists of. Raises EngineError."""
         if not self._model:
             raise EngineError("sim engine: options.tensors is empty, so it takes no updates")
-        return ModelTensors(self._model)
+        return ModelTensors(self._model, held=self._held)
 
     async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
         """Join a process group, with torch. Raises EngineError."""
@@ -59,7 +61,8 @@ class SimWeights:
         """Open spaces, and look at them. Raises EngineError."""
         self.let_go()
         self._opened = weights.spaces, await asyncio.to_thread(_open, weights)
-        return await asyncio.to_thread(_examined, weights.tensors, self._opened[1])
+        limits = [overflow(tensor.dtype, self._held.get(tensor.name, "")) for tensor in weights.tensors]
+        return await asyncio.to_thread(_examined, weights.tensors, self._opened[1], limits)
 
     def let_go(self) -> None:
         """Close what was examined."""
@@ -139,13 +142,21 @@ def _open(weights: NewWeights) -> npt.NDArray[np.uint8]:
     return opened
 
 
-def _examined(tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8]) -> tuple[str, list[Finding]]:
-    """The digest, and what is wrong with float32 tensors; others are as good as any bytes."""
+def _examined(tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8], limits: list[float]) -> tuple[str, list[Finding]]:
+    """The digest, and what is wrong with float32 tensors, of which the engine holds nothing from `limits` on.
+
+    Others are as good as any bytes.
+    """
     where = layout(tensors)
     findings: list[Finding] = []
-    for tensor, at in zip(tensors, where.offsets, strict=True):
+    for tensor, at, limit in zip(tensors, where.offsets, limits, strict=True):
         if tensor.dtype == "float32":
             values = space[at : at + tensor.nbytes].view(np.float32)
-            findings += [Finding(tensor.name, "nan", int(np.isnan(values).sum()))] * bool(np.isnan(values).any())
-            findings += [Finding(tensor.name, "infinity", int(np.isinf(values).sum()))] * bool(np.isinf(values).any())
+            large = np.abs(values)
+            counts = [
+                Finding(tensor.name, "nan", int(np.isnan(values).sum())),
+                Finding(tensor.name, "infinity", int((large == np.inf).sum())),
+                Finding(tensor.name, "overflow", int(((large >= limit) & (large < np.inf)).sum())),
+            ]
+            findings += [finding for finding in counts if finding.count]
     return digest_of_bytes(space[: where.nbytes]), findings

@@ -258,7 +258,7 @@ class Stager:
                     return
                 self.group = group
             # All that can be done before the first byte comes.
-            reception = update.memory.reception(update.manifest, update.bucket_bytes, device)
+            reception = update.memory.reception(update.manifest, update.bucket_bytes, device, update.targets)
             spaces = update.memory.spaces()
         except Exception as error:  # whatever it is: the worker waits for a word
             self._soon(update, InGroup(update.id, why(error)))

@@ -77,11 +77,15 @@ class Room(Message, tag="room"):
 
 
 class Reserve(Message, tag="reserve"):
-    """Make room for these tensors; an update before, if it is not committed, is forgotten. Answered by `reserved`."""
+    """Make room for these tensors; an update before, if it is not committed, is forgotten. Answered by `reserved`.
+
+    `targets`: the dtype in which the engine will hold each, or "" where that is its own; [] where all are their own.
+    """
 
     update: TaskId
     manifest: list[Tensor]
     bucket_bytes: int
+    targets: list[str] = []
 
 
 class JoinGroup(Message, tag="join_group"):

@@ -42,9 +42,9 @@ class HostMemory(HostSpace):
 
     _complete = False
 
-    def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str) -> "Reception":
+    def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str, targets: Sequence[str] = ()) -> "Reception":
         """What receives these tensors here."""
-        return Reception(self.tensors, manifest, bucket_bytes, device)
+        return Reception(self.tensors, manifest, bucket_bytes, device, targets)
 
     def save(self, path: str, footer: Footer, left: Callable[[], None]) -> None:
         """Keep it as a snapshot; `left` is called when this memory is needed no more for that. Raises OSError."""
@@ -71,11 +71,11 @@ class DeviceMemory(DeviceSpace):
                 raise OSError(f"GPU {gpu} has {free >> 20} MiB left for {nbytes >> 20} MiB of weights")
         DeviceSpace.__init__(self, nbytes, [f"cuda:{gpu}" for gpu in range(gpus)])
 
-    def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str) -> "Reception":
+    def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str, targets: Sequence[str] = ()) -> "Reception":
         """What receives these tensors here: that of last time, if they are the same."""
         kept = self._reception
-        if kept is None or kept.made_for != (list(manifest), bucket_bytes, device):
-            kept = self._reception = Reception(self.tensors, manifest, bucket_bytes, device)
+        if kept is None or kept.made_for != (list(manifest), bucket_bytes, device, list(targets)):
+            kept = self._reception = Reception(self.tensors, manifest, bucket_bytes, device, targets)
         return kept
 
     def save(self, path: str, footer: Footer, left: Callable[[], None]) -> None:
@@ -162,7 +162,7 @@ class _Bounced:
         came: where each bucket begins in the space, and the buffer that it comes by.
     """
 
-    def __init__(self, space: Any, manifest: Sequence[Tensor], came: list[tuple[int, Any]]) -> None:
+    def __init__(self, space: Any, manifest: Sequence[Tensor], came: list[tuple[int, Any]], targets: Sequence[str]) -> None:
         self._came = came
         ends = [*layout(manifest).offsets[1:], space.numel()]
         names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
@@ -170,7 +170,7 @@ class _Bounced:
         looked = 0
         for at, buffer in came:
             until = bisect_right(ends, at + buffer.numel(), looked)
-            self._batches.append(Batch(names[looked:until], tensors[looked:until]))
+            self._batches.append(Batch(names[looked:until], tensors[looked:until], targets[looked:until]))
             looked = until
 
     def begin(self) -> "_Bounced":
@@ -195,10 +195,13 @@ class Reception:
     Args:
         memory: a space on each device of the engine; bytes come into the first one, and go on from there.
         device: of the process group; where the memory is elsewhere, buckets come by way of two buffers there.
+        targets: as `Look` has them.
     """
 
-    def __init__(self, memory: Sequence[Any], manifest: Sequence[Tensor], bucket_bytes: int, device: str) -> None:
-        self.made_for = (list(manifest), bucket_bytes, device)
+    def __init__(
+        self, memory: Sequence[Any], manifest: Sequence[Tensor], bucket_bytes: int, device: str, targets: Sequence[str] = ()
+    ) -> None:
+        self.made_for = (list(manifest), bucket_bytes, device, list(targets))
         nbytes = layout(manifest).nbytes
         space = memory[0][:nbytes]
         make_ready(device)
@@ -207,11 +210,13 @@ class Reception:
         bounce: list[Any] = []
         self._look: Look | _Bounced
         if space.device.type == torch.device(device).type:
-            self._look = Look(space, manifest, ends)
+            self._look = Look(space, manifest, ends, targets)
         else:
             bounce = [torch.empty(min(bucket_bytes, nbytes), dtype=torch.uint8, device=device) for _ in range(AHEAD)]
             turns = [bounce[k % AHEAD][: bucket.nbytes] for k, bucket in enumerate(cuts)]
-            self._look = _Bounced(space, manifest, [(bucket.at, turn) for bucket, turn in zip(cuts, turns, strict=True)])
+            self._look = _Bounced(
+                space, manifest, [(bucket.at, turn) for bucket, turn in zip(cuts, turns, strict=True)], targets
+            )
         self._in_place = not bounce
         self._gpus = range(len(memory) if space.is_cuda or device != "cpu" else 0)
         self._parts: list[Part] = []

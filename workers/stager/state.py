@@ -16,6 +16,7 @@ class Update:
     def __init__(self, message: Reserve, memory: "Memory", worker: asyncio.StreamWriter | None = None) -> None:
         self.id = message.update
         self.manifest = message.manifest
+        self.targets = message.targets
         self.bucket_bytes = message.bucket_bytes
         self.memory = memory
         self.worker = worker

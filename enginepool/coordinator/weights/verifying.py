@@ -8,6 +8,12 @@ from enginepool.coordinator.weights.update import TRANSFER, Update, zero_matrice
 from enginepool.protocol.basis import MAX_FINDINGS
 from enginepool.protocol.updates import Inspect, Inspected
 
+_WRONG = {
+    "nan": "are nan",
+    "infinity": "are infinity",
+    "overflow": "are finite, but infinity in the engine's dtype; send smaller numbers, or set another dtype of the group",
+}
+
 
 class Verifying:
     """Verifies what was staged."""
@@ -29,7 +35,7 @@ class Verifying:
                 return False
             for finding in member.findings:
                 if finding.kind != "zero":
-                    text = f"{finding.name}: {finding.count} elements are {finding.kind}"
+                    text = f"{finding.name}: {finding.count} elements {_WRONG[finding.kind]}"
                     self.ending.abort(update, "weights_refused", text, field=finding.name)
                     return False
         zeros = zero_matrices(update)
