@@ -67,13 +67,15 @@ def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer) -> Any
         )
     try:
         message = decoder.decode(frame)
+        # A key that is unknown is looked at here only: it may still be no UTF-8.
+        nested = deeper(frame, MAX_NESTING)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except RecursionError:
         raise _nested() from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError("malformed", f"frame 0 is not msgpack: {error}", field="frame 0") from None
-    if deeper(frame, MAX_NESTING):
+    if nested:
         raise _nested()
     return message
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from enginepool.coordinator.filling import header_bytes
-from enginepool.protocol.frames import encode_header
-from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_LABELS, Batch, Capabilities, Done, FrameSpec, PartDone
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import decode_header, encode_header
+from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_LABELS, Batch, Capabilities, Done, FrameSpec, PartDone, Ping
 from tests.core.machines import Pool, results, work
 
 LARGE = Capabilities("causal", 100_000, 4096, 100_000, 20_000, 200_000, 40_000)
@@ -46,6 +47,13 @@ def test_what_a_part_adds_to_a_header_is_never_underestimated(
     assert len(msgspec.msgpack.encode(part)) <= header_bytes(content)
     done = PartDone([FrameSpec("scores", "float32", (TOP, TOP)), FrameSpec("hidden", "float32", (TOP, TOP))])
     assert len(msgspec.msgpack.encode(done)) <= header_bytes(content), "and what its answer adds to that of the answer"
+
+
+def test_a_header_with_an_unknown_key_that_is_no_text_is_malformed() -> None:
+    header = b"\x83\xa4type\xa4ping\xa3\xff\xfe\xfd\x01\xa1x" + bytes([0xDC, 0, 64]) + bytes([0x90] * 64)
+    with pytest.raises(WireError) as caught:
+        decode_header(msgspec.msgpack.Decoder(Ping), header)
+    assert caught.value.code == "malformed"
 
 
 @pytest.mark.parametrize("message", ["x" * 100_000, "\N{SNOWMAN}" * 600])
