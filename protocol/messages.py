@@ -65,7 +65,8 @@ class Pong(Message, tag="pong"):
 
 
 class Failure(Message, tag="error"):
-    """A request, or a message, that was refused or failed. `id` is absent when the message had no readable id."""
+    """A request, or a message, that was refused or failed. `id` is absent when the message had no readable id. `incarnation`:
+    of the `hello` that was refused; absent in every other error."""
 
     code: str
     message: str
@@ -76,6 +77,7 @@ class Failure(Message, tag="error"):
     limit: str = ""
     retry_after_ms: int | None = None
     evidence: list[str] = []
+    incarnation: int | None = None
 
 
 # --- client to coordinator ---------------------------------------------------------------------------------------------
@@ -144,7 +146,7 @@ class Status(Message, tag="status"):
 
 
 class Welcome(Message, tag="welcome"):
-    """Answer to `hello`: the coordinator's epoch, what it can do, and the window it grants to this client."""
+    """Answer to the `hello` of this `incarnation`: the coordinator's epoch, what it can do, and the window that it grants."""
 
     epoch: int
     protocol: int = PROTOCOL_VERSION
@@ -154,6 +156,7 @@ class Welcome(Message, tag="welcome"):
     window_bytes: int = 0
     max_message_bytes: int = 0
     ping_ms: int = 1000
+    incarnation: int = 0
 
 
 class Usage(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -208,10 +211,25 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     pace_row: int = 0
 
 
+class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
+    """What a request to a group may ask for: anything else is refused with `bad_request`. `context`: the longest row, query and
+    item together, in tokens. `max_item` more than 0: all rows have to share a query, and no item may be longer.
+    """
+
+    kind: Literal["causal", "classifier"]
+    vocab: int
+    context: int
+    items: int
+    labels: int = 0
+    hidden: int = 0
+    text: bool = True
+    max_item: int = 0
+
+
 class GroupStatus(msgspec.Struct, omit_defaults=True):
     """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward;
     `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction. `halvings`: how
-    often its workers' budgets were halved, because engines ran out of memory.
+    often its workers' budgets were halved, because engines ran out of memory. `limits`: None while not known.
     """
 
     name: str
@@ -235,6 +253,7 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     needs_weights: str = ""
     halvings: int = 0
     workers: list[WorkerStatus] = []
+    limits: GroupLimits | None = None
 
 
 class StatusReport(Message, tag="status_report"):

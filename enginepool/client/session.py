@@ -65,8 +65,6 @@ from enginepool.protocol.messages import (
 )
 from enginepool.protocol.updates import Join, Phase, Published, WeightsReport, WeightsWanted
 
-#: Errors about the link itself, whichever message they answer.
-_LINK_CODES = frozenset({"hello_required", "superseded", "unauthorised", "protocol_version"})
 _CLOSED = Failure("closed", "the pool is closed")
 
 
@@ -213,7 +211,7 @@ class ClientSession:
             self._finish(Failure("protocol_version", text, limit=str(PROTOCOL_VERSION)))
             return
         before = self.link.epoch
-        if message.epoch < before:
+        if message.epoch < before or message.incarnation != self.link.incarnation:
             return
         new_epoch = message.epoch > before
         again = self.link.stands and not new_epoch
@@ -230,17 +228,12 @@ class ClientSession:
 
     def _on_failure(self, failure: Failure) -> None:
         code = failure.code
-        if code == "hello_required":
+        if failure.incarnation is not None:
+            self._on_hello_refused(failure)
+        elif code == "hello_required":
             self._greet_again()
-        elif code == "superseded":
-            self._on_superseded(failure)
-        elif code in _LINK_CODES:
-            self._finish(failure)
         elif failure.id is None:
-            if self.link.state == "greeting" and code in CODES and not CODES[code].retry:
-                self._finish(failure)  # it is the Hello that was refused
-            else:
-                self._out.append(Complaint(failure))
+            self._out.append(Complaint(failure))
         elif self.updates.refused(failure.id, failure, self._now, self._out):
             self._acknowledge(failure.id)
         elif self.questions.refused(failure.id, failure, self._out):
@@ -250,7 +243,17 @@ class ClientSession:
         elif failure.final:
             self._answered(failure.id, Fail(failure.id, failure))
 
-    def _on_superseded(self, failure: Failure) -> None:
+    def _on_hello_refused(self, failure: Failure) -> None:
+        """What was said of an earlier Hello does not count."""
+        if failure.incarnation != self.link.incarnation:
+            return
+        code = failure.code
+        if code != "superseded":
+            if code in CODES and CODES[code].retry:
+                self._out.append(Complaint(failure))
+            else:
+                self._finish(failure)
+            return
         found = self.link.superseded(self._now)
         if found == "end":
             self._finish(failure)

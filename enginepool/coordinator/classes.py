@@ -5,10 +5,10 @@ when anything else is among them. So each is a class, a bit, and a request carri
 a plain worker was ready, plain ones are believed to serve everything; packed ones are believed once one is ready.
 """
 
-from enginepool.coordinator.door import check_limits, row_lengths
+from enginepool.coordinator.door import check_limits, longest_row, row_lengths
 from enginepool.coordinator.events import Work
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import Capabilities, GroupLimits
 
 PLAIN = 1
 PACKED = 2
@@ -38,18 +38,26 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
     return found or wrong
 
 
+def limits_of(plain: Capabilities | None, packed: Capabilities | None, expected: int, items: int) -> GroupLimits | None:
+    """What any request to a group may ask for, and at most so many `items`: what its plain workers serve, where it has them.
+    None while that is not known: before a worker was ready, or a plain one where there will be plain ones."""
+    if plain is not None:
+        return GroupLimits(plain.kind, plain.vocab, longest_row(plain), items, plain.labels, plain.hidden, plain.text)
+    if packed is None or expected & PLAIN:
+        return None
+    longest = longest_row(packed) - 2
+    max_item = min(packed.max_item, longest - 1)
+    return GroupLimits(packed.kind, packed.vocab, longest, items, packed.labels, packed.hidden, False, max_item)
+
+
 def may_pack(work: Work, can: Capabilities) -> bool:
     """Whether a packed worker of `can` takes the rows of `work`. A row has a sequence of its own at worst: two delimiters."""
     return (
         work.shared > 0
         and work.longest - work.shared <= can.max_item
-        and work.longest + 2 <= _longest(can)
+        and work.longest + 2 <= longest_row(can)
         and (can.hidden > 0 or not work.hidden)
     )
-
-
-def _longest(can: Capabilities) -> int:
-    return min(can.context, can.inflight_tokens - (can.page - 1))
 
 
 def _why_not(work: Work, can: Capabilities) -> WireError:
@@ -66,7 +74,7 @@ def _why_not(work: Work, can: Capabilities) -> WireError:
     query = work.part.frames[0].shape[0]
     if not query:
         return _bad("query", f"query: empty, so that there is nothing to share, and {only}", "1")
-    longest = min(can.max_item, _longest(can) - 2 - query)
+    longest = min(can.max_item, longest_row(can) - 2 - query)
     for row, length in enumerate(row_lengths(work)):
         item = length - query
         if not 0 < item <= longest:

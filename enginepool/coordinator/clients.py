@@ -11,7 +11,7 @@ from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client
-from enginepool.protocol.messages import PROTOCOL_VERSION, Pong, Welcome
+from enginepool.protocol.messages import PROTOCOL_VERSION, Failure, Pong, Welcome
 
 
 class Clients:
@@ -29,10 +29,10 @@ class Clients:
             client = core.clients[e.client] = Client(e.client, e.token, e.incarnation, e.link, e.now)
         else:
             if not hmac.compare_digest(client.token, e.token):
-                core.refuse(e.link, None, "unauthorised", "hello: the token is not this client's", field="token")
+                self._refuse(e, "unauthorised", "hello: the token is not this client's", "token")
                 return
             if e.incarnation < client.incarnation:
-                core.refuse(e.link, None, "superseded", "hello: a newer link of this client exists", field="incarnation")
+                self._refuse(e, "superseded", "hello: a newer link of this client exists", "incarnation")
                 return
             if client.link is not None:
                 core.links.pop(client.link, None)
@@ -54,8 +54,12 @@ class Clients:
             window_bytes=limits.window_bytes,
             max_message_bytes=limits.max_message_bytes,
             ping_ms=int(core.config.timing.ping_s * 1000),
+            incarnation=e.incarnation,
         )
         core.effects.append(ToClient(e.link, welcome))
+
+    def _refuse(self, e: ev.ClientHello, code: str, message: str, field: str) -> None:
+        self.core.effects.append(ToClient(e.link, Failure(code, message, field=field, incarnation=e.incarnation)))
 
     def heard(self, e: ev.Heard) -> None:
         """A client is alive; a link that nobody has greeted is told to say Hello."""

@@ -32,7 +32,7 @@ from enginepool.coordinator.patience import FEW
 from enginepool.coordinator.peers import SAME_USER
 from enginepool.coordinator.sockets import Frame, Router, Sockets, pid_of, raise_open_files
 from enginepool.coordinator.supervisor import LocalSupervisor
-from enginepool.coordinator.translate import client_event, id_of, worker_event
+from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.errors import ConfigError
 from enginepool.folders import snapshot_folders
 from enginepool.protocol.errors import WireError
@@ -133,10 +133,7 @@ class Daemon:
                 raise WireError("malformed", "the message has no frame 0", field="frame 0")
             event = client_event(time.monotonic(), link, frames, self._max_bytes, SAME_USER, lambda: pid_of(frame))
         except WireError as error:
-            failure = Failure(
-                error.code, error.message, id_of(frames[0]) if frames else None, field=error.field, limit=error.limit
-            )
-            self.sockets.clients.send(link, [encode_header(failure)])
+            self.sockets.clients.send(link, [encode_header(refusal(frames[0] if frames else b"", error))])
             return
         if type(event) is ev.StatusAsked:
             event.outbox_bytes = self.sockets.clients.parked_bytes

@@ -109,7 +109,7 @@ def check_limits(work: Work, can: Capabilities, *, alone: bool = True) -> WireEr
         return _bad("hidden", "hidden: this model returns no pooled hidden states", "0")
     if work.text:
         return None
-    longest = min(can.context, can.inflight_tokens - (can.page - 1))
+    longest = longest_row(can)
     if work.longest > longest:
         row, length = next((i, n) for i, n in enumerate(row_lengths(work)) if n > longest)
         return _bad(f"items[{row}]", f"items[{row}]: {length} tokens with its query; at most {longest}", str(longest))
@@ -123,6 +123,11 @@ def _check_outputs(work: Work, can: Capabilities) -> WireError | None:
     if work.part.logprobs and not work.part.softmax:
         return _bad("logprobs", "logprobs: this model's head gives logits, not probabilities; add softmax", "")
     return None
+
+
+def longest_row(can: Capabilities) -> int:
+    """Tokens of the longest row, query and item together, that a worker of these capabilities is given."""
+    return min(can.context, can.inflight_tokens - (can.page - 1))
 
 
 def row_lengths(work: Work, start: int = 0, end: int | None = None) -> list[int]:

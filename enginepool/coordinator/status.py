@@ -2,7 +2,7 @@
 
 from math import inf
 
-from enginepool.coordinator.classes import PACKED
+from enginepool.coordinator.classes import PACKED, limits_of
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.events import StatusAsked
 from enginepool.coordinator.phases import QUEUED
@@ -51,6 +51,7 @@ def _group(core: Core, group: Group) -> GroupStatus:
         needs_weights=group.needs,
         halvings=group.halvings,
         workers=[_worker(core, worker) for worker in group.workers.values()] + absent,
+        limits=limits_of(group.plain, group.packed, group.expected, core.config.limits.queue_items),
     )
 
 

@@ -4,6 +4,7 @@ Pure: the shell hands over the frames of one multipart message and the time.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -26,7 +27,12 @@ class _Id(msgspec.Struct):
     id: int | None = None
 
 
+class _Hello(msgspec.Struct, tag_field="type", tag="hello"):
+    incarnation: int = 0
+
+
 _id = msgspec.msgpack.Decoder(_Id)
+_hello_number = msgspec.msgpack.Decoder(_Hello)
 
 
 def client_event(
@@ -57,12 +63,15 @@ def client_event(
     return make(now, link, message, frames[1:])
 
 
-def id_of(frame: Buffer) -> int | None:
-    """The request id in a frame 0 that was refused, when one can be read."""
-    try:
-        return _id.decode(frame).id
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
+def refusal(frame: Buffer, error: WireError) -> m.Failure:
+    """The answer to a client's message that was refused, with what of its frame 0 can be read: the request's id, or of a hello
+    its incarnation."""
+    id_ = incarnation = None
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        id_ = _id.decode(frame).id
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        incarnation = _hello_number.decode(frame).incarnation
+    return m.Failure(error.code, error.message, id_, field=error.field, limit=error.limit, incarnation=incarnation)
 
 
 def worker_event(now: float, link: Link, frames: Sequence[Buffer], peer: Peer = SAME_USER) -> ev.Event:

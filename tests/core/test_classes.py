@@ -12,8 +12,20 @@ from hypothesis import strategies as st
 
 from enginepool.config import ConfigError, GroupConfig, PoolConfig, check_config
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.classes import PACKED as PACKED_CLASS
+from enginepool.coordinator.classes import PLAIN, classes_of, limits_of
 from enginepool.coordinator.door import open_score
-from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, PartDone, Result, Score, Tokenise
+from enginepool.protocol.messages import (
+    Batch,
+    Capabilities,
+    FrameSpec,
+    GroupLimits,
+    PartDone,
+    Result,
+    Score,
+    StatusReport,
+    Tokenise,
+)
 from enginepool.workers.engine import ScoreBatch
 from enginepool.workers.payload import decode_batch, encode_scores
 from enginepool.workers.sim.engine import SimEngine
@@ -49,6 +61,72 @@ def paired(*rows: tuple[int, int]) -> ev.Work:
     lengths = [np.array(queries, np.uint32).tobytes(), np.array(items, np.uint32).tobytes()]
     frames = [np.ones(sum(queries), np.int32).tobytes(), lengths[0], np.ones(sum(items), np.int32).tobytes(), lengths[1]]
     return open_score(Score(1, specs, labels=[1, 2]), frames)
+
+
+def sizes(**changes: Any) -> Capabilities:
+    return msgspec.structs.replace(CAN, **changes)
+
+
+CAUSAL = st.builds(
+    sizes,
+    context=st.integers(4, 12),
+    page=st.sampled_from([1, 4]),
+    inflight_tokens=st.integers(8, 12),
+    batch_tokens=st.just(8),
+    hidden=st.sampled_from([0, 4]),
+    text=st.booleans(),
+)
+WORK = st.one_of(
+    st.builds(
+        lambda query, items, **settings: shared(query, *items, first=900, **settings),  # type: ignore[arg-type]
+        st.integers(0, 6),
+        st.lists(st.integers(1, 8), min_size=1, max_size=3),
+        hidden=st.booleans(),
+        item_first=st.booleans(),
+        labels=st.sampled_from([(), (1, 2), (999,), (1000,)]),
+    ),
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=3).map(lambda rows: paired(*rows)),
+    st.just(text("a", ["b"])),
+)
+
+
+@given(WORK, CAUSAL, st.none() | st.integers(1, 8), st.booleans(), st.sampled_from(["causal", "classifier"]))
+def test_a_request_within_the_limits_that_the_status_names_is_served_and_another_refused(
+    work: ev.Work, can: Capabilities, max_item: int | None, beside: bool, kind: Any
+) -> None:
+    can = msgspec.structs.replace(can, kind=kind, labels=2 if kind == "classifier" else 0)
+    packed = None if max_item is None else msgspec.structs.replace(can, max_item=max_item, hidden=0)
+    plain = can if packed is None or beside else None
+    expected = PLAIN * (plain is not None) | PACKED_CLASS * (packed is not None)
+    limits = limits_of(plain, packed, expected, 1000)
+    assert limits is not None
+    within = (
+        (work.max_label >= 0) == (limits.kind == "causal")
+        and max(work.max_label, work.max_id) < limits.vocab
+        and (work.text or work.longest <= limits.context)
+        and work.hidden <= limits.hidden
+        and work.text <= limits.text
+        and (not limits.max_item or (work.shared > 0 and work.longest - work.shared <= limits.max_item))
+    )
+    served = isinstance(classes_of(work, plain, packed, expected), int)
+    assert served or not within
+    if not (plain and packed):
+        assert served == within
+
+
+def test_the_status_names_the_limits_of_a_group_once_they_are_known() -> None:
+    pool = Pool(config())
+    client = pool.client()
+
+    def limits() -> GroupLimits | None:
+        (report,) = [s.message for s in pool.do(ev.StatusAsked(0, client, 1))]
+        assert isinstance(report, StatusReport)
+        return report.groups[0].limits
+
+    assert limits() is None
+    pool.worker("p", can=PACKED)
+    pool.worker("w", can=sizes(inflight_tokens=100, batch_tokens=100, page=8))
+    assert limits() == GroupLimits("causal", 1000, 93, 1_000_000)
 
 
 def rows(sent: Sent) -> list[int]:

@@ -86,10 +86,16 @@ class Driver:
         )
 
     def hear(self, message: ToClient) -> list[Effect]:
+        if isinstance(message, Welcome) and not message.incarnation:
+            message.incarnation = self.session.link.incarnation
         return self(Received(self.now, message, (b"\0\0\0\0",) if isinstance(message, Result) else ()))
 
     def refuse(self, code: str, id_: int | None = None, retry_after_ms: int | None = None) -> list[Effect]:
         return self.hear(Failure(code, "no", id=id_, retry_after_ms=retry_after_ms))
+
+    def refuse_hello(self, code: str, incarnation: int | None = None) -> list[Effect]:
+        """The answer to the newest Hello, or to that of this incarnation."""
+        return self.hear(Failure(code, "no", incarnation=incarnation or self.session.link.incarnation))
 
     def submit(
         self, id_: int, *, priority: int = 0, timeout: float | None = None, retry_busy: bool = True, size: int = 0
@@ -179,9 +185,25 @@ def test_a_refused_hello_ends_the_session_and_says_why(code: str):
     driver = Driver()
     driver.start()
     driver.submit(1)
-    driver.refuse(code)
+    driver.refuse_hello(code)
     assert driver.failed() == [(1, code)]
     assert isinstance(driver.effects[-1], Ended)
+
+
+@pytest.mark.parametrize("code", ["protocol_version", "unauthorised", "bad_request", "superseded"])
+def test_what_answers_an_earlier_hello_does_not_count(code: str):
+    driver = Driver()
+    driver.start()
+    driver.submit(1)
+    driver.pass_time(driver.session.settings.hello_s + 0.1)
+    assert driver.session.link.incarnation == 2
+    assert driver.refuse_hello(code, incarnation=1) == []
+    assert driver.hear(Welcome(7, incarnation=1)) == []
+    assert driver.session.link.state == "greeting"
+    driver.welcome()
+    assert driver.sent_ids() == [1]
+    assert driver.refuse_hello(code, incarnation=1) == []
+    assert driver.session.link.state == "welcomed"
 
 
 def test_a_welcome_in_another_protocol_ends_the_session():
@@ -522,11 +544,11 @@ def test_a_link_that_was_superseded_once_greets_again_but_a_rival_ends_the_sessi
     driver.submit(1)
     for _ in range(5):
         driver.now += 0.5
-        driver.refuse("superseded")
+        driver.refuse_hello("superseded")
         assert any(isinstance(m, Hello) for m in driver.sent())
         driver.welcome()
     driver.now += 0.5
-    driver.refuse("superseded")
+    driver.refuse_hello("superseded")
     assert driver.failed() == [(1, "superseded")]
 
 
@@ -612,7 +634,7 @@ def test_the_state_reads_in_words():
 def test_a_failed_session_names_the_code_in_its_words():
     driver = Driver()
     driver.start()
-    driver.refuse("unauthorised")
+    driver.refuse_hello("unauthorised")
     assert driver.session.describe() == "failed (unauthorised) pending=0 sent=0 resends=0"
 
 
@@ -655,7 +677,7 @@ class RoughCoordinator:
         rng = self.rng
         if isinstance(message, Hello):
             self.greeted.add(link)
-            return [Welcome(self.epoch, window_requests=self.window)]
+            return [Welcome(self.epoch, window_requests=self.window, incarnation=message.incarnation)]
         if link not in self.greeted:
             return [Failure("hello_required", "who are you?", id=getattr(message, "id", None))]
         if isinstance(message, Ping):
@@ -748,7 +770,7 @@ def test_the_same_seed_gives_the_same_effects():
     def run() -> list[Effect]:
         rng = random.Random(3)
         session = ClientSession(b"c" * 16, b"t" * 16, rng.random)
-        seen = [*session.handle(Start(0.0)), *session.handle(Received(0.1, Welcome(1, window_requests=2)))]
+        seen = [*session.handle(Start(0.0)), *session.handle(Received(0.1, Welcome(1, window_requests=2, incarnation=1)))]
         for id_ in range(1, 9):
             seen += session.handle(Submit(0.2, score(id_, priority=rng.randint(0, 3)), FRAMES, 9.0))
             seen += session.handle(Received(0.3, Failure("busy", "full", id=id_)))

@@ -396,7 +396,7 @@ class RoughCoordinator:
     def hear(self, link: int, message: Message) -> list[ToClient]:
         if isinstance(message, Hello):
             self.greeted.add(link)
-            return [Welcome(self.epoch)]
+            return [Welcome(self.epoch, incarnation=message.incarnation)]
         if link not in self.greeted:
             return [Failure("hello_required", "who are you?", id=getattr(message, "id", None))]
         if isinstance(message, Ping):

@@ -32,7 +32,9 @@ def main() -> None:
         message = decoder.decode(header)
         if isinstance(message, Hello):
             greeted.add(link)
-            socket.send_multipart([link, msgspec.msgpack.encode(Welcome(time.time_ns() // 1000))])
+            socket.send_multipart(
+                [link, msgspec.msgpack.encode(Welcome(time.time_ns() // 1000, incarnation=message.incarnation))]
+            )
         elif link not in greeted:
             socket.send_multipart([link, msgspec.msgpack.encode(Failure("hello_required", "say hello"))])
         elif isinstance(message, Score):

@@ -10,7 +10,7 @@ from enginepool.config import PoolConfig
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.machine import Machine
-from enginepool.coordinator.translate import client_event, id_of, worker_event
+from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Failure, Message
@@ -80,9 +80,7 @@ class SimCoordinator:
             else:
                 event = client_event(now, link.id, frames, self.config.limits.max_message_bytes)
         except WireError as error:
-            id_ = None if link.worker else id_of(frames[0])
-            failure = Failure(error.code, error.message, id_, field=error.field, limit=error.limit)
-            self.network.send(link.id, failure, ())
+            self.network.send(link.id, refusal(frames[0], error), ())
             return
         self._events.append(event)
         if len(self._events) == 1:

@@ -134,7 +134,7 @@ class FakeCoordinator:
             return
         if isinstance(message, Hello):
             self._greeted.add(link)
-            self._send(link, Welcome(self.epoch, window_requests=self.window, groups=["g"]))
+            self._send(link, Welcome(self.epoch, window_requests=self.window, groups=["g"], incarnation=message.incarnation))
         elif link not in self._greeted:
             self._send(link, Failure("hello_required", "say hello", id=getattr(message, "id", None)))
         elif isinstance(message, Score):

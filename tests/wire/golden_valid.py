@@ -231,6 +231,12 @@ def _to_client() -> list[Valid]:
             },
         ),
         Valid(
+            "welcome-again",
+            way,
+            "the answer to `hello-again`: its incarnation comes back",
+            {"type": "welcome", "epoch": EPOCH, "groups": ["policy"], "ping_ms": 500, "incarnation": 2},
+        ),
+        Valid(
             "result",
             way,
             "the answer to `score`: one whole batch, weight version 3",
@@ -303,6 +309,18 @@ def _to_client() -> list[Valid]:
             },
         ),
         Valid(
+            "error-to-hello",
+            way,
+            "the answer to a hello of incarnation 2, while a link of incarnation 3 exists",
+            {
+                "type": "error",
+                "code": "superseded",
+                "message": "hello: a newer link of this client exists",
+                "field": "incarnation",
+                "incarnation": 2,
+            },
+        ),
+        Valid(
             "error-hello-required",
             way,
             "this link has not said hello to this coordinator",
@@ -353,6 +371,32 @@ def _to_client() -> list[Valid]:
                             }
                         ],
                     }
+                ],
+            },
+            exact=False,
+        ),
+        Valid(
+            "status-report-limits",
+            way,
+            "what requests may ask for: a causal model, and a reward model of packed workers that returns hidden states",
+            {
+                "type": "status_report",
+                "epoch": EPOCH,
+                "groups": [
+                    {"name": "policy", "limits": {"kind": "causal", "vocab": 1000, "context": 16, "items": 1000000}},
+                    {
+                        "name": "reward",
+                        "limits": {
+                            "kind": "classifier",
+                            "vocab": 1000,
+                            "context": 14,
+                            "items": 1000000,
+                            "labels": 1,
+                            "hidden": 4,
+                            "text": False,
+                            "max_item": 8,
+                        },
+                    },
                 ],
             },
             exact=False,
