@@ -4,6 +4,10 @@ import re
 
 from enginepool.host import LONGEST_PATH
 
+#: where a pool listens that is not told where
+DEFAULT_ADDRESS = "tcp://127.0.0.1:5755"
+#: the environment variable with the address that clients connect to where they are given none
+ADDRESS_VARIABLE = "ENGINEPOOL_ADDRESS"
 FORM = "tcp://HOST:PORT or ipc://PATH"
 _LAST_PORT = 65535
 #: what ZeroMQ connects to: a name, or an address, IPv6 in brackets or not; one's own may stand before it with a semicolon

@@ -4,6 +4,7 @@ A pool is described by a TOML file (`enginepool serve --config pool.toml`) or by
 and impossible values are refused with the key's name.
 """
 
+import difflib
 import ipaddress
 import math
 import os
@@ -219,13 +220,25 @@ def _say(text: str, raw: Any) -> str:
                 break
     unknown = _UNKNOWN.fullmatch(what)
     if unknown:
-        return f"unknown key {f'{key}.' if key else ''}{unknown.group(1)}"
+        name = unknown.group(1)
+        return f"unknown key {f'{key}.' if key else ''}{name}{_meant(key, name)}"
     choice = _NO_CHOICE.fullmatch(what)
     if choice:
         # A group alone has such keys.
         known = get_args(get_type_hints(GroupConfig)[key.rpartition(".")[2]])
         return f"{key} = {choice.group(1)}: one of {', '.join(known)}"
     return f"{key}: {what}" if key else what
+
+
+def _meant(key: str, name: str) -> str:
+    """What was probably meant by an unknown key `name` in the table `key`, as the end of a sentence."""
+    tables = {"": PoolConfig, "limits": Limits, "timing": Timing, "restart": Restart}
+    in_group = bool(re.fullmatch(r"groups\.[^.]*|groups\[\.\.\.\]", key))
+    struct = GroupConfig if in_group else tables.get(key)
+    near = difflib.get_close_matches(name, struct.__struct_fields__ if struct is not None else (), 1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; a setting of the engine is written as options.{name}" if in_group else ""
 
 
 def check_config(config: PoolConfig, *, where: str) -> PoolConfig:

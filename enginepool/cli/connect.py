@@ -4,12 +4,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from enginepool.address import FORM, wrong_address
+from enginepool.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, FORM, wrong_address
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Opening
 
-DEFAULT_ADDRESS = "tcp://127.0.0.1:5755"
+__all__ = ["DEFAULT_ADDRESS", "Address", "open_pool"]
+
 CONNECT_S = 10.0
 
 
@@ -24,7 +25,7 @@ Address = Annotated[
     typer.Option(
         "--connect",
         metavar="ADDRESS",
-        envvar="ENGINEPOOL_ADDRESS",
+        envvar=ADDRESS_VARIABLE,
         callback=_check_address,
         help=f"Where the pool listens: {FORM}.",
     ),

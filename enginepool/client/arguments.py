@@ -4,8 +4,10 @@ What needs no knowledge of the model is refused here with the same error that th
 (`items[3][7]`, `label_token_ids`).
 """
 
+import difflib
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, TypeAlias, TypedDict, TypeVar, cast
@@ -13,7 +15,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.address import FORM, wrong_address
+from enginepool.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, FORM, wrong_address
 from enginepool.errors import BadRequest
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import MAX_PRIORITY
@@ -121,12 +123,41 @@ def check_name(value: Any) -> str:
 
 
 def check_address(value: Any) -> str:
-    """The address of a coordinator that somebody can connect to."""
+    """The address of a coordinator that somebody can connect to; None is the one in the environment, or the default."""
+    name = "address"
+    if value is None and ADDRESS_VARIABLE in os.environ:
+        name, value = ADDRESS_VARIABLE, os.environ[ADDRESS_VARIABLE]
+    elif value is None:
+        value = DEFAULT_ADDRESS
     if not isinstance(value, str):
         raise bad("address", f"address: {kind(value)}; {FORM}")
     if why := wrong_address(value):
-        raise bad("address", f"address: {value!r}; {why}")
+        raise bad("address", f"{name}: {value!r}; {why}")
     return value
+
+
+def check_options(method: str, options: Mapping[str, object]) -> None:
+    """Refuse an option that `Pool.score` does not have, with the name of the one that was meant. Raises TypeError."""
+    for name in options:
+        if name not in ScoreOptions.__annotations__:
+            raise TypeError(f"{method}() has no argument {name!r}{meant(name, list(ScoreOptions.__annotations__))}")
+
+
+#: what other APIs, and the wire, call an option
+_OTHER_NAMES = {
+    "labels": "label_token_ids",
+    "label_ids": "label_token_ids",
+    "softmax": "apply_softmax",
+    "hidden": "return_pooled_hidden_states",
+    "timeout_ms": "timeout, in seconds",
+    "deadline": "timeout, in seconds",
+}
+
+
+def meant(name: str, known: Sequence[str]) -> str:
+    """What somebody who wrote `name` probably meant, as the end of a sentence; "" where that is not known."""
+    near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), "")
+    return f"; did you mean {near}?" if near else ""
 
 
 def check_path(value: Any) -> str:

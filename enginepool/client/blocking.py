@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import uvloop
 
+from enginepool.client.absent import no_attribute, not_made_so
 from enginepool.client.arguments import Ids, ScoreOptions
 from enginepool.client.pool import Opening, Pool
 from enginepool.client.results import Floats, ScoreResult
@@ -37,8 +38,10 @@ class BlockingPool:
     forgotten, and at the end of the program.
     """
 
-    def __init__(self, opening: Callable[[], Opening]) -> None:
+    def __init__(self, opening: Callable[[], Opening] | None = None) -> None:
         """Not for callers: use `connect` or `start`."""
+        if not callable(opening):
+            raise not_made_so("BlockingPool", opening)
         self._thread = LoopThread()
         try:
             self._pool = self._thread.call(_opened(opening))
@@ -47,8 +50,13 @@ class BlockingPool:
             raise
         self._end = weakref.finalize(self, _close, self._thread, self._pool)
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("BlockingPool", name)
+
     @classmethod
-    def connect(cls, address: str, *, connect_timeout: float | None = 10.0) -> "BlockingPool":
+    def connect(cls, address: str | None = None, *, connect_timeout: float | None = 10.0) -> "BlockingPool":
         """As `Pool.connect`."""
         return cls(lambda: Pool.connect(address, connect_timeout=connect_timeout))
 

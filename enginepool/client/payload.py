@@ -81,6 +81,8 @@ def encode_pairs(
 def _rows(name: str, rows: Any) -> Sequence[Any]:
     if isinstance(rows, str | bytes | bytearray) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise bad(name, f"{name}: {kind(rows)}; a list of texts, or a list of token id sequences")
+    if isinstance(rows, Mapping) and (chat := _chat(name, rows)) is not None:
+        raise chat
     if isinstance(rows, Mapping):  # also what tokenizers return: its keys are texts
         raise bad(name, f"{name}: {kind(cast('object', rows))}; a list of texts, or a list of token id sequences")
     if not len(rows):
@@ -92,7 +94,9 @@ def _texts(name: str, rows: Sequence[Any], because: str) -> tuple[npt.NDArray[np
     encoded: list[bytes] = []
     for i, row in enumerate(rows):
         if not isinstance(row, str):
-            raise bad(f"{name}[{i}]", f"{name}[{i}]: {kind(row)}; {because}, so every item is text")
+            raise _chat(f"{name}[{i}]", row) or bad(
+                f"{name}[{i}]", f"{name}[{i}]: {kind(row)}; {because}, so every item is text"
+            )
         encoded.append(utf8(f"{name}[{i}]", row))
     return _lengths(encoded), b"".join(encoded)
 
@@ -131,7 +135,8 @@ def _ids(name: str, row: Any, index: int | None = None) -> Ids32:
         except (TypeError, ValueError, RuntimeError) as error:
             raise bad(_at(name, index), f"{_at(name, index)}: {error}") from None
     else:
-        raise bad(_at(name, index), f"{_at(name, index)}: {kind(row)}; a sequence of token ids")
+        where = _at(name, index)
+        raise _chat(where, row) or bad(where, f"{where}: {kind(row)}; a sequence of token ids")
     if found.dtype == np.int32 and found.ndim == 1:
         return cast("Ids32", found)
     where = _at(name, index)
@@ -144,6 +149,17 @@ def _ids(name: str, row: Any, index: int | None = None) -> Ids32:
     return found.astype(np.int32)
 
 
+def _chat(where: str, value: Any) -> BadRequest | None:
+    """The error for messages of a chat, one or several, where text or token ids belong; None for anything else."""
+    inner = cast("Any", value[0]) if isinstance(value, list | tuple) and len(cast("Any", value)) else value
+    if not isinstance(inner, Mapping) or not {"role", "content"} & set(cast("Mapping[Any, Any]", inner)):
+        return None
+    return bad(
+        where,
+        f"{where}: chat messages; apply the chat template first (tokenizer.apply_chat_template) and give its text or token ids",
+    )
+
+
 def _at(name: str, index: int | None) -> str:
     return name if index is None else f"{name}[{index}]"
 
@@ -152,6 +168,8 @@ def _bad_element(where: str, values: Iterable[Any]) -> BadRequest:
     """The first element that is no token id, named."""
     for i, value in enumerate(values):
         at = f"{where}[{i}]"
+        if (chat := _chat(where if i == 0 else at, value)) is not None:
+            return chat
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             return bad(at, f"{at}: {kind(cast('object', value))}; a token id is an int")
         number = int(cast("int", value))

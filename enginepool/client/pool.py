@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, 
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
+from enginepool.client.absent import no_attribute, not_made_so, not_open
 from enginepool.client.arguments import (
     Ids,
     ScoreOptions,
@@ -12,6 +13,7 @@ from enginepool.client.arguments import (
     check_flag,
     check_group,
     check_name,
+    check_options,
     check_path,
     check_priority,
     check_timeout,
@@ -45,9 +47,16 @@ _PAIR_NAMES = {**_SCORE_NAMES, "query": "prompts", "items": "responses"}
 class Opening(Awaitable["Pool"]):
     """A pool that is about to open. `await` it, and close the pool yourself; or `async with` it, which closes it."""
 
-    def __init__(self, open_: Callable[[], Coroutine[Any, Any, "Pool"]]) -> None:
+    def __init__(self, call: str, open_: Callable[[], Coroutine[Any, Any, "Pool"]]) -> None:
+        #: what returned this, as callers write it
+        self._call = call
         self._open = open_
         self._pool: Pool | None = None
+
+    if not TYPE_CHECKING:  # a type checker says it by itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise not_open(self._call, name)
 
     def __await__(self) -> Generator[Any, Any, "Pool"]:
         return self._open().__await__()
@@ -69,11 +78,18 @@ class Pool:
     return, are warnings in the log `enginepool`.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, connection: Connection | None = None) -> None:
         """Not for callers: use `connect` or `start`."""
-        self.address = address
-        self._connection = Connection(address)
+        if not isinstance(connection, Connection):
+            raise not_made_so("Pool", connection)
+        self.address = connection.address
+        self._connection = connection
         self._coordinator: EmbeddedCoordinator | None = None
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise no_attribute("Pool", name)
 
     @property
     def connection(self) -> Connection:
@@ -86,8 +102,9 @@ class Pool:
     # --- opening and closing -------------------------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, address: str, *, connect_timeout: float | None = 10.0) -> Opening:
-        """Connect to a coordinator that runs elsewhere: `tcp://HOST:PORT` or `ipc://PATH`.
+    def connect(cls, address: str | None = None, *, connect_timeout: float | None = 10.0) -> Opening:
+        """Connect to a coordinator that runs elsewhere: `tcp://HOST:PORT` or `ipc://PATH`. Without an address, to the one in
+        the environment variable ENGINEPOOL_ADDRESS, else where a pool listens by default.
 
             pool = await Pool.connect(address)            # close it yourself
             async with Pool.connect(address) as pool:     # closed at the end
@@ -100,11 +117,11 @@ class Pool:
         address, connect_timeout = check_address(address), check_timeout(connect_timeout, "connect_timeout")
 
         async def open_() -> Pool:
-            pool = cls(address)
+            pool = cls(Connection(address))
             await pool._open(connect_timeout)
             return pool
 
-        return Opening(open_)
+        return Opening("Pool.connect", open_)
 
     @classmethod
     def start(
@@ -144,14 +161,14 @@ class Pool:
 
         async def open_() -> Pool:
             coordinator = EmbeddedCoordinator(whole)
-            pool = cls(coordinator.address)
+            pool = cls(Connection(coordinator.address))
             pool._coordinator = coordinator
             coordinator.start(pool._connection.abort)
             await pool._open(start_timeout)
             coordinator.settle()
             return pool
 
-        return Opening(open_)
+        return Opening("Pool.start", open_)
 
     async def close(self) -> None:
         """Take back what is not answered, say goodbye, end what `start` started. Never hangs; twice is once."""
@@ -212,6 +229,7 @@ class Pool:
 
         Cancelling the task that awaits it takes the request back.
         """
+        check_options("score", options)
         return await self._score(encode_shared(query, items), _SCORE_NAMES, **options)
 
     async def score_pairs(
@@ -224,6 +242,7 @@ class Pool:
 
         Everything else is as in `score`.
         """
+        check_options("score_pairs", options)
         return await self._score(encode_pairs(prompts, responses), _PAIR_NAMES, **options)
 
     async def ready(

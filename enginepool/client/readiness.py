@@ -36,7 +36,7 @@ async def wait_until_ready(ask: Ask, within: float | None, group: str, say: Call
             raise UnknownGroup(f"group: no group {group!r}", field="group", limit=names)
         for status in groups:
             if status.down:
-                raise PoolDown(f"group {status.name!r} is down: {status.down}", field="group")
+                raise PoolDown(status.down)
             for line in _news(status, said):
                 say(line)
         late = [status for status in groups if not _is_ready(status)]

@@ -503,7 +503,7 @@ def test_connecting_to_nobody_fails_in_time_and_names_the_address(run: Callable[
     run(main())
 
 
-@pytest.mark.parametrize("address", [None, 5, Path("pool.sock"), b"ipc://x", "tcp://\ud800:1"])
+@pytest.mark.parametrize("address", [5, Path("pool.sock"), b"ipc://x", "tcp://\ud800:1"])
 def test_an_address_that_is_no_text_is_refused_at_once(address: Any):
     for pool in (Pool, BlockingPool):
         with pytest.raises(errors.BadRequest, match=r"^address: ") as caught:

@@ -1,0 +1,110 @@
+"""Mistakes of the first hour are answered with what to write instead."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from enginepool import BlockingPool, Pool
+from enginepool.client.absent import LATER
+from enginepool.client.arguments import check_address, check_options
+from enginepool.client.embedded import embedded_config
+from enginepool.client.payload import encode_pairs, encode_shared
+from enginepool.errors import BadRequest, ConfigError
+
+ADDRESS = "tcp://127.0.0.1:1"
+CHAT = [{"role": "user", "content": "Good day!"}]
+
+
+@pytest.mark.parametrize(("pool", "wait"), [(Pool, "await "), (BlockingPool, "")])
+@pytest.mark.parametrize(("given", "shown"), [((ADDRESS,), f"{ADDRESS!r}"), ((), "...")])
+def test_a_pool_that_is_made_by_its_class_says_how_to_open_one(pool: Any, wait: str, given: Any, shown: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        pool(*given)
+    assert f"write {wait}{pool.__name__}.connect({shown})" in str(caught.value)
+
+
+def test_a_pool_that_was_not_awaited_says_so() -> None:
+    for call, opening in (("Pool.connect", Pool.connect(ADDRESS)), ("Pool.start", Pool.start("m", engine="sim"))):
+        assert not hasattr(opening, "score")
+        with pytest.raises(AttributeError) as caught:
+            cast("Any", opening).score  # noqa: B018 (it raises)
+        assert f"write pool = await {call}(...) or async with {call}(...) as pool" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_method_of_a_later_version_names_that_version(name: str) -> None:
+    async def ask() -> None:
+        pool = Pool.__new__(Pool)
+        assert not hasattr(pool, name) and not hasattr(Pool, name)
+        with pytest.raises(AttributeError, match=rf"Pool\.{name} will come with enginepool {LATER[name]}"):
+            getattr(pool, name)
+        with pytest.raises(AttributeError, match="'Pool' object has no attribute 'scores'"):
+            cast("Any", pool).scores  # noqa: B018 (it raises)
+        with pytest.raises(AttributeError, match=rf"BlockingPool\.{name} will come"):
+            getattr(BlockingPool.__new__(BlockingPool), name)
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("labels", "score() has no argument 'labels'; did you mean label_token_ids?"),
+        ("label_token_id", "did you mean label_token_ids?"),
+        ("softmax", "did you mean apply_softmax?"),
+        ("max_new_tokens", "score() has no argument 'max_new_tokens'"),
+    ],
+)
+def test_an_option_by_another_name_is_told_its_own(option: str, said: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        check_options("score", {"priority": 1, option: 1})
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("query", "items", "field"),
+    [
+        (CHAT, ["a"], "query"),
+        (CHAT[0], ["a"], "query"),
+        ("q", CHAT, "items[0]"),
+        ("q", CHAT[0], "items"),
+        ("q", ["a", CHAT], "items[1]"),
+        ([1], [CHAT], "items[0]"),
+        ([1], [[1], CHAT[0]], "items[1]"),
+    ],
+)
+def test_messages_of_a_chat_are_told_from_other_mistakes(query: Any, items: Any, field: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        encode_shared(query, items)
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}: chat messages; apply the chat template first")
+    with pytest.raises(BadRequest, match=r"prompts\[0\]: chat messages"):
+        encode_pairs([cast("Any", CHAT)], [[1]])
+
+
+def test_what_is_no_chat_is_not_called_one() -> None:
+    for wrong in ({"input_ids": [1]}, [{"input_ids": [1]}], [None], None):
+        with pytest.raises(BadRequest) as caught:
+            encode_shared(cast("Any", wrong), [[1]])
+        assert "chat" not in str(caught.value)
+
+
+def test_the_address_comes_from_the_environment_where_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENGINEPOOL_ADDRESS", "ipc:///run/pool.sock")
+    assert check_address(None) == "ipc:///run/pool.sock"
+    assert check_address(ADDRESS) == ADDRESS
+    monkeypatch.setenv("ENGINEPOOL_ADDRESS", "pool:5755")
+    with pytest.raises(BadRequest, match=r"^ENGINEPOOL_ADDRESS: 'pool:5755'; write tcp://HOST:PORT"):
+        Pool.connect()
+    with pytest.raises(BadRequest, match="ENGINEPOOL_ADDRESS"):
+        BlockingPool.connect()
+    monkeypatch.delenv("ENGINEPOOL_ADDRESS")
+    assert check_address(None)
+
+
+def test_a_setting_of_the_engine_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key tp_size; a setting of the engine is written as options\.tp_size$"):
+        embedded_config(None, {"model": "m", "workers": 1, "engine": "sglang", "device": "auto", "tp_size": 2})
+    with pytest.raises(ConfigError, match=r"unknown key gpu; did you mean gpus\?$"):
+        embedded_config(None, {"model": "m", "workers": 1, "engine": "sglang", "device": "auto", "gpu": ["0"]})
