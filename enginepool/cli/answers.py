@@ -33,6 +33,9 @@ class Answers:
         failed: error lines in the file.
     """
 
+    #: how a run that stopped is gone on with
+    resumed = "the same command goes on"
+
     def __init__(self, path: Path, source: Path, *, seed: int, retry_errors: bool) -> None:
         self.path = path
         self.scored = 0
@@ -80,7 +83,7 @@ class Answers:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            raise CommandFailed(f"{self.path}: {error.strerror}; the same command goes on once that is mended") from None
+            raise CommandFailed(f"{self.path}: {error.strerror}; {self.resumed} once that is mended") from None
         if failed:
             self.failed += 1
         else:

@@ -73,7 +73,8 @@ def input_lines(source: BinaryIO, number: int = 1, offset: int = 0) -> Iterator[
 
     Of a line over MAX_LINE_BYTES the text is that much and one byte, which `read_request` refuses.
     """
-    source.seek(offset)
+    if offset:
+        source.seek(offset)
     while text := source.readline(MAX_LINE_BYTES + 1):
         yield number, offset, text
         rest = text

@@ -11,6 +11,7 @@ from enginepool import __version__
 from enginepool.cli.demo import demo
 from enginepool.cli.doctor import doctor
 from enginepool.cli.failure import OneLineGroup
+from enginepool.cli.ready import ready
 from enginepool.cli.score import score
 from enginepool.cli.serve import serve
 from enginepool.cli.status import status
@@ -27,6 +28,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(doctor)
 app.command()(serve)
+app.command()(ready)
 app.command()(score)
 app.command()(status)
 app.command("tiny-model")(tiny_model)

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -11,6 +10,7 @@ from rich import progress as bars
 from rich.console import Console
 
 from enginepool.cli.answers import Answers
+from enginepool.cli.streams import StreamAnswers
 
 #: Seconds between two lines where there is no terminal.
 EVERY_S = 5.0
@@ -19,11 +19,15 @@ QUIET_S = 30.0
 
 
 class Progress:
-    """Shows how much of `source` has been taken up and how many answers there are, while it is entered."""
+    """Shows how much of an input of `size` bytes has been taken up and how many answers there are, while it is entered.
 
-    def __init__(self, source: Path, answers: Answers) -> None:
+    `size` is None for a pipe, whose end is not known.
+    """
+
+    def __init__(self, size: int | None, answers: Answers | StreamAnswers) -> None:
         self._answers = answers
-        self._size = max(source.stat().st_size, 1)
+        self._known = size is not None
+        self._size = max(size or 0, 1)
         self._place = min(answers.start[1], self._size)
         self._began = time.monotonic()
         self._count = self._before = answers.scored + answers.failed
@@ -31,7 +35,7 @@ class Progress:
         self._closed = threading.Event()
         self._told = False
         console = Console(stderr=True)
-        self._bar = _Bar(console) if console.is_terminal else None
+        self._bar = _Bar(console) if console.is_terminal and self._known else None
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def at(self, place: int) -> None:
@@ -79,7 +83,8 @@ class Progress:
             if self._bar is not None:
                 self._bar.show(self._place / self._size, self.text())
             else:
-                typer.echo(f"{100 * self._place / self._size:3.0f} %  {self.text()}", err=True)
+                share = f"{100 * self._place / self._size:3.0f} %  " if self._known else ""
+                typer.echo(f"{share}{self.text()}", err=True)
 
     def _say(self, line: str) -> None:
         if self._bar is not None:

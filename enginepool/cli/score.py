@@ -1,7 +1,9 @@
 """`enginepool score`: a file of requests through a running pool, into a file of answers."""
 
 import asyncio
+import contextlib
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,11 +15,14 @@ from enginepool.cli.failure import BAD_USAGE, INTERRUPTED, TERMINATED, CommandFa
 if TYPE_CHECKING:
     from enginepool.cli.answers import Answers
     from enginepool.cli.lines import Options
+    from enginepool.cli.streams import StreamAnswers
 
 
 def score(
-    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One request on each line; see below.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="One answer on each line, appended as they come.")],
+    source: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="One request on each line, see below; - is stdin.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT.jsonl", help="One answer on each line, appended as they come; - is stdout.")
+    ],
     connect: Address = DEFAULT_ADDRESS,
     group: Annotated[str, typer.Option(help="The group to ask; a pool of one group needs no name.")] = "",
     priority: Annotated[int, typer.Option(min=-1000, max=1000, help="Larger runs first.")] = 0,
@@ -37,7 +42,8 @@ def score(
 ) -> None:
     """Score a file of requests through a running pool.
 
-    Interrupted, the same command goes on where it stopped; nothing is scored twice in OUT.
+    Interrupted, the same command goes on where it stopped; nothing is scored twice in OUT. With - that is not possible:
+    answers are written once, as they come, and OUT must be a new file. Progress is shown on stderr.
 
     A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
     have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, logprobs, item_first,
@@ -51,15 +57,22 @@ def score(
       enginepool score requests.jsonl scores.jsonl --label-token-ids 9693,2152
       enginepool score pairs.jsonl rewards.jsonl --group reward --priority -10
       enginepool score in.jsonl out.jsonl --connect ipc:///run/pool.sock
+      make-requests | enginepool score - - | use-scores
     """
     from enginepool.cli.answers import Answers
     from enginepool.cli.lines import Options
+    from enginepool.cli.streams import STREAM
 
-    if not source.is_file():
+    piped = STREAM in (source, target)
+    if piped and retry_errors:
+        raise CommandFailed("--retry-errors: a run through a pipe (-) cannot be resumed; name files", BAD_USAGE)
+    if piped and target != STREAM and target.exists():
+        raise CommandFailed(f"{target}: exists, and answers to stdin (-) cannot be resumed; name a new file", BAD_USAGE)
+    if source != STREAM and not source.is_file():
         raise CommandFailed(
             f"{source}: {'not a file that can be read twice' if source.exists() else 'no such file'}", BAD_USAGE
         )
-    if target.exists() and (not target.is_file() or target.samefile(source)):
+    if target != STREAM and target.exists() and (not target.is_file() or target.samefile(source)):
         raise CommandFailed(f"{target}: answers go to a file of their own", BAD_USAGE)
     if not target.parent.is_dir():
         raise CommandFailed(f"{target.parent}: no such directory", BAD_USAGE)
@@ -74,11 +87,29 @@ def score(
         logprobs=logprobs,
     )
     _check(options)
+    if piped:
+        _score_piped(source, target, options, connect, concurrency)
+        return
     with Answers(target, source, seed=options.seed(), retry_errors=retry_errors) as answers:
         _score(source, answers, options, connect, concurrency)
-        typer.echo(f"{target}: {_count(answers.scored)} scored, {answers.failed} with an error", err=True)
-        if answers.failed:
-            raise CommandFailed(f'{_count(answers.failed)} with an error: look for "error" in {target}')
+        _conclude(answers)
+
+
+def _score_piped(source: Path, target: Path, options: "Options", address: str, concurrency: int) -> None:
+    """The same from stdin, to stdout, or both."""
+    from enginepool.cli.streams import STREAM, StreamAnswers
+
+    with contextlib.ExitStack() as stack:
+        file = sys.stdout.buffer if target == STREAM else stack.enter_context(open(target, "xb"))
+        answers = StreamAnswers(Path("stdout") if target == STREAM else target, file)
+        _score(source, answers, options, address, concurrency)
+        _conclude(answers)
+
+
+def _conclude(answers: "Answers | StreamAnswers") -> None:
+    typer.echo(f"{answers.path}: {_count(answers.scored)} scored, {answers.failed} with an error", err=True)
+    if answers.failed:
+        raise CommandFailed(f'{_count(answers.failed)} with an error: look for "error" in {answers.path}')
 
 
 def _labels(text: str) -> list[int] | None:
@@ -107,10 +138,12 @@ def _count(lines: int) -> str:
     return f"{lines:,} line{'' if lines == 1 else 's'}"
 
 
-def _score(source: Path, answers: "Answers", options: "Options", address: str, concurrency: int) -> None:
+def _score(source: Path, answers: "Answers | StreamAnswers", options: "Options", address: str, concurrency: int) -> None:
     """Answer every line of `source` that has no answer yet; say so when stopped before that."""
+    from enginepool.cli.lines import input_lines
     from enginepool.cli.progress import Progress
     from enginepool.cli.scoring import Run
+    from enginepool.cli.streams import STREAM, FileLines, PipeLines
 
     terminated = False
     earlier = answers.scored + answers.failed
@@ -124,7 +157,7 @@ def _score(source: Path, answers: "Answers", options: "Options", address: str, c
 
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
         async with open_pool(address) as pool:
-            with Progress(source, answers) as progress:
+            with Progress(size, answers) as progress:
                 # Requests wait in the pool while engines load; the user is told what they wait for.
                 loading = asyncio.create_task(pool.ready(group=options.group, report=progress.worker_does))
                 try:
@@ -134,11 +167,17 @@ def _score(source: Path, answers: "Answers", options: "Options", address: str, c
                     await asyncio.gather(loading, return_exceptions=True)
 
     try:
-        with open(source, "rb") as lines:
+        with contextlib.ExitStack() as stack:
+            if source == STREAM:
+                lines: PipeLines | FileLines = PipeLines(sys.stdin.fileno())
+                size = None
+            else:
+                file = stack.enter_context(open(source, "rb"))
+                lines, size = FileLines(input_lines(file, *answers.start)), source.stat().st_size
             asyncio.run(run())
     except (KeyboardInterrupt, asyncio.CancelledError):
         done = answers.scored + answers.failed
         raise CommandFailed(
-            f"interrupted: {_count(done)} in {answers.path}, {done - earlier:,} of them new; the same command goes on",
+            f"interrupted: {_count(done)} in {answers.path}, {done - earlier:,} of them new; {answers.resumed}",
             TERMINATED if terminated else INTERRUPTED,
         ) from None

@@ -1,12 +1,13 @@
 """The run behind `enginepool score`: many requests under way, each answer written as it comes."""
 
 import asyncio
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, BinaryIO
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
 
 from enginepool.cli.answers import Answers
 from enginepool.cli.failure import BAD_USAGE, CommandFailed
-from enginepool.cli.lines import BadLine, Options, answer_line, bad_line, checksum, error_line, input_lines, read_request
+from enginepool.cli.lines import BadLine, Options, answer_line, bad_line, checksum, error_line, read_request
+from enginepool.cli.streams import Line, StreamAnswers
 from enginepool.errors import EnginepoolError
 
 if TYPE_CHECKING:
@@ -23,20 +24,19 @@ NOT_THE_LINES = {"closed", "forbidden", "superseded", "unauthorised", "protocol_
 class Run:
     """One pass over the input."""
 
-    def __init__(self, pool: "Pool", answers: Answers, options: Options, progress: "Progress") -> None:
+    def __init__(self, pool: "Pool", answers: Answers | StreamAnswers, options: Options, progress: "Progress") -> None:
         self._pool = pool
         self._answers = answers
         self._options = options
         self._progress = progress
         self._seed = options.seed()
 
-    async def all(self, source: BinaryIO, concurrency: int) -> None:
+    async def all(self, lines: AsyncIterator[Line], concurrency: int) -> None:
         """Answer every line without an answer, `concurrency` of them at a time.
 
         Raises:
             CommandFailed: the pool cannot go on, or the output cannot be written.
         """
-        lines = input_lines(source, *self._answers.start)
         tasks = [asyncio.create_task(self._take(lines)) for _ in range(concurrency)]
         try:
             await asyncio.gather(*tasks)
@@ -45,10 +45,10 @@ class Run:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _take(self, lines: Iterator[tuple[int, int, bytes]]) -> None:
+    async def _take(self, lines: AsyncIterator[Line]) -> None:
         """Answer lines from the iterator that all takers share, until it is empty."""
         unasked = 0
-        for number, offset, text in lines:
+        async for number, offset, text in lines:
             if number in self._answers or text.isspace() or await self._answer(number, text):
                 unasked += 1
                 if unasked % BREATH == 0:
@@ -67,7 +67,7 @@ class Run:
             result = await request.ask(self._pool, self._options)
         except EnginepoolError as error:
             if error.retry or error.code in NOT_THE_LINES:
-                raise CommandFailed(f"stopped at line {number}: {error}; the same command goes on from there") from None
+                raise CommandFailed(f"stopped at line {number}: {error}; {self._answers.resumed} from there") from None
             if error.code == "unknown_group" and request.group is None:
                 raise CommandFailed(f"{error}; say which with --group", BAD_USAGE) from None
             self._answers.add(error_line(number, crc, request, error), failed=True)

@@ -81,7 +81,7 @@ def encode_pairs(
 def _rows(name: str, rows: Any) -> Sequence[Any]:
     if isinstance(rows, str | bytes | bytearray) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise bad(name, f"{name}: {kind(rows)}; a list of texts, or a list of token id sequences")
-    if isinstance(rows, Mapping) and (chat := _chat(name, rows)) is not None:
+    if isinstance(rows, Mapping) and (chat := _chat(name, cast("object", rows))) is not None:
         raise chat
     if isinstance(rows, Mapping):  # also what tokenizers return: its keys are texts
         raise bad(name, f"{name}: {kind(cast('object', rows))}; a list of texts, or a list of token id sequences")
@@ -149,9 +149,11 @@ def _ids(name: str, row: Any, index: int | None = None) -> Ids32:
     return found.astype(np.int32)
 
 
-def _chat(where: str, value: Any) -> BadRequest | None:
+def _chat(where: str, value: object) -> BadRequest | None:
     """The error for messages of a chat, one or several, where text or token ids belong; None for anything else."""
-    inner = cast("Any", value[0]) if isinstance(value, list | tuple) and len(cast("Any", value)) else value
+    inner: object = value
+    if isinstance(value, list | tuple):
+        inner = next(iter(cast("Sequence[object]", value)), None)
     if not isinstance(inner, Mapping) or not {"role", "content"} & set(cast("Mapping[Any, Any]", inner)):
         return None
     return bad(

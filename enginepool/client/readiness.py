@@ -33,7 +33,7 @@ async def wait_until_ready(ask: Ask, within: float | None, group: str, say: Call
         groups = [status for status in report.groups if group in ("", status.name)]
         if group and not groups:
             names = ", ".join(status.name for status in report.groups)
-            raise UnknownGroup(f"group: no group {group!r}", field="group", limit=names)
+            raise UnknownGroup(f"group: {group!r} is none of: {names}", field="group", limit=names)
         for status in groups:
             if status.down:
                 raise PoolDown(status.down)

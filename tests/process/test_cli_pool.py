@@ -23,7 +23,7 @@ from enginepool.client import Pool
 from enginepool.config import Restart
 from enginepool.errors import PoolDown
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
-from tests.process.commands import LIMIT_S, call, end, records, start
+from tests.process.commands import LIMIT_S, PROGRAM, call, end, records, start
 from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
 from tests.process.processes import Processes
 
@@ -78,6 +78,81 @@ def test_status_shows_groups_and_workers(served: Served) -> None:
         assert word in out
     code, out, _ = call("status", "--json", env={"ENGINEPOOL_ADDRESS": served.address})
     assert [group["name"] for group in json.loads(out)["groups"]] == ["policy"]
+
+
+def test_ready_waits_for_workers_and_says_what_they_do(processes: Processes, tmp_path: Path) -> None:
+    daemon = Daemon(processes, sim_pool(tmp_path, workers=1, options={"load_s": 1.0})).listening()
+    code, out, err = call("ready", "--timeout", PATIENCE_S, env={"ENGINEPOOL_ADDRESS": daemon.address})
+    assert (code, out) == (0, "")
+    assert "g: g-0 loading" in err and err.endswith("ready: g\n")
+
+
+def test_ready_fails_with_what_it_has_waited_for(processes: Processes, tmp_path: Path) -> None:
+    daemon = Daemon(processes, sim_pool(tmp_path, workers=1, options={"load_s": PATIENCE_S})).listening()
+    code, _, err = call("ready", "--timeout", 0.5, "--connect", daemon.address)
+    assert code == 1
+    assert re.search(r"enginepool: not ready after 0\.\d+ s: group 'g': g-0 (starting|loading).*\n$", err)
+    code, _, err = call("ready", "--timeout", 5, "--group", "nope", "--connect", daemon.address)
+    assert (code, err) == (1, "enginepool: group: 'nope' is none of: g\n")
+    code, _, err = call("ready", "--timeout", 0.2, "--connect", f"ipc://{tmp_path}/none.sock")
+    assert (code, err.count("\n")) == (1, 1) and "none.sock" in err
+
+
+def test_score_reads_stdin_as_it_comes_and_writes_stdout(processes: Processes, served: Served) -> None:
+    process = processes.start(
+        [*PROGRAM, "score", "-", "-", "--label-token-ids", "5,6", "--connect", served.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    for number in range(1, 4):
+        process.stdin.write(json.dumps({"id": number, "query": [1, 2], "items": [[number], [4]]}) + "\n")
+        process.stdin.flush()
+        # The answer comes while the input is still open.
+        answer = json.loads(process.stdout.readline())
+        assert (answer["line"], answer["id"]) == (number, number) and np.shape(answer["scores"]) == (2, 2)
+    process.stdin.write('{"query": [1]}\n\n{"query": [7], "items": [[8]]}')
+    out, err = process.communicate(timeout=LIMIT_S)
+    found = {record["line"]: record for record in map(json.loads, out.splitlines())}
+    assert found.keys() == {4, 6} and "error" in found[4] and "scores" in found[6]
+    assert process.returncode == 1
+    assert "stdout: 4 lines scored, 1 with an error" in err
+
+
+def test_score_reads_a_file_into_stdout_and_stdin_into_a_new_file(served: Served, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"query": [1], "items": [[2]], "label_token_ids": [3]}\n' * 5)
+    code, out, err = call("score", source, "-", "--connect", served.address)
+    assert (code, len(out.splitlines())) == (0, 5) and "stdout: 5 lines scored" in err
+    command = [*PROGRAM, "score", "-", str(target), "--connect", served.address]
+    with source.open("rb") as file:
+        assert subprocess.run(command, stdin=file, capture_output=True, timeout=LIMIT_S, check=False).returncode == 0
+    assert records(target).keys() == {1, 2, 3, 4, 5}
+    code, _, err = call("score", "-", target, "--connect", served.address)
+    assert (code, err) == (2, f"enginepool: {target}: exists, and answers to stdin (-) cannot be resumed; name a new file\n")
+    code, _, err = call("score", "-", "-", "--retry-errors", "--connect", served.address)
+    assert (code, err.count("\n")) == (2, 1) and "cannot be resumed" in err
+
+
+def test_score_of_a_pipe_that_stays_silent_is_interrupted_at_once(processes: Processes, served: Served) -> None:
+    process = processes.start(
+        [*PROGRAM, "score", "-", "-", "--connect", served.address],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write('{"query": [1], "items": [[2]], "label_token_ids": [3]}\n')
+    process.stdin.flush()
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    code = process.wait(LIMIT_S)
+    _, err = process.communicate()
+    assert code == 130
+    assert err.endswith("interrupted: 1 line in stdout, 1 of them new; a run through a pipe cannot be resumed\n")
 
 
 def test_status_says_what_keeps_a_group_from_answering() -> None:

@@ -147,11 +147,17 @@ def every_query_is_believed_to_be_computed_once(patch: pytest.MonkeyPatch) -> No
 
 
 def failures_are_never_the_same(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(places, "signature", lambda reason: reason)  # pyright: ignore[reportUnknownLambdaType]
+    def signature(reason: str) -> str:
+        return reason
+
+    patch.setattr(places, "signature", signature)
 
 
 def failures_are_always_the_same(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(places, "signature", lambda _: "")  # pyright: ignore[reportUnknownLambdaType]
+    def signature(reason: str) -> str:
+        return ""
+
+    patch.setattr(places, "signature", signature)
 
 
 def a_worker_that_was_ready_is_given_up_like_one_that_never_was(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,54 @@
+"""Lines that come through a pipe: whole ones, whatever the pieces that they come in, and for several readers."""
+
+import asyncio
+import os
+import random
+
+import pytest
+
+from enginepool.cli import streams
+from enginepool.cli.streams import PipeLines
+
+
+def through_a_pipe(pieces: list[bytes], readers: int) -> list[tuple[int, int, bytes]]:
+    async def story() -> list[tuple[int, int, bytes]]:
+        read, write = os.pipe()
+        found: list[tuple[int, int, bytes]] = []
+        lines = PipeLines(read)
+
+        async def take() -> None:
+            async for line in lines:
+                found.append(line)
+
+        takers = [asyncio.create_task(take()) for _ in range(readers)]
+        for piece in pieces:
+            os.write(write, piece)
+            await asyncio.sleep(0)
+        os.close(write)
+        await asyncio.gather(*takers)
+        os.close(read)
+        return sorted(found)
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_lines_are_whole_in_whatever_pieces_they_come(readers: int) -> None:
+    chance = random.Random(1)
+    text = b"".join(bytes([97 + i % 26]) * (i % 17) + b"\n" for i in range(200)) + b"no end"
+    cuts = sorted(chance.sample(range(len(text)), 60))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    lines = text.splitlines(keepends=True)
+    offsets = [sum(map(len, lines[:i])) for i in range(len(lines))]
+    assert through_a_pipe(pieces, readers) == list(zip(range(1, len(lines) + 1), offsets, lines, strict=True))
+
+
+def test_an_empty_pipe_has_no_lines() -> None:
+    assert through_a_pipe([], 2) == []
+
+
+def test_of_a_line_that_is_too_long_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(streams, "_CHUNK", 8)
+    found = through_a_pipe([b"x" * 100, b"yz\nshort\n"], 1)
+    assert [(number, text) for number, _, text in found] == [(1, b"x" * 11), (2, b"short\n")]
