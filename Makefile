@@ -12,6 +12,8 @@ BIN := $(VENV)/bin
 BENCH := .venv-bench
 STAMPS := $(VENV)/.stamps
 REQ := requirements
+# Only the packages that differ; put in front of VENV.
+OLDEST = $(abspath $(VENV))/oldest
 # Constraints hold every version that was tested, so no later install can replace torch by another build.
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input -c $(REQ)/constraints.txt
 # Nothing that pyright would look up on the network; its node comes with the tools.
@@ -19,7 +21,7 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test setup lint types pytest bench fmt lock clean FORCE
+.PHONY: help demo test setup lint types pytest oldest bench fmt lock clean FORCE
 
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | while IFS='	' read -r name what; do \
@@ -32,6 +34,7 @@ demo: $(STAMPS)/house ## set up, then show the pool at work on the real engine o
 test: setup ## set up, then run everything that CI runs
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory oldest ARGS=
 	@$(MAKE) --no-print-directory pytest ARGS='-n 2 $(ARGS)'
 
 setup: $(STAMPS)/tools ## install the package, the engine and the tools into .venv
@@ -46,6 +49,9 @@ types: setup ## pyright, strict
 
 pytest: setup ## the tests alone; ARGS='tests/core -x' narrows them
 	@$(BIN)/pytest $(ARGS)
+
+oldest: $(STAMPS)/oldest ## a short suite on the oldest supported SGLang
+	@PYTHONPATH=$(OLDEST) ENGINEPOOL_TEST_OLDEST=1 $(BIN)/pytest -m every_version $(ARGS) tests/engine
 
 # An environment of its own: the peers bring other versions of shared packages, and torch is not needed.
 bench: $(BENCH)/.ready ## set up .venv-bench with the peers, then run the benchmarks that need no GPU (about 20 minutes)
@@ -103,3 +109,8 @@ $(STAMPS)/house: $(STAMPS)/engine pyproject.toml
 $(STAMPS)/tools: $(STAMPS)/house $(REQ)/tools.txt
 	@echo "Setting up $(VENV): the tools."
 	$(call STEP,$(PIP) -r $(REQ)/tools.txt)
+
+$(STAMPS)/oldest: $(STAMPS)/tools $(REQ)/oldest-engine.txt
+	@echo "Setting up $(VENV)/oldest: the oldest supported engine, about 0.4 GB."
+	$(call STEP,rm -rf $(OLDEST) && $(BIN)/python -m pip --disable-pip-version-check install -qq --no-input --no-deps \
+	    --target $(OLDEST) -r $(REQ)/oldest-engine.txt)

@@ -25,6 +25,8 @@ DEFAULT_LISTEN = PoolConfig(groups={}).listen
 CORE = ("msgspec", "numpy", "psutil", "pyzmq", "uvloop")
 #: What a real engine imports, by the names under which it is imported.
 ENGINE = ("sglang", "torch", "torchvision", "triton", "transformers", "tokenizers", "compressed_tensors", "xgrammar")
+#: The first SGLang that is supported, and the first one after those that are.
+SGLANG_FROM, SGLANG_UNTIL = "0.5.17", "0.5.24"
 #: Memory of one engine with a tiny model on a CPU: the host, its scheduler and its detokenizer.
 CPU_ENGINE_BYTES = 1.4 * GB
 #: A socket for each client and worker, and what an engine opens.

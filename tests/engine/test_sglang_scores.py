@@ -78,6 +78,7 @@ def whole(outcomes: list[BatchScores | Exception]) -> list[BatchScores]:
     return [outcome for outcome in outcomes if isinstance(outcome, BatchScores)]
 
 
+@pytest.mark.every_version
 def test_causal_scores_equal_a_direct_computation(causal: HostedEngine, reference: Reference) -> None:
     chance = random.Random(11)
     batches = [random_batch(chance, declared(causal)) for _ in range(60)]
@@ -93,6 +94,7 @@ def test_causal_scores_equal_a_direct_computation(causal: HostedEngine, referenc
     assert rows > 400
 
 
+@pytest.mark.every_version
 def test_rewards_and_hidden_states_equal_a_direct_computation(reward: HostedEngine, reference: Reference) -> None:
     chance = random.Random(12)
     batches = [random_batch(chance, declared(reward)) for _ in range(60)]

@@ -126,6 +126,7 @@ def test_an_update_consists_of_what_the_engines_own_load_took(subject: Subject) 
     assert subject.holds() == (0, "")
 
 
+@pytest.mark.every_version
 def test_after_each_of_several_updates_scores_are_those_of_exactly_these_weights(
     subject: Subject, reference: Reference
 ) -> None:
@@ -139,6 +140,7 @@ def test_after_each_of_several_updates_scores_are_those_of_exactly_these_weights
         assert not isinstance(outcome, Exception) and outcome.version == version
 
 
+@pytest.mark.every_version
 def test_an_engine_that_got_ready_serves_on_and_takes_what_came_meanwhile(subject: Subject, reference: Reference) -> None:
     batch = random_batch(random.Random(3), declared(subject.engine))
     for version in (1, 2):
@@ -187,6 +189,7 @@ def test_other_dtypes_are_converted_and_a_part_changes_that_part_alone(subject: 
     assert_computed_with(subject, reference, mixed | part.tensors, 6)
 
 
+@pytest.mark.every_version
 def test_a_checkpoint_directory_is_taken_and_has_the_digest_of_its_files(
     subject: Subject, reference: Reference, tmp_path: Path
 ) -> None:
@@ -199,6 +202,7 @@ def test_a_checkpoint_directory_is_taken_and_has_the_digest_of_its_files(
     assert_computed_with(subject, reference, in_order, 8)
 
 
+@pytest.mark.every_version
 def test_weights_are_received_straight_into_the_engine(subject: Subject, reference: Reference) -> None:
     given = subject.drawn(9)
     rendezvous = Rendezvous()

@@ -1,0 +1,74 @@
+"""Which SGLang the tests run on: the newest supported one, and for a short suite the oldest one (`make oldest`)."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from enginepool.cli.examination import SGLANG_FROM, SGLANG_UNTIL
+from tests.engine.hosted import HostedEngine
+from tests.engine.reference import Models
+from tests.engine.test_sglang_scores import declared
+
+ROOT = Path(__file__).parents[2]
+
+
+def pinned(file: str) -> str:
+    found = re.search(r"^sglang==(.+)$", (ROOT / "requirements" / file).read_text("utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def test_the_ends_of_the_supported_range_are_those_that_are_tested() -> None:
+    required = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]["sglang"]
+    assert required == [f"sglang>={SGLANG_FROM},<{SGLANG_UNTIL}"]
+    assert pinned("oldest-engine.txt") == SGLANG_FROM
+    release, newest = SGLANG_UNTIL.rpartition(".")[::2]
+    assert pinned("cpu-engine-no-deps.txt") == f"{release}.{int(newest) - 1}"
+
+
+@pytest.mark.engine
+@pytest.mark.every_version
+@pytest.mark.timeout(600)
+def test_the_engine_is_of_the_version_that_is_meant(causal: HostedEngine) -> None:
+    meant = "oldest-engine.txt" if "ENGINEPOOL_TEST_OLDEST" in os.environ else "cpu-engine-no-deps.txt"
+    assert declared(causal).engine == f"sglang {pinned(meant)}"
+
+
+CHANGED = """
+import asyncio, sys
+import psutil
+from enginepool.workers import cpu_bridge
+cpu_bridge.install()
+from sglang.srt.managers.scheduler import Scheduler
+Scheduler.is_disable_overlap_for_batch = lambda self, batch: False
+from enginepool.workers.engine import EngineUnusable
+from enginepool.workers.sglang.engine import SglangEngine
+
+async def start():
+    try:
+        await SglangEngine(sys.argv[1], device="cpu").start(lambda stage, detail: None)
+    except EngineUnusable as error:
+        print(error)
+
+asyncio.run(start())
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.every_version
+def test_an_sglang_with_another_signature_is_refused_for_good_before_the_model_loads(models: Models, tmp_path: Path) -> None:
+    """The folder has no weights: the load would fail with another reason."""
+    (tmp_path / "config.json").write_bytes((models.causal / "config.json").read_bytes())
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", CHANGED, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "Scheduler.is_disable_overlap_for_batch(self, batch) has another signature than (self, batch, last_batch)"
+        in done.stdout
+    )
