@@ -169,7 +169,7 @@ def test_experts_that_were_rearranged_after_their_load_take_no_updates(monkeypat
     model.quant_method = kind()
     if version == "0.5.20":
         assert "refused" not in ModelWeights(model).do_describe({})
-        model.w13_swiglu_interleaved = True
+        model.quant_method.w13_swiglu_interleaved = True  # SGLang says it of the method, not of the module
     assert "rearranged" in ModelWeights(model).do_describe({})["refused"]
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from enginepool.model_folder import holds_model
 from enginepool.workers import cpu_bridge
+from enginepool.workers.sglang import patches
 from enginepool.workers.sglang.packable import refuse_wrong_sharing
 from enginepool.workers.sglang.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
 from enginepool.workers.sglang.settings import SettingsError, Wanted, engine_kwargs
@@ -40,7 +41,8 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
         wishes: the other fields of `Wanted`.
 
     Raises:
-        SettingsError: there is no SGLang, no such folder, no model in it, no such device, or a setting is refused.
+        SettingsError: there is no SGLang or one that is not supported, no such folder, no model in it, no such device, or a
+            setting is refused.
     """
     folder = Path(os.path.expanduser(model))
     if model.startswith(("/", ".", "~")) and not folder.is_dir():
@@ -55,8 +57,9 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
             os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             os.environ[BRIDGE_VARIABLE] = "1"
             cpu_bridge.install()
-        module: Any = importlib.import_module("sglang.srt.entrypoints.engine")
-        requests: Any = importlib.import_module("sglang.srt.managers.io_struct")
+        module: Any = importlib.import_module(patches.ENGINE)
+        requests: Any = importlib.import_module(patches.REQUESTS)
+        version: str = importlib.import_module(patches.VERSION).__version__
     except ImportError as error:
         raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
     wanted = Wanted(model=os.path.expanduser(model), device=device, **wishes)
@@ -66,8 +69,8 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
         refuse_wrong_sharing(wanted, msgspec.json.decode(config.read_bytes()))
     kwargs = engine_kwargs(wanted, _setting_names(module.ServerArgs))
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
-    engine_class = _with_our_entries(module.Engine, "sglang.srt.layers.attention.flashinfer_backend" if flashinfer else "")
-    version: str = importlib.import_module("sglang.version").__version__
+    patches.refuse_unknown(version, flashinfer=flashinfer)
+    engine_class = _with_our_entries(module.Engine, patches.FLASHINFER if flashinfer else "")
     return Prepared(partial(engine_class, **kwargs), wanted, requests, version)
 
 
@@ -84,14 +87,14 @@ def _resolved(device: str) -> str:
 def _with_our_entries(engine: Any, attention: str) -> Any:
     """SGLang's engine class, whose processes begin in `process`; `attention` is the module that is changed there."""
     classes = [
-        getattr(importlib.import_module(f"sglang.srt.{name}"), class_)
-        for name, class_ in (
-            ("managers.scheduler", "Scheduler"),
-            ("observability.req_time_stats", "SchedulerReqTimeStats"),
-            ("layers.logprob_processor", "OutputLogprobProcessor"),
-            ("layers.logits_processor", "LogitsProcessor"),
-            ("model_loader.loader", "DefaultModelLoader"),
-            ("managers.scheduler_components.weight_updater", "SchedulerWeightUpdaterManager"),
+        getattr(importlib.import_module(module), name)
+        for module, name in (
+            (patches.SCHEDULER, "Scheduler"),
+            (patches.TIMES, "SchedulerReqTimeStats"),
+            (patches.LOGPROBS, "OutputLogprobProcessor"),
+            (patches.LOGITS, "LogitsProcessor"),
+            (patches.LOADER, "DefaultModelLoader"),
+            (patches.UPDATER, "SchedulerWeightUpdaterManager"),
         )
     ]
     entries = {

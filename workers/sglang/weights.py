@@ -157,7 +157,7 @@ class ModelWeights:
             method = getattr(module, "quant_method", None)
             if name := quantization(module):
                 return f"its weights are quantised ({name}); they are made anew from a checkpoint alone"
-            if getattr(method, "use_flashinfer_trtllm_moe", False) or getattr(module, "w13_swiglu_interleaved", False):
+            if getattr(method, "use_flashinfer_trtllm_moe", False) or getattr(method, "w13_swiglu_interleaved", False):
                 return "its experts were rearranged for a kernel when they had been loaded"
             if getattr(module, "use_intel_amx_backend", False):
                 return "its weights are packed for AMX"
