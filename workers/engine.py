@@ -25,6 +25,10 @@ class EngineError(Exception):
     """The engine refused or failed on this work and lives on. The message is one line for the caller."""
 
 
+class NotComparable(EngineError):
+    """The engine holds the weights in another form than they were sent in, so that their digest tells nothing."""
+
+
 class EngineDied(Exception):
     """The engine is gone or hangs; the process that hosts it must end. The message is one line for the operator."""
 
@@ -217,7 +221,8 @@ class Engine(Protocol):
         ...
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
-        """(digest, findings) of the weights as they are in the engine; `what` is `digest` or `validate`. Raises EngineError."""
+        """(digest, findings) of the weights as they are in the engine; `what` is `digest` or `validate`. Raises EngineError;
+        NotComparable: a digest of them would not be that of what was sent."""
         ...
 
     async def tensor(self, name: str) -> tuple[Scores, str]:

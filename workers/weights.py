@@ -36,7 +36,7 @@ from enginepool.protocol.updates import (
     Staged,
 )
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors, checkpoint_under
-from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, NotComparable
 from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered
 from enginepool.workers.lent import LentError
 from enginepool.workers.opened import Opened
@@ -373,7 +373,8 @@ class Weights:
             digest, findings = await self._engine.inspect(message.what)
             self._answer(Inspected(message.task, digest=digest, findings=worst(findings)))
         except EngineError as error:
-            self._answer(Inspected(message.task, code="engine_error", message=str(error)))
+            code = "unsupported" if isinstance(error, NotComparable) else "engine_error"
+            self._answer(Inspected(message.task, code=code, message=str(error)))
         except EngineDied as error:
             self._feed(EngineLost(time.monotonic(), str(error)))
 

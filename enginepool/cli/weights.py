@@ -12,7 +12,7 @@ from enginepool.cli.failure import BAD_USAGE, RUN_FAILED, CommandFailed
 
 if TYPE_CHECKING:
     from enginepool.client import Pool
-    from enginepool.protocol.updates import UpdateRecord, WeightsReport
+    from enginepool.protocol.updates import UpdateRecord, WeightsReport, WorkerWeights
 
 T = TypeVar("T")
 
@@ -71,17 +71,17 @@ def digest(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJso
     """Compare what the engines hold.
 
     Every worker computes a digest of the weights in its engine now. Exit code 1 if they are not all the same,
-    or no worker is ready.
+    or no worker is ready. An engine that computes or rounds what it loads is not comparable, and says why.
 
     \b
     Examples:
       enginepool weights digest --group policy
     """
-    from enginepool.cli.weights_tables import digest_table
+    from enginepool.cli.weights_tables import digest_table, not_comparable
 
     report = _report(connect, lambda pool: pool.weights_digest(group), digest_table, as_json)
-    _all_answered(report)
-    if len({worker.digest for worker in report.workers}) > 1:
+    _all_answered(report, besides=not_comparable)
+    if len({worker.digest for worker in report.workers if not not_comparable(worker)}) > 1:
         raise CommandFailed(f"the workers of {report.group} hold different weights", RUN_FAILED)
 
 
@@ -203,10 +203,11 @@ def _report(
     return report
 
 
-def _all_answered(report: "WeightsReport") -> None:
+def _all_answered(report: "WeightsReport", besides: "Callable[[WorkerWeights], bool]" = lambda _: False) -> None:
+    """Raises CommandFailed: no worker is ready, or one of them, of those that `besides` does not excuse, says why it cannot."""
     if not report.workers:
         raise CommandFailed(f"no worker of {report.group} is ready", RUN_FAILED)
-    silent = [f"{worker.name}: {worker.message}" for worker in report.workers if worker.message]
+    silent = [f"{worker.name}: {worker.message}" for worker in report.workers if worker.message and not besides(worker)]
     if silent:
         raise CommandFailed("; ".join(silent), RUN_FAILED)
 

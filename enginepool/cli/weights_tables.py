@@ -55,8 +55,14 @@ def digest_table(report: WeightsReport) -> Group:
     """The digest of each worker's weights, as its engine has them."""
     table = _table("worker", "version", "digest of what is in the engine")
     for worker in report.workers:
-        table.add_row(escape(worker.name), str(worker.version), worker.digest or _why(worker))
+        said = f"[yellow]{escape(worker.message)}[/]" if not_comparable(worker) else worker.digest or _why(worker)
+        table.add_row(escape(worker.name), str(worker.version), said)
     return Group(_head(report), "", table)
+
+
+def not_comparable(worker: WorkerWeights) -> bool:
+    """Whether its engine holds the weights in another form than they were sent in; `message` says why."""
+    return worker.code == "unsupported"
 
 
 def findings_table(report: WeightsReport) -> Group:

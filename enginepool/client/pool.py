@@ -286,6 +286,8 @@ class Pool:
     async def weights_digest(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:  # noqa: ASYNC109
         """The digest of every worker's weights as they are in its engine now; equal ones are the same weights.
 
+        An engine that computes or rounds what it loads is not comparable: `code` is `unsupported`, and `message` says why.
+
         Raises what `weights` does. A worker that cannot say has `code` and `message`.
         """
         return (await self._ask_weights(WeightsQuestion(0, check_group(group), "digest"), timeout)).report

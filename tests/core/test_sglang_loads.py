@@ -23,6 +23,7 @@ from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 from tests.core.test_sglang_updates import Engine
 
 torch: Any = importlib.import_module("torch")
+WITHOUT_GRAPHS = SimpleNamespace(model_runner=SimpleNamespace())
 
 
 class Derives(Model):
@@ -110,7 +111,7 @@ class Group:
 
 def test_a_load_that_keeps_what_comes_for_later_finds_it_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_process, "_own_load", [(one.name, one.dtype, one.shape) for one in TENSORS])
-    monkeypatch.setattr(sglang_scheduler, "_schedulers", [SimpleNamespace(flush_cache=lambda: True)])
+    monkeypatch.setattr(sglang_scheduler, "_schedulers", [SimpleNamespace(flush_cache=lambda: True, tp_worker=WITHOUT_GRAPHS)])
     model, expected = Waits(), Waits()
     weights = ModelWeights(model)
     assert "computes" in weights.do_describe({})["plain"]
@@ -137,7 +138,7 @@ def test_what_one_rank_leaves_to_another_is_no_weight_that_an_update_may_lack(
     whole = [tensor for tensor in TENSORS if tensor.name != "row"]  # of which Model has a part
     monkeypatch.setattr(sglang_process, "_own_load", [(one.name, one.dtype, one.shape) for one in whole])
     monkeypatch.setattr(sglang_weights, "_weights", {})
-    monkeypatch.setattr(sglang_scheduler, "_schedulers", [])
+    monkeypatch.setattr(sglang_scheduler, "_schedulers", [SimpleNamespace(tp_worker=WITHOUT_GRAPHS)])
     engine, given = Engine(2), {name: tensor for name, tensor in drawn(1) if name != "row"}
     engine.models[:] = Expert("q"), Expert("k")
     space = torch.zeros(layout(whole).nbytes, dtype=torch.uint8)

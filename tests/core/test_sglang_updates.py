@@ -18,7 +18,7 @@ from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.workers.engine import EngineDied, EngineError, NewWeights, Space
+from enginepool.workers.engine import EngineDied, EngineError, NewWeights, NotComparable, Space
 from enginepool.workers.sglang import process as sglang_process
 from enginepool.workers.sglang import scheduler as sglang_scheduler
 from enginepool.workers.sglang import updates as sglang_updates
@@ -29,16 +29,27 @@ from enginepool.workers.sglang.updates import EngineWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")
+library: Any = importlib.import_module("safetensors.torch")
 
 PATIENCE_S = 60.0
 
 
+class EagerRunner:
+    """SGLang's, for forwards without graphs."""
+
+
 class Scheduler:
-    """SGLang's, as far as a flush goes."""
+    """SGLang's, as far as a flush and graphs go."""
+
+    graphs = False
 
     def __init__(self, says: Callable[[], bool]) -> None:
         self.says = says
         self.flushed = 0
+        runner = SimpleNamespace(
+            prefill_cuda_graph_runner=object() if self.graphs else EagerRunner(), decode_cuda_graph_runner=None
+        )
+        self.tp_worker = SimpleNamespace(model_runner=runner)
 
     def flush_cache(self, empty_cache: bool = True) -> bool:
         """Emptying torch's cache as well takes milliseconds."""
@@ -204,6 +215,74 @@ def test_without_a_plan_the_smallest_dtype_of_the_model_counts(
     engine = make(1)
     assert engine.weights.plain
     assert engine.weights.model_tensors().targets(TENSORS) == ["float16"] * 6
+
+
+def test_a_digest_is_said_of_weights_that_are_held_as_they_were_sent_and_of_no_others(
+    make: Callable[[int], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(ranks: int = 1) -> str:
+        try:
+            return asyncio.run(make(ranks).weights.inspect("digest"))[0]
+        except NotComparable as error:
+            return str(error)
+
+    assert said() == "not comparable: the engine holds nothing of skipped"
+    loaded = [(one.name, one.dtype, one.shape) for one in TENSORS[:-1]]
+    monkeypatch.setattr(sglang_process, "_own_load", loaded)
+    digest = said()
+    assert len(digest) == 32 and said(2) == digest
+    module, model = sys.modules[__name__], Model
+    monkeypatch.setattr(module, "Model", lambda: model().half())
+    assert said() == "not comparable: embed was sent as float32, and the engine holds it as float16"
+    monkeypatch.setattr(module, "Model", lambda: model(lambda _model, _name, tensor: tensor + 1))
+    assert said() == "not comparable: the load of this model computes: embed: its load computes what it copies"
+    engine = make(1)
+    engine.idle = [True]
+    checkpoint = tmp_path / "model.safetensors"
+    library.save_file(dict(drawn(1)[:-1]), checkpoint)
+    asyncio.run(engine.weights.take(NewWeights(tuple(TENSORS[:-1]), checkpoint=str(tmp_path)), 1, ""))
+    assert len(engine.weights.digest) == 32, "workers that read one checkpoint are compared with each other"
+
+
+def computed(model: Any, name: str, tensor: Any) -> Any:
+    """A load that computes what it copies."""
+    return tensor + 1
+
+
+def rebinding(model: Any, name: str, tensor: Any) -> Any:
+    """A load that gives a parameter memory of its own, and computes."""
+    if name == "norm":
+        model.norm = torch.nn.Parameter(tensor.clone(), requires_grad=False)
+    return tensor + 1
+
+
+def rebinding_by_value(model: Any, name: str, tensor: Any) -> Any:
+    """One that cannot be tried without values."""
+    return rebinding(model, name, tensor) if tensor.tolist() else None
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("load", [computed, rebinding, rebinding_by_value])
+def test_graphs_that_would_read_old_memory_are_never_left_to_serve(
+    make: Callable[[int], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Any, graphs: bool
+) -> None:
+    module, model = sys.modules[__name__], Model
+    monkeypatch.setattr(module, "Model", lambda: model(load))
+    monkeypatch.setattr(Scheduler, "graphs", graphs)
+    engine, weights = make(1), Drawn(tmp_path, 1)
+    why = "gives norm other memory, and the engine's CUDA graphs would go on reading the old one"
+    if graphs and load is rebinding:
+        with pytest.raises(EngineError, match=why):
+            engine.weights.model_tensors()
+        return
+    assert engine.weights.model_tensors() and engine.weights.plain
+    take = engine.weights.take(weights.weights, 1, weights.digest)
+    if graphs and load is rebinding_by_value:
+        with pytest.raises(EngineDied, match=why):
+            asyncio.run(take)
+        return
+    asyncio.run(take)
+    assert weights.is_in(engine)
 
 
 def test_the_model_is_looked_through_when_a_group_is_joined_and_not_while_the_engine_stands_still(

@@ -11,6 +11,8 @@ import pytest
 from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
 from enginepool import BlockingPool
+from enginepool.cli import weights
+from enginepool.protocol.updates import WeightsReport, WorkerWeights
 from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
@@ -76,6 +78,23 @@ def test_weights_are_published_from_a_directory_looked_at_and_relabelled(address
 
     code, out, err = call("weights", "relabel", "--version", 1, "--new-run", *at)
     assert (code, err) == (0, "")
+
+
+def test_an_engine_whose_digest_tells_nothing_is_not_comparable_and_that_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    why = "not comparable: norm was sent as float32, and the engine holds it as float16"
+    odd = WorkerWeights("judge/1", 3, code="unsupported", message=why)
+    report = WeightsReport(1, "judge", 3, "0" * 32, [WorkerWeights("judge/0", 3, "0" * 32), odd])
+
+    def ask(*_: object) -> WeightsReport:
+        return report
+
+    monkeypatch.setattr(weights, "_ask", ask)
+    code, out, err = call("weights", "digest", env={"COLUMNS": "200"})
+    assert (code, err) == (0, "") and why in out
+    report.workers.append(WorkerWeights("judge/2", 3, "1" * 32))
+    assert call("weights", "digest")[::2] == (1, "enginepool: the workers of judge hold different weights\n")
+    report.workers[-1] = WorkerWeights("judge/2", 3, code="engine_error", message="lost")
+    assert call("weights", "digest")[::2] == (1, "enginepool: judge/2: lost\n")
 
 
 @pytest.mark.parametrize(

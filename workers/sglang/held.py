@@ -37,6 +37,21 @@ def digests(model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> list[t
     return [(name, digest.text()) for name, digest in found]
 
 
+def why_not_comparable(plan: Plan, manifest: Sequence[Tensor]) -> tuple[str, list[str]]:
+    """(why the model holds other bytes than those that were sent, or ""; names of tensors of which nothing is here)."""
+    absent: list[str] = []
+    for tensor in manifest:
+        held = next((copy.target.dtype for copy in plan.copies[tensor.name] if copy.fill is None), None)
+        if held is None:
+            absent.append(tensor.name)
+        elif torch.promote_types(getattr(torch, tensor.dtype), held) != held:
+            return (
+                f"{tensor.name} was sent as {tensor.dtype}, and the engine holds it as {str(held).removeprefix('torch.')}",
+                [],
+            )
+    return "", absent
+
+
 def _parts(model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
     if plan is None:
         for name, parameter in sorted(model.named_parameters()):

@@ -8,6 +8,7 @@ here.
 """
 
 import importlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from enginepool.protocol.manifest import Tensor
 torch: Any = importlib.import_module("torch")
 _Mode: Any = importlib.import_module("torch.utils._python_dispatch").TorchDispatchMode
 _aten: Any = torch.ops.aten
+log = logging.getLogger("enginepool")
 
 #: bytes that the proof changes at a time, at least one tensor
 _PROOF_BYTES = 128 << 20
@@ -83,6 +85,61 @@ class _Watch(_Mode):
         if known is None or source.dtype != known[1].dtype or source.shape != target.shape:
             raise Unplannable(f"{self.latest}: its load computes what it copies")
         self.copies[known[0]].append(Copy(target, tuple(source.shape), source.stride(), source.storage_offset()))
+
+
+class _Swallow(_Mode):
+    """Has a load run to its end on tensors without memory, whatever it computes, and writes nothing to real ones."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        meta = any(tensor.is_meta for tensor in tensors)
+        if func is _aten._local_scalar_dense.default and meta:
+            return 1.0
+        if func._schema.is_mutable and tensors and not tensors[0].is_meta:
+            return args[0]
+        if meta:
+            args, kwargs = _on_meta(args), {name: _on_meta((value,))[0] for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _on_meta(values: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(
+        torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, torch.Tensor) and not value.is_meta
+        else value
+        for value in values
+    )
+
+
+def rebound(model: Any, tensors: Sequence[Tensor]) -> str:
+    """The name of a tensor of the model that its load gives other memory, or "": none, or the load cannot be tried.
+
+    Nothing in the model changes.
+    """
+    before = _kept(model)
+    pairs = ((tensor.name, torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")) for tensor in tensors)
+    try:
+        with torch.no_grad(), _Swallow():
+            model.load_weights(pairs)
+    except Exception:
+        log.debug("a load that cannot be tried without memory", exc_info=True)
+    return _put_back(model, before)
+
+
+def addresses(model: Any) -> dict[tuple[int, str], int]:
+    """Where each tensor lies that a module keeps."""
+    return {place: 0 if data.is_meta else data.data_ptr() for place, (_, _, data) in _kept(model).items()}
+
+
+def refuse_rebinding(tensor: str, *, graphs: bool) -> str:
+    """Why a model whose load gives `tensor` other memory takes no updates, or "". Pure."""
+    if not tensor or not graphs:
+        return ""
+    return (
+        f"its load gives {tensor} other memory, and the engine's CUDA graphs would go on reading the old one;"
+        " set disable_cuda_graph = true in the group's options"
+    )
 
 
 class Plan:

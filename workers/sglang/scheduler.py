@@ -31,6 +31,15 @@ def note_scheduler(scheduler: Any) -> None:
     scheduler.__init__ = initialise
 
 
+def has_graphs() -> bool:
+    """Whether forwards of this process run as CUDA graphs, which keep the addresses of the weights of their capture."""
+    [scheduler] = _schedulers
+    runner = scheduler.tp_worker.model_runner
+    # Where a phase has no graphs, its runner is none, or SGLang's eager one.
+    found = (getattr(runner, f"{phase}_cuda_graph_runner", None) for phase in ("prefill", "decode"))
+    return any(graph is not None and type(graph).__name__ != "EagerRunner" for graph in found)
+
+
 def flush_caches() -> bool:
     """Have SGLang empty its caches; False: it has work in hand, and nothing was done. Called on the scheduler's own thread.
 

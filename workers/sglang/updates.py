@@ -23,7 +23,7 @@ from enginepool.host import SHARED
 from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding
-from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores, TakeTimes
+from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, NotComparable, Scores, TakeTimes
 from enginepool.workers.sglang.settings import LOADER, SettingsError
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
@@ -183,7 +183,7 @@ class EngineWeights:
         if failed:
             raise EngineError(f"the engine refused the new weights: {failed[0]['error']}")
         if weights.checkpoint:
-            digest = (await self.inspect("digest"))[0]
+            digest, _ = await self._digest()
         elif weights.group:
             digest = answers[0]["digest"]
         self.version, self.digest = version, digest
@@ -210,16 +210,29 @@ class EngineWeights:
         return [ticket | {"do": "take", "space": space} for space in self._of_each_rank(weights)]
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
-        """(digest, findings) of what is in all ranks together. Raises EngineError."""
+        """(digest, findings) of what is in all ranks together. Raises EngineError; NotComparable."""
+        if what == "digest":
+            digest, why = await self._digest()
+            if why:
+                raise NotComparable(f"not comparable: {why}")
+            return digest, []
         answers = await self._ask({"do": what})
         _raise_first(answers)
-        if what == "digest":
-            parts = {name: digest for answer in answers for name, digest in answer["digests"]}
-            return digest_text(
-                sum(int(digest[16:], 16) for digest in parts.values()), sum(int(digest[:16], 16) for digest in parts.values())
-            ), []
         found = {tuple(finding.items()): Finding(**finding) for answer in answers for finding in answer["findings"]}
         return "", list(found.values())
+
+    async def _digest(self) -> tuple[str, str]:
+        """(the digest of what is in all ranks together, why it is not that of what was sent, or ""). Raises EngineError."""
+        answers = await self._ask({"do": "digest"})
+        _raise_first(answers)
+        parts = {name: digest for answer in answers for name, digest in answer["digests"]}
+        plain, weighted = (sum(int(digest[at : at + 16], 16) for digest in parts.values()) for at in (16, 0))
+        why = next((answer["why"] for answer in answers if answer["why"]), "")
+        # What one rank leaves to another is there.
+        absent = set[str].intersection(*(set(answer["absent"]) for answer in answers))
+        if absent and not why:
+            why = f"the engine holds nothing of {min(absent)}"
+        return digest_text(plain, weighted), why
 
     async def tensor(self, name: str) -> tuple[Scores, str]:
         """One weight by its checkpoint name, put together from all ranks. Raises EngineError."""

@@ -25,12 +25,12 @@ from enginepool.protocol.updates import Space
 from enginepool.spaces import examined, sealed, visible_gpus
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
 from enginepool.workers.sglang.completeness import incomplete_load, quantization
-from enginepool.workers.sglang.held import digests, findings, part_of
-from enginepool.workers.sglang.plan import Plan, Unplannable, Unrepeatable
+from enginepool.workers.sglang.held import digests, findings, part_of, why_not_comparable
+from enginepool.workers.sglang.plan import Plan, Unplannable, Unrepeatable, addresses, rebound, refuse_rebinding
 from enginepool.workers.sglang.process import own_load
 from enginepool.workers.sglang.ready import Ready, manifest_of, open_space
 from enginepool.workers.sglang.received import received
-from enginepool.workers.sglang.scheduler import flush_caches
+from enginepool.workers.sglang.scheduler import flush_caches, has_graphs
 
 torch: Any = importlib.import_module("torch")
 
@@ -122,6 +122,8 @@ class ModelWeights:
             return {"refused": f"what it was loaded from cannot be loaded again: {error}"}
         except Unplannable as error:
             self._plain = str(error)
+            if why := refuse_rebinding(rebound(self._model, own), graphs=has_graphs()):
+                return {"refused": why}
         return {
             "tensors": [list(tensor) for tensor in msgspec.to_builtins(own)],
             "optional": sorted(optional),
@@ -284,7 +286,17 @@ class ModelWeights:
         plan = self._plan
         if plan is not None and plan.holds((tensor.name for tensor in manifest), looked=looked):
             return self._exchange(manifest, lambda: plan.replay(pairs()))
-        return self._exchange(manifest, lambda: self._model.load_weights(iter((lasting or pairs)())))
+        return self._exchange(manifest, lambda: self._load_plainly((lasting or pairs)()))
+
+    def _load_plainly(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        """Raises RuntimeError: the engine must end."""
+        graphs = has_graphs()
+        before = addresses(self._model) if graphs else {}
+        self._model.load_weights(iter(pairs))
+        after = addresses(self._model) if graphs else {}
+        moved = next((place[1] for place, at in before.items() if after.get(place) != at), "")
+        if why := refuse_rebinding(moved, graphs=graphs):
+            raise RuntimeError(why)
 
     def _exchange(self, manifest: list[Tensor], load: Callable[[], Any]) -> dict[str, Any]:
         """What the engine stands still for. Raises Busy: nothing has changed."""
@@ -345,8 +357,11 @@ class ModelWeights:
     # --- questions ------------------------------------------------------------------------------------------------------
 
     def do_digest(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """The digest of the weights in the model, tensor by tensor."""
-        return {"digests": digests(self._model, self._plan, self._manifest)}
+        """The digest of the weights in the model, tensor by tensor; and why it is not that of what was sent."""
+        why, absent = f"the load of this model computes: {self._plain}", list[str]()
+        if self._plan is not None:
+            why, absent = why_not_comparable(self._plan, self._manifest)
+        return {"digests": digests(self._model, self._plan, self._manifest), "why": why, "absent": absent}
 
     def do_validate(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """What is wrong with the weights in the model."""
