@@ -1,0 +1,106 @@
+"""Each model family of MODELS.md on a real engine: scores equal those of `transformers` before and after an update, and the old
+weights bring the old bits back. The table of that page is what the engines report."""
+
+import importlib
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from enginepool.workers.engine import BatchScores, EngineUnusable, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.sglang.packable import wrong_for_packing
+from tests.engine.families import CLS, FAMILIES, SEP, Family, checkpoint, make, scores
+from tests.engine.hosted import HostedEngine
+from tests.engine.test_sglang_scores import assert_close
+from tests.engine.test_sglang_weights import Given
+
+torch: Any = importlib.import_module("torch")
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+MODELS = Path(__file__).parents[2] / "MODELS.md"
+LABELS = (5, 6, 7)
+REFUSED = {
+    "Mistral reward": r"SGLang has no MistralForSequenceClassification of its own",
+    "Qwen3-MoE reward": r"SGLang has no Qwen3MoeForSequenceClassification of its own",
+}
+SERVED = [name for name in FAMILIES if name not in REFUSED]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+def rows() -> list[list[int]]:
+    """Pairs, as a cross-encoder has them; to the others they are ids like any."""
+    draw = np.random.default_rng(1)
+    return [[CLS, *draw.integers(5, 128, 5), SEP, *draw.integers(5, 128, size), SEP] for size in (1, 7, 20, 40)]
+
+
+def part(family: Family) -> ScorePart:
+    items = [[int(token) for token in row] for row in rows()]
+    lengths = np.array([len(row) for row in items], np.uint32)
+    labels = LABELS if family.kind == "causal" else ()
+    return ScorePart(np.empty(0, np.int32), np.array([*chain.from_iterable(items)], np.int32), lengths, labels=labels)
+
+
+def scored(engine: HostedEngine, family: Family) -> Any:
+    [outcome] = engine.score(ScoreBatch((part(family),)))
+    assert isinstance(outcome, BatchScores), outcome
+    [found] = outcome.parts
+    assert isinstance(found, PartScores), found
+    return found.scores
+
+
+def direct(family: Family, model: Any) -> list[Any]:
+    return [scores(family, model, row, LABELS) for row in part(family).prompts()]
+
+
+def table() -> dict[str, tuple[str, str]]:
+    """By family: what MODELS.md says of packed scoring and of updates."""
+    found = re.findall(r"^\| ([^|]+?) \| `[^|]+` \| ([^|]+?) \| ([^|]+?) \|$", MODELS.read_text("utf-8"), re.MULTILINE)
+    return {name: (packed, update) for name, packed, update in found}
+
+
+def test_the_page_has_each_family_that_is_tested() -> None:
+    assert set(table()) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_scores_are_those_of_transformers_before_and_after_an_update(name: str, tmp_path: Path) -> None:
+    family = FAMILIES[name]
+    model, other = make(family, tmp_path / "model"), make(family, tmp_path / "other", seed=1)
+    engine = HostedEngine(str(tmp_path / "model"), forked=True, options=dict(family.options)).wait_until_started()
+    try:
+        first = scored(engine, family)
+        assert_close(first, direct(family, model))
+        config = msgspec.json.decode((tmp_path / "model" / "config.json").read_bytes())
+        plain = any("are loaded plainly" in detail for detail in engine.details)
+        assert table()[name] == ("no" if wrong_for_packing(config) else "yes", "plain" if plain else "planned")
+        for version, folder, expected in ((1, "other", direct(family, other)), (2, "model", first)):
+            given = Given(tmp_path, checkpoint(tmp_path / folder))
+            engine.call("do", "take", given.weights, version, given.digest)
+            found = scored(engine, family)
+            assert_close(found, expected)
+        assert found.tobytes() == first.tobytes(), "the old weights, bit for bit"
+        engine.close()
+    finally:
+        engine.end()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_whose_head_sglang_does_not_load_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    make(FAMILIES[name], tmp_path)
+    assert table()[name] == ("refused", "refused")
+    engine = HostedEngine(str(tmp_path), forked=True)
+    with pytest.raises(EngineUnusable, match=REFUSED[name]):
+        engine.wait_until_started()
+    engine.end()
