@@ -44,6 +44,8 @@ WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig
 _DATA_PARALLEL = re.compile(r"^(?:module\.)+")
 #: All of a name up to `experts` where one tensor is all of them, and what follows there in the name of a single one.
 _FUSED, _SINGLE = re.compile(r"(?:.*\.)?experts(?=$|\.\D)"), re.compile(r"\.\d")
+#: in the names of a PEFT model
+_ADAPTER = re.compile(r"^(?:module\.)*base_model\.model\.|\.lora_\w+(?:\.|$)|\.base_layer\.")
 #: names in an error
 _SHOWN = 3
 
@@ -136,6 +138,11 @@ def _some(names: list[str]) -> str:
 
 def _way_out(unknown: list[str], known: set[str]) -> str:
     """What is said after names that a publisher's `rename` would make known ones, or ""."""
+    if any(_ADAPTER.search(name) for name in unknown):
+        return (
+            " (a PEFT model: call merge_adapter() before, and let the publisher's `rename` give None for lora_ names and take "
+            "base_model.model. and .base_layer off the others)"
+        )
     plain = [_DATA_PARALLEL.sub("", WRAPPERS.sub("", name)) for name in unknown]
     if not known.isdisjoint(plain):
         return " (a wrapper's prefix: the publisher's `rename` takes it off)"

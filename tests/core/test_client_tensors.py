@@ -15,7 +15,7 @@ from enginepool.client.tensors import Plan, Source, make_plan
 from enginepool.digest import Digest, digest_of, views
 from enginepool.errors import BadRequest
 from enginepool.protocol.layout import layout
-from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.manifest import Tensor, difference
 
 
 def names(plan: Plan) -> list[str]:
@@ -73,6 +73,22 @@ def test_a_hook_renames_leaves_out_and_cuts() -> None:
         Tensor("experts.1.w", "float32", (3,)),
     ]
     assert [tensor.tolist() for _, tensor in plan.tensors()] == [[1, 1], [0, 1, 2], [3, 4, 5]]
+
+
+def test_a_peft_model_is_renamed_as_the_error_says() -> None:
+    def rename(name: str, _: Any) -> str | None:
+        return None if "lora_" in name else name.removeprefix("base_model.model.").replace(".base_layer", "")
+
+    source = {
+        "base_model.model.model.layers.0.q_proj.base_layer.weight": torch.ones(2, 2),
+        "base_model.model.model.layers.0.q_proj.lora_A.default.weight": torch.ones(1, 2),
+        "base_model.model.model.layers.0.q_proj.lora_B.default.weight": torch.ones(2, 1),
+        "base_model.model.model.norm.weight": torch.ones(2),
+    }
+    names = [tensor.name for tensor in make_plan(source, rename=rename).manifest]
+    assert names == ["model.layers.0.q_proj.weight", "model.norm.weight"]
+    assert "PEFT" in difference(make_plan(source).manifest, make_plan(source, rename=rename).manifest)
+    assert difference(make_plan(source, rename=rename).manifest, make_plan(source, rename=rename).manifest) == ""
 
 
 def test_floats_are_converted_before_they_are_gathered_and_other_numbers_stay() -> None:

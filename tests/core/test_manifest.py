@@ -8,6 +8,10 @@ DENSE = ["model.embed_tokens.weight", "model.layers.0.mlp.gate_proj.weight", "mo
 EXPERTS = [f"model.layers.{layer}.mlp.experts.{i}.{name}.weight" for layer in (0, 1) for i in (0, 1) for name in ("up", "down")]
 PREFIX = " (a wrapper's prefix: the publisher's `rename` takes it off)"
 FUSED = " (fused experts: the publisher's `rename` takes them apart)"
+PEFT = (
+    " (a PEFT model: call merge_adapter() before, and let the publisher's `rename` give None for lora_ names and take "
+    "base_model.model. and .base_layer off the others)"
+)
 
 
 def tensors(*names: str) -> list[Tensor]:
@@ -30,6 +34,10 @@ OPTIONAL = frozenset({"lm_head.weight"})
         ("model.layers.0.mlp.experts.gate_up_proj", FUSED),
         ("module.model.layers.1.mlp.experts.down_proj", FUSED),
         ("0.experts", FUSED),
+        ("base_model.model.model.layers.0.mlp.gate_proj.base_layer.weight", PEFT),
+        ("model.layers.0.mlp.gate_proj.lora_A.default.weight", PEFT),
+        ("base_model.model.model.norm.weight", PEFT),
+        ("module.base_model.model.lm_head.weight", PEFT),
         # What `rename` could make of these nobody knows.
         ("module.other.weight", ""),
         ("_orig_mod.other", ""),
