@@ -124,7 +124,7 @@ class Fleet:
             can = halved(can, group.halvings - can.halvings)
         if wrong := stranger(worker, can):
             _failed(worker, wrong)
-            self.lose(worker, wrong, kill=True)
+            self.lose(worker, f"it does not fit: {wrong}", kill=True)
             return
         alone = alone_in_class(worker, can)
         worker.declared, worker.capabilities = e.capabilities, can
@@ -187,7 +187,7 @@ class Fleet:
         if batch is None:
             return
         if wrong := misfit(batch, e):
-            self.lose(worker, wrong, kill=True)
+            self.lose(worker, f"its answer does not fit: {wrong}", kill=True)
             return
         group = worker.group
         self._remove(worker, batch)
@@ -303,15 +303,16 @@ class Fleet:
                 place.blameless = True
         if e.failed:
             _failed(worker, e.reason)
-        self.lose(worker, e.reason, kill=e.failed)
+        self.lose(worker, e.reason, kill=e.failed, own=True)
         if place is not None and not e.failed:
             place.last_words = e.reason
             place.until = e.now + GOODBYE_S
         if place is not None:
             place.hopeless = e.permanent
 
-    def lose(self, worker: Worker, reason: str, *, kill: bool) -> None:
-        """This incarnation is gone for ever: its batches are dissolved, its process is killed unless it has ended."""
+    def lose(self, worker: Worker, reason: str, *, kill: bool, own: bool = False) -> None:
+        """This incarnation is gone for ever: its batches are dissolved, its process is killed unless it has ended. The reason
+        is a clause on the worker, or, with `own`, what it said of its end."""
         core, group = self.core, worker.group
         worker.lost = True
         core.fallen.append((worker, reason))
@@ -332,7 +333,7 @@ class Fleet:
             self._refuse(worker.link, "superseded", reason)
             self.places.maybe_down(group)
         elif kill:
-            self.places.end(worker.place, reason)
+            self.places.end(worker.place, reason, own=own)
         core.wake(group)
         if core.touched is not None:
             core.touched += (worker, group)

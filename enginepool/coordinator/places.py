@@ -53,12 +53,12 @@ class Places:
         place.until = core.now + core.config.timing.starting_s
         core.effects.append(StartWorker(name, place.index, place.incarnation))
 
-    def end(self, place: Place, reason: str) -> None:
-        """Kill the process of a place; `vacate` follows when it has ended."""
+    def end(self, place: Place, reason: str, *, own: bool = False) -> None:
+        """Kill the process of a place; `vacate` follows when it has ended. `own`: the reason is the worker's own word."""
         if place.state == "up":
             place.state = "ending"
-            place.last_words = reason
-            self.core.effects.append(KillWorker(place.incarnation, reason))
+            place.last_words = reason if own else f"stopped by the pool, because {reason}"
+            self.core.effects.append(KillWorker(place.incarnation, place.last_words))
 
     def vacate(self, place: Place, permanent: bool) -> None:
         """The process of a place has ended: wait and start again, or retire the place."""
@@ -148,8 +148,8 @@ class Places:
                 if place.state == "backoff" and not self.core.draining:
                     self._start(place)
                 elif place.state == "up" and place.incarnation not in group.workers:
-                    why = f"the worker process did not register within {now - place.begun:.0f} s"
-                    self.end(place, place.last_words or why)
+                    why = f"its process did not register within {now - place.begun:.0f} s"
+                    self.end(place, place.last_words or why, own=bool(place.last_words))
 
     def extend(self, gap: float) -> None:
         """The coordinator itself stood still for `gap` seconds."""

@@ -17,6 +17,8 @@ _OWN_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, si
 _TICKS = os.sysconf("SC_CLK_TCK")
 #: after the name in parentheses, which may hold anything: the state, and when the process was made
 _STATE, _MADE = 0, 19
+#: in the progress bars of tqdm, and of what loads safetensors
+_BAR = re.compile(r"\d%( Completed)? *\||\d+/\d+ \[\d+:\d\d")
 #: in what Python's own cleaner of semaphores and shared memory has to say, and in the line of its code that is shown with it
 _CLEANER = re.compile(r"resource_tracker: |^\s*warnings\.warn\(")
 
@@ -86,12 +88,18 @@ def failed_by_itself(code: int | None) -> bool:
 
 
 def last_line(log: bytes) -> str:
-    """The last line, as a terminal shows it: a bar of progress writes one over the other, with a return between them.
+    """The last line that says something of the process's end.
 
-    What a process writes that Python leaves behind to clean up after one that was killed is no word of the latter.
+    Passed over are progress bars, which say what it did before, and what the process writes that Python leaves behind to clean
+    up after one that was killed.
     """
-    lines = log.decode(errors="replace").replace("\r", "\n").split("\n")
-    return next((line.strip()[:500] for line in reversed(lines) if line.strip() and not _CLEANER.search(line)), "")
+    for line in reversed(log.decode(errors="replace").split("\n")):
+        drawn = "\r" in line.removesuffix("\r") or line.endswith("%\r")
+        for text in reversed(line.split("\r")):
+            bar = _BAR.search(text) or (drawn and "%" in text)
+            if text.strip() and not bar and not _CLEANER.search(text):
+                return text.strip()[:500]
+    return ""
 
 
 def _stat(pid: int) -> list[str]:

@@ -59,7 +59,7 @@ class Supervisor(Protocol):
         ...
 
     def kill(self, incarnation: str, reason: str) -> None:
-        """End a worker and everything that it started, now; `reason` is part of what is reported of its end."""
+        """End a worker and everything that it started, now; `reason` is what is reported of its end."""
         ...
 
     def kill_all(self) -> None:
@@ -251,7 +251,7 @@ class LocalSupervisor:
 
     def _kill_workers(self) -> None:
         for incarnation in list(self._processes):
-            self.kill(incarnation, "the pool ends")
+            self.kill(incarnation, "stopped by the pool, because the pool ends")
 
     def _watch_leader(self, record: _Record) -> None:
         self._when_ended(record.pid, lambda: self._leader_ended(record))
@@ -293,9 +293,9 @@ class LocalSupervisor:
         self._ports.pop(record.incarnation, None)
         self._path(record.incarnation).unlink(missing_ok=True)
         killed = self._killed.pop(record.incarnation, "")
-        why = killed or self.last_line(record.incarnation)
+        reason = killed or how_it_ended(code, self.last_line(record.incarnation))
         failed = not killed and failed_by_itself(code)
-        self._exited(record.incarnation, how_it_ended(code, why), code == PERMANENT, failed)
+        self._exited(record.incarnation, reason, code == PERMANENT, failed)
 
     def last_line(self, incarnation: str) -> str:
         """The last line in a worker's log, or nothing."""

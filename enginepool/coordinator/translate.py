@@ -87,7 +87,7 @@ def worker_event(now: float, link: Link, frames: Sequence[Buffer], peer: Peer = 
     except WireError as error:
         if error.code == "protocol_version":
             raise
-        return ev.WorkerBroken(now, link, f"sent nonsense: {error.message}")
+        return ev.WorkerBroken(now, link, f"it sent an invalid message: {error.message}")
 
 
 # --- clients -----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Watch:
     def _overdue(self, worker: Worker) -> str:
         now, timing = self.core.now, self.core.config.timing
         if now - worker.heard > timing.silence_s:
-            return f"silent for {now - worker.heard:.1f} s"
+            return f"it was silent for {now - worker.heard:.1f} s"
         allowed = {"starting": timing.starting_s, "loading": timing.loading_s, "compiling": timing.compiling_s}.get(
             worker.stage
         )
@@ -51,7 +51,7 @@ class Watch:
             # Nothing is left that it could finish: it should have said goodbye.
             allowed = timing.drain_s + GOODBYE_S
         if allowed is not None and now - worker.since > allowed:
-            return f"{worker.stage} for more than {allowed:.0f} s"
+            return f"it was {worker.stage} for more than {allowed:.0f} s"
         for batch in worker.batches.values():
             if now > batch.deadline:
                 return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"

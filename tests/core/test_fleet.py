@@ -510,7 +510,7 @@ def test_survivors_of_an_earlier_coordinator_are_adopted_or_ended() -> None:
         pool.wait(2)
         pool.do(ev.WorkerHeard(0, b"old-0"))
     assert pool.killed == ["old-1"]
-    assert pool.reasons == ["the worker process did not register within 10 s"]
+    assert pool.reasons == ["stopped by the pool, because its process did not register within 10 s"]
     assert "old-0" in pool.machine.core.groups["g"].workers
 
 
@@ -565,7 +565,7 @@ def test_a_drain_has_a_limit() -> None:
         assert not pool.killed
         pool.do(ev.WorkerHeard(0, incarnation.encode()))
         pool.wait(5.25)
-    assert (pool.killed, pool.reasons) == ([incarnation], ["the pool ends"])
+    assert (pool.killed, pool.reasons) == ([incarnation], ["stopped by the pool, because the pool ends"])
     pool.do(ev.WorkerExited(0, incarnation, "ended by SIGKILL"))
     assert pool.drained
 

@@ -18,13 +18,19 @@ from enginepool.workers.events import Exit
         (b"first\nlast", "last"),
         (b"first\nlast\n\n", "last"),
         (b"windows\r\n", "windows"),
-        (b"Loading:   0%\rLoading:  50%\rLoading: 100%\n", "Loading: 100%"),
-        (b"Loading:   0%\rLoading:  50%\r", "Loading:  50%"),
+        (b"Loading:   0%\rLoading:  50%\rLoading: 100%\n", ""),
+        (b"loading m\nLoading:   0%\rLoading:  50%\r", "loading m"),
+        (b"loading m\nLoading:  50%\r", "loading m"),
+        (b"a\n\rLoading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01,  1.1s/it]\r", "a"),
+        (b"a\nLoading safetensors checkpoint shards:  50% Completed | 1/2 [00:01<00:01,  1.1s/it]\n", "a"),
+        ("a\nCapturing:  45%|████▌     | 9/20 [00:12<00:14,  1.3s/it]".encode(), "a"),
+        ("model.safetensors: 10%|█ | 1.0G/9.9G [00:10<01:30, 99MB/s]\r".encode(), ""),
+        (b"a\nthe GPU is used to 99%\n", "the GPU is used to 99%"),
         (b"Loading:  50%\rout of memory\r\n", "out of memory"),
         (b"\xe4\xb8 cut in the middle\nx" + 600 * b"y", "x" + 499 * "y"),
     ],
 )
-def test_the_last_line_is_what_a_terminal_shows_last(log: bytes, line: str) -> None:
+def test_the_last_line_that_is_no_progress_bar_says_how_a_process_ended(log: bytes, line: str) -> None:
     assert last_line(log) == line
 
 
@@ -50,7 +56,7 @@ def test_what_python_cleans_up_after_a_process_that_was_killed_is_not_its_last_w
         (None, "", "ended"),
         (0, "", "exit code 0"),
         (70, "no such model", "exit code 70: no such model"),
-        (-9, "silent for 10.0 s", "ended by SIGKILL: silent for 10.0 s"),
+        (-9, "no such model", "ended by SIGKILL: no such model"),
     ],
 )
 def test_how_a_worker_ended_says_why_where_that_is_known(code: int | None, why: str, line: str) -> None:

@@ -234,7 +234,7 @@ def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_fo
             await gone.wait()
 
     asyncio.run(story())
-    assert scene.exited == [("g-0.1.1", "ended: it is silent", False, False)]
+    assert scene.exited == [("g-0.1.1", "it is silent", False, False)]
     assert sorted(failed) == ["look", "look", "watch", "watch"]
 
 
