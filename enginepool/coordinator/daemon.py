@@ -76,6 +76,8 @@ class Daemon:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._max_bytes = config.limits.max_message_bytes
+        #: the total, and what small answers may add that no client is charged for
+        self._most = config.limits.buffer_bytes * 21 // 20
         #: came in and is not handled yet
         self._events: list[ev.Event] = []
         with contextlib.ExitStack() as stack:
@@ -89,8 +91,11 @@ class Daemon:
             workers_endpoint = config.listen_workers or f"ipc://{directory / 'workers.sock'}"
             check_endpoint(workers_endpoint, config.allow_remote, "listen_workers")
             limits = config.limits
-            clients = stack.enter_context(Router(2 * limits.max_message_bytes, limits.window_bytes * 9 // 8, self._client_cut))
-            workers = stack.enter_context(Router(2 * limits.max_message_bytes, limits.buffer_bytes, self._worker_cut))
+            most, timing = 2 * limits.max_message_bytes, config.timing
+            # A client's window bounds what it will be sent for its requests; what else it asks for is little.
+            window = limits.window_bytes * 9 // 8
+            clients = stack.enter_context(Router(most, window, timing.client_silence_s, self._client_cut))
+            workers = stack.enter_context(Router(most, limits.buffer_bytes, timing.client_silence_s, self._worker_cut))
             clients.bind(config.listen)
             workers.bind(workers_endpoint)
             self.sockets = Sockets(loop, clients, workers, self._quiet)
@@ -135,8 +140,14 @@ class Daemon:
         except WireError as error:
             self.sockets.clients.send(link, [encode_header(refusal(frames[0] if frames else b"", error))])
             return
-        if type(event) is ev.StatusAsked:
-            event.outbox_bytes = self.sockets.clients.parked_bytes
+        clients = self.sockets.clients
+        if type(event) is ev.Submit:
+            event.unread, event.outboxes = clients.unread_of(link), clients.unread
+        elif type(event) is ev.Heard:
+            if event.proof and clients.proved(link, event.proof) and link not in self.machine.core.links:
+                return  # a peer that only asks for the status: it need not say hello
+        elif type(event) is ev.StatusAsked:
+            event.outbox_bytes = clients.unread + self.sockets.workers.unread
             event.pauses = (self._pauses.count, self._pauses.microseconds)
         self._events.append(event)
 
@@ -146,6 +157,8 @@ class Daemon:
         except WireError as error:
             self.sockets.workers.send(link, [encode_header(Failure(error.code, error.message, field=error.field))])
             return
+        if type(event) is ev.WorkerHeard and event.proof:
+            self.sockets.workers.proved(link, event.proof)
         self._events.append(event)
 
     def _act(self) -> None:
@@ -210,6 +223,10 @@ class Daemon:
                 self.sockets.workers.send(effect.link, [encode_header(effect.message), *effect.frames])
             else:
                 self._perform(effect)
+        # Requests are admitted so that this holds. What else is asked for may break it, and so may a bug.
+        clients, most = self.sockets.clients, self._most - self.machine.core.live_bytes
+        while clients.unread > most and clients.unread:
+            clients.cut_largest()
         wake_at = self.machine.wake_at()
         if wake_at < self._timer_at:
             self._set_timer(wake_at)

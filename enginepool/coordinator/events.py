@@ -158,6 +158,8 @@ class Heard(Event):
 
     link: Link
     at: int | None = None
+    #: the `at` of a pong
+    proof: int = 0
 
 
 class ClientLeft(Event):
@@ -286,6 +288,7 @@ class WorkerHeard(Event):
 
     link: Link
     at: int | None = None
+    proof: int = 0
 
 
 class WorkerBye(Event):

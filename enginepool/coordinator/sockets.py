@@ -4,9 +4,9 @@ Plain sockets on the loop's readers. A ZeroMQ file descriptor is edge-triggered:
 send may swallow that. So a socket is `unsure` from each send until it was found empty, and a turn ends only when neither is;
 `turn` is the only place that receives, and whoever sends outside it calls `turn` afterwards.
 
-A send that would block (`EAGAIN`: the peer's high-water mark, which counts messages) parks in an outbox that counts bytes; a
-peer whose outbox runs over is cut. A router cannot wait for one peer to become writable, so parked sends are tried again on a
-short timer.
+A send that would block (`EAGAIN`: the peer's high-water mark, which counts messages) is parked. A router cannot wait for one
+peer to become writable, so parked sends are tried again on a short timer. `outbox` counts the bytes that a peer has not read,
+wherever they are: here, in ZeroMQ, in the kernel, or at the peer. A peer that leaves too many is disconnected.
 """
 
 import asyncio
@@ -16,16 +16,20 @@ import fcntl
 import os
 import re
 import resource
+import secrets
+import socket as sockets
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import IO, Self, cast
 
 import zmq
 
 from enginepool.coordinator.events import Buffer, Link
+from enginepool.coordinator.outbox import PROOF_BYTES, Outbox
 from enginepool.coordinator.patience import WAIT_S, Patience
 from enginepool.errors import ConfigError
+from enginepool.protocol.frames import encode_header
+from enginepool.protocol.messages import Ping
 
 #: frames over this are not copied into ZeroMQ's own memory; below it a copy is cheaper
 COPY_UP_TO = 64 * 1024
@@ -34,6 +38,8 @@ ROUND = 64
 #: rounds before the loop may do something else
 ROUNDS = 8
 RETRY_S = 0.005
+#: how often peers are asked that have something unread and were sent nothing since
+SWEEP_S = 1.0
 #: how libzmq names an ipc peer: HOST:UID:GID:PID
 _IPC_PEER = re.compile(r"[^:]*:[0-9]+:[0-9]+:([0-9]+)", re.ASCII)
 #: as many files are open at a time, if the system allows it
@@ -69,6 +75,22 @@ def pid_of(frame: zmq.Frame) -> int | None:
     return int(found[1]) or None if found else None
 
 
+def _is_open(outbox: Outbox) -> bool:
+    """Whether the descriptor of a connection still is that connection."""
+    try:
+        return outbox.fd >= 0 and os.fstat(outbox.fd).st_ino == outbox.inode
+    except OSError:
+        return False
+
+
+def _disconnect(outbox: Outbox) -> None:
+    """Shut a connection down. ZeroMQ sees its end, and frees what it holds for the peer; it has no call for this."""
+    # The copy keeps the descriptor from becoming another file between the check and the call.
+    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(outbox.fd)) as connection:
+        if os.fstat(connection.fileno()).st_ino == outbox.inode:
+            connection.shutdown(sockets.SHUT_RDWR)
+
+
 def raise_open_files() -> None:
     """A connection of each client and worker is a file, of which a process may by default have 1,024 although it may ask for
     more. Where none is left, nobody can connect and no worker can be started."""
@@ -80,9 +102,16 @@ def raise_open_files() -> None:
 
 
 class Router:
-    """One bound ROUTER socket with outboxes."""
+    """One bound ROUTER socket with outboxes.
 
-    def __init__(self, max_frame: int, max_outbox: int, cut: Callable[[Link], None]) -> None:
+    Args:
+        max_frame: the longest frame that is received.
+        max_unread: bytes that one peer may leave unread before it is cut.
+        max_silence: seconds after which a peer is cut that does not say whether it has read what it was sent.
+        cut: called with the link of a peer that was cut, or is found to be gone.
+    """
+
+    def __init__(self, max_frame: int, max_unread: int, max_silence: float, cut: Callable[[Link], None]) -> None:
         self._socket: zmq.Socket[bytes] = _context().socket(zmq.ROUTER)
         socket = self._socket
         socket.setsockopt(zmq.LINGER, 500)
@@ -95,10 +124,14 @@ class Router:
         socket.setsockopt(zmq.RCVHWM, 1000)
         socket.setsockopt(zmq.BACKLOG, 1024)
         self._lock: IO[str] | None = None
-        self._max_outbox = max_outbox
+        self._max_unread = max_unread
+        self._max_silence = max_silence
         self._cut = cut
-        self._parked: dict[Link, deque[tuple[Sequence[Buffer], int]]] = {}
-        self._parked_bytes: dict[Link, int] = {}
+        self._outboxes: dict[Link, Outbox] = {}
+        #: links with parked messages
+        self._parked: dict[Link, None] = {}
+        #: bytes that all peers have not read: the sum over the outboxes
+        self.unread = 0
         #: there may be a message of which the file descriptor will not tell again
         self.unsure = True
         #: something was sent since the shell last fell asleep, or was about to
@@ -148,6 +181,9 @@ class Router:
             while frame.more:
                 frame = recv(socket, NOBLOCK, False)
                 frames.append(frame.bytes)
+            outbox = self._outboxes.get(link)
+            if outbox is None or outbox.fd == -1:
+                self._meet(link, frame)
             take(link, frames, frame)
         self.unsure = True
         return ROUND
@@ -159,24 +195,35 @@ class Router:
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> bool:
         """Send, or park. False when the peer is not there any more."""
-        parked = self._parked.get(link)
-        if parked is None:
+        outbox = self._outboxes.get(link)
+        if outbox is None:
+            outbox = self._outboxes[link] = Outbox()
+        nbytes = 0
+        for frame in frames:
+            nbytes += len(frame)
+        self.unread += nbytes
+        due = outbox.sent(nbytes)
+        if not self._put(link, outbox, frames):
+            return False
+        if due:
+            self._ask(link, outbox)
+        if outbox.unread > self._max_unread and link in self._outboxes:
+            self.cut(link)
+        return True
+
+    def _put(self, link: Link, outbox: Outbox, frames: Sequence[Buffer]) -> bool:
+        if not outbox.parked:
             try:
                 self._send(link, frames)
                 return True
             except zmq.Again:
-                parked = self._parked[link] = deque()
-                self._parked_bytes[link] = 0
+                self._parked[link] = None
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
+                self._forget(link)
                 return False
-        nbytes = sum(len(frame) for frame in frames)
-        parked.append((frames, nbytes))
-        self._parked_bytes[link] += nbytes
-        if self._parked_bytes[link] > self._max_outbox:
-            self._drop(link)
-            self._cut(link)
+        outbox.parked.append(frames)
         return True
 
     def _send(self, link: Link, frames: Sequence[Buffer]) -> None:
@@ -188,33 +235,89 @@ class Router:
             send(socket, frame, NOBLOCK_MORE, len(frame) <= COPY_UP_TO)
         send(socket, last, NOBLOCK, len(last) <= COPY_UP_TO)
 
-    def _drop(self, link: Link) -> None:
-        del self._parked[link]
-        del self._parked_bytes[link]
-
     def retry(self) -> bool:
         """Try parked sends again; True while some are left."""
-        for link, parked in list(self._parked.items()):
+        for link in list(self._parked):
+            parked = self._outboxes[link].parked
             try:
                 while parked:
-                    self._send(link, parked[0][0])
-                    self._parked_bytes[link] -= parked.popleft()[1]
+                    self._send(link, parked[0])
+                    parked.popleft()
             except zmq.Again:
                 continue
             except zmq.ZMQError as error:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
+                self._forget(link)
                 self._cut(link)
-            self._drop(link)
+                continue
+            del self._parked[link]
         return bool(self._parked)
 
     @property
     def has_parked(self) -> bool:
         return bool(self._parked)
 
-    @property
-    def parked_bytes(self) -> int:
-        return sum(self._parked_bytes.values())
+    # --- what is not read yet ------------------------------------------------------------------------------------------
+
+    def unread_of(self, link: Link) -> int:
+        """Bytes that the peer on `link` has not read."""
+        outbox = self._outboxes.get(link)
+        return 0 if outbox is None else outbox.unread
+
+    def proved(self, link: Link, token: int) -> bool:
+        """A `pong` came with this `at`. Whether it proves that the peer has read what it was sent."""
+        outbox = self._outboxes.get(link)
+        if outbox is None or not (read := outbox.proved(token)):
+            return False
+        self.unread -= read
+        if outbox.unread >= PROOF_BYTES:
+            self._ask(link, outbox)
+        return True
+
+    def sweep(self) -> None:
+        """About once a second: ask those who were sent little whether they have read it, and cut those who never answer."""
+        now = time.monotonic()
+        for link, outbox in list(self._outboxes.items()):
+            if outbox.token:
+                if now - outbox.asked_at > self._max_silence:
+                    self.cut(link)
+            elif outbox.touched:
+                outbox.touched = False
+            elif outbox.unread:
+                self._ask(link, outbox)
+            elif not _is_open(outbox):
+                self._forget(link)
+
+    def cut_largest(self) -> None:
+        """Cut the link on which most is unread."""
+        self.cut(max(self._outboxes, key=self.unread_of))
+
+    def cut(self, link: Link) -> None:
+        """End a connection, and forget all that waits for it here and in ZeroMQ."""
+        outbox = self._outboxes[link]
+        self._forget(link)
+        if outbox.fd >= 0:
+            _disconnect(outbox)
+        self._cut(link)
+
+    def _ask(self, link: Link, outbox: Outbox) -> None:
+        outbox.ask(secrets.randbits(62) | 1, time.monotonic())
+        if not self._put(link, outbox, [encode_header(Ping(outbox.token))]):
+            self._cut(link)
+
+    def _forget(self, link: Link) -> None:
+        self.unread -= self._outboxes.pop(link).unread
+        self._parked.pop(link, None)
+
+    def _meet(self, link: Link, frame: zmq.Frame) -> None:
+        """The first message on a link, or the first after it was forgotten: remember its connection."""
+        outbox = self._outboxes[link] = self._outboxes.get(link) or Outbox()
+        try:
+            outbox.fd = int(frame.get(zmq.SRCFD))
+            outbox.inode = os.fstat(outbox.fd).st_ino
+        except (OSError, zmq.ZMQError):
+            outbox.fd = -2  # it is gone already
 
     def close(self) -> None:
         """Idempotent. What was sent lingers for half a second at most."""
@@ -245,12 +348,14 @@ class Sockets:
         self._act: Callable[[], None] = lambda: None
         self._again: asyncio.Handle | None = None
         self._retry: asyncio.Handle | None = None
+        self._sweep: asyncio.Handle | None = None
 
     def listen(self, take_client: Receive, take_worker: Receive, act: Callable[[], None]) -> None:
         """Hand every message over from now on; call `act` once for all that came together."""
         self._take_client, self._take_worker, self._act = take_client, take_worker, act
         self._loop.add_reader(self.clients.fd, self._woken, self.clients, take_client)
         self._loop.add_reader(self.workers.fd, self._woken, self.workers, take_worker)
+        self._sweep = self._loop.call_later(SWEEP_S, self._sweep_all)
         self.turn()
 
     def _woken(self, router: Router, take: Receive) -> None:
@@ -310,12 +415,20 @@ class Sockets:
         self.workers.retry()
         self.turn()
 
+    def _sweep_all(self) -> None:
+        self._sweep = self._loop.call_later(SWEEP_S, self._sweep_all)
+        # What they have answered counts first.
+        self.turn()
+        self.clients.sweep()
+        self.workers.sweep()
+        self.turn()
+
     def close(self) -> None:
         """Stop receiving; what was sent lingers for a moment."""
         if self._take_client is not None:
             self._loop.remove_reader(self.clients.fd)
             self._loop.remove_reader(self.workers.fd)
-        for handle in (self._again, self._retry):
+        for handle in (self._again, self._retry, self._sweep):
             if handle is not None:
                 handle.cancel()
         self.clients.close()

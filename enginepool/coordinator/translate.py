@@ -140,7 +140,7 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Abandon: _said,
     m.WeightsQuestion: lambda now, link, message, _: ev.WeightsAsked(now, link, message),
     m.Ping: lambda now, link, message, _: ev.Heard(now, link, message.at),
-    m.Pong: lambda now, link, message, _: ev.Heard(now, link),
+    m.Pong: lambda now, link, message, _: ev.Heard(now, link, proof=message.at),
 }
 
 
@@ -198,5 +198,5 @@ _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     ),
     m.Failure: lambda now, link, message, _: ev.WorkerRefused(now, link, message.id, message.code == "shutting_down"),
     m.Ping: lambda now, link, message, _: ev.WorkerHeard(now, link, message.at),
-    m.Pong: lambda now, link, message, _: ev.WorkerHeard(now, link),
+    m.Pong: lambda now, link, message, _: ev.WorkerHeard(now, link, proof=message.at),
 }

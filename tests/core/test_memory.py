@@ -66,12 +66,11 @@ def test_what_a_client_has_not_read_counts_against_its_window_and_the_total() ->
 def test_kept_answers_make_room_for_new_requests() -> None:
     limits = Limits(max_message_bytes=64_000, window_bytes=64_000, buffer_bytes=64_000, answers_bytes=64_000)
     pool = Pool(config(limits=limits))
-    client = pool.client()
+    client, core = pool.client(), pool.machine.core
     pool.worker()
     for i in range(40):
         assert codes(pool.submit(client, i, work())) == []
         assert i in results(pool.finish_all())
-        core = pool.machine.core
         assert core.live_bytes + core.answers.nbytes <= 64_000
     full = core.answers.nbytes
     assert codes(pool.submit(client, 100, work(50, 1, labels=tuple(range(200))))) == []

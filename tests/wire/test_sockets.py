@@ -1,10 +1,12 @@
 """The coordinator's sockets receive everything, also a message of which the file descriptor tells only once."""
 
 import asyncio
+import secrets
 import select
 from collections.abc import Iterator
 from contextlib import suppress
 
+import msgspec
 import pytest
 import zmq
 
@@ -12,21 +14,24 @@ from enginepool.coordinator.events import Link
 from enginepool.coordinator.sockets import Router, Sockets
 
 PATIENCE_S = 60.0
+#: bytes that a peer may leave unread
+MOST = 8 << 20
 
 
 class Bench:
     """Two routers on a loop, a peer at each, and what the routers took in."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, quiet: bool) -> None:
-        self.clients = Router(1 << 20, 1 << 20, lambda link: None)
-        self.workers = Router(1 << 20, 1 << 20, lambda link: None)
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, quiet: bool, transport: str = "tcp") -> None:
+        self.cut: list[Link] = []
+        self.clients = Router(1 << 20, MOST, 1.0, self.cut.append)
+        self.workers = Router(1 << 20, MOST, 1.0, self.cut.append)
         self.taken: list[tuple[str, Link, list[bytes]]] = []
         self.acted = 0
         self.sockets = Sockets(loop, self.clients, self.workers, lambda: quiet)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.peers: list[zmq.Socket[bytes]] = []
         for router in (self.clients, self.workers):
-            router.bind("tcp://127.0.0.1:*")
+            router.bind("tcp://127.0.0.1:*" if transport == "tcp" else f"ipc:///tmp/enginepool-{secrets.token_hex(8)}")
             peer = self.context.socket(zmq.DEALER)
             peer.setsockopt(zmq.LINGER, 0)
             peer.connect(router.endpoint)
@@ -107,6 +112,98 @@ def test_every_message_of_a_conversation_is_taken_and_acted_upon(loop: asyncio.A
                 assert bench.taken[-1] == (name, link, [b"%d" % i, b"x"])
         assert len(bench.taken) == 2 * (rounds + 1)
         assert 0 < bench.acted <= len(bench.taken)
+
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        bench.close()
+
+
+def read(peer: "zmq.Socket[bytes]") -> int:
+    """Read all that is there, answer each ping as every peer does, and return the payload's bytes."""
+    nbytes = 0
+    while peer.poll(300):
+        header, *frames = peer.recv_multipart()
+        nbytes += len(header) + sum(map(len, frames))
+        if header.startswith(b"\x82\xa4type\xa4ping"):
+            nbytes -= len(header)
+            peer.send(msgspec.msgpack.encode({"type": "pong", "at": msgspec.msgpack.decode(header)["at"]}))
+    return nbytes
+
+
+@pytest.mark.parametrize("size", [1000, 200_000], ids=["copied by ZeroMQ", "lent to ZeroMQ"])
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_what_a_peer_has_not_read_is_counted_in_bytes_wherever_it_lies(
+    loop: asyncio.AbstractEventLoop, size: int, transport: str
+) -> None:
+    bench = Bench(loop, quiet=False, transport=transport)
+    router, peer = bench.clients, bench.peers[0]
+
+    async def scene() -> None:
+        bench.listen()
+        peer.send(b"hello")
+        await bench.until(1)
+        link = bench.taken[0][1]
+        count = 3_000_000 // size
+        for _ in range(count):
+            assert router.send(link, [b"header", bytes(size)])
+        sent = count * (size + 6)
+        assert router.unread_of(link) == router.unread == sent
+        assert not router.proved(link, 2**62), "a peer that does not read cannot guess the number"
+        assert await asyncio.to_thread(read, peer) == sent
+        async with asyncio.timeout(PATIENCE_S):
+            while router.unread:
+                for _, _, (pong,) in bench.taken[1:]:
+                    router.proved(link, msgspec.msgpack.decode(pong)["at"])
+                await asyncio.to_thread(read, peer)
+        assert router.unread_of(link) == 0
+
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_a_peer_that_leaves_too_much_unread_is_disconnected(loop: asyncio.AbstractEventLoop, transport: str) -> None:
+    bench = Bench(loop, quiet=False, transport=transport)
+    router, peer = bench.clients, bench.peers[0]
+    monitor = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    async def scene() -> None:
+        bench.listen()
+        peer.send(b"hello")
+        await bench.until(1)
+        link = bench.taken[0][1]
+        sends = 0
+        while not bench.cut:
+            assert router.send(link, [bytes(100_000)])
+            sends += 1
+        assert bench.cut == [link]
+        assert sends == MOST // 100_000 + 1
+        assert router.unread == 0 and not router.has_parked
+        assert monitor.poll(int(PATIENCE_S * 1000)), "the connection stands"
+
+    try:
+        loop.run_until_complete(scene())
+    finally:
+        peer.disable_monitor()
+        monitor.close()
+        bench.close()
+
+
+def test_a_peer_that_never_says_that_it_reads_is_disconnected(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, quiet=False)
+    peer = bench.peers[0]
+
+    async def scene() -> None:
+        bench.listen()
+        peer.send(b"hello")
+        await bench.until(1)
+        assert bench.clients.send(bench.taken[0][1], [b"an answer"])
+        async with asyncio.timeout(PATIENCE_S):
+            while not bench.cut:
+                await asyncio.sleep(0.01)
 
     try:
         loop.run_until_complete(scene())
