@@ -9,6 +9,11 @@ from typing import Literal, NamedTuple
 from enginepool.protocol.basis import MAX_TEXT
 
 Fault = Literal["caller", "pool", "nobody"]
+#: whether an error with the id of a request is its final answer. `attempt`: of this attempt, and the request may be sent again.
+#: `no`: it answers nothing. `second`: of the second request under the id, while the first one goes on.
+Final = Literal["yes", "no", "attempt", "second"]
+#: whether it is kept for a resend until it is acknowledged. `accepted`: where the request had been accepted before.
+Kept = Literal["yes", "no", "accepted"]
 
 
 class CodeFacts(NamedTuple):
@@ -17,38 +22,59 @@ class CodeFacts(NamedTuple):
     fault: Fault
     retry: bool
     meaning: str
+    final: Final = "yes"
+    kept: Kept = "no"
+
+    @property
+    def id(self) -> str:
+        """What becomes of the request's id. `free`: the same request is sent again under it. `spent`: it is acknowledged, and
+        another attempt takes a new one. `taken`: by the first request."""
+        return {"yes": "spent", "no": "free", "attempt": "free", "second": "taken"}[self.final]
 
 
 CODES: dict[str, CodeFacts] = {
     "malformed": CodeFacts("caller", False, "a frame is missing, truncated, or not what its header says"),
-    "bad_request": CodeFacts("caller", False, "a field has a value that cannot be served; `field` and `limit` say which"),
-    "too_large": CodeFacts("caller", False, "the message or its answer is over the size limit, or both are over the window"),
-    "unsupported": CodeFacts("caller", False, "the message type or a requested feature is not known here"),
+    "bad_request": CodeFacts(
+        "caller", False, "a field has a value that cannot be served; `field` and `limit` say which", kept="accepted"
+    ),
+    "too_large": CodeFacts(
+        "caller", False, "the message or its answer is over the size limit, or both are over the window", kept="accepted"
+    ),
+    "unsupported": CodeFacts("caller", False, "the message type or a requested feature is not known here", kept="accepted"),
     "protocol_version": CodeFacts("caller", False, "the peers share no protocol version"),
-    "hello_required": CodeFacts("nobody", True, "this link has not said Hello to this coordinator; say it and resend"),
+    "hello_required": CodeFacts(
+        "nobody", True, "this link has not said Hello to this coordinator; say it and resend", final="no"
+    ),
     "unauthorised": CodeFacts(
         "caller", False, "the resume token does not belong to that peer id, or the link's key is not authorized"
     ),
     "forbidden": CodeFacts("caller", False, "the role of this link may not send that; `limit` names the role that may"),
     "superseded": CodeFacts("caller", False, "a newer link or incarnation of this peer exists; this one is refused"),
     "unknown_group": CodeFacts("caller", False, "no group of that name; `limit` lists the names"),
-    "id_reused": CodeFacts("caller", False, "the request id was used before for another content"),
-    "busy": CodeFacts("nobody", True, "a bound is reached; try again after `retry_after_ms`"),
-    "deadline_exceeded": CodeFacts("nobody", False, "`timeout_ms` ran out before the answer"),
-    "cancelled": CodeFacts("caller", False, "the caller cancelled the request"),
-    "poisoned": CodeFacts("caller", False, "workers died each time the request ran alone; `evidence` says how"),
-    "engine_error": CodeFacts("pool", False, "the engine refused or failed on this request; the worker lives on"),
-    "pool_down": CodeFacts("pool", True, "no worker of the group is left and none will be restarted"),
-    "needs_weights": CodeFacts("pool", True, "the committed weights of the group exist nowhere; publish them again"),
+    "id_reused": CodeFacts("caller", False, "the request id was used before for another content", final="second"),
+    "busy": CodeFacts("nobody", True, "a bound is reached; try again after `retry_after_ms`", final="attempt"),
+    "deadline_exceeded": CodeFacts("nobody", False, "`timeout_ms` ran out before the answer", kept="yes"),
+    "cancelled": CodeFacts("caller", False, "the caller cancelled the request", kept="yes"),
+    "poisoned": CodeFacts("caller", False, "workers died each time the request ran alone; `evidence` says how", kept="yes"),
+    "engine_error": CodeFacts("pool", False, "the engine refused or failed on this request; the worker lives on", kept="yes"),
+    "pool_down": CodeFacts("pool", True, "no worker of the group is left and none will be restarted", kept="accepted"),
+    "needs_weights": CodeFacts(
+        "pool", True, "the committed weights of the group exist nowhere; publish them again", kept="accepted"
+    ),
     "publishing": CodeFacts("caller", True, "another publisher's transaction is open in this group; `limit` names it"),
-    "version_backwards": CodeFacts("caller", False, "a weight version is not above the committed one, which `limit` names"),
+    "version_backwards": CodeFacts(
+        "caller", False, "a weight version is not above the committed one, which `limit` names", kept="accepted"
+    ),
     "weights_refused": CodeFacts(
-        "caller", False, "the tensors do not fit the model, or hold NaN or infinity; `field` names one"
+        "caller", False, "the tensors do not fit the model, or hold NaN or infinity; `field` names one", kept="accepted"
     ),
     "update_aborted": CodeFacts(
-        "nobody", True, "the update was given up; the old weights serve on, or will once restarted workers are back"
+        "nobody",
+        True,
+        "the update was given up; the old weights serve on, or will once restarted workers are back",
+        kept="accepted",
     ),
-    "shutting_down": CodeFacts("pool", True, "the coordinator is draining and takes no new requests"),
+    "shutting_down": CodeFacts("pool", True, "the coordinator is draining and takes no new requests", kept="accepted"),
 }
 
 

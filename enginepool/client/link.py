@@ -66,6 +66,8 @@ class Link:
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, _SNDHWM)
+            # The window bounds what comes. What ZeroMQ does not read waits at the coordinator, whose memory all clients share.
+            socket.setsockopt(zmq.RCVHWM, 0)
             # Nothing is queued for a connection that does not stand: it waits in the outbox, and `open` forgets it.
             socket.setsockopt(zmq.IMMEDIATE, 1)
             socket.setsockopt(zmq.RECONNECT_IVL, 50)

@@ -5,6 +5,7 @@ one message, `wait` steps until an answer is there. Times are seconds of this ma
 """
 
 import contextlib
+import random
 import secrets
 import struct
 import time
@@ -94,6 +95,7 @@ class PlainClient:
         socket: zmq.Socket[bytes] = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 1000)
         socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.SNDTIMEO, 1000)
         socket.connect(self.address)
@@ -127,7 +129,8 @@ class PlainClient:
         header = {"type": "score", "id": self.last_id, "frames": specs + item_specs, **fields}
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self.unanswered[self.last_id] = Sent(header, payload + item_payload, deadline)
-        self.post(self.last_id)
+        if self.welcome:
+            self.post(self.last_id)
         return self.last_id
 
     def wait(self, id_: int, timeout_s: float = 60.0) -> Answer:
@@ -179,7 +182,7 @@ class PlainClient:
         now = time.monotonic()
         if now > until:
             raise TimeoutError(f"{self.address}: no answer; unanswered: {sorted(self.unanswered)}")
-        for id_ in [id_ for id_, at in self.later.items() if at <= now]:
+        for id_ in [id_ for id_, at in self.later.items() if at <= now and self.welcome]:
             del self.later[id_]
             if id_ in self.unanswered:
                 self.post(id_)
@@ -204,13 +207,12 @@ class PlainClient:
         return True
 
     def on_welcome(self, header: dict[str, Any], payload: list[bytes]) -> None:
-        if header["epoch"] < self.epoch:
+        if header.get("incarnation", 0) != self.incarnation or header["epoch"] < self.epoch:
             return
-        again = self.incarnation > 0 or header["epoch"] > self.epoch
         self.epoch = header["epoch"]
         self.welcome = header
-        if again:
-            for id_ in list(self.unanswered):
+        for id_ in self.unanswered:
+            if id_ not in self.later:
                 self.post(id_)
 
     def on_pong(self, header: dict[str, Any], payload: list[bytes]) -> None:
@@ -227,13 +229,19 @@ class PlainClient:
         self.finish(Answer(header, unpack(header["frames"], payload)))
 
     def on_error(self, header: dict[str, Any], payload: list[bytes]) -> None:
-        if header["code"] == "hello_required":
+        if header.get("incarnation") is not None:
+            if header["incarnation"] == self.incarnation:
+                self.complaints.append(header)
+        elif header["code"] == "hello_required":
             if self.welcome:
                 self.greet()
         elif header.get("id") is None:
             self.complaints.append(header)
         elif header["code"] == "busy":
-            self.later[header["id"]] = time.monotonic() + header.get("retry_after_ms", 100) / 1000
+            wait = header.get("retry_after_ms", 100) / 1000
+            self.later[header["id"]] = time.monotonic() + wait * random.uniform(1, 2)
+        elif header["code"] == "id_reused":
+            self.complaints.append(header)
         else:
             self.finish(Answer(header, {}))
 

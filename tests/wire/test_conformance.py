@@ -237,6 +237,45 @@ def test_of_two_links_with_one_incarnation_the_later_one_is_the_client_s(client:
     other.goodbye()
 
 
+def test_what_answers_a_hello_repeats_its_incarnation_and_no_other_error_has_one(client: PlainClient, context: Context) -> None:
+    def ask(incarnation: int, **changes: Any) -> dict[str, Any]:
+        peer = PlainClient(context, client.address)
+        peer.send({"type": "hello", "client": client.client, "token": client.token, "incarnation": incarnation, **changes})
+        assert peer.socket.poll(30_000)
+        header: dict[str, Any] = msgspec.msgpack.decode(peer.socket.recv_multipart()[0])
+        peer.socket.close(0)
+        return header
+
+    def facts(header: dict[str, Any]) -> tuple[Any, ...]:
+        return header["type"], header.get("code"), header.get("incarnation")
+
+    assert client.welcome.get("incarnation", 0) == client.incarnation
+    assert facts(ask(9, token=bytes(16))) == ("error", "unauthorised", 9)
+    assert facts(ask(10, protocol=2)) == ("error", "protocol_version", 10)
+    assert facts(ask(11, client=b"short")) == ("error", "bad_request", 11)
+    assert facts(ask(12, agent=7)) == ("error", "bad_request", 12)
+    assert facts(ask(13)) == ("welcome", None, 13)
+    assert facts(ask(3)) == ("error", "superseded", 3)
+    client.send({"type": "cancel", "id": 1})
+    assert facts(next_answer(client)) == ("error", "hello_required", None)
+    client.incarnation = 13
+    client.hello()
+
+
+def test_a_client_learns_the_limits_of_a_group_and_is_served_up_to_them(client: PlainClient) -> None:
+    client.score([1], [[2]], labels=[3])
+    limits = client.status()["groups"][0]["limits"]
+    assert limits["kind"] == "causal"
+    context, vocab = limits["context"], limits["vocab"]
+    assert "scores" in client.score([1], [[2] * (context - 1)], labels=[vocab - 1]).arrays
+    longer = client.score([1], [[2] * context], labels=[3]).header
+    assert (longer["code"], longer["field"], longer["limit"]) == ("bad_request", "items[0]", str(context))
+    larger = client.score([1], [[vocab]], labels=[3]).header
+    assert (larger["code"], larger["limit"]) == ("bad_request", str(vocab))
+    more = client.score([], [[1]] * (limits["items"] + 1), labels=[3]).header
+    assert (more["code"], more["field"], more["limit"]) == ("bad_request", "items", str(limits["items"]))
+
+
 @contextmanager
 def greeted(context: Context, daemon: Daemon) -> Generator[PlainClient]:
     plain = PlainClient(context, daemon.address)
@@ -263,6 +302,32 @@ def test_plain_peers_find_a_restarted_coordinator_and_nothing_is_lost(
     with plain_workers(context, second.workers, 1):
         assert plain.wait(waiting).rows() == expected([[1, 2]], [3])
         assert plain.epoch > epoch
+        plain.goodbye()
+
+
+def test_a_coordinator_that_ends_refuses_what_is_new_and_the_next_one_takes_it_under_a_new_id(
+    processes: Processes, tmp_path: Path, context: Context
+) -> None:
+    first = listening(processes, tmp_path, DIAL_IN)
+    plain = PlainClient(context, first.address)
+    epoch = plain.hello()["epoch"]
+    begun = plain.submit([1], [[2]], labels=[3])
+    while not plain.status()["groups"][0].get("queued"):
+        assert not plain.answers
+    first.process.terminate()
+    while not plain.status().get("draining"):
+        assert not plain.answers
+    refused = plain.score([1], [[4]], labels=[3]).header
+    assert (refused["code"], refused.get("final", True)) == ("shutting_down", True)
+    # Nothing else is left: it ends. The answer of this one may be lost with the link, and then it is asked again.
+    plain.cancel(begun)
+    first.process.wait(30)
+    second = listening(processes, tmp_path, DIAL_IN, after=first)
+    with plain_workers(context, second.workers, 1):
+        assert plain.score([1], [[4]], labels=[3]).rows() == expected([[1, 4]], [3])
+        assert plain.epoch > epoch
+        last = plain.wait(begun)
+        assert last.header.get("code") == "cancelled" or last.rows() == expected([[1, 2]], [3])
         plain.goodbye()
 
 

@@ -3,6 +3,7 @@
 The other side is played by the test, with the golden messages; one thread, every step is awaited.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
@@ -112,6 +113,43 @@ def test_a_plain_client_asks_in_the_golden_bytes_and_reads_the_golden_answer(cli
     assert ack.ids == [1]
 
 
+def test_a_plain_client_sends_nothing_again_before_the_welcome_of_its_newest_hello(client: Played) -> None:
+    plain, script, step = client
+    welcome(*client)
+    plain.submit([11], [[21]], labels=[5])
+    _, first = script.hear(m.Score, step)
+    for _ in range(2):
+        plain.greet()
+        hello, _ = script.hear(m.Hello, step)
+    script.tell(m.Welcome(EPOCH, incarnation=hello.incarnation - 1))
+    script.tell(m.Failure("superseded", "too late", incarnation=hello.incarnation - 1))
+    script.tell(m.Ping(7))
+    script.hear(m.Pong, step)
+    assert not plain.welcome and not plain.complaints
+    plain.submit([12], [[22]], labels=[5])
+    script.tell(m.Welcome(EPOCH, incarnation=hello.incarnation))
+    _, again = script.hear(m.Score, step)
+    assert again == first
+    later, _ = script.hear(m.Score, step)
+    assert later.id == 2
+
+
+def test_a_client_takes_what_is_sent_to_it_although_it_is_busy(client: Played) -> None:
+    plain, script, _ = client
+    welcome(*client)
+    # What waits at this end is bounded, so that the other end has to take it.
+    script.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    left, until = 20_000, time.monotonic() + 30
+    while left:
+        assert time.monotonic() < until, f"{left} messages were not taken"
+        try:
+            script.socket.send_multipart([script.link, b"x" * 2000], zmq.NOBLOCK)
+            left -= 1
+        except zmq.Again:
+            script.socket.poll(5)
+    plain.socket.close(0)
+
+
 def test_a_plain_client_sends_text_and_pairs_that_the_door_takes(client: Played) -> None:
     plain, script, step = client
     welcome(*client)
@@ -144,7 +182,7 @@ def test_a_plain_client_greets_again_and_sends_again_what_is_unanswered(client: 
     again, _ = script.hear(m.Hello, step)
     assert (again.client, again.token) == (first.client, first.token)
     assert again.incarnation > first.incarnation
-    script.tell(m.Welcome(EPOCH + 1))
+    script.tell(m.Welcome(EPOCH + 1, incarnation=again.incarnation))
     _, resent = script.hear(m.Score, step)
     assert resent == sent
 
@@ -209,7 +247,9 @@ def test_a_plain_worker_scores_golden_batches_part_by_part_and_a_copy_gets_the_s
     total = toy_score([11, 12, 13, 23], 5) + toy_score([11, 12, 13, 23], 6)
     assert first[2] == pytest.approx(toy_score([11, 12, 13, 23], 5) / total)
     assert memoryview(frames[2]).cast("f").tolist() == [toy_score([2, 73, 115], 7)]
-    assert memoryview(frames[3]).cast("f").tolist() == [toy_score([3, 1], 8), toy_score([4, 2], 8)]
+    scores = (toy_score([3, 1], 8), toy_score([4, 2], 8))
+    logarithms = [math.log(score) if score else -math.inf for score in scores]
+    assert memoryview(frames[3]).cast("f").tolist() == pytest.approx(logarithms)
     script.say(*GOLDEN["batch-three-parts"])
     assert script.hear(m.Done, step)[1] == frames
 

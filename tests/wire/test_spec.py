@@ -13,6 +13,7 @@ import pytest
 from enginepool.protocol import frames, messages, updates
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import FrameSpec, Message, TaskId
+from tests.wire.plain_client import PlainClient
 
 FOLDER = Path(__file__).parents[2] / "protocol"
 PAGE = (FOLDER / "PROTOCOL.md").read_text(encoding="utf-8")
@@ -144,6 +145,23 @@ def test_every_allowed_string_of_a_field_is_named(struct: type[msgspec.Struct]) 
 def test_the_error_table_is_the_closed_set_of_codes() -> None:
     want = [[f"`{code}`", facts.fault, "yes" if facts.retry else "no", facts.meaning] for code, facts in CODES.items()]
     assert table(PAGE, "| code | fault |") == want
+
+
+def test_the_table_of_what_clients_do_with_a_code_has_the_facts() -> None:
+    want = [[f"`{code}`", facts.final, facts.kept, facts.id] for code, facts in CODES.items()]
+    assert table(PAGE, "| code | final |") == want
+
+
+def test_the_pseudo_code_of_a_client_names_what_the_plain_client_does() -> None:
+    """Each heading of the pseudo-code, `greet:` or `on welcome:`, is a method of the plain client, and each method that takes a
+    message is on the page or answers a question, which the page leaves out."""
+    page = PAGE[PAGE.index("### A minimal client") : PAGE.index("### `hello`")]
+    code = page[page.index("```text") : page.rindex("```")]
+    names = re.findall(r"^(?:(on \w+)|(\w+)\(.*\)|(\w+)(?:,.*)?):", code, flags=re.MULTILINE)
+    said = {next(filter(None, name)).replace(" ", "_") for name in names} - {"once"}
+    done = {name for name in vars(PlainClient) if not name.startswith("__")}
+    assert said <= done
+    assert {name for name in done if name.startswith("on_")} - said == {"on_status_report"}
 
 
 def test_the_table_of_limits_has_the_constants() -> None:
