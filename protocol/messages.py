@@ -105,6 +105,7 @@ class Score(Message, tag="score"):
 
     Without `query_lengths` the query frame is one query for all items; with it, row i of `query` belongs to item i. `query`
     and `items` are both int32 token ids or both utf8 text; lengths are uint32 and count ids or bytes.
+    `raw`: a cross-encoder takes rows of ids without a separator, and text joined without one.
     """
 
     id: int
@@ -118,6 +119,7 @@ class Score(Message, tag="score"):
     timeout_ms: int | None = None
     min_version: int = 0
     logprobs: bool = False
+    raw: bool = False
 
 
 class Cancel(Message, tag="cancel"):
@@ -287,7 +289,9 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     of a class, and it is where the coordinator begins, which learns from the batches that they do.
     `cached_query`: a query of so many tokens or more, shared by several rows, is computed once (0: none is); a batch of one
     request that has one may weigh `cached_tokens` instead of `batch_tokens`, every row counted in full. `halvings`: how often
-    these budgets were halved (`halving.py`), because engines of the group ran out of memory.
+    these budgets were halved (`halving.py`), because engines of the group ran out of memory. `separator`: the token that stands
+    between query and item in every row of a cross-encoder; None for other models. `activation`: what is applied to the head's
+    outputs.
     """
 
     kind: Literal["causal", "classifier"]
@@ -309,6 +313,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     cached_query: int = 0
     cached_tokens: int = 0
     halvings: int = 0
+    separator: int | None = None
+    activation: Literal["", "sigmoid"] = ""
 
     @property
     def packed(self) -> bool:
@@ -419,11 +425,13 @@ class Batch(Message, tag="batch"):
 
 
 class Tokenise(Message, tag="tokenise"):
-    """Turn text into ids: frames as in `score`, utf8. Each row is tokenised as the concatenation of query and item."""
+    """Turn text into ids: frames as in `score`, utf8. Each row is tokenised as the concatenation of query and item; for a model
+    with a separator, and without `raw`, as its tokenizer joins the two texts of a pair."""
 
     task: TaskId
     frames: list[FrameSpec]
     item_first: bool = False
+    raw: bool = False
 
 
 class Drain(Message, tag="drain"):

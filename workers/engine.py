@@ -229,8 +229,9 @@ class Engine(Protocol):
         """One weight by its checkpoint name as float32, and its own dtype. Raises EngineError: no such name."""
         ...
 
-    async def tokenise(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, with the special tokens that the model's tokenizer adds. Raises EngineError."""
+    async def tokenise(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+        """Token ids of each pair of texts, with the special tokens that the model's tokenizer adds: those of the concatenation;
+        for a cross-encoder, unless `raw`, those of the pair. Raises EngineError."""
         ...
 
     async def score(self, batch: ScoreBatch) -> BatchScores:

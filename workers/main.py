@@ -273,15 +273,15 @@ class Worker:
             self.feed(WorkFailed(time.monotonic(), run.task.task, run.unreadable))
             return
         try:
-            texts = decode_texts(run.task, run.frames)
+            pairs = decode_texts(run.task, run.frames)
         except WireError as error:
             self.feed(WorkFailed(time.monotonic(), run.task.task, error.message, error.code))
             return
-        self._spawn(self._tokenise(run.task.task, texts))
+        self._spawn(self._tokenise(run.task.task, pairs, run.task.raw))
 
-    async def _tokenise(self, key: TaskId, texts: list[str]) -> None:
+    async def _tokenise(self, key: TaskId, pairs: list[tuple[str, str]], raw: bool) -> None:
         try:
-            items, lengths = encode_rows(await self.engine.tokenise(texts))
+            items, lengths = encode_rows(await self.engine.tokenise(pairs, raw))
             event = TextDone(time.monotonic(), key, items, lengths)
         except Exception as error:  # as in `_score`
             event = _failure(key, error)

@@ -99,8 +99,8 @@ def _check_pairs(field: str, query_lengths: Lengths, item_lengths: Lengths) -> N
         raise WireError("malformed", f"{field}: {query_lengths.size} queries for {item_lengths.size} items", field=field)
 
 
-def decode_texts(task: Tokenise, frames: tuple[Frame, ...]) -> list[str]:
-    """The text of each row, query and item joined.
+def decode_texts(task: Tokenise, frames: tuple[Frame, ...]) -> list[tuple[str, str]]:
+    """The two texts of each row, in the order in which they are joined.
 
     Raises:
         WireError: `malformed`, when the frames are not what the header says or a row is not UTF-8.
@@ -118,14 +118,14 @@ def decode_texts(task: Tokenise, frames: tuple[Frame, ...]) -> list[str]:
         _check_pairs("query_lengths", np.frombuffer(paired, np.uint32), np.frombuffer(lengths, np.uint32))
     else:
         raise WireError("malformed", f"frames: {layout}: not the frames of text", field="frames")
-    texts: list[str] = []
+    pairs: list[tuple[str, str]] = []
     for i, (head, item) in enumerate(zip(queries, items_of, strict=True)):
-        row = item + head if task.item_first else head + item
+        first, second = (item, head) if task.item_first else (head, item)
         try:
-            texts.append(row.decode())
+            pairs.append((first.decode(), second.decode()))
         except UnicodeDecodeError as error:
             raise WireError("malformed", f"items[{i}]: not UTF-8: {error.reason}", field=f"items[{i}]") from None
-    return texts
+    return pairs
 
 
 def _cut(field: str, data: Frame, lengths: Frame) -> list[bytes]:

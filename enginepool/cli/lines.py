@@ -31,11 +31,12 @@ class Options(msgspec.Struct, frozen=True):
     priority: int = 0
     timeout: float | None = None
     logprobs: bool = False
+    raw: bool = False
 
     def seed(self) -> int:
         """A checksum of what changes the scores: answers made with other options are not this run's."""
         shaping = (self.label_token_ids, self.apply_softmax, self.item_first, self.return_pooled_hidden_states, self.group)
-        return zlib.crc32(msgspec.json.encode((*shaping, self.logprobs)))
+        return zlib.crc32(msgspec.json.encode((*shaping, self.logprobs, self.raw)))
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -54,6 +55,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     priority: int | None = None
     timeout: float | None = None
     logprobs: bool | None = None
+    raw: bool | None = None
 
     async def ask(self, pool: "Pool", options: Options) -> "ScoreResult":
         """Have it scored. Raises EnginepoolError."""

@@ -32,6 +32,9 @@ def score(
     ] = "",
     softmax: Annotated[bool, typer.Option("--softmax", help="Let the labels' probabilities sum to 1.")] = False,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="Natural logarithms instead of probabilities.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="For cross-encoders: rows need no separator between query and item.")
+    ] = False,
     item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
     hidden: Annotated[bool, typer.Option("--hidden", help="Pooled hidden states too, from models that have them.")] = False,
     timeout: Annotated[
@@ -46,7 +49,7 @@ def score(
     answers are written once, as they come, and OUT must be a new file. Progress is shown on stderr.
 
     A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
-    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, logprobs, item_first,
+    have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, logprobs, raw, item_first,
     return_pooled_hidden_states, group, priority, timeout for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "scores", one row for each item;
@@ -85,6 +88,7 @@ def score(
         priority=priority,
         timeout=timeout,
         logprobs=logprobs,
+        raw=raw,
     )
     _check(options)
     if piped:

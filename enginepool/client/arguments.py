@@ -40,6 +40,7 @@ class ScoreOptions(TypedDict, total=False):
     retry_busy: bool
     min_version: int
     logprobs: bool
+    raw: bool
 
 
 def bad(field: str, message: str, limit: str = "") -> BadRequest:

@@ -204,6 +204,11 @@ class Pool:
         A CausalLM gives the probability of each label token after query + item; a classifier or reward model the outputs of its
         head. Items of one call run as one forward pass if they fit one batch of a worker, else as few whole batches.
 
+        A cross-encoder (BERT or XLM-RoBERTa with a head) scores as `CrossEncoder` of sentence-transformers does. Texts are
+        joined as its tokenizer joins a pair, and truncated to what the model takes; an empty query is no text of a pair. A
+        single output goes through sigmoid, unless the model's configuration names another function. Token ids are not changed:
+        every row needs the separator between query and item.
+
         Args:
             query: a text, or token ids (a sequence of ints, or a one-dimensional integer array).
             items: texts, or token ids of each item (also a two-dimensional array: a row each).
@@ -218,7 +223,10 @@ class Pool:
             retry_busy: True, the default: wait and try again when the pool is full; else Busy is raised.
             min_version: the oldest weights that may answer; the request waits in the pool until they are there. Default: 0.
             logprobs: natural logarithms instead of probabilities, computed as such: in float32 a probability below 1e-45 is 0,
-                and its logarithm -inf. Classifiers: only with `apply_softmax`. Default: False.
+                and its logarithm -inf. Classifiers: only with `apply_softmax`, or where the head's outputs are probabilities.
+                Default: False.
+            raw: a cross-encoder takes rows as they are: token ids without a separator, texts joined without one. Default:
+                False.
 
         Returns:
             scores float32 [items, labels], and what it took; see `ScoreResult`.
@@ -383,6 +391,7 @@ class Pool:
         retry_busy: bool = True,
         min_version: int = 0,
         logprobs: bool = False,
+        raw: bool = False,
     ) -> ScoreResult:
         seconds, retry = check_timeout(timeout), check_flag("retry_busy", retry_busy)
         now = self._connection.now()
@@ -398,6 +407,7 @@ class Pool:
             priority=check_priority(priority),
             min_version=check_version(min_version, "min_version"),
             logprobs=check_flag("logprobs", logprobs),
+            raw=check_flag("raw", raw),
         )
         check_softmax(score.softmax, score.labels)
         deadline = None if seconds is None else now + seconds

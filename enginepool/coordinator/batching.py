@@ -124,8 +124,9 @@ def _give_text(core: Core, worker: Worker, task: TaskId, request: Request) -> No
 
 def post_text(core: Core, worker: Worker, task: TaskId, request: Request) -> None:
     """Send a tokenising task, which its worker may have already: the worker runs an id once."""
-    part = request.work.part
-    core.effects.append(ToWorker(worker.link, Tokenise(task, part.frames, part.item_first), request.work.frames))
+    work = request.work
+    message = Tokenise(task, work.part.frames, work.part.item_first, work.raw)
+    core.effects.append(ToWorker(worker.link, message, work.frames))
 
 
 def take_text(worker: Worker, task: TaskId) -> Request | None:

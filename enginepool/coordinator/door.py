@@ -79,10 +79,11 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
             raise _negative_id(("query", query, query_lengths), ("items", items, item_lengths))
     nbytes = sum(map(len, frames))
     part = Part(specs, labels, score.softmax, score.item_first, score.logprobs)
-    shape = (score.group, tuple(labels), score.softmax, score.item_first, score.logprobs, score.hidden, score.min_version)
-    digest = hash((*shape, names, *frames))
+    shape = (score.group, tuple(labels), score.softmax, score.item_first, score.logprobs, score.raw, score.hidden)
+    digest = hash((*shape, score.min_version, names, *frames))
     return Work(
-        score.group, rows, tokens, longest, max_id, max_label, score.hidden, text, nbytes, digest, part, tuple(frames), shared
+        score.group, rows, tokens, longest, max_id, max_label, score.hidden, text, nbytes, digest, part, tuple(frames), shared,
+        score.raw,
     )  # fmt: skip
 
 
@@ -103,6 +104,8 @@ def check_limits(work: Work, can: Capabilities, *, alone: bool = True) -> WireEr
         return _bad("query", "query: this group takes token ids, not text", "")
     if work.max_id >= can.vocab:
         return _bad(*_locate_id(work, can.vocab))
+    if can.separator is not None and not work.text and not work.raw and (wrong := _check_separated(work, can.separator)):
+        return wrong
     if not alone:
         return None
     if work.hidden and not can.hidden:
@@ -120,7 +123,7 @@ def _check_outputs(work: Work, can: Capabilities) -> WireError | None:
     """What stands against how `work` wants the outputs of a classifier's head."""
     if work.part.softmax and can.labels == 1:
         return _bad("softmax", "softmax: this model's head has one output, over which it is always 1.0; leave it out", "2")
-    if work.part.logprobs and not work.part.softmax:
+    if work.part.logprobs and not work.part.softmax and not can.activation:
         return _bad("logprobs", "logprobs: this model's head gives logits, not probabilities; add softmax", "")
     return None
 
@@ -128,6 +131,39 @@ def _check_outputs(work: Work, can: Capabilities) -> WireError | None:
 def longest_row(can: Capabilities) -> int:
     """Tokens of the longest row, query and item together, that a worker of these capabilities is given."""
     return min(can.context, can.inflight_tokens - (can.page - 1))
+
+
+def _check_separated(work: Work, separator: int) -> WireError | None:
+    """The first row whose query and item have no separator between them; rows of one of the two have nothing to separate."""
+    frames = work.frames
+    rows = len(frames[-1]) // 4
+    texts = [
+        (np.frombuffer(frames[0], np.int32), frames[1] if len(frames) == 4 else None),
+        (np.frombuffer(frames[-2], np.int32), frames[-1]),
+    ]
+    first, second = reversed(texts) if work.part.item_first else texts
+    last, some = _edge(*first, rows, end=True)
+    next_, more = _edge(*second, rows, end=False)
+    wrong = np.flatnonzero(some & more & (last != separator) & (next_ != separator))
+    if not wrong.size:
+        return None
+    at = f"items[{wrong[0]}]"
+    text = f"{at}: no separator token {separator} between query and item; end the query with it, or say raw=True"
+    return _bad(at, text, str(separator))
+
+
+def _edge(
+    ids: npt.NDArray[np.int32], lengths: Buffer | None, rows: int, *, end: bool
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """(the last id of each row, or the first one, which rows have any); without `lengths` all rows are `ids`."""
+    if lengths is None:
+        return np.full(rows, ids[-1 if end else 0] if ids.size else 0, np.int32), np.full(rows, ids.size > 0)
+    sizes = np.frombuffer(lengths, np.uint32).astype(np.int64)
+    ends = np.cumsum(sizes)
+    some = sizes > 0
+    edges = np.zeros(rows, np.int32)
+    edges[some] = ids[(ends - 1 if end else ends - sizes)[some]]
+    return edges, some
 
 
 def row_lengths(work: Work, start: int = 0, end: int | None = None) -> list[int]:

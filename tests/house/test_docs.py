@@ -111,6 +111,13 @@ def test_the_example_of_a_trainer_of_several_ranks_runs(processes: Processes, tm
     assert "version 3 on 2 workers, 1024 bytes\n" in (tmp_path / "output.txt").read_text("utf-8")
 
 
+def test_the_example_of_a_reranker_runs(processes: Processes, tmp_path: Path) -> None:
+    run(processes, [sys.executable, str(ROOT / "examples" / "rerank.py")], tmp_path, PYTHONPATH=str(ROOT))
+    said = (tmp_path / "output.txt").read_text("utf-8")
+    assert "Paris is the capital of France." in said
+    assert "items[0]: no separator token 2 between query and item" in said
+
+
 @pytest.mark.parametrize("name", sorted({name for name, _ in blocks_in("console")}))
 def test_the_commands_on_a_page_run_in_order(processes: Processes, name: str, tmp_path: Path) -> None:
     """All in one shell and one folder, as a reader would type them; what was left in the background ends with the shell.

@@ -441,6 +441,16 @@ def _model() -> list[Invalid]:
         ),
         _score("label-over-vocabulary", "1000 of 1000", bad, "labels", stage=m, model="causal", labels=[5, 1000]),
         _score(
+            "separator-missing",
+            "a cross-encoder whose separator is 20: row 0 has it in its item, row 1 nowhere",
+            bad,
+            "items[1]",
+            stage=m,
+            model="cross-encoder",
+            labels=[],
+            arrays=(QUERY, ids("items", 20, 22, 23), ITEM_LENGTHS),
+        ),
+        _score(
             "item-id-over-vocabulary",
             "1000 of 1000",
             bad,

@@ -26,6 +26,7 @@ CAUSAL: dict[str, Any] = {
     "inflight_rows": 16,
 }
 CLASSIFIER: dict[str, Any] = {**CAUSAL, "kind": "classifier", "labels": 1, "hidden": 4, "text": False}
+CROSS_ENCODER: dict[str, Any] = {**CAUSAL, "kind": "classifier", "labels": 1, "separator": 20, "activation": "sigmoid"}
 
 
 def _specs(*arrays: Array) -> list[Any]:
@@ -111,6 +112,7 @@ def _from_client() -> list[Valid]:
                 "timeout_ms": 1,
                 "min_version": 4,
                 "logprobs": True,
+                "raw": True,
             },
         ),
         _score("score-top-priority", "the highest priority", QUERY, ITEMS, ITEM_LENGTHS, after={"priority": 1000}),
@@ -473,6 +475,13 @@ def _from_worker() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "ready-cross-encoder",
+            way,
+            "a model that scores pairs of texts, with a separator between them",
+            {"type": "ready", "capabilities": CROSS_ENCODER},
+            exact=False,
+        ),
+        Valid(
             "ready-classifier",
             way,
             "a reward model with hidden states and no tokenizer, at weight version 3",
@@ -655,6 +664,13 @@ def _to_worker() -> list[Valid]:
             way,
             "rows are item + query",
             {"type": "tokenise", "task": [EPOCH, 5], "frames": _specs(*words), "item_first": True},
+            words,
+        ),
+        Valid(
+            "tokenise-raw",
+            way,
+            "a cross-encoder joins these texts without a separator",
+            {"type": "tokenise", "task": [EPOCH, 6], "frames": _specs(*words), "raw": True},
             words,
         ),
         Valid("drain", way, "finish and end", {"type": "drain"}),

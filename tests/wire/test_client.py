@@ -162,13 +162,13 @@ def test_options_arrive_under_their_wire_names(coordinator: FakeCoordinator, run
         async with Pool.connect(coordinator.address) as pool:
             await pool.score(
                 [1], [[2]], label_token_ids=np.array([7, 8]), apply_softmax=True, item_first=True,
-                return_pooled_hidden_states=True, group="g", priority=-7, timeout=1000.0, logprobs=True,
+                return_pooled_hidden_states=True, group="g", priority=-7, timeout=1000.0, logprobs=True, raw=True,
             )  # fmt: skip
 
     run(main())
     sent = coordinator.scores[0]
     assert (sent.labels, sent.softmax, sent.item_first, sent.hidden) == ([7, 8], True, True, True)
-    assert (sent.group, sent.priority, sent.logprobs) == ("g", -7, True)
+    assert (sent.group, sent.priority, sent.logprobs, sent.raw) == ("g", -7, True, True)
     assert sent.timeout_ms is not None
     assert 900_000 < sent.timeout_ms <= 1_000_000
 

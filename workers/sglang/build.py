@@ -13,6 +13,7 @@ import msgspec
 from enginepool.model_folder import holds_model
 from enginepool.workers import cpu_bridge
 from enginepool.workers.sglang import patches
+from enginepool.workers.sglang.cross_encoder import use_all_positions
 from enginepool.workers.sglang.packable import refuse_wrong_sharing
 from enginepool.workers.sglang.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
 from enginepool.workers.sglang.settings import SettingsError, Wanted, engine_kwargs
@@ -70,6 +71,7 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
     kwargs = engine_kwargs(wanted, _setting_names(module.ServerArgs))
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
     patches.refuse_unknown(version, flashinfer=flashinfer)
+    use_all_positions(importlib.import_module(patches.MODEL).ModelConfig)
     engine_class = _with_our_entries(module.Engine, patches.FLASHINFER if flashinfer else "")
     return Prepared(partial(engine_class, **kwargs), wanted, requests, version)
 
@@ -95,6 +97,8 @@ def _with_our_entries(engine: Any, attention: str) -> Any:
             (patches.LOGITS, "LogitsProcessor"),
             (patches.LOADER, "DefaultModelLoader"),
             (patches.UPDATER, "SchedulerWeightUpdaterManager"),
+            (patches.MODEL, "ModelConfig"),
+            (patches.POOLER, "CrossEncodingPooler"),
         )
     ]
     entries = {

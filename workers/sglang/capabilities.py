@@ -4,6 +4,7 @@ from typing import Any
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.packed import MAX_ITEM
+from enginepool.workers.sglang.cross_encoder import activation_of, is_cross_encoder, positions
 from enginepool.workers.sglang.packable import refuse_wrong_sharing
 from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets
 
@@ -42,10 +43,12 @@ def capabilities_of(tm: Any, name: str, version: str, wanted: Wanted, running: R
     architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
     if not tm.is_generation and not any(head in architectures[0] for head in _SCORING_HEADS):
         raise SettingsError(f"{architectures[0]} makes embeddings: it has no head that scores")
+    config = tm.model_config.hf_config
+    crossing = is_cross_encoder(config)
     return Capabilities(
         kind="causal" if tm.is_generation else "classifier",
         vocab=tm.model_config.vocab_size,
-        context=bounds.context,
+        context=min(bounds.context, positions(config)) if crossing else bounds.context,
         batch_tokens=bounds.batch_tokens,
         batch_rows=bounds.batch_rows,
         inflight_tokens=bounds.inflight_tokens,
@@ -58,4 +61,6 @@ def capabilities_of(tm: Any, name: str, version: str, wanted: Wanted, running: R
         max_item=min(MAX_ITEM, bounds.context) if wanted.packed else 0,
         cached_query=bounds.cached_query,
         cached_tokens=bounds.cached_tokens,
+        separator=getattr(tm.tokenizer, "sep_token_id", None) if crossing else None,
+        activation=activation_of(config) if crossing else "",
     )

@@ -29,6 +29,7 @@ from enginepool.workers.engine import (
 )
 from enginepool.workers.sglang.build import Prepared, prepare
 from enginepool.workers.sglang.capabilities import capabilities_of, what_runs
+from enginepool.workers.sglang.cross_encoder import pair_rows
 from enginepool.workers.sglang.end import EngineEnd, one_line, unknown_model
 from enginepool.workers.sglang.entries import Entries
 from enginepool.workers.sglang.host import EngineHost
@@ -235,14 +236,18 @@ class SglangEngine:
         assert self._weights is not None
         return self._weights
 
-    async def tokenise(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, with the special tokens that the model's tokenizer adds. Raises EngineError."""
-        self._serving()
+    async def tokenise(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+        """Token ids of each pair's concatenation, with the special tokens that the model's tokenizer adds; for a cross-encoder,
+        unless `raw`, as its tokenizer joins a pair. Raises EngineError."""
+        capabilities = self._serving().capabilities
         tokenizer = self._tm.tokenizer
         if tokenizer is None:
             raise EngineError("this engine was started without a tokenizer")
 
         def encode() -> list[list[int]]:
+            if capabilities.separator is not None and not raw:
+                return pair_rows(tokenizer, self._tm.model_config.hf_config, pairs, capabilities.context)
+            texts = [first + second for first, second in pairs]
             return [list(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
 
         try:

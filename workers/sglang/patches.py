@@ -32,6 +32,8 @@ GATHER = "sglang.srt.distributed.device_communicators.triton_symm_mem_ag"
 LOADER = "sglang.srt.model_loader.loader"
 SETTINGS = "sglang.srt.server_args"
 FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
+MODEL = "sglang.srt.configs.model_config"
+POOLER = "sglang.srt.layers.pooler"
 VERSION = "sglang.version"
 
 
@@ -134,6 +136,24 @@ PRIVATE: tuple[Private, ...] = (
         "rows of ids get token types",
         ("self, obj, input_text, input_ids, input_embeds, mm_inputs, token_type_ids",),
     ),
+    Private(
+        "cross_encoder.py",
+        MODEL,
+        "ModelConfig._derive_context_length",
+        "replaced",
+        "rows of a cross-encoder take all positions",
+        ("self, context_length",),
+    ),
+    *_read("cross_encoder.py", MODEL, "ModelConfig", "hf_config context_len", "rows of a cross-encoder take all positions"),
+    Private(
+        "cross_encoder.py",
+        POOLER,
+        "get_cross_encoder_activation_function",
+        "replaced",
+        "the engine answers logits",
+        ("config",),
+    ),
+    Private("build.py", POOLER, "CrossEncodingPooler", "read", "its module has the function"),
     # --- weight updates -----------------------------------------------------------------------------------------------------
     Private("updates.py", REQUESTS, "UpdateWeightsFromTensorReqInput", "called", "carries a ticket"),
     Private(

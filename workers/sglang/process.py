@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from enginepool.workers import cpu_bridge
+from enginepool.workers.sglang.cross_encoder import answer_logits, use_all_positions
 from enginepool.workers.sglang.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
@@ -133,13 +134,15 @@ def run_scheduler(
     packed_processor: Any,
     loader: Any,
     updater: Any,
+    model_config: Any,
+    pooler: Any,
     attention: str,
     settings: Any,
     ports: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Entry of a scheduler process: `run` is SGLang's own, and the six after it are classes of SGLang.
+    """Entry of a scheduler process: `run` is SGLang's own, and the eight after it are classes of SGLang.
 
     `attention` names SGLang's module of FlashInfer's attention, where that is used: only here is it imported before the start.
     """
@@ -150,6 +153,8 @@ def run_scheduler(
     gather_logits_by_nccl(packed_processor)
     answer_before_the_next_launch(scheduler)
     complete_configurations(importlib.import_module("transformers"))
+    use_all_positions(model_config)
+    answer_logits(pooler)
     note_own_load(loader)
     note_scheduler(scheduler)
     open_session_for_tickets(updater, LOADER)

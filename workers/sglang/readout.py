@@ -47,16 +47,21 @@ def label_shares(rows: Sequence[Sequence[tuple[float, int, Any]]], part: ScorePa
     return (logprobs if part.logprobs else np.exp(logprobs)).astype(np.float32)
 
 
-def head_scores(rows: Sequence[Sequence[float]] | Sequence[float], part: ScorePart) -> Scores:
+def head_scores(rows: Sequence[Sequence[float]] | Sequence[float], part: ScorePart, activation: str = "") -> Scores:
     """The classification head's outputs, [rows, labels]; with `softmax` as probabilities, with `logprobs` as their logarithms.
 
-    Where a cross-encoder has one label, SGLang says a bare number for each row.
+    `activation` is that of `Capabilities`; softmax is over what it gives, as in sentence-transformers. Where a cross-encoder
+    has one label, SGLang says a bare number for each row.
     """
     outputs = np.asarray(rows, dtype=np.float64).reshape(len(rows), -1)
+    sigmoid = activation == "sigmoid"
     if part.softmax:
-        outputs = _log_softmax(outputs)
-        outputs = outputs if part.logprobs else np.exp(outputs)
-    return outputs.astype(np.float32)
+        logarithms = _log_softmax(np.exp(_log_sigmoid(outputs)) if sigmoid else outputs)
+    elif sigmoid:
+        logarithms = _log_sigmoid(outputs)
+    else:
+        return outputs.astype(np.float32)
+    return (logarithms if part.logprobs else np.exp(logarithms)).astype(np.float32)
 
 
 def hidden_rows(rows: Sequence[Any]) -> Scores:
@@ -76,6 +81,13 @@ def unless_not_finite(part: ScorePart, scored: PartScores) -> PartScores | Engin
         f"row {int(rows.argmax())}: its {what} is NaN or infinite ({int(rows.sum())} of {rows.size} rows);"
         " `enginepool weights validate` looks for NaN and infinity in the weights"
     )
+
+
+def _log_sigmoid(values: Doubles) -> Doubles:
+    # An infinite logit is no score, and its sigmoid would not show it.
+    finite = np.where(np.isfinite(values), values, np.nan)
+    with np.errstate(invalid="ignore"):
+        return -np.logaddexp(0.0, -finite)
 
 
 def _log_softmax(values: Doubles) -> Doubles:

@@ -99,7 +99,7 @@ class EngineScoring:
             if causal:
                 scored.append(PartScores(label_scores(mine, part)))
                 continue
-            scores = head_scores([answer["embedding"] for answer in mine], part)
+            scores = head_scores([answer["embedding"] for answer in mine], part, self.capabilities.activation)
             scored.append(PartScores(scores, _pooled(mine) if hidden else None))
         return scored, forwards, sum(cached)
 

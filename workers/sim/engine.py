@@ -85,6 +85,7 @@ class SimEngine:
             text=o.vocab >= BYTE_OFFSET + 256,
             max_item=MAX_ITEM if packed else 0,
             cached_query=cached_query_tokens or 0,
+            separator=o.separator,
             cached_tokens=max(tokens, inflight_tokens // forwards_in_flight) if cached_query_tokens else 0,
         )
         self._classes = o.labels if o.kind == "classifier" else 0
@@ -175,11 +176,15 @@ class SimEngine:
     async def close(self) -> None:
         """Nothing is held; returns at once."""
 
-    async def tokenise(self, texts: list[str]) -> list[list[int]]:
-        """One token for each byte of UTF-8: the byte's value + BYTE_OFFSET; no special tokens."""
+    async def tokenise(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+        """One token for each byte of UTF-8, its value + BYTE_OFFSET; no special tokens but a cross-encoder's separators."""
         if not self._capabilities.text:
             raise EngineError(f"a vocabulary of {self.options.vocab} has no room for the bytes of text")
-        return [[byte + BYTE_OFFSET for byte in text.encode()] for text in texts]
+        ids = [[[byte + BYTE_OFFSET for byte in text.encode()] for text in pair] for pair in pairs]
+        separator = self.options.separator
+        if separator is None or raw:
+            return [first + second for first, second in ids]
+        return [[*first, separator, *second, separator] if first else [*second, separator] for first, second in ids]
 
     async def score(self, batch: ScoreBatch) -> BatchScores:
         """Run one batch, after the running one and those of higher priority."""

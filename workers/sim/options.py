@@ -54,7 +54,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     A batch costs `forward_s` + rows * `row_s` + tokens * `token_s`, times 1 ± `jitter` drawn from `seed`. `labels`: columns of
     a classifier. `inflight_*` default to the batch budget times the forwards in flight. `tensors`: what a weight update brings,
     as a manifest ([name, dtype, shape] each); empty: it takes no updates. One costs `take_s`. `held`: the dtype in which a real
-    engine would hold them; empty: their own.
+    engine would hold them; empty: their own. `separator`: the engine is a cross-encoder, and this token stands behind both
+    texts of a pair.
     """
 
     kind: Literal["causal", "classifier"] = "causal"
@@ -74,6 +75,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_s: float = 0.0
     jitter: float = 0.0
     take_s: float = 0.0
+    separator: int | None = None
     tensors: list[Any] = []
     held: str = ""
     faults: list[Fault] = []
@@ -92,6 +94,8 @@ def read_options(options: dict[str, Any]) -> SimOptions:
     for key in ("vocab", "context", "labels", "batch_tokens", "batch_rows"):
         if getattr(read, key) < 1:
             raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must be more than 0")
+    if read.separator is not None and not 0 <= read.separator < read.vocab:
+        raise ValueError(f"options of engine sim: separator = {read.separator}: must be a token id, 0 to {read.vocab - 1}")
     for key in ("hidden", "version", "seed", "load_s", "forward_s", "row_s", "token_s", "jitter", "take_s"):
         if not 0 <= getattr(read, key) < 1 << 62:
             raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must not be negative")
