@@ -15,13 +15,16 @@ import msgspec
 
 from enginepool.cli.failure import BAD_USAGE, CommandFailed
 from enginepool.cli.lines import PREFIX, checksum, input_lines
+from enginepool.cli.versions import Versions
 
 
 class _Answer(msgspec.Struct):
-    """What is read of an output line: enough to know which input line it answers."""
+    """What is read of an output line: enough to know which input line it answers, and by which weights."""
 
     line: int
     input_crc: int
+    version: int = 0
+    group: str | None = None
     error: dict[str, Any] | None = None
 
 
@@ -31,13 +34,15 @@ class Answers:
     Attributes:
         scored: answers in the file, of this run and earlier ones.
         failed: error lines in the file.
+        versions: the weight versions of answers in the file.
     """
 
     #: how a run that stopped is gone on with
     resumed = "the same command goes on"
 
-    def __init__(self, path: Path, source: Path, *, seed: int, retry_errors: bool) -> None:
+    def __init__(self, path: Path, source: Path, *, seed: int, retry_errors: bool, mixed_versions: bool) -> None:
         self.path = path
+        self.versions = Versions(path, mixed=mixed_versions)
         self.scored = 0
         self.failed = 0
         self._source = source
@@ -118,6 +123,7 @@ class Answers:
             self._crcs[answer.line] = answer.input_crc + 1
             if answer.error is None:
                 self.scored += 1
+                self.versions.note(answer.group, answer.version)
             else:
                 self.failed += 1
             offset += len(text)

@@ -32,6 +32,7 @@ class Options(msgspec.Struct, frozen=True):
     timeout: float | None = None
     logprobs: bool = False
     raw: bool = False
+    min_version: int = 0
 
     def seed(self) -> int:
         """A checksum of what changes the scores: answers made with other options are not this run's."""
@@ -56,6 +57,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     timeout: float | None = None
     logprobs: bool | None = None
     raw: bool | None = None
+    min_version: int | None = None
 
     async def ask(self, pool: "Pool", options: Options) -> "ScoreResult":
         """Have it scored. Raises EnginepoolError."""
@@ -116,6 +118,8 @@ def answer_line(number: int, crc: int, request: Request, result: "ScoreResult") 
     record: dict[str, Any] = {"line": number, "input_crc": crc}
     if request.id is not None:
         record["id"] = request.id
+    if request.group is not None:
+        record["group"] = request.group
     record |= {"scores": result.scores.tolist(), "version": result.version, "tokens": result.usage.tokens}
     if result.hidden is not None:
         record["hidden"] = result.hidden.tolist()

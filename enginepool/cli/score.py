@@ -41,6 +41,12 @@ def score(
         float | None, typer.Option(metavar="SECONDS", min=0.001, help="Give a request up after this long.")
     ] = None,
     concurrency: Annotated[int, typer.Option(min=1, max=4096, help="Requests under way at a time.")] = 64,
+    min_version: Annotated[
+        int, typer.Option(metavar="VERSION", min=0, help="The oldest weights that may answer; requests wait for them.")
+    ] = 0,
+    mixed_versions: Annotated[
+        bool, typer.Option("--mixed-versions", help="Go on although OUT has answers of another weight version.")
+    ] = False,
     retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Ask again what OUT has an error for.")] = False,
 ) -> None:
     """Score a file of requests through a running pool.
@@ -48,9 +54,12 @@ def score(
     Interrupted, the same command goes on where it stopped; nothing is scored twice in OUT. With - that is not possible:
     answers are written once, as they come, and OUT must be a new file. Progress is shown on stderr.
 
+    Scores of different weights cannot be compared: the run stops where another weight version answers than the one that OUT has
+    answers of. Each line of OUT has its version.
+
     A line of IN is {"query": ..., "items": ...} or {"prompts": ..., "responses": ...}: text, or lists of token ids. It may
     have an "id", which comes back with the answer, and any of label_token_ids, apply_softmax, logprobs, raw, item_first,
-    return_pooled_hidden_states, group, priority, timeout for itself.
+    return_pooled_hidden_states, group, priority, timeout, min_version for itself.
 
     A line of OUT has "line", the number of the line in IN (answers come in any order), and "scores", one row for each item;
     or "error" with a code and a message. Exit code 1 if any line has an error.
@@ -89,29 +98,32 @@ def score(
         timeout=timeout,
         logprobs=logprobs,
         raw=raw,
+        min_version=min_version,
     )
     _check(options)
     if piped:
-        _score_piped(source, target, options, connect, concurrency)
+        _score_piped(source, target, options, connect, concurrency, mixed_versions)
         return
-    with Answers(target, source, seed=options.seed(), retry_errors=retry_errors) as answers:
+    with Answers(target, source, seed=options.seed(), retry_errors=retry_errors, mixed_versions=mixed_versions) as answers:
         _score(source, answers, options, connect, concurrency)
         _conclude(answers)
 
 
-def _score_piped(source: Path, target: Path, options: "Options", address: str, concurrency: int) -> None:
+def _score_piped(source: Path, target: Path, options: "Options", address: str, concurrency: int, mixed_versions: bool) -> None:
     """The same from stdin, to stdout, or both."""
     from enginepool.cli.streams import STREAM, StreamAnswers
 
     with contextlib.ExitStack() as stack:
         file = sys.stdout.buffer if target == STREAM else stack.enter_context(open(target, "xb"))
-        answers = StreamAnswers(Path("stdout") if target == STREAM else target, file)
+        answers = StreamAnswers(Path("stdout") if target == STREAM else target, file, mixed_versions=mixed_versions)
         _score(source, answers, options, address, concurrency)
         _conclude(answers)
 
 
 def _conclude(answers: "Answers | StreamAnswers") -> None:
     typer.echo(f"{answers.path}: {_count(answers.scored)} scored, {answers.failed} with an error", err=True)
+    if mixed := str(answers.versions):
+        typer.echo(f"{answers.path}: answers of several weight versions: {mixed}", err=True)
     if answers.failed:
         raise CommandFailed(f'{_count(answers.failed)} with an error: look for "error" in {answers.path}')
 

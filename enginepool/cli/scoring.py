@@ -72,5 +72,7 @@ class Run:
                 raise CommandFailed(f"{error}; say which with --group", BAD_USAGE) from None
             self._answers.add(error_line(number, crc, request, error), failed=True)
         else:
+            self._answers.versions.check(number, request.group, result.version)
             self._answers.add(answer_line(number, crc, request, result), failed=False)
+            self._answers.versions.note(request.group, result.version)
         return False

@@ -8,6 +8,7 @@ from typing import IO
 
 from enginepool.cli.failure import CommandFailed
 from enginepool.cli.lines import MAX_LINE_BYTES
+from enginepool.cli.versions import Versions
 
 #: stands for stdin, or stdout
 STREAM = Path("-")
@@ -92,14 +93,15 @@ class StreamAnswers:
     Attributes:
         path: what to call it.
         scored, failed: answers and error lines so far.
-        start: as of `Answers`: the first line.
+        start, versions: as of `Answers`.
     """
 
     #: how a run that stopped is gone on with
     resumed = "a run through a pipe cannot be resumed"
 
-    def __init__(self, path: Path, file: IO[bytes]) -> None:
+    def __init__(self, path: Path, file: IO[bytes], *, mixed_versions: bool) -> None:
         self.path = path
+        self.versions = Versions(path, mixed=mixed_versions)
         self.scored = 0
         self.failed = 0
         self.start = (1, 0)

@@ -37,6 +37,8 @@ class StandIn:
     asked: list[Any] = field(default_factory=list[Any])
     settings: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     stages: tuple[str, ...] = ("policy: policy-0 ready",)
+    #: of the weights that answer now
+    version: int = 3
 
     async def score(self, query: Any, items: list[Any], **settings: Any) -> Answer:
         self.asked.append(query)
@@ -52,7 +54,7 @@ class StandIn:
         if query in ("interrupt", "terminate"):
             await asyncio.get_running_loop().create_future()
         await asyncio.sleep(0)
-        return Answer(np.array([[len(item)] for item in items], dtype=np.float32))
+        return Answer(np.array([[len(item)] for item in items], dtype=np.float32), version=self.version)
 
     async def ready(self, *, group: str, report: Callable[[str], None]) -> None:
         for line in self.stages:
@@ -160,6 +162,7 @@ def test_answers_to_another_input_or_with_other_options_are_refused(pool: StandI
     for options in (
         ["--softmax"],
         ["--logprobs"],
+        ["--raw"],
         ["--label-token-ids", "1"],
         ["--group", "other"],
         ["--item-first"],
@@ -263,6 +266,50 @@ def test_a_full_disk_is_said_with_the_name_of_the_file_and_the_run_goes_on_later
     assert records(target).keys() == set(range(1, 11))
 
 
+def test_a_resumed_run_does_not_mix_weight_versions(pool: StandIn, files: tuple[Path, Path]) -> None:
+    """800 lines of one version and 3,200 of another are no result: the run stops, and says what would be mixed."""
+    source, target = files
+    whole = source.read_text()
+    source.write_text("".join(whole.splitlines(keepends=True)[:4]))
+    call("score", source, target)
+    source.write_text(whole)
+    before = target.read_bytes()
+    pool.version = 4
+    code, _, err = call("score", source, target, "--concurrency", 1)
+    assert (code, target.read_bytes()) == (1, before)
+    assert f"stopped at line 5: weight version 4 answered it, and {target} has answers of version 3" in err
+    assert "--mixed-versions" in err
+    code, _, err = call("score", source, target, "--mixed-versions")
+    assert code == 0
+    assert {n: record["version"] for n, record in records(target).items()} == {n: 3 if n <= 4 else 4 for n in range(1, 11)}
+    assert f"{target}: answers of several weight versions: 4 of weight version 3, 6 of weight version 4\n" in err
+
+
+def test_a_finished_file_is_finished_whatever_the_weights_are_now(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    assert call("score", source, target)[0] == 0
+    pool.version = 4
+    code, _, err = call("score", source, target)
+    assert (code, len(pool.asked)) == (0, 10), "nothing is left to ask"
+    assert "weight version" not in err
+
+
+def test_groups_that_lines_name_have_versions_of_their_own(pool: StandIn, files: tuple[Path, Path]) -> None:
+    source, target = files
+    source.write_text('{"query": "a", "items": ["b"], "group": "g"}\n')
+    assert call("score", source, target)[0] == 0
+    with source.open("a") as more:
+        more.write('{"query": "a", "items": ["b"], "group": "h"}\n')
+    pool.version = 1
+    assert call("score", source, target)[0] == 0
+    assert [(record["group"], record["version"]) for record in records(target).values()] == [("g", 3), ("h", 1)]
+    with source.open("a") as more:
+        more.write('{"query": "a", "items": ["b"], "group": "g"}\n')
+    code, _, err = call("score", source, target)
+    assert code == 1
+    assert "has answers of version 3" in err
+
+
 def test_two_runs_never_write_one_output(pool: StandIn, files: tuple[Path, Path]) -> None:
     with files[1].open("ab") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -274,16 +321,20 @@ def test_two_runs_never_write_one_output(pool: StandIn, files: tuple[Path, Path]
 def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, files: tuple[Path, Path]) -> None:
     source, target = files
     source.write_text(
-        '{"prompts": [[1, 2]], "responses": [[3]], "priority": 7, "apply_softmax": false}\n'
+        '{"prompts": [[1, 2]], "responses": [[3]], "priority": 7, "apply_softmax": false, "min_version": 9}\n'
         '{"query": "a", "items": ["b"], "group": "g", "timeout": 2.5}\n'
     )
-    assert (
-        call("score", source, target, "--priority", 1, "--softmax", "--logprobs", "--label-token-ids", "4,5", "--timeout", 9)[0]
-        == 0
-    )
+    flags = ["--priority", 1, "--softmax", "--logprobs", "--raw", "--min-version", 2]
+    assert call("score", source, target, *flags, "--label-token-ids", "4,5", "--timeout", 9)[0] == 0
     assert pool.asked == [[1, 2], "a"]
-    shared = {"label_token_ids": [4, 5], "item_first": False, "return_pooled_hidden_states": False, "logprobs": True}
+    shared = {
+        "label_token_ids": [4, 5],
+        "item_first": False,
+        "return_pooled_hidden_states": False,
+        "logprobs": True,
+        "raw": True,
+    }
     assert pool.settings == [
-        {**shared, "apply_softmax": False, "group": "", "priority": 7, "timeout": 9},
-        {**shared, "apply_softmax": True, "group": "g", "priority": 1, "timeout": 2.5},
+        {**shared, "apply_softmax": False, "group": "", "priority": 7, "timeout": 9, "min_version": 9},
+        {**shared, "apply_softmax": True, "group": "g", "priority": 1, "timeout": 2.5, "min_version": 2},
     ]
