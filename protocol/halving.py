@@ -22,6 +22,7 @@ def halved(can: Capabilities, times: int) -> Capabilities:
         can = msgspec.structs.replace(
             can,
             context=context,
+            reserved=can.reserved if context == can.context else 0,
             batch_tokens=batch,
             batch_rows=max(1, can.batch_rows // 2),
             inflight_tokens=inflight,

@@ -291,7 +291,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     request that has one may weigh `cached_tokens` instead of `batch_tokens`, every row counted in full. `halvings`: how often
     these budgets were halved (`halving.py`), because engines of the group ran out of memory. `separator`: the token that stands
     between query and item in every row of a cross-encoder; None for other models. `activation`: what is applied to the head's
-    outputs.
+    outputs. `reserved`: where the model's context length bounds `context`, how many of its tokens the engine keeps for itself.
     """
 
     kind: Literal["causal", "classifier"]
@@ -315,6 +315,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     halvings: int = 0
     separator: int | None = None
     activation: Literal["", "sigmoid"] = ""
+    reserved: int = 0
 
     @property
     def packed(self) -> bool:

@@ -115,7 +115,8 @@ def check_limits(work: Work, can: Capabilities, *, alone: bool = True) -> WireEr
     longest = longest_row(can)
     if work.longest > longest:
         row, length = next((i, n) for i, n in enumerate(row_lengths(work)) if n > longest)
-        return _bad(f"items[{row}]", f"items[{row}]: {length} tokens with its query; at most {longest}", str(longest))
+        text = f"items[{row}]: {length} tokens with its query; at most {longest}{_of_context(can, longest)}"
+        return _bad(f"items[{row}]", text, str(longest))
     return None
 
 
@@ -126,6 +127,13 @@ def _check_outputs(work: Work, can: Capabilities) -> WireError | None:
     if work.part.logprobs and not work.part.softmax and not can.activation:
         return _bad("logprobs", "logprobs: this model's head gives logits, not probabilities; add softmax", "")
     return None
+
+
+def _of_context(can: Capabilities, longest: int) -> str:
+    """Why a row may not be as long as the model's context, where that is what bounds it."""
+    if not can.reserved or longest != can.context:
+        return ""
+    return f": the model's context of {can.context + can.reserved}, less {can.reserved} that the engine reserves"
 
 
 def longest_row(can: Capabilities) -> int:

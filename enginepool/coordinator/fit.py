@@ -19,6 +19,7 @@ def impossible(can: Capabilities) -> str:
         and can.vocab > 0
         and can.max_item >= 0
         and can.pace >= 0
+        and can.reserved >= 0
         and 0 <= can.halvings <= MOST_HALVINGS
         and can.cached_query >= 0
         and (can.separator is None or 0 <= can.separator < can.vocab)

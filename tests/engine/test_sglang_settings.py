@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets, engine_kwargs
+from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets, engine_kwargs, reserved
 
 KNOWN = {
     "attention_backend",
@@ -369,3 +369,18 @@ def test_the_settings_that_are_read_from_its_source_are_those_that_sglang_takes(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=True, env=environment
     )
     assert done.stdout.splitlines()[-1] == "True []"
+
+
+@pytest.mark.parametrize(
+    ("facts", "context", "expected"),
+    [
+        ({"longest": 505, "kv_tokens": 8192}, 505, 7),
+        # The key-value pool, or the tokens of a batch, bound it before the context of the model does.
+        ({"longest": 250, "kv_tokens": 256}, 250, 0),
+        ({"longest": 505, "kv_tokens": 8192}, 128, 0),
+    ],
+)
+def test_what_the_engine_keeps_of_the_context_is_said_where_that_bounds_a_row(
+    facts: dict[str, Any], context: int, expected: int
+) -> None:
+    assert reserved(running(**facts), context, 512) == expected

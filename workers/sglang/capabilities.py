@@ -6,7 +6,7 @@ from enginepool.protocol.messages import Capabilities
 from enginepool.workers.packed import MAX_ITEM
 from enginepool.workers.sglang.cross_encoder import activation_of, is_cross_encoder, positions
 from enginepool.workers.sglang.packable import refuse_wrong_sharing
-from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets
+from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets, reserved
 
 #: Architectures without a next token whose head scores; the others are embedding models.
 _SCORING_HEADS = ("Classification", "Reward")
@@ -63,4 +63,5 @@ def capabilities_of(tm: Any, name: str, version: str, wanted: Wanted, running: R
         cached_tokens=bounds.cached_tokens,
         separator=getattr(tm.tokenizer, "sep_token_id", None) if crossing else None,
         activation=activation_of(config) if crossing else "",
+        reserved=reserved(running, bounds.context, tm.context_len),
     )

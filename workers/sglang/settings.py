@@ -283,6 +283,12 @@ def refuse_splitting(settings: Mapping[str, Any], *, packed: bool = False) -> No
         )
 
 
+def reserved(running: Running, context: int, length: int) -> int:
+    """Tokens of the model's context `length` that SGLang keeps for what it could generate, if that is why the longest row has
+    `context` tokens; 0 where something else bounds it, as the key-value pool."""
+    return length - context if context == running.longest and running.kv_tokens >= length else 0
+
+
 def budgets(wanted: Wanted, running: Running) -> Budgets:
     """What may be sent to the started engine, from what it really runs with.
 
