@@ -37,7 +37,7 @@ class Load:
 
     def __init__(self, depth: int, workers: int, seed: int = 0) -> None:
         big = 10**9
-        limits = Limits(queue_items=big, queue_bytes=10**12, window_requests=big, window_bytes=10**12)
+        limits = Limits(queue_items=big, buffer_bytes=10**12, window_requests=big, window_bytes=10**12)
         config = PoolConfig(
             groups={"g": GroupConfig(model="none", engine="sim", workers=0)}, limits=limits, timing=Timing(client_silence_s=1e9)
         )

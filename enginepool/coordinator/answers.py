@@ -5,6 +5,7 @@ one with large answers does not displace those of others. A client that asks aga
 execution is at least once, and the caller still gets one answer.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -36,7 +37,8 @@ class _Shelf:
     __slots__ = ("kept", "nbytes")
 
     def __init__(self) -> None:
-        self.kept: dict[int, Kept] = {}
+        # The first of a dict is found only behind the places of all that were deleted before it.
+        self.kept: OrderedDict[int, Kept] = OrderedDict()
         #: equals the sum over `kept`
         self.nbytes = 0
 
@@ -50,7 +52,7 @@ class Answers:
         #: of clients that have answers here
         self._shelves: dict[Client, _Shelf] = {}
         #: the same clients, by the bit length of their bytes
-        self._by_size: list[dict[Client, None]] = [{} for _ in range(64)]
+        self._by_size: list[OrderedDict[Client, None]] = [OrderedDict() for _ in range(64)]
         self._max_age = max_age
         self._max_bytes = max_bytes
         #: equals the sum over the kept; at most max_bytes

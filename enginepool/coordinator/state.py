@@ -19,7 +19,7 @@ The life of a place (a worker that this pool starts itself): backoff → up (its
 → backoff …, or retired.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from enginepool.config import GroupConfig
@@ -243,7 +243,7 @@ class Worker:
         self.rows = 0
         #: text requests that it tokenises now, in the order in which it got them, and when it must have done so; of the first
         #: one that counts
-        self.texts: dict[TaskId, tuple[Request, float]] = {}
+        self.texts: OrderedDict[TaskId, tuple[Request, float]] = OrderedDict()
         self.done = 0
         #: number of its newest entry in the routing; 0: none is valid
         self.stamp = 0

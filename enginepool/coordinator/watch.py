@@ -74,7 +74,8 @@ class Watch:
             for batch in worker.batches.values():
                 batch.deadline += gap
                 batch.late += gap
-            worker.texts = {task: (request, due + gap) for task, (request, due) in worker.texts.items()}
+            for task, (request, due) in worker.texts.items():
+                worker.texts[task] = request, due + gap
         self.places.extend(gap)
         for client in self.core.clients.values():
             client.heard += gap

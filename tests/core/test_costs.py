@@ -45,7 +45,7 @@ class Pool:
         big = 1 << 40
         group = GroupConfig(model="m", engine="sim", workers=self.workers, packed_workers=self.packed, ageing_s=None)
         limits = Limits(
-            window_requests=big, queue_items=big, queue_bytes=big, window_bytes=big, answers_bytes=big, max_message_bytes=big
+            window_requests=big, queue_items=big, buffer_bytes=big, window_bytes=big, answers_bytes=big, max_message_bytes=big
         )
         timing = Timing(client_silence_s=1e9, silence_s=1e9)
         self.machine = Machine(PoolConfig(groups=dict.fromkeys(self.groups, group), limits=limits, timing=timing))
