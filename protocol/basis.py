@@ -14,6 +14,8 @@ MAX_TEXT = 500
 MAX_FINDINGS = 4096
 #: Frame 0 over this many bytes is refused before it is decoded.
 MAX_HEADER_BYTES = 1 << 20
+#: elements of a weight in one answer
+MAX_CHUNK = 1 << 20
 #: Maps and arrays in frame 0 that lie in each other, with the map that it is.
 MAX_NESTING = 32
 

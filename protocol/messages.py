@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from enginepool.protocol.basis import MAX_CHUNK as MAX_CHUNK
 from enginepool.protocol.basis import MAX_FINDINGS as MAX_FINDINGS
 from enginepool.protocol.basis import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from enginepool.protocol.basis import MAX_ID as MAX_ID

@@ -120,13 +120,16 @@ class WeightsQuestion(Message, tag="weights_question"):
     """Ask about weights; answered by `weights_report`.
 
     versions: what each worker holds, and the history. digest: of every worker's weights as they are in its engine. validate:
-    NaN, infinity and all-zero tensors in every engine. tensor: one weight by its checkpoint name `name`, from one worker.
+    NaN, infinity and all-zero tensors in every engine. tensor: of the weight with the checkpoint name `name`, from one
+    worker, the elements from `offset` on, at most `count` (0: as many as one answer has, MAX_CHUNK at most).
     """
 
     id: int
     group: str = ""
     what: Literal["versions", "digest", "validate", "tensor"] = "versions"
     name: str = ""
+    offset: int = 0
+    count: int = 0
 
 
 # --- coordinator to client ---------------------------------------------------------------------------------------------
@@ -218,7 +221,8 @@ class WorkerWeights(msgspec.Struct, omit_defaults=True):
 
 
 class WeightsReport(Message, tag="weights_report"):
-    """The answer to `weights_question`. `tensor` comes as the frame `tensor` float32, and its own dtype in `dtype`."""
+    """The answer to `weights_question`. Elements of a tensor come as the frame `tensor` float32, one-dimensional; `dtype` and
+    `shape` are those of the whole tensor in the engine."""
 
     id: int
     group: str
@@ -228,6 +232,7 @@ class WeightsReport(Message, tag="weights_report"):
     history: list[UpdateRecord] = []
     dtype: str = ""
     frames: list[FrameSpec] = []
+    shape: list[int] = []
 
 
 # --- coordinator to publisher and to worker ----------------------------------------------------------------------------
@@ -319,6 +324,8 @@ class Inspect(Message, tag="inspect"):
     task: TaskId
     what: Literal["digest", "validate", "tensor"]
     name: str = ""
+    offset: int = 0
+    count: int = 0
 
 
 # --- worker to coordinator ---------------------------------------------------------------------------------------------
@@ -379,7 +386,7 @@ class Restored(Message, tag="restored"):
 
 
 class Inspected(Message, tag="inspected"):
-    """The answer to `inspect`; `tensor` has the frame `tensor` float32."""
+    """The answer to `inspect`; elements of a tensor come as in `weights_report`."""
 
     task: TaskId
     digest: str = ""
@@ -388,3 +395,4 @@ class Inspected(Message, tag="inspected"):
     code: str = ""
     message: str = ""
     frames: list[FrameSpec] = []
+    shape: list[int] = []

@@ -7,7 +7,7 @@ The worker's loop owns an engine for the whole life of the process: `start` once
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -164,6 +164,14 @@ class TakeTimes:
 Report = Callable[[str, str], None]
 
 
+class Chunk(NamedTuple):
+    """Elements of a weight, row-major, as float32 [n]; `dtype` and `shape` are those of the whole weight in the engine."""
+
+    values: npt.NDArray[np.float32]
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class Engine(Protocol):
     """One model on one device set, in this process."""
 
@@ -225,8 +233,8 @@ class Engine(Protocol):
         NotComparable: a digest of them would not be that of what was sent."""
         ...
 
-    async def tensor(self, name: str) -> tuple[Scores, str]:
-        """One weight by its checkpoint name as float32, and its own dtype. Raises EngineError: no such name."""
+    async def tensor(self, name: str, offset: int, count: int) -> Chunk:
+        """Elements of one weight by its checkpoint name. Raises EngineError: no such name."""
         ...
 
     async def tokenise(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from enginepool.host import host_identity
-from enginepool.protocol.basis import FrameSpec, TaskId
+from enginepool.protocol.basis import MAX_CHUNK, FrameSpec, TaskId
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, difference, worst
@@ -366,9 +366,11 @@ class Weights:
     async def _inspect(self, message: Inspect) -> None:
         try:
             if message.what == "tensor":
-                tensor, dtype = await self._engine.tensor(message.name)
-                spec = FrameSpec("tensor", "float32", tuple(tensor.shape))
-                self._answer(Inspected(message.task, dtype=dtype, frames=[spec]), (tensor.tobytes(),))
+                count = min(message.count or MAX_CHUNK, MAX_CHUNK)
+                chunk = await self._engine.tensor(message.name, message.offset, count)
+                spec = FrameSpec("tensor", "float32", (chunk.values.size,))
+                answer = Inspected(message.task, dtype=chunk.dtype, frames=[spec], shape=list(chunk.shape))
+                self._answer(answer, (chunk.values.tobytes(),))
                 return
             digest, findings = await self._engine.inspect(message.what)
             self._answer(Inspected(message.task, digest=digest, findings=worst(findings)))

@@ -23,7 +23,7 @@ from enginepool.client.connection import Connection
 from enginepool.client.events import Answer, AskStatus, AskWeights, Report, Submit, WeightsAnswer
 from enginepool.client.payload import Payload, check_labels, check_softmax, encode_pairs, encode_shared
 from enginepool.client.readiness import wait_until_ready
-from enginepool.client.results import Floats, ScoreResult, read_result, read_weight
+from enginepool.client.results import Floats, ScoreResult, WeightReader, read_result
 from enginepool.client.unsent import publish_message, publish_unsent
 from enginepool.protocol.messages import Score, StatusReport
 from enginepool.protocol.updates import InFlight, UpdateRecord, WeightsQuestion, WeightsReport
@@ -310,10 +310,19 @@ class Pool:
     async def weight(self, name: str, group: str = "", *, timeout: float | None = 60.0) -> Floats:  # noqa: ASYNC109
         """One weight as an engine holds it, by its name in the checkpoint: float32, in the shape that the engine has.
 
+        It comes in chunks of 4 MiB at most, so that a large one does not delay requests.
+
         Raises what `weights` does; EngineFailed: the engine has no weight of that name, or no worker is ready.
         """
-        answer = await self._ask_weights(WeightsQuestion(0, check_group(group), "tensor", check_name(name)), timeout)
-        return read_weight(answer.report, answer.frames)
+        seconds, reader = check_timeout(timeout), WeightReader()
+        group, name = check_group(group), check_name(name)
+        end = None if seconds is None else self._connection.now() + seconds
+        while reader.weight is None:
+            left = None if end is None else max(end - self._connection.now(), 0.001)
+            question = WeightsQuestion(0, group, "tensor", name, offset=reader.offset)
+            answer = await self._ask_weights(question, left)
+            reader.take(answer.report, answer.frames)
+        return reader.weight
 
     async def relabel(
         self,

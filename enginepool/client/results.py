@@ -1,5 +1,6 @@
 """What calls return: the arrays and figures in an answer."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -13,6 +14,8 @@ from enginepool.protocol.messages import Result
 from enginepool.protocol.updates import WeightsReport
 
 Floats: TypeAlias = npt.NDArray[np.float32]
+#: times that a weight is read again from its start because another version was committed meanwhile
+RESTARTS = 3
 
 
 class Usage(NamedTuple):
@@ -77,19 +80,58 @@ def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
     )
 
 
-def read_weight(report: WeightsReport, frames: Sequence[Buffer]) -> Floats:
-    """The weight in a report that was asked for one.
+class WeightReader:
+    """Puts a weight together from the reports that were asked for its chunks, in order."""
 
-    Raises:
-        EngineFailed: the worker that was asked has none of that name, or could not say; or none is ready to be asked.
-        Malformed: there is none, and no reason.
-    """
-    for spec, frame in zip(report.frames, frames, strict=True):
-        if spec.name == "tensor" and spec.dtype == "float32":
-            return np.frombuffer(frame, np.float32).reshape(spec.shape).copy()
-    for worker in report.workers:
-        if worker.message:
-            raise EngineFailed(f"{worker.name}: {worker.message}")
-    if not report.workers:
-        raise EngineFailed(f"no worker of group {report.group!r} is ready")
-    raise Malformed("the answer holds no tensor", field="tensor")
+    def __init__(self) -> None:
+        #: of the next chunk
+        self.offset = 0
+        #: the whole, once a chunk came
+        self._values: Floats | None = None
+        self._shape: tuple[int, ...] = ()
+        self._version: tuple[int, str] | None = None
+        #: times that it began again because the weights had changed
+        self._restarts = 0
+
+    @property
+    def weight(self) -> Floats | None:
+        """The weight; None: chunks are missing."""
+        if self._values is None or self.offset < self._values.size:
+            return None
+        return self._values.reshape(self._shape)
+
+    def take(self, report: WeightsReport, frames: Sequence[Buffer]) -> None:
+        """The chunk at `offset`.
+
+        Raises:
+            EngineFailed: the worker that was asked has no such weight, or could not say; none is ready to be asked; or the
+                weights change again and again.
+            Malformed: there is none, and no reason.
+        """
+        values = self._chunk(report, frames)
+        version = (report.version, report.digest)
+        if self._version not in (None, version) or (self._values is not None and self._shape != tuple(report.shape)):
+            self._restarts += 1
+            if self._restarts > RESTARTS:
+                raise EngineFailed(f"the weights changed {self._restarts} times while this one was read")
+            self.offset, self._values, self._version = 0, None, None
+            return
+        if self._values is None:
+            self._version, self._shape = version, tuple(report.shape)
+            self._values = np.empty(math.prod(self._shape), np.float32)
+        left = self._values.size - self.offset
+        if values.size > left or (left and not values.size):
+            raise Malformed(f"a chunk of {values.size} elements where {left} are left", field="tensor")
+        self._values[self.offset : self.offset + values.size] = values
+        self.offset += values.size
+
+    def _chunk(self, report: WeightsReport, frames: Sequence[Buffer]) -> Floats:
+        for spec, frame in zip(report.frames, frames, strict=True):
+            if spec.name == "tensor" and spec.dtype == "float32":
+                return np.frombuffer(frame, np.float32)
+        for worker in report.workers:
+            if worker.message:
+                raise EngineFailed(f"{worker.name}: {worker.message}")
+        if not report.workers:
+            raise EngineFailed(f"no worker of group {report.group!r} is ready")
+        raise Malformed("the answer holds no tensor", field="tensor")

@@ -8,8 +8,8 @@ from enginepool.config import Restart
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.events import GroupWeights
-from enginepool.coordinator.weights.questions import AGAIN_MS, OPEN
-from enginepool.protocol.basis import MAX_FINDINGS, MAX_HEADER_BYTES
+from enginepool.coordinator.weights.questions import AGAIN_MS, OPEN, OPEN_EACH
+from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_HEADER_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import worst
@@ -1433,6 +1433,28 @@ def test_a_weight_is_asked_of_one_worker_and_its_bytes_are_passed_on() -> None:
     assert (sent.message.dtype, sent.frames) == ("bfloat16", [b"12345678"])
 
 
+def test_a_chunk_of_a_weight_is_bounded_whatever_is_asked() -> None:
+    pool, trainer, links = ready()
+    for count, most in ((0, MAX_CHUNK), (2**62, MAX_CHUNK), (5, 5)):
+        (asked,) = of_type(trainer.say(WeightsQuestion(7, what="tensor", name="w", offset=2**40, count=count)), Inspect)
+        assert (asked.offset, asked.count) == (2**40, most)
+        pool.tell(links[0], Inspected(asked.task, code="engine_error", message="no"))
+    small = b"small"
+    pool.do(ev.ClientHello(0, small, b"s" * 16, b"t" * 16, 0, max_message_bytes=1 << 20))
+    (asked,) = of_type(pool.do(ev.WeightsAsked(0, small, WeightsQuestion(8, what="tensor", name="w"))), Inspect)
+    assert asked.count * 4 == 1 << 19
+    (refused,) = failures(pool.do(ev.WeightsAsked(0, small, WeightsQuestion(9, what="tensor", name="w", offset=-1)))).values()
+    assert (refused.code, refused.field) == ("bad_request", "offset")
+
+
+def test_one_link_cannot_take_all_questions() -> None:
+    pool, trainer, _ = ready()
+    said = [codes(trainer.say(WeightsQuestion(i, what="validate"))) for i in range(1, 7)]
+    assert said == [[], [], [], [], ["busy"], ["busy"]]
+    other = pool.client()
+    assert codes(pool.do(ev.WeightsAsked(0, other, WeightsQuestion(1, what="validate")))) == []
+
+
 def test_a_question_ends_in_time_without_those_who_do_not_answer() -> None:
     pool, trainer, _ = ready(1)
     trainer.say(WeightsQuestion(7, what="validate"))
@@ -1476,9 +1498,10 @@ def test_a_member_that_takes_weights_says_so_and_is_ready_after() -> None:
 
 
 def test_a_question_that_finds_too_many_open_is_told_when_to_ask_again() -> None:
-    _, trainer, _ = ready(1)
+    pool, trainer, _ = ready(1)
     for number in range(1, OPEN + 1):
-        assert of_type(trainer.say(WeightsQuestion(number, what="digest")), Inspect)
+        asker = b"asker%d" % (number // OPEN_EACH)
+        assert of_type(pool.do(ev.WeightsAsked(0, asker, WeightsQuestion(number, what="digest"))), Inspect)
     refused = refusal(trainer.say(WeightsQuestion(99, what="digest")), 99)
     assert (refused.code, refused.limit, refused.retry_after_ms) == ("busy", str(OPEN), AGAIN_MS)
     assert of_type(trainer.say(WeightsQuestion(100)), WeightsReport), "what asks no engine needs no room"

@@ -9,7 +9,7 @@ UPDATE = [EPOCH, 12]
 DIGEST = "0123456789abcdef0123456789abcdef"
 SNAPSHOT = "/dev/shm/enginepool-5f1d7a3c/policy-0123456789abcdef0123456789abcdef"
 MANIFEST = text("manifest", '[["w","bfloat16",[2,3]],["b","float32",[3]]]')
-TENSOR = floats("tensor", (2, 3), 0.5, -0.5, 1.0, -1.0, 0.25, 2.0)
+TENSOR = floats("tensor", (6,), 0.5, -0.5, 1.0, -1.0, 0.25, 2.0)
 #: memory of the host, and of a GPU, that a publisher lends; a handle is made of torch's values, here much shorter ones
 SPACE = {"kind": "file", "nbytes": 768, "path": "/proc/4711/fd/12", "seal": bytes(range(16))}
 GPU_SPACE = {
@@ -126,7 +126,7 @@ def _from_client() -> list[Valid]:
             "weights-question-tensor",
             way,
             "one weight of one group",
-            {"type": "weights_question", "id": 4, "group": "policy", "what": "tensor", "name": "w"},
+            {"type": "weights_question", "id": 4, "group": "policy", "what": "tensor", "name": "w", "offset": 6, "count": 6},
         ),
     ]
 
@@ -180,6 +180,7 @@ def _to_client() -> list[Valid]:
                 "workers": [{"name": "policy-0", "version": 4}],
                 "dtype": "bfloat16",
                 "frames": _specs(TENSOR),
+                "shape": [6, 2],
             },
             (TENSOR,),
         ),
@@ -274,7 +275,7 @@ def _from_worker() -> list[Valid]:
             "inspected-tensor",
             way,
             "one weight",
-            {"type": "inspected", "task": [EPOCH, 14], "dtype": "bfloat16", "frames": _specs(TENSOR)},
+            {"type": "inspected", "task": [EPOCH, 14], "dtype": "bfloat16", "frames": _specs(TENSOR), "shape": [6, 2]},
             (TENSOR,),
         ),
         Valid(
@@ -362,7 +363,12 @@ def _to_worker() -> list[Valid]:
             {"type": "restore", "version": 4, "digest": DIGEST, "snapshot": SNAPSHOT, "path": "/models/policy-4"},
         ),
         Valid("inspect", way, "what is in your engine?", {"type": "inspect", "task": [EPOCH, 13], "what": "digest"}),
-        Valid("inspect-tensor", way, "and this one?", {"type": "inspect", "task": [EPOCH, 14], "what": "tensor", "name": "w"}),
+        Valid(
+            "inspect-tensor",
+            way,
+            "and this one?",
+            {"type": "inspect", "task": [EPOCH, 14], "what": "tensor", "name": "w", "offset": 6, "count": 6},
+        ),
     ]
 
 

@@ -17,6 +17,7 @@ from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import (
     BatchScores,
+    Chunk,
     EngineDied,
     EngineError,
     EngineUnusable,
@@ -24,7 +25,6 @@ from enginepool.workers.engine import (
     NewWeights,
     Report,
     ScoreBatch,
-    Scores,
     TakeTimes,
 )
 from enginepool.workers.sglang.build import Prepared, prepare
@@ -227,9 +227,9 @@ class SglangEngine:
         """(digest, findings) of what is in the schedulers. Raises EngineError."""
         return await self._updates().inspect(what)
 
-    async def tensor(self, name: str) -> tuple[Scores, str]:
-        """One weight by its checkpoint name. Raises EngineError."""
-        return await self._updates().tensor(name)
+    async def tensor(self, name: str, offset: int, count: int) -> Chunk:
+        """Elements of one weight by its checkpoint name. Raises EngineError."""
+        return await self._updates().tensor(name, offset, count)
 
     def _updates(self) -> EngineWeights:
         self._serving()

@@ -23,7 +23,7 @@ from enginepool.host import SHARED
 from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding
-from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, NotComparable, Scores, TakeTimes
+from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights, NotComparable, TakeTimes
 from enginepool.workers.sglang.settings import LOADER, SettingsError
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
@@ -234,18 +234,16 @@ class EngineWeights:
             why = f"the engine holds nothing of {min(absent)}"
         return digest_text(plain, weighted), why
 
-    async def tensor(self, name: str) -> tuple[Scores, str]:
-        """One weight by its checkpoint name, put together from all ranks. Raises EngineError."""
-        answers = await self._ask({"do": "tensor", "name": name})
+    async def tensor(self, name: str, offset: int, count: int) -> Chunk:
+        """Elements of one weight by its checkpoint name, put together from all ranks. Raises EngineError."""
+        answers = await self._ask({"do": "tensor", "name": name, "offset": offset, "count": count})
         answers = [answer for answer in answers if answer.get("kind") != "Absent"] or answers
         _raise_first(answers)
-        shape = tuple(answers[0]["shape"])
-        tensor = np.zeros(shape, np.float32)
+        values = np.zeros(len(answers[0]["data"]) // 4, np.float32)
         for answer in answers:
-            part = np.frombuffer(answer["data"], np.float32).reshape(shape)
-            here = np.frombuffer(answer["here"], np.bool_).reshape(shape)
-            tensor = np.where(here, part, tensor)
-        return tensor, answers[0]["dtype"]
+            part, here = np.frombuffer(answer["data"], np.float32), np.frombuffer(answer["here"], np.bool_)
+            values = np.where(here, part, values)
+        return Chunk(values, answers[0]["dtype"], tuple(answers[0]["shape"]))
 
     async def _ask(self, *tickets: dict[str, Any], version: int | None = None) -> list[dict[str, Any]]:
         """The answers of all ranks to their tickets, or to the same one. `version`: the ticket changes weights."""

@@ -368,16 +368,17 @@ class ModelWeights:
         return {"findings": msgspec.to_builtins(findings(self._model, self._plan))}
 
     def do_tensor(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """One tensor by its checkpoint name; with several ranks each has a part, or all of it, or none."""
+        """Elements of a tensor by its checkpoint name; with several ranks each has a part, or all of it, or none."""
         try:
             tensor, here = part_of(ticket["name"], self._model, self._plan, self._manifest)
         except KeyError as error:
             return {"error": f"{error.args[0]}{'' if self._plan else f': {self._plain}'}", "kind": "Absent"}
+        chunk = slice(ticket["offset"], ticket["offset"] + ticket["count"])
         return {
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
-            "data": tensor.float().cpu().contiguous().numpy().tobytes(),
-            "here": here.cpu().contiguous().numpy().tobytes(),
+            "data": tensor.reshape(-1)[chunk].float().cpu().contiguous().numpy().tobytes(),
+            "here": here.reshape(-1)[chunk].cpu().contiguous().numpy().tobytes(),
         }
 
 

@@ -18,6 +18,7 @@ from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import (
     BatchScores,
+    Chunk,
     EngineDied,
     EngineError,
     ModelTensors,
@@ -25,7 +26,6 @@ from enginepool.workers.engine import (
     Report,
     ScoreBatch,
     ScorePart,
-    Scores,
     TakeTimes,
 )
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
@@ -150,10 +150,10 @@ class SimEngine:
         self._must_live()
         return self._weights.inspect()
 
-    async def tensor(self, name: str) -> tuple[Scores, str]:
-        """A float32 tensor that was taken. Raises EngineError: no such."""
+    async def tensor(self, name: str, offset: int, count: int) -> Chunk:
+        """Elements of a float32 tensor that was taken. Raises EngineError: no such."""
         self._must_live()
-        return self._weights.tensor(name)
+        return self._weights.tensor(name, offset, count)
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:
         """Take `load_s` and say what the options say."""

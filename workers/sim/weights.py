@@ -11,7 +11,7 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
 from enginepool.protocol.updates import Finding, Space
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_space
-from enginepool.workers.engine import EngineDied, EngineError, ModelTensors, NewWeights, Scores
+from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights
 from enginepool.workers.stager.snapshot import digest_of_bytes
 
 
@@ -110,11 +110,12 @@ class SimWeights:
         """(digest, nothing): bytes without meaning are never wrong."""
         return self.digest, []
 
-    def tensor(self, name: str) -> tuple[Scores, str]:
-        """A float32 tensor by its name. Raises EngineError."""
+    def tensor(self, name: str, offset: int, count: int) -> Chunk:
+        """Elements of a float32 tensor by its name. Raises EngineError."""
         for tensor, at in zip(self._tensors, layout(self._tensors).offsets, strict=True):
             if tensor.name == name and tensor.dtype == "float32":
-                return self._space[at : at + tensor.nbytes].view(np.float32).reshape(tensor.shape), tensor.dtype
+                values = self._space[at : at + tensor.nbytes].view(np.float32)[offset : offset + count]
+                return Chunk(values, tensor.dtype, tuple(tensor.shape))
         raise EngineError(f"sim engine: no float32 tensor {name!r} is loaded")
 
 

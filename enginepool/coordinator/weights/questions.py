@@ -7,13 +7,15 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient, ToWorker
 from enginepool.coordinator.events import Buffer, Link
 from enginepool.coordinator.state import Group, Worker
-from enginepool.protocol.basis import MAX_FINDINGS
+from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_ID
 from enginepool.protocol.manifest import worst
 from enginepool.protocol.messages import Failure, TaskId
 from enginepool.protocol.updates import Inspect, WeightsQuestion, WeightsReport, WorkerWeights
 
 #: questions that wait for workers at once; each makes engines read all of their weights
 OPEN = 16
+#: of them, on one link
+OPEN_EACH = 4
 #: when one that found no room is better asked again
 AGAIN_MS = 1000
 
@@ -55,6 +57,15 @@ class Questions:
             busy = Failure("busy", why, message.id, limit=str(OPEN), retry_after_ms=AGAIN_MS)
             core.effects.append(ToClient(e.link, busy))
             return
+        if sum(question.link == e.link for question in self.open) >= OPEN_EACH:
+            why = f"{OPEN_EACH} questions about weights of this link are open"
+            busy = Failure("busy", why, message.id, limit=str(OPEN_EACH), retry_after_ms=AGAIN_MS)
+            core.effects.append(ToClient(e.link, busy))
+            return
+        for field in ("offset", "count"):
+            if not 0 <= (value := getattr(message, field)) <= MAX_ID:
+                core.refuse(e.link, message.id, "bad_request", f"{field}: {value} is outside 0..{MAX_ID}", field=field)
+                return
         question = Question(e.link, group, message, e.now + core.config.timing.update_inspect_s)
         ready = [worker for worker in group.workers.values() if worker.capabilities is not None and worker.stage == "ready"]
         if message.what == "tensor":
@@ -70,6 +81,11 @@ class Questions:
         message = Inspect(task, "digest", question.message.name)
         if question.message.what != "versions":
             message.what = question.message.what
+        if message.what == "tensor":
+            asked, client = question.message, self.core.links.get(question.link)
+            # Half of the longest message leaves room for everything else in it.
+            most = self.core.config.limits.max_message_bytes if client is None else client.max_message
+            message.offset, message.count = asked.offset, min(asked.count or MAX_CHUNK, MAX_CHUNK, most // 8)
         self.core.effects.append(ToWorker(worker.link, message))
 
     def inspected(self, worker: Worker, e: ev.WorkerInspected) -> None:
@@ -82,7 +98,7 @@ class Questions:
                 answer.code, answer.message = message.code, message.message
                 report = question.report
                 if message.frames:
-                    report.dtype, report.frames = message.dtype, message.frames
+                    report.dtype, report.frames, report.shape = message.dtype, message.frames, message.shape
                 self._answered(question, message.task, answer, e.frames)
                 return
 
