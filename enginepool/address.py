@@ -24,6 +24,9 @@ def wrong_address(address: str, *, listens: bool = False) -> str:
             return f"an ipc path has at most {LONGEST_PATH} bytes" if len(rest.encode()) > LONGEST_PATH else ""
         except UnicodeEncodeError:
             return "an ipc path is UTF-8"
+    name, colon, number = address.partition(":")
+    if not listens and colon and _is_port(number) and _PEER.fullmatch(name):
+        return f"write tcp://{address}"
     host, _, port = rest.rpartition(":")
     if scheme != "tcp" or not (_OWN if listens else _PEER).fullmatch(host):
         return f"write {FORM}"

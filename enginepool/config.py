@@ -156,6 +156,18 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
 _AT = re.compile(r" - at `\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_WRONG_TYPE = re.compile(r"Expected `(.*)`, got `.*`")
+#: msgspec's names of types, as TOML has them
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "a table",
+    "null": "left out",
+}
 _NO_CHOICE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 
 
@@ -227,7 +239,21 @@ def _say(text: str, raw: Any) -> str:
         # A group alone has such keys.
         known = get_args(get_type_hints(GroupConfig)[key.rpartition(".")[2]])
         return f"{key} = {choice.group(1)}: one of {', '.join(known)}"
+    missing = _MISSING.fullmatch(what)
+    if missing:
+        return f"{f'{key}.' if key else ''}{missing.group(1)}: missing, and needed"
+    wrong = _WRONG_TYPE.fullmatch(what)
+    if wrong and key:
+        said = ", or ".join(_TYPES.get(name, name) for name in wrong.group(1).split(" | "))
+        return f"{key} = {_value(raw, key)!r:.80}: must be {said}"
     return f"{key}: {what}" if key else what
+
+
+def _value(raw: Any, key: str) -> Any:
+    """What stands at `key`, as msgspec writes paths."""
+    for step in re.findall(r"[^.\[\]]+", key):
+        raw = raw[int(step)] if isinstance(raw, list) else raw[step]
+    return raw
 
 
 def _meant(key: str, name: str) -> str:

@@ -1,5 +1,6 @@
 """The lines of `enginepool score`: an input line becomes a call, an answer or an error becomes an output line."""
 
+import re
 import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
@@ -69,6 +70,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
         return await pool.score(self.query, cast("Any", self.items), **settings)
 
 
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _decoder = msgspec.json.Decoder(Request)
 
 
@@ -102,7 +104,7 @@ def read_request(line: bytes) -> Request:
     except msgspec.ValidationError as error:
         what, _, at = str(error).partition(" - at `$")
         field = at.rstrip("`").removeprefix(".")
-        raise BadLine(f"{field}: {what}" if field else what) from None
+        raise BadLine(_say(field, what)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadLine(f"not JSON: {error}") from None
     by_items = request.query is not None and request.items is not None
@@ -111,6 +113,18 @@ def read_request(line: bytes) -> Request:
     if named != 2 or not (by_items or by_pairs):
         raise BadLine("needs query and items, or prompts and responses")
     return request
+
+
+def _say(field: str, what: str) -> str:
+    """What is wrong with a line, with the field first."""
+    unknown = _UNKNOWN.fullmatch(what)
+    if unknown:
+        from enginepool.client.arguments import meant
+
+        return f"unknown key {unknown.group(1)}{meant(unknown.group(1), Request.__struct_fields__)}"
+    if what.endswith("got `object`"):
+        return f"{field}: an object; text or token ids (of chat messages: apply the chat template first)"
+    return f"{field}: {what}" if field else what
 
 
 def answer_line(number: int, crc: int, request: Request, result: "ScoreResult") -> bytes:

@@ -61,7 +61,8 @@ class Journal:
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._lock: IO[str] = open(directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
         except OSError as error:
-            raise ConfigError(f"state_dir = {str(directory)!r}: {error.strerror}") from None
+            why = "a file, not a directory" if isinstance(error, FileExistsError) else error.strerror
+            raise ConfigError(f"state_dir = {str(directory)!r}: {why}") from None
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             try:

@@ -15,7 +15,7 @@ GOOD = [
 #: what is wrong -> what is said of it
 BAD = {
     **dict.fromkeys(
-        ["", "x", "127.0.0.1:5755", "tcp:127.0.0.1:5755", "tcp://", "tcp://x", "tcp://:5", "tcp://a b:5", "tcp://x/y:5", "tcp://*:5",
+        ["", "x", "tcp:127.0.0.1:5755", "tcp://", "tcp://x", "tcp://:5", "tcp://a b:5", "tcp://x/y:5", "tcp://*:5",
          "tcp://ü:5", "TCP://x:5", "http://x:5", "inproc://x", "ipc://", " tcp://x:5", "tcp://tcp://x:5"],
         f"write {FORM}",
     ),
@@ -24,6 +24,8 @@ BAD = {
          f"tcp://x:{'9' * 5000}", "tcp://x:5/"],
         f"write {FORM}; a port is 1 to 65535",
     ),
+    "127.0.0.1:5755": "write tcp://127.0.0.1:5755",
+    "localhost:5755": "write tcp://localhost:5755",
     f"ipc://{'x' * (LONGEST_PATH + 1)}": "an ipc path has at most 107 bytes",
     f"ipc://{'ü' * 54}": "an ipc path has at most 107 bytes",
     "ipc://\ud800": "an ipc path is UTF-8",

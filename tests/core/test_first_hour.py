@@ -99,7 +99,7 @@ def test_the_address_comes_from_the_environment_where_none_is_given(monkeypatch:
     assert check_address(None) == "ipc:///run/pool.sock"
     assert check_address(ADDRESS) == ADDRESS
     monkeypatch.setenv("ENGINEPOOL_ADDRESS", "pool:5755")
-    with pytest.raises(BadRequest, match=r"^ENGINEPOOL_ADDRESS: 'pool:5755'; write tcp://HOST:PORT"):
+    with pytest.raises(BadRequest, match=r"^ENGINEPOOL_ADDRESS: 'pool:5755'; write tcp://pool:5755"):
         Pool.connect()
     with pytest.raises(BadRequest, match="ENGINEPOOL_ADDRESS"):
         BlockingPool.connect()

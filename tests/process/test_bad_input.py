@@ -321,3 +321,86 @@ def test_without_a_home_the_state_directory_has_to_be_named(tmp_path: Path, monk
     code, out, _ = call("doctor")
     assert code == 1
     assert "state directory" in out and "set state_dir" in out
+
+
+# --- what newcomers type ------------------------------------------------------------------------------------------------
+
+SIM = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (SIM + "tp_size = 2", "unknown key groups.a.tp_size; a setting of the engine is written as options.tp_size"),
+        (SIM + 'workers = "2"', "groups.a.workers = '2': must be a whole number"),
+        (SIM + "gpus = [0]", "groups.a.gpus[0] = 0: must be a string"),
+        (SIM + "options = 3", "groups.a.options = 3: must be a table"),
+        (
+            SIM + "options = { batch_token = 3 }",
+            "groups.a.options.batch_token: the engine sim has no such option; did you mean",
+        ),
+        (SIM + "max_batch_tokens = 0", "groups.a.max_batch_tokens = 0: more than 0, or left out"),
+        (SIM + "[timing]\nping = 1", "unknown key timing.ping; did you mean ping_s?"),
+        ("groups = 3", "groups = 3: must be a table"),
+        ('[groups.a]\nengine = "sim"', "groups.a.model: missing, and needed"),
+        ('[group.a]\nmodel = "m"', "unknown key group; did you mean groups?"),
+        ('listen = "localhost:5755"\n' + SIM, "listen = 'localhost:5755': write tcp://HOST:PORT or ipc://PATH"),
+        ('{"groups": {}}', "not TOML"),
+    ],
+)
+def test_a_configuration_with_a_mistake_is_one_line_that_names_it(config: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "pool.toml"
+    path.write_text(config)
+    code, out, err = call("serve", "--config", path, "--check")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"enginepool: {path}: ") and said in err
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("serve", 2, "serve needs --config POOL.TOML or --model MODEL"),
+        ("serve --config none.toml", 2, "none.toml: No such file or directory"),
+        ("serve --config .", 2, ".: Is a directory"),
+        ("serve --engine vllm", 2, "'vllm' is not one of 'sglang', 'sim'"),
+        ("serve --engine sim --state-dir pyproject.toml", 2, "state_dir = 'pyproject.toml': a file, not a directory"),
+        ("serve pool.toml", 2, "unexpected extra argument(s) (pool.toml)"),
+        ("status --connect 127.0.0.1:5755", 2, "'127.0.0.1:5755': write tcp://127.0.0.1:5755"),
+        ("status --connect http://x:1", 2, "'http://x:1': write tcp://HOST:PORT or ipc://PATH"),
+        ("statu", 2, "did you mean 'status'?"),
+        ("score", 2, "missing argument 'IN.jsonl'"),
+        ("score none.jsonl out.jsonl", 2, "none.jsonl: no such file"),
+        ("score pyproject.toml pyproject.toml", 2, "pyproject.toml: answers go to a file of their own"),
+        ("score pyproject.toml /none/out.jsonl", 2, "/none: no such directory"),
+        ("score pyproject.toml out.jsonl --label-token-ids yes,no", 2, "--label-token-ids = 'yes,no': write token ids"),
+        ("score pyproject.toml out.jsonl --labels 5", 2, "no such option: --labels (possible options: --label-token-ids"),
+        ("ready --timeout soon", 2, "invalid value for '--timeout'"),
+        ("weights publish folder", 2, "missing option '--version'"),
+        ("tiny-model pyproject.toml", 2, "pyproject.toml: a file stands there; name a new directory"),
+    ],
+)
+def test_a_command_with_a_mistake_is_one_line_that_names_it(
+    command: str, code: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    got, out, err = call(*command.split())
+    assert (got, out, err.count("\n")) == (code, "", 1)
+    assert said.lower() in err.lower()
+
+
+def test_a_line_for_score_with_a_mistake_says_what_to_write(daemon: Daemon, tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    chat = [{"role": "user", "content": "Good day!"}]
+    lines: list[tuple[dict[str, object], str]] = [
+        ({"query": [1], "items": [[2]], "labels": [3]}, "unknown key labels; did you mean label_token_ids?"),
+        ({"query": chat, "items": ["a"]}, "chat messages: apply the chat template first"),
+        ({"query": "a", "items": [chat]}, "chat messages: apply the chat template first"),
+        ({"query": [1], "items": ["a"]}, "items[0]: text; the query is token ids"),
+        ({"query": [1], "items": [[2]]}, "label_token_ids: a causal model scores label token ids; name at least one"),
+        ({"query": [1], "items": [[2]], "label_token_ids": [3], "group": "x"}, "group: 'x' is none of: g"),
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line, _ in lines))
+    assert call("score", source, target, "--connect", daemon.address)[0] == 1
+    found = {record["line"]: record["error"]["message"] for record in map(json.loads, target.read_text().splitlines())}
+    for number, (_, said) in enumerate(lines, 1):
+        assert found[number].startswith(f"line {number}: ") and said in found[number], found[number]

@@ -184,7 +184,7 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
         '{"query": "a"}': "needs query and items, or prompts and responses",
         '{"query": "a", "items": ["b"], "prompts": ["c"]}': "needs query and items, or prompts and responses",
         '{"query": "a", "items": "b"}': "items: Expected `array | null`, got `str`",
-        '{"query": "a", "items": ["b"], "lables": [1]}': "unknown field `lables`",
+        '{"query": "a", "items": ["b"], "lables": [1]}': "unknown key lables",
         '{"query": "a", "items": ["b"], "priority": 0.5}': "priority: Expected `int | null`, got `float`",
         '{"query": "refuse", "items": ["b"]}': "items[0]: too long",
     }
