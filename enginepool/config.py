@@ -223,17 +223,19 @@ def _say(text: str, raw: Any) -> str:
     at = _AT.search(text)
     key = at.group(1) if at else ""
     what = text[: at.start()] if at else text
+    table, path = raw, key
     if key.startswith("groups[...]"):
         for name, group in raw["groups"].items():
             try:
                 msgspec.convert(group, GroupConfig)
             except msgspec.ValidationError:
-                key = key.replace("groups[...]", f"groups.{name}")
+                table, path = group, key.removeprefix("groups[...]")
+                key = f"groups.{name}{path}"
                 break
     unknown = _UNKNOWN.fullmatch(what)
     if unknown:
         name = unknown.group(1)
-        return f"unknown key {f'{key}.' if key else ''}{name}{_meant(key, name)}"
+        return f"unknown key {f'{key}.' if key else ''}{name}{_meant(path, name, in_group=table is not raw)}"
     choice = _NO_CHOICE.fullmatch(what)
     if choice:
         # A group alone has such keys.
@@ -245,22 +247,21 @@ def _say(text: str, raw: Any) -> str:
     wrong = _WRONG_TYPE.fullmatch(what)
     if wrong and key:
         said = ", or ".join(_TYPES.get(name, name) for name in wrong.group(1).split(" | "))
-        return f"{key} = {_value(raw, key)!r:.80}: must be {said}"
+        return f"{key} = {_value(table, path)!r:.80}: must be {said}"
     return f"{key}: {what}" if key else what
 
 
-def _value(raw: Any, key: str) -> Any:
-    """What stands at `key`, as msgspec writes paths."""
-    for step in re.findall(r"[^.\[\]]+", key):
-        raw = raw[int(step)] if isinstance(raw, list) else raw[step]
-    return raw
+def _value(table: Any, path: str) -> Any:
+    """What stands at `path`, as msgspec writes paths."""
+    for step in re.findall(r"[^.\[\]]+", path):
+        table = table[int(step) if step.isdecimal() else step]
+    return table
 
 
-def _meant(key: str, name: str) -> str:
-    """What was probably meant by an unknown key `name` in the table `key`, as the end of a sentence."""
+def _meant(path: str, name: str, *, in_group: bool) -> str:
+    """What was probably meant by an unknown key `name` in the table at `path`, as the end of a sentence."""
     tables = {"": PoolConfig, "limits": Limits, "timing": Timing, "restart": Restart}
-    in_group = bool(re.fullmatch(r"groups\.[^.]*|groups\[\.\.\.\]", key))
-    struct = GroupConfig if in_group else tables.get(key)
+    struct = GroupConfig if in_group else tables.get(path)
     near = difflib.get_close_matches(name, struct.__struct_fields__ if struct is not None else (), 1)
     if near:
         return f"; did you mean {near[0]}?"

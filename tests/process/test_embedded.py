@@ -307,7 +307,7 @@ def test_cancelling_the_start_ends_the_child(stand_in: Callable[[str], None], mo
         ({"model": "m", "engine": "vllm"}, "engine = 'vllm': one of sglang, sim"),
         ({"model": "m", "engine": "sim", "weather": 1}, "unknown key weather"),
         ({"model": "m", "engine": "sim", "workers": -1}, "workers = -1: 0 to 4096"),
-        ({"model": "m", "engine": "sim", "workers": "two"}, "workers: Expected `int`"),
+        ({"model": "m", "engine": "sim", "workers": "two"}, "workers = 'two': must be a whole number"),
         ({"model": "m", "engine": "sim", "options": {"x": object()}}, "object"),
         ({}, "model: name one"),
         ({"model": "m", "config": PoolConfig(groups={"g": SIM})}, "model: write it in the config"),
