@@ -23,6 +23,7 @@ from enginepool.client.embedded import EmbeddedCoordinator, RestartPolicy, embed
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.folders import snapshot_folders
 from enginepool.protocol.messages import StatusReport
+from enginepool.workers.sim.engine import BYTE_OFFSET
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.processes import Processes
 
@@ -78,6 +79,27 @@ def test_an_embedded_pool_scores_and_leaves_nothing_behind():
     assert not directory.exists()
     assert len(processes) >= 3
     assert psutil.wait_procs(processes, PATIENCE_S)[1] == []
+
+
+def test_texts_of_a_cross_encoder_are_joined_as_pairs_on_the_way_to_its_engine() -> None:
+    """Over every process: text is the same as ids with separators, also with the item first and blocking; and raw without."""
+    a, b, separator = (ord("a") + BYTE_OFFSET, ord("b") + BYTE_OFFSET, 2)
+    options = {"kind": "classifier", "separator": separator}
+
+    def scores(*rows: list[int]) -> list[list[float]]:
+        return expected_scores([], rows, classes=1).scores.tolist()
+
+    with BlockingPool.start("sim", engine="sim", options=options) as pool:
+        joined = pool.score("a", ["b", ""])
+        assert joined.scores.tolist() == scores([a, separator, b, separator], [a, separator, separator])
+        assert joined.usage.tokens == 7
+        assert pool.score("a", ["b"], item_first=True).scores.tolist() == scores([b, separator, a, separator])
+        assert pool.score_pairs(["a", ""], ["b", "b"]).scores.tolist() == scores([a, separator, b, separator], [b, separator])
+        assert pool.score("a", ["b"], raw=True).scores.tolist() == scores([a, b])
+        assert pool.score([a], [[b]], raw=True).scores.tolist() == scores([a, b])
+        with pytest.raises(errors.BadRequest, match=r"^responses\[1\]: no separator token 2 between") as refused:
+            pool.score_pairs([[a, separator], [a]], [[b], [b]])
+        assert (refused.value.field, refused.value.limit) == ("responses[1]", "2")
 
 
 def test_packed_and_plain_workers_serve_one_group_with_the_same_scores():
