@@ -9,7 +9,7 @@ from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
 from enginepool.protocol.messages import Capabilities
 from tests.sim.network import Conditions
 from tests.sim.offers import Offer, make_offer
-from tests.sim.traffic import Mix
+from tests.sim.traffic import SEPARATOR, Mix
 
 #: fault -> the largest number of times in one schedule
 FAULTS = {
@@ -227,7 +227,7 @@ class Plan:
         rows = random.choice((1, 2, 4, 8, 16))
         inflight_tokens = int(tokens * random.choice((1.0, 1.5, 2.0, 4.0)))
         page = random.choice((1, 1, 1, 4, 16))
-        return Capabilities(
+        can = Capabilities(
             kind="causal" if kind == "causal" else "classifier",
             vocab=300,
             context=random.choice((inflight_tokens - page + 1, max(40, tokens // 2), max(30, tokens // 4))),
@@ -239,6 +239,8 @@ class Plan:
             labels=0 if kind == "causal" else random.randint(1, 3),
             hidden=0 if kind == "causal" else random.choice((2, 3)),
         )
+        # Without a draw of its own, which would change what known seeds do.
+        return msgspec.structs.replace(can, separator=SEPARATOR) if can.labels == 1 else can
 
     def _config(self) -> PoolConfig:
         random = self.random

@@ -211,7 +211,7 @@ class SimEngine:
     def _tokenised(self, run: RunTokenise) -> None:
         if self.dead or self.hangs:
             return
-        rows = [[byte + TEXT_OFFSET for byte in row] for row in texts_of(run.task, run.frames)]
+        rows = texts_of(run.task, run.frames, self.profile.can.separator)
         flat = [token for row in rows for token in row]
         now, task = self.world.now, run.task.task
         if CHOKING in flat:
@@ -257,11 +257,16 @@ def _packed_weight(run: RunBatch, can: Capabilities) -> int:
     return weight
 
 
-def texts_of(task: Tokenise, frames: Sequence[Buffer]) -> list[bytes]:
-    """The rows of a text request, joined."""
+def texts_of(task: Tokenise, frames: Sequence[Buffer], separator: int | None) -> list[list[int]]:
+    """The rows of a text request as ids, joined; behind both texts of a pair is the separator, if there is one."""
     items = rows_of(frames[-2], frames[-1], 1)
     heads = rows_of(frames[0], frames[1], 1) if len(frames) == 4 else [bytes(frames[0])] * len(items)
-    return [i + q if task.item_first else q + i for q, i in zip(heads, items, strict=True)]
+    behind = [separator] if separator is not None and not task.raw else []
+    pairs = [(i, q) if task.item_first else (q, i) for q, i in zip(heads, items, strict=True)]
+    return [
+        [byte + TEXT_OFFSET for byte in first] + behind + [byte + TEXT_OFFSET for byte in second] + behind
+        for first, second in pairs
+    ]
 
 
 class Task:

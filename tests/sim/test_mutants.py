@@ -7,14 +7,14 @@ import pytest
 
 from enginepool.client.calls import Call, Calls
 from enginepool.client.events import Effect as ClientEffect
-from enginepool.coordinator import batching, filling, places, requests
+from enginepool.coordinator import batching, door, filling, places, requests
 from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Place, Request
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import Capabilities, FrameSpec, TaskId, Tokenise
 from enginepool.protocol.packing import Packing
 from enginepool.workers.work import Work
 from tests.sim.simulation import Failed, simulate
@@ -33,6 +33,20 @@ def rows_in_any_order(patch: pytest.MonkeyPatch) -> None:
         return whole, frames
 
     patch.setattr(requests, "_join", join)
+
+
+def rows_without_a_separator_pass(patch: pytest.MonkeyPatch) -> None:
+    def check_separated(work: Any, separator: int) -> None:
+        """Nothing."""
+
+    patch.setattr(door, "_check_separated", check_separated)
+
+
+def texts_are_never_pairs(patch: pytest.MonkeyPatch) -> None:
+    def tokenise(task: TaskId, frames: list[FrameSpec], item_first: bool, raw: bool) -> Tokenise:
+        return Tokenise(task, frames, item_first, True)
+
+    patch.setattr(batching, "Tokenise", tokenise)
 
 
 def parts_of_other_weights_are_mixed(patch: pytest.MonkeyPatch) -> None:
@@ -201,6 +215,8 @@ def test_a_bug_planted_in_packing_is_found(mutate: Mutate, monkeypatch: pytest.M
     "mutate",
     [
         rows_in_any_order,
+        rows_without_a_separator_pass,
+        texts_are_never_pairs,
         parts_of_other_weights_are_mixed,
         lost_rows_do_not_come_back,
         neighbours_are_blamed,

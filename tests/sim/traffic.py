@@ -17,6 +17,8 @@ from tests.sim.scores import HIDDEN, salt_of, score_rows
 #: a byte of text is the token of its value plus this
 TEXT_OFFSET = 3
 POISON, REFUSED, UNREADABLE, CHOKING = 5, 6, 7, 10
+#: stands between query and item for a cross-encoder, and in no row else
+SEPARATOR = 8
 FILLER = (20, 120)
 _DIGIT, _BASE = 51, 64
 #: calls of one simulation can be told apart up to this many
@@ -140,7 +142,9 @@ def make_call(random: Random, call: Call, group: str, can: Capabilities, mix: Mi
     if random.random() < mix.cancel:
         call.cancel_at = call.arrival + random.choice((0.0, 0.05, 1.0)) * random.random()
     call.retry_busy = random.random() >= mix.impatient
-    _encode(call, query, items, paired, text)
+    if can.separator is not None:
+        _separate(call, query, items, text)
+    _encode(call, query, items, paired, text, can.separator)
     return call
 
 
@@ -166,7 +170,21 @@ def _spoil(random: Random, call: Call, items: list[list[int]], can: Capabilities
         call.bad = "unknown_group"
 
 
-def _encode(call: Call, query: list[list[int]], items: list[list[int]], paired: bool, text: bool) -> None:
+def _separate(call: Call, query: list[list[int]], items: list[list[int]], text: bool) -> None:
+    """For a cross-encoder: rows of ids with their separator, some without one and raw, a few without one and refused."""
+    call.score.raw = call.uid % 4 == 1
+    if text or call.score.raw:
+        return
+    if call.uid % 8 == 3:
+        call.bad = call.bad or "bad_request"
+        return
+    for row in items if call.score.item_first else query:
+        row.append(SEPARATOR)
+
+
+def _encode(
+    call: Call, query: list[list[int]], items: list[list[int]], paired: bool, text: bool, separator: int | None
+) -> None:
     score = call.score
     content = "utf8" if text else "int32"
     frames: list[bytes] = []
@@ -179,7 +197,9 @@ def _encode(call: Call, query: list[list[int]], items: list[list[int]], paired: 
             frames.append(array("I", [len(row) for row in rows]).tobytes())
             specs.append(FrameSpec(f"{name}_lengths", "uint32", (len(rows),)))
     heads = query if paired else query * len(items)
-    joined = [i + q if score.item_first else q + i for q, i in zip(heads, items, strict=True)]
+    behind = [separator] if separator is not None and text and not score.raw else []
+    pairs = [(i, q) if score.item_first else (q, i) for q, i in zip(heads, items, strict=True)]
+    joined = [first + behind + second + behind for first, second in pairs]
     call.prompts = [array("i", row).tobytes() for row in joined]
     call.tokens = sum(len(row) for row in joined)
     call.frames = tuple(frames)
