@@ -116,6 +116,9 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reserve_staging: bool = True
     #: where committed weights are kept for workers that start: in shared memory of their node, in `state_dir`, or nowhere
     snapshot: Literal["memory", "disk", "none"] = "memory"
+    #: how engines that take weights only at their start are restarted for a checkpoint: `rolling`, the others answer on the old
+    #: version meanwhile; `at_once`, requests wait
+    restart_updates: Literal["rolling", "at_once"] = "rolling"
     #: directories under which a published checkpoint may lie; empty: the folder of `model` itself, where it is one
     checkpoint_roots: list[str] = []
     #: further settings for the engine, by its own names

@@ -30,9 +30,9 @@ Transfer = Literal["staged", "direct", "handles", "checkpoint", "relabel"]
 #: abort: it is put back into the queue at once, and runs again on the new weights.
 InFlight = Literal["drain", "abort"]
 #: open: members are asked whether they can. join: the process group forms. transfer: rank 0 sends. staged: all members hold
-#: verified bytes and wait for `commit`. hold: no new work starts. hand_over: engines take the new weights. Then `published`,
-#: or `error`.
-PhaseName = Literal["open", "join", "transfer", "staged", "hold", "hand_over"]
+#: verified bytes and wait for `commit`. restart: engines that take weights only at their start are started on them. hold: no
+#: new work starts. hand_over: engines take the new weights. Then `published`, or `error`.
+PhaseName = Literal["open", "join", "transfer", "staged", "restart", "hold", "hand_over"]
 
 
 class Space(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -332,7 +332,10 @@ class Inspect(Message, tag="inspect"):
 
 
 class Prepared(Message, tag="prepared"):
-    """Yes, with `ranks` ranks whose side is named `peer`, in memory of kind `staging`; or no: `code` and `message` say why."""
+    """Yes, with `ranks` ranks whose side is named `peer`, in memory of kind `staging`; or no: `code` and `message` say why.
+
+    `restart`: the engine takes this checkpoint only by starting on it; `digest`: of the checkpoint's files, then.
+    """
 
     update: TaskId
     peer: str = ""
@@ -340,6 +343,8 @@ class Prepared(Message, tag="prepared"):
     staging: Literal["", "device", "host"] = ""
     code: str = ""
     message: str = ""
+    restart: bool = False
+    digest: str = ""
 
 
 class Joined(Message, tag="joined"):

@@ -1,10 +1,14 @@
 """What a checkpoint directory holds, read from its safetensors files without any library of tensors."""
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor
@@ -72,6 +76,35 @@ def checkpoint_under(path: str, roots: Sequence[str]) -> str:
     return folder
 
 
+def checkpoint_digest(path: str) -> str:
+    """The digest of what an engine starts with: name, size and content of each safetensors and JSON file of the directory.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is truncated; or there is no config.json.
+    """
+    weights = checkpoint_files(path)
+    folder = weights[0].parent
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{path}: no config.json in it, so no engine can start on it")
+    for file in weights:
+        _entries(file)
+    files = sorted([*weights, *folder.glob("*.json")])
+    with ThreadPoolExecutor(min(len(files), 8)) as threads:
+        digests = list(threads.map(_digest_of_file, files))
+    whole = hashlib.blake2b(digest_size=16)
+    for file, digest in zip(files, digests, strict=True):
+        whole.update(msgspec.json.encode([file.name, digest]))
+    return whole.hexdigest()
+
+
+def _digest_of_file(file: Path) -> str:
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror}") from None
+
+
 def checkpoint_tensors(path: str) -> list[Tensor]:
     """The tensors of all files, in the order in which they lie there. Raises CheckpointError."""
     tensors: dict[str, Tensor] = {}
@@ -101,6 +134,16 @@ def checkpoint_space(path: str) -> bytes:
 
 def _header(file: Path) -> tuple[list[Tensor], int]:
     """The tensors in the order of their bytes, and where those begin."""
+    entries, begin = _entries(file)
+    try:
+        return [Tensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries], begin
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{file}: not a safetensors file ({error})") from None
+
+
+def _entries(file: Path) -> tuple[list[tuple[str, Any]], int]:
+    """What the header says of each tensor, in the order of their bytes, and where those begin: also of dtypes that no update
+    has."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
@@ -109,7 +152,6 @@ def _header(file: Path) -> tuple[list[Tensor], int]:
         size = file.stat().st_size - 8 - length
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
         entries.sort(key=lambda item: item[1]["data_offsets"])
-        found = [Tensor(name, _DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in entries]
         whole = not entries or entries[-1][1]["data_offsets"][1] == size
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from None
@@ -117,4 +159,4 @@ def _header(file: Path) -> tuple[list[Tensor], int]:
         raise CheckpointError(f"{file}: not a safetensors file ({error})") from None
     if not whole:
         raise CheckpointError(f"{file}: truncated")
-    return found, 8 + length
+    return entries, 8 + length

@@ -29,6 +29,10 @@ class NotComparable(EngineError):
     """The engine holds the weights in another form than they were sent in, so that their digest tells nothing."""
 
 
+class OnlyAtStart(EngineError):
+    """The engine takes weights only when it starts: its load cannot be done again in place. The message says why."""
+
+
 class EngineDied(Exception):
     """The engine is gone or hangs; the process that hosts it must end. The message is one line for the operator."""
 
@@ -191,7 +195,8 @@ class Engine(Protocol):
         ...
 
     def model_tensors(self) -> ModelTensors:
-        """What an update of this model consists of. Raises EngineError when this engine cannot take updates; it says why."""
+        """What an update of this model consists of. Raises EngineError when this engine cannot take updates; it says why.
+        OnlyAtStart: it can be started on another checkpoint."""
         ...
 
     @property

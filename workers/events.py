@@ -86,6 +86,7 @@ class EngineReady(Event, frozen=True):
 
     capabilities: Capabilities
     version: int = 0
+    digest: str = ""
 
 
 class BatchDone(Event, frozen=True):

@@ -284,7 +284,8 @@ class WorkerMachine:
         return [self._say_stage()] if self.registered else []
 
     def _engine_ready(self, event: ev.EngineReady) -> list[Effect]:
-        self.capabilities, self.updates.version = event.capabilities, event.version
+        self.capabilities = event.capabilities
+        self.updates.version, self.updates.digest = event.version, event.digest
         if self.stage == "draining":
             return []
         self.stage, self.detail = "ready", ""

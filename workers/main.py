@@ -16,11 +16,13 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import uvloop
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Bye, TaskId
-from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, ScoreBatch
+from enginepool.workers.checkpoint import CheckpointError, checkpoint_digest, checkpoint_under
+from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights, ScoreBatch
 from enginepool.workers.events import (
     BatchDone,
     DrainWanted,
@@ -76,7 +78,7 @@ def make_engine(spec: WorkerSpec) -> Engine:
         ) from error
     try:
         return Chosen(
-            spec.model,
+            spec.checkpoint or spec.model,
             options=spec.options,
             device=spec.device,
             dtype=spec.dtype,
@@ -211,7 +213,14 @@ class Worker:
             else:
                 self._spawn(making)  # nothing to wait for, but the stager gets ready for its first update
         try:
+            path = await asyncio.to_thread(self._checkpoint)
             capabilities = await self.engine.start(self._report, self.machine.halvings)
+            if path:
+                await self._verify(path)
+                capabilities = msgspec.structs.replace(capabilities, model=self.spec.model)
+        except CheckpointError as error:
+            self.feed(EngineLost(time.monotonic(), str(error)))
+            return
         except EngineDied as error:
             self.feed(EngineLost(time.monotonic(), str(error), unusable=isinstance(error, EngineUnusable)))
             return
@@ -224,7 +233,18 @@ class Worker:
         self._listen_to_signals()
         gc.collect()
         gc.freeze()
-        self.feed(EngineReady(time.monotonic(), capabilities, self.engine.version))
+        self.feed(EngineReady(time.monotonic(), capabilities, self.engine.version, self.engine.digest))
+
+    def _checkpoint(self) -> str:
+        """The directory that the engine starts on in place of its model, or "". Raises CheckpointError."""
+        return checkpoint_under(self.spec.checkpoint, self.spec.checkpoint_roots) if self.spec.checkpoint else ""
+
+    async def _verify(self, path: str) -> None:
+        """What the engine has loaded is what was published: its files may have changed since. Raises CheckpointError."""
+        digest = await asyncio.to_thread(checkpoint_digest, path)
+        if digest != self.spec.checkpoint_digest:
+            raise CheckpointError(f"{path}: no longer holds version {self.spec.version}: its files have changed")
+        await self.engine.take(NewWeights(), self.spec.version, digest)
 
     async def _make_room(self) -> None:
         revision = self.spec.options.get("revision")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from enginepool.protocol.layout import layout
 from enginepool.protocol.updates import Restore, Restored
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors, checkpoint_under
-from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, Space
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, OnlyAtStart, Space
 from enginepool.workers.events import Event, WeightsAnswered, WeightsTaken
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, Held
@@ -36,6 +36,8 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: S
             reasons.append(f"{message.path} no longer holds the committed weights")
             # What is loaded is a checkpoint of no version.
             await engine.take(NewWeights(), 0, engine.digest)
+        except OnlyAtStart as error:
+            raise EngineDied(f"other weights are committed than those that it started on: {error}") from None
         except (_Absent, StagerGone, SnapshotError, CheckpointError, EngineError) as error:
             reasons.append(str(error))
     return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", "; ".join(reasons)))

@@ -32,6 +32,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forwards_in_flight: forwards of tokens that may be in flight at this worker.
     nccl_port: port for the engine's own process group; none: the engine chooses.
     reserve_staging: whether device memory is taken for staged weight updates before the engine starts.
+    checkpoint: the directory that the engine starts on in place of `model`, which are the weights of `version` if the digest of
+        its files is `checkpoint_digest` once the engine has loaded them.
     stager: path of the Unix socket of the stager beside this worker; empty: there is none.
     checkpoint_roots: directories under which a published checkpoint may lie; empty: nowhere.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the worker ends at once.
@@ -54,6 +56,9 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     forwards_in_flight: int = 2
     nccl_port: int | None = None
     reserve_staging: bool = True
+    checkpoint: str = ""
+    checkpoint_digest: str = ""
+    version: int = 0
     stager: str = ""
     checkpoint_roots: list[str] = []
     lifeline_fd: int | None = None
@@ -92,5 +97,6 @@ def read_spec(environment: Mapping[str, str]) -> WorkerSpec:
     for key in ("orphan_s", "drain_s"):
         value = getattr(spec, key)
         need(math.isfinite(value) and value >= 0, key, "must be seconds, not negative")
+    need(not spec.checkpoint or bool(spec.checkpoint_digest), "checkpoint_digest", "must be the digest of `checkpoint`")
     need(spec.lifeline_fd is None or spec.lifeline_fd >= 0, "lifeline_fd", "must be a file descriptor")
     return spec

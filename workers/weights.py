@@ -35,8 +35,8 @@ from enginepool.protocol.updates import (
     Restored,
     Staged,
 )
-from enginepool.workers.checkpoint import CheckpointError, checkpoint_tensors, checkpoint_under
-from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, NotComparable
+from enginepool.workers.checkpoint import CheckpointError, checkpoint_digest, checkpoint_tensors, checkpoint_under
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, NotComparable, OnlyAtStart
 from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered
 from enginepool.workers.lent import LentError
 from enginepool.workers.opened import Opened
@@ -166,6 +166,9 @@ class Weights:
         try:
             if message.transfer == "checkpoint":
                 path = await asyncio.to_thread(checkpoint_under, message.path, self._roots)
+                if self._only_at_start():
+                    digest = await asyncio.to_thread(checkpoint_digest, path)
+                    return Prepared(message.update, restart=True, digest=digest)
                 tensors = tuple(await asyncio.to_thread(checkpoint_tensors, path))
             elif message.transfer != "relabel":
                 tensors = tuple(decode_manifest(frames[0] if frames else b""))
@@ -174,6 +177,9 @@ class Weights:
                 hints = message.transfer != "checkpoint"  # who publishes one has no such arguments
                 if why := difference(tensors, model.tensors, model.optional, partial=message.partial, hints=hints):
                     return refused(why)
+        except OnlyAtStart as error:
+            why = f"no {message.transfer} transfer: {error}; publish a checkpoint directory, on which it is started again"
+            return Prepared(message.update, code="unsupported", message=why)
         except (WireError, CheckpointError, EngineError) as error:
             return refused(str(error))
         prepared = Prepared(message.update)
@@ -201,6 +207,13 @@ class Weights:
             pending.spaces, pending.stays = tuple(reserved.spaces), reserved.staging == "device"
         self._pending = pending
         return prepared
+
+    def _only_at_start(self) -> bool:
+        try:
+            self._engine.model_tensors()
+        except OnlyAtStart:
+            return True
+        return False
 
     def _out_of_reach(self, message: Prepare) -> str:
         """Why the engine cannot open the publisher's memory, or ""."""

@@ -234,7 +234,7 @@ class Daemon:
     def _perform(self, effect: ef.Effect) -> None:
         if type(effect) is ef.StartWorker:
             say(f"starting worker {effect.incarnation}")
-            self.supervisor.start(effect.group, effect.index, effect.incarnation)
+            self.supervisor.start(effect.group, effect.index, effect.incarnation, effect.weights)
         elif type(effect) is ef.KillWorker:
             self.supervisor.kill(effect.incarnation, effect.reason)
         elif type(effect) is ef.WriteJournal:

@@ -33,11 +33,13 @@ class ToWorker(Effect):
 
 
 class StartWorker(Effect):
-    """Start the process of place `index` in `group`, under the name `incarnation`."""
+    """Start the process of place `index` in `group`, under the name `incarnation`. `weights`: the checkpoint that it starts on;
+    None: the configured model."""
 
     group: str
     index: int
     incarnation: str
+    weights: GroupWeights | None = None
 
 
 class KillWorker(Effect):

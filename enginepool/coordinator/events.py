@@ -75,7 +75,8 @@ class GroupWeights(msgspec.Struct, frozen=True):
     """The committed weights of a group, as the journal keeps them.
 
     `digest`: "" for those of the checkpoint that engines start with. `snapshot`: the file that holds them, `path`: the
-    checkpoint that they came from, where there is one. `run`: grows with each new run; versions grow within one.
+    checkpoint that they came from, where there is one. `run`: grows with each new run; versions grow within one. `restart`:
+    engines take them only at their start, on `path`.
     """
 
     version: int = 0
@@ -83,6 +84,7 @@ class GroupWeights(msgspec.Struct, frozen=True):
     snapshot: str = ""
     path: str = ""
     run: int = 0
+    restart: bool = False
 
 
 class Started(Event):

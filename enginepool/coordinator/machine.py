@@ -46,7 +46,7 @@ class Machine:
         self.places = Places(core, requests)
         self.fleet = fleet = Fleet(core, requests, self.places)
         self.watch = Watch(core, fleet, self.places)
-        self.restoring = Restoring(core, requests)
+        self.restoring = Restoring(core, requests, fleet)
         self.ending = Ending(core, requests, fleet, self.restoring)
         self.weights = weights = Weights(core, self.ending)
         publishers = Publishers(core, weights)
@@ -200,7 +200,9 @@ class Machine:
                 self.restoring.returned(worker)
                 self.questions.returned(worker)
             for worker in risen:
-                self.restoring.risen(worker)
+                self.weights.restarts.risen(worker)
+                if not worker.lost:
+                    self.restoring.risen(worker)
             self.weights.advance()
             if not (core.fallen or core.returned or core.risen):
                 return

@@ -51,7 +51,10 @@ class Places:
         place.before, place.last_words, place.failure = place.last_words, "", ""
         place.begun = core.now
         place.until = core.now + core.config.timing.starting_s
-        core.effects.append(StartWorker(name, place.index, place.incarnation))
+        weights = place.group.weights if place.group.weights.restart else None
+        if place.trial is not None:
+            place.tried, weights = True, place.trial
+        core.effects.append(StartWorker(name, place.index, place.incarnation, weights))
 
     def end(self, place: Place, reason: str, *, own: bool = False) -> None:
         """Kill the process of a place; `vacate` follows when it has ended. `own`: the reason is the worker's own word."""
@@ -64,6 +67,13 @@ class Places:
         """The process of a place has ended: wait and start again, or retire the place."""
         core, policy = self.core, self.core.config.restart
         place.incarnation = ""
+        if place.trial is not None and not place.tried and not core.draining:
+            # It was ended for this: the next one starts on other weights, at once.
+            place.state, place.until, place.blameless = "backoff", core.now, False
+            return
+        if place.trial is not None:
+            # What it cannot start on is not committed.
+            place.blameless, permanent = True, False
         if core.now - place.begun > STEADY_S:
             place.hasty = 0
         place.losses = [at for at in place.losses if core.now - at < policy.window_s]

@@ -195,7 +195,8 @@ class Worker:
 
     __slots__ = (
         "batches", "capabilities", "cost", "declared", "detail", "digest", "done", "group", "halvings", "heard", "host", "idle",
-        "incarnation", "kept", "lacks", "late", "link", "lost", "order", "pace", "pid", "place", "restore_until", "routing",
+        "incarnation", "kept", "lacks", "late", "leaving",
+        "link", "lost", "order", "pace", "pid", "place", "restore_until", "routing",
         "rows", "since", "stage", "stamp", "texts", "version",
     )  # fmt: skip
 
@@ -234,6 +235,8 @@ class Worker:
         #: kept free for a trial, or in one
         self.kept = False
         self.lost = False
+        #: it is to end for an update by restart, and finishes what it has
+        self.leaving = False
         #: Its oldest batch is late. It gets nothing more until that one is done: newer work of a higher priority could keep
         #: its engine from the old one until the deadline, which would cost a healthy worker its life.
         self.late = False
@@ -263,6 +266,7 @@ class Worker:
             and self.idle
             and not self.late
             and not self.lost
+            and not self.leaving
             and self.stage == "ready"
             and self.holds
             # Else it was told to take other weights before these were committed again.
@@ -322,6 +326,7 @@ class Place:
     __slots__ = (
         "before", "begun", "blameless", "failure", "group", "hasty", "hopeless", "incarnation", "index", "last_words",
         "losses", "packed", "proven", "repeats", "restarts", "retired", "signature", "state", "until",
+        "trial", "tried",
     )  # fmt: skip
 
     def __init__(self, group: "Group", index: int) -> None:
@@ -358,6 +363,9 @@ class Place:
         self.blameless = False
         #: the last one said that starting it again cannot help
         self.hopeless = False
+        #: not committed: what the next process starts on, of an update by restart; whether the present one has
+        self.trial: GroupWeights | None = None
+        self.tried = False
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ import msgspec
 import psutil
 
 from enginepool.config import GroupConfig, PoolConfig, gpus_per_worker
-from enginepool.coordinator.events import LiveProcess
+from enginepool.coordinator.events import GroupWeights, LiveProcess
 from enginepool.coordinator.processes import (
     PERMANENT,
     failed_by_itself,
@@ -54,8 +54,8 @@ class Supervisor(Protocol):
         Those of places that the pool does not have any more are ended."""
         ...
 
-    def start(self, group: str, index: int, incarnation: str) -> None:
-        """Start a worker that will register as `incarnation`."""
+    def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> None:
+        """Start a worker that will register as `incarnation`, on the checkpoint of `weights`; None: on the configured model."""
         ...
 
     def kill(self, incarnation: str, reason: str) -> None:
@@ -139,11 +139,11 @@ class LocalSupervisor:
             path.unlink()
         return found
 
-    def start(self, group: str, index: int, incarnation: str) -> None:
+    def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> None:
         child: subprocess.Popen[bytes] | None = None
         try:
             with open(self._log(incarnation), "wb") as log:
-                child = self._spawn(group, index, incarnation, log)
+                child = self._spawn(group, index, incarnation, weights, log)
             record = _Record(group, index, incarnation, child.pid, made_at(child.pid), host_identity())
             self._path(incarnation).write_bytes(msgspec.json.encode(record))
         except OSError as error:
@@ -160,7 +160,9 @@ class LocalSupervisor:
         self._watch_leader(record)
         self._tidy_logs()
 
-    def _spawn(self, group: str, index: int, incarnation: str, log: IO[bytes]) -> "subprocess.Popen[bytes]":
+    def _spawn(
+        self, group: str, index: int, incarnation: str, weights: GroupWeights | None, log: IO[bytes]
+    ) -> "subprocess.Popen[bytes]":
         config, timing = self._config.groups[group], self._config.timing
         packed = index >= config.workers - config.packed_workers
         spec: dict[str, Any] = {
@@ -184,6 +186,8 @@ class LocalSupervisor:
             "orphan_s": timing.orphan_s,
             "drain_s": timing.drain_s,
         }
+        if weights is not None:
+            spec |= {"checkpoint": weights.path, "checkpoint_digest": weights.digest, "version": weights.version}
         environment = self._environment(group, index)
         spec["stager"] = self._stager(group, index, environment)
         environment["ENGINEPOOL_WORKER"] = msgspec.json.encode(spec).decode()

@@ -1,6 +1,7 @@
 """A machine under test, driven by hand: clients, workers and time in a few words."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -66,10 +67,11 @@ def config(
     limits: Limits | None = None,
     restart: Restart | None = None,
     forwards_in_flight: int = 2,
+    restart_updates: Literal["rolling", "at_once"] = "rolling",
 ) -> PoolConfig:
     group = GroupConfig(
         model="m", engine="sim", workers=workers, ageing_s=ageing_s, forwards_in_flight=forwards_in_flight,
-        checkpoint_roots=["/models"],
+        checkpoint_roots=["/models"], restart_updates=restart_updates,
     )  # fmt: skip
     return PoolConfig(
         groups=dict.fromkeys(groups, group),

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
-from enginepool.coordinator.events import LiveProcess
+from enginepool.coordinator.events import GroupWeights, LiveProcess
 from enginepool.coordinator.processes import failed_by_itself
 from tests.sim.network import Network
 from tests.sim.oracle import Oracle
@@ -47,6 +47,8 @@ class Cluster:
         self.unusable = 0.0
         #: of a group, the first so many places have an engine that never loads; whether nothing else befalls workers
         self.unloadable: dict[str, int] = {}
+        #: a start on a checkpoint that cannot work: probability
+        self.unstartable = 0.0
         self.strict = False
         #: processes that the present coordinator has started at each place
         self._starts: Counter[tuple[str, int]] = Counter()
@@ -54,12 +56,18 @@ class Cluster:
         self.disks = Disks(network.world)
         self.stagers: dict[str, Stager] = {}
 
-    def start(self, watcher: Watcher, group: str, index: int, incarnation: str) -> None:
-        """Start a process for a place of the coordinator."""
+    def start(self, watcher: Watcher, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> None:
+        """Start a process for a place of the coordinator, on the checkpoint of `weights`."""
         self._places[incarnation] = (group, index)
         self._watchers[incarnation] = watcher
         profile, first = self.packed.get(group, (self.profiles[group], 0))
         worker = self._spawn(group, incarnation, profile if index >= first else self.profiles[group])
+        if weights is not None:
+            engine = worker.engine
+            assert engine.profile.only_at_start, f"{incarnation} could take its weights in place"
+            engine.version, engine.digest = weights.version, self.disks.checkpoints[weights.path]
+            if engine.digest != weights.digest or self.world.chance(self.unstartable):
+                engine.broken = engine.by_chance("it does not start on this checkpoint")
         if index < self.unloadable.get(group, 0):
             pid, address = self.world.random.randint(2, 1 << 22), self.world.random.getrandbits(47)
             worker.engine.broken = f"[pid {pid}] {incarnation}: <Loader at {address:#x}> finds no such model"

@@ -190,6 +190,7 @@ class Faults:
         world = self.world
         self.simulation.coordinator.doomed = None
         self.simulation.coordinator.disk_full = 0.0
+        self.simulation.cluster.unstartable = 0.0
         for publisher in self.simulation.publishers:
             publisher.go_on()
         for worker in list(self.simulation.cluster.workers.values()):

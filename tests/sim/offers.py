@@ -16,7 +16,8 @@ class Offer:
         self.new_run = False
         #: the committed weights once more, under the version that they had
         self.again = False
-        #: nan, zero, unknown, missing, shape, backwards, truncated; elsewhere: it lends memory of another host
+        #: nan, zero, unknown, missing, shape, backwards, truncated; elsewhere: it lends memory of another host, or engines
+        #: cannot take it in place
         self.flaw = ""
         #: commit, never, abandon, vanish: what the publisher does in the end, or on the way
         self.fate = "commit"

@@ -63,6 +63,7 @@ class Plan:
         updates: Random | None = None,
         paced: Random | None = None,
         unloadable: Random | None = None,
+        restarts: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -125,6 +126,33 @@ class Plan:
         self.strict = False
         if unloadable is not None:
             self._break(unloadable)
+        #: engines take weights only at their start; how probably such a start fails
+        self.only_at_start = False
+        self.unstartable = 0.0
+        if restarts is not None:
+            self._restart(restarts)
+
+    def _restart(self, random: Random) -> None:
+        """Let every engine take weights only at its start. The pool starts all of them."""
+        self.only_at_start = True
+        self.unstartable = 0.0 if self.gentle else random.choice((0.0, 0.1, 0.4))
+        groups: dict[str, GroupConfig] = {}
+        for name, group in self.config.groups.items():
+            self.external[name] = 0
+            mode = random.choice(("rolling", "rolling", "at_once"))
+            groups[name] = msgspec.structs.replace(group, workers=self.counts[name], restart_updates=mode)
+        self.config = msgspec.structs.replace(self.config, groups=groups)
+        for _, offer in self.offers:
+            if self.gentle or random.random() < 0.85:
+                offer.transfer, offer.partial = "checkpoint", False
+                offer.flaw = offer.flaw if offer.flaw in ("unknown", "backwards") else ""
+                offer.fate = "abandon" if offer.fate == "never" else offer.fate
+            elif offer.transfer not in ("checkpoint", "relabel"):
+                offer.flaw = "elsewhere"
+        if not self.gentle:
+            kinds = ["worker_kill", "worker_stop", "worker_link", "coordinator_kill", "coordinator_stall", "publisher_vanish"]
+            for _ in range(random.choice((0, 1, 2, 4))):
+                self.triggers.append(("restart", random.choice(kinds), random.choice((0.0, 0.01, 0.1, 1.0))))
 
     def _break(self, random: Random) -> None:
         """Let engines of some places fail at every start in the same way."""

@@ -133,7 +133,7 @@ class SimCoordinator:
                     self._given_up(self.network.links[effect.link].dealer.owner.name, effect.message.message)
                 self.network.send(effect.link, effect.message, effect.frames)
             elif type(effect) is ef.StartWorker:
-                self.cluster.start(self, effect.group, effect.index, effect.incarnation)
+                self.cluster.start(self, effect.group, effect.index, effect.incarnation, effect.weights)
             elif type(effect) is ef.KillWorker:
                 self.world.note("coordinator", effect)
                 self._given_up(effect.incarnation, effect.reason)

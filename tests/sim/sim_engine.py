@@ -43,6 +43,8 @@ class Profile:
         self.fifo = random.random() < 0.3
         self.poison = random.choice(("crash", "abort", "hang", "wrong_rows"))
         self.load_fails = random.choice((0.0, 0.0, 0.0, 0.2))
+        #: it takes other weights only when it starts
+        self.only_at_start = False
 
     @property
     def seconds_in_flight(self) -> float:
@@ -109,7 +111,7 @@ class SimEngine:
 
     def _ready(self) -> None:
         if not self.dead:
-            self.host.post(EngineReady(self.world.now, self.profile.can, self.version))
+            self.host.post(EngineReady(self.world.now, self.profile.can, self.version, self.digest))
 
     def by_chance(self, reason: str) -> str:
         """A reason that no other process will have: its name with letters for digits."""

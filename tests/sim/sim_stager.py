@@ -224,6 +224,11 @@ class Stager:
 
         self.world.after(self.world.between(0.0005, most), go)
 
+    @property
+    def only_at_start(self) -> bool:
+        """Of the engine beside it."""
+        return self.worker is not None and self.worker.profile.only_at_start
+
     def _mine(self, update: TaskId) -> bool:
         return self.prepare is not None and self.prepare.update == update
 
@@ -237,6 +242,12 @@ class Stager:
                 return
         elif message.transfer == "checkpoint" and message.path not in self.disks.checkpoints:
             self._say(Prepared(message.update, code="bad_request", message=f"path: {message.path} is not there"))
+            return
+        if self.only_at_start and message.transfer == "checkpoint":
+            self._say(Prepared(message.update, restart=True, digest=self.disks.checkpoints[message.path]))
+            return
+        if self.only_at_start and message.transfer != "relabel":
+            self._say(Prepared(message.update, code="unsupported", message="the engine takes weights only at its start"))
             return
         if message.transfer == "handles" and message.host != HOST:
             self._say(Prepared(message.update, code="unsupported", message="the publisher is on another host"))
@@ -359,6 +370,9 @@ class Stager:
     def _restore(self, message: Restore) -> None:
         assert self.worker is not None
         engine, want = self.worker.engine, message.digest
+        if self.only_at_start and want != engine.digest:
+            engine.crash("other weights are committed than those that the engine started on")
+            return
         if not self.has(message):
             self._say(Restored(message.version, "needs_weights", "no stager, no snapshot, no checkpoint"))
             return

@@ -63,6 +63,7 @@ class Simulation:
         self.cluster.unusable = plan.unusable
         self.cluster.unloadable, self.cluster.strict = plan.unloadable, plan.strict
         self.oracle.gentle = plan.gentle
+        self.cluster.unstartable = plan.unstartable
         if plan.gentle:
             for profile in profiles.values():
                 profile.load_fails = 0.0
@@ -71,6 +72,8 @@ class Simulation:
             profile = Profile(world, can, plan.versions[name])
             profile.poison, profile.load_fails = profiles[name].poison, profiles[name].load_fails
             self.cluster.packed[name] = (profile, group.workers - group.packed_workers)
+        for profile in (*profiles.values(), *(packed for packed, _ in self.cluster.packed.values())):
+            profile.only_at_start = plan.only_at_start
         self.clients = [SimClient(self.network, self.oracle, i, plan.settings) for i in range(plan.clients)]
         every = [*profiles.values(), *(profile for profile, _ in self.cluster.packed.values())]
         slowest = max(profile.seconds_in_flight for profile in every)
@@ -197,6 +200,7 @@ class Simulation:
             end = world.now + PATIENCE_S
             while name not in self.oracle.down:
                 offer = Offer(world.now, name)
+                offer.transfer = "checkpoint" if self.plan.only_at_start else offer.transfer
                 last.want(offer)
                 while not offer.outcome and name not in self.oracle.down and world.now < end:
                     world.run_until(world.now + 0.1)
@@ -280,9 +284,11 @@ def simulate(
     updates: bool = False,
     paced: bool = False,
     unloadable: bool = False,
+    restarts: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
-    published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load.
+    published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
+    with `restarts`, all engines take weights only at their start.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -295,6 +301,7 @@ def simulate(
         Random(seed + 1) if updates else None,
         Random(seed + 2) if paced else None,
         Random(seed + 3) if unloadable else None,
+        Random(seed + 4) if restarts else None,
     )
     simulation = Simulation(world, plan)
     try:

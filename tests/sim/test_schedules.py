@@ -34,6 +34,17 @@ def test_an_answer_is_of_weights_that_were_committed_and_every_update_ends(chunk
 
 
 @pytest.mark.parametrize("chunk", range(6))
+def test_engines_that_take_weights_only_at_their_start_lose_nothing_either(chunk: int) -> None:
+    events = updates = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        outcome = simulate(seed, 1 + seed % 8, packed=seed % 3 == 0, updates=True, restarts=True)
+        events += outcome.events
+        updates += outcome.updates.get("published", 0)
+    assert events > SEEDS * 100
+    assert updates > SEEDS
+
+
+@pytest.mark.parametrize("chunk", range(6))
 def test_packed_and_plain_workers_together_lose_nothing_either(chunk: int) -> None:
     events = 0
     for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):

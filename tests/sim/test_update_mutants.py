@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.effects import StartWorker
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.phases import QUEUED
-from enginepool.coordinator.state import Group, Request, Worker
+from enginepool.coordinator.places import Places
+from enginepool.coordinator.state import Group, Place, Request, Worker
 from enginepool.coordinator.weights import ending, holding, publishers
 from enginepool.coordinator.weights import transaction as weights
 from enginepool.coordinator.weights.publishers import Publishers
+from enginepool.coordinator.weights.restarts import Restarts
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Weights
-from enginepool.coordinator.weights.update import Stand, Update
+from enginepool.coordinator.weights.update import Member, Stand, Update
 from enginepool.coordinator.weights.verifying import Verifying
 from enginepool.protocol.updates import Sent
 from enginepool.workers.events import Send
@@ -250,6 +253,51 @@ def a_worker_on_a_new_link_is_given_up(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Weights, "returned", returned)
 
 
+def a_worker_that_comes_back_starts_on_the_configured_model(patch: pytest.MonkeyPatch) -> None:
+    real = Places._start  # pyright: ignore[reportPrivateUsage]
+
+    def start(self: Places, place: Place) -> None:
+        real(self, place)
+        effect = self.core.effects[-1]
+        assert isinstance(effect, StartWorker)
+        if place.trial is None:
+            effect.weights = None
+
+    patch.setattr(Places, "_start", start)
+
+
+def a_restarted_worker_answers_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    real = Worker.holds
+
+    def holds(self: Worker) -> bool:
+        assert real.fget is not None
+        return real.fget(self) or (self.place is not None and self.place.tried and self.stage == "ready")
+
+    patch.setattr(Worker, "holds", property(holds))
+
+
+def all_workers_leave_for_a_rolling_restart(patch: pytest.MonkeyPatch) -> None:
+    real = Restarts._leave  # pyright: ignore[reportPrivateUsage]
+
+    def leave(self: Restarts, update: Update, member: Member) -> None:
+        for other in update.members.values():
+            if not other.restart:
+                real(self, update, other)
+
+    patch.setattr(Restarts, "_leave", leave)
+
+
+def a_lost_member_ends_every_restart_as_a_success(patch: pytest.MonkeyPatch) -> None:
+    """The journal is written although no worker has come up."""
+
+    def advance(self: Restarts, update: Update) -> bool:
+        for member in update.members.values():
+            member.loaded, member.restart = True, "ready"
+        return True
+
+    patch.setattr(Restarts, "advance", advance)
+
+
 def gentle_schedules() -> None:
     for seed in range(1, SEEDS + 1):
         if Plan(Random(seed), 1 + seed % 8, updates=Random(seed + 1)).gentle:
@@ -306,6 +354,26 @@ def test_a_bug_planted_in_updates_is_found(mutate: Mutate, monkeypatch: pytest.M
     for seed in range(1, SEEDS + 1):
         try:
             simulate(seed, 1 + seed % 8, updates=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        a_worker_that_comes_back_starts_on_the_configured_model,
+        a_restarted_worker_answers_before_the_commit,
+        all_workers_leave_for_a_rolling_restart,
+        a_lost_member_ends_every_restart_as_a_success,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_restarts_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, updates=True, restarts=True)
         except Failed:
             return
     pytest.fail(f"{SEEDS} schedules did not show it")

@@ -60,6 +60,9 @@ class Watch:
                 update.check()
                 self._in_time(update)
             assert group.held == (update is not None and update.holds), group.name
+            for worker in group.workers.values():
+                member = update.members.get(worker.incarnation) if worker.leaving and update is not None else None
+                assert not worker.leaving or (member is not None and member.restart == "leaving"), f"{worker} leaves"
         for batch in new:
             update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"
@@ -94,6 +97,8 @@ class Watch:
         self.machine.requests.blame = count
 
     def _in_time(self, update: Update) -> None:
+        moving = [member for member in update.members.values() if member.restart in ("leaving", "starting")]
+        assert len(moving) <= 1 or update.at_once, f"several workers are restarted at the same time: {update}"
         if self.punctual and update.phase == "hold":
             waited = self.machine.core.now - update.since
             assert waited < update.offer.drain_ms / 1000 + 1.0, f"held for {waited:.1f} s: {update}"

@@ -209,6 +209,12 @@ def _from_worker() -> list[Valid]:
             "two GPUs, room on both",
             {"type": "prepared", "update": UPDATE, "peer": "77aa", "ranks": 2, "staging": "device"},
         ),
+        Valid(
+            "prepared-restart",
+            way,
+            "by starting on the checkpoint alone",
+            {"type": "prepared", "update": UPDATE, "restart": True, "digest": DIGEST},
+        ),
         Valid("prepared-refused", way, "the names do not fit", {"type": "prepared", "update": UPDATE, **no}),
         Valid("joined", way, "the group stands", {"type": "joined", "update": UPDATE}),
         Valid(

@@ -23,7 +23,16 @@ from enginepool.host import SHARED
 from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding
-from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights, NotComparable, TakeTimes
+from enginepool.workers.engine import (
+    Chunk,
+    EngineDied,
+    EngineError,
+    ModelTensors,
+    NewWeights,
+    NotComparable,
+    OnlyAtStart,
+    TakeTimes,
+)
 from enginepool.workers.sglang.settings import LOADER, SettingsError
 
 #: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
@@ -96,9 +105,9 @@ class EngineWeights:
             self._model = ModelTensors(tensors, optional, tuple(answer["gpus"]), answer["held"])
 
     def model_tensors(self) -> ModelTensors:
-        """What an update of this model consists of. Raises EngineError."""
+        """What an update of this model consists of. Raises OnlyAtStart."""
         if self._model is None:
-            raise EngineError(f"this engine takes no weight updates: {self._refused}")
+            raise OnlyAtStart(f"this engine takes weights only at its start: {self._refused}")
         return self._model
 
     async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
@@ -171,6 +180,7 @@ class EngineWeights:
             self._tm._update_weight_version_if_provided(str(version))
             self.version, self.digest = version, digest
             return TakeTimes(0.0, 0.0)
+        self.model_tensors()  # raises, where it takes weights only at its start
         ready, self._ready = self._ready, None
         answers: list[dict[str, Any]] = []
         if ready is not None and ready[0] == weights:

@@ -158,7 +158,7 @@ class ModelWeights:
         for module in self._model.modules():
             method = getattr(module, "quant_method", None)
             if name := quantization(module):
-                return f"its weights are quantised ({name}); they are made anew from a checkpoint alone"
+                return f"its weights are quantized ({name}), and loading them again in place is not possible"
             if getattr(method, "use_flashinfer_trtllm_moe", False) or getattr(method, "w13_swiglu_interleaved", False):
                 return "its experts were rearranged for a kernel when they had been loaded"
             if getattr(module, "use_intel_amx_backend", False):

@@ -62,7 +62,7 @@ class SimEngine:
     ) -> None:
         self.options = o = read_options(options or {})
         try:
-            self._weights = SimWeights(o.tensors, o.version, o.held)
+            self._weights = SimWeights(o.tensors, o.version, o.held, only_at_start=o.only_at_start)
         except WireError as error:
             raise ValueError(f"options of engine sim: tensors: {error.message}") from None
         self._taken = 0

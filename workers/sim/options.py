@@ -55,7 +55,8 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     a classifier. `inflight_*` default to the batch budget times the forwards in flight. `tensors`: what a weight update brings,
     as a manifest ([name, dtype, shape] each); empty: it takes no updates. One costs `take_s`. `held`: the dtype in which a real
     engine would hold them; empty: their own. `separator`: the engine is a cross-encoder, and this token stands behind both
-    texts of a pair.
+    texts of a pair. `only_at_start`: it takes weights only when it starts, as an engine
+    with quantized weights does.
     """
 
     kind: Literal["causal", "classifier"] = "causal"
@@ -78,6 +79,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     separator: int | None = None
     tensors: list[Any] = []
     held: str = ""
+    only_at_start: bool = False
     faults: list[Fault] = []
 
 

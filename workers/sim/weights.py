@@ -11,7 +11,7 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
 from enginepool.protocol.updates import Finding, Space
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_space
-from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights
+from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights, OnlyAtStart
 from enginepool.workers.stager.snapshot import digest_of_bytes
 
 
@@ -24,10 +24,11 @@ class SimWeights:
         held: the dtype in which a real engine would hold its tensors; "": their own.
     """
 
-    def __init__(self, tensors: list[Any], version: int, held: str = "") -> None:
+    def __init__(self, tensors: list[Any], version: int, held: str = "", *, only_at_start: bool = False) -> None:
         """Raises ValueError: `tensors` is no manifest."""
         self._model = tuple(decode_manifest(msgspec.json.encode(tensors))) if tensors else ()
         self._held = {tensor.name: held for tensor in self._model} if held else {}
+        self._only_at_start = only_at_start
         self.version = version
         self.digest = ""
         self._tensors: tuple[Tensor, ...] = ()
@@ -40,6 +41,8 @@ class SimWeights:
 
     def model_tensors(self) -> ModelTensors:
         """What an update consists of. Raises EngineError."""
+        if self._only_at_start:
+            raise OnlyAtStart("this engine takes weights only at its start: options.only_at_start is true")
         if not self._model:
             raise EngineError("sim engine: options.tensors is empty, so it takes no updates")
         return ModelTensors(self._model, held=self._held)
@@ -70,6 +73,8 @@ class SimWeights:
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> None:
         """Hold these weights. Raises EngineError: the old ones stay; EngineDied: what was copied out of may have changed."""
+        if self._only_at_start and (weights.spaces or weights.checkpoint or weights.group):
+            self.model_tensors()
         try:
             if self._opened is not None and self._opened[0] == weights.spaces:
                 opened, seal = self._opened[1], weights.spaces[0].seal

@@ -12,7 +12,7 @@ from enginepool.coordinator.state import Worker
 from enginepool.coordinator.weights.holding import release
 from enginepool.coordinator.weights.notices import tell
 from enginepool.coordinator.weights.restoring import Restoring
-from enginepool.coordinator.weights.update import Update, failures, zero_matrices
+from enginepool.coordinator.weights.update import Member, Update, failures, zero_matrices
 from enginepool.protocol.layout import layered
 from enginepool.protocol.messages import Failure, Message
 from enginepool.protocol.updates import HELD, Committed, Published, Release, UpdateRecord
@@ -35,7 +35,9 @@ class Ending:
         before = group.weights
         run = before.run + offer.new_run
         if offer.transfer == "relabel":
-            return GroupWeights(offer.version, before.digest, before.snapshot, before.path, run)
+            return GroupWeights(offer.version, before.digest, before.snapshot, before.path, run, before.restart)
+        if update.restarts:
+            return GroupWeights(offer.version, digest, path=offer.path, run=run, restart=True)
         if offer.partial:
             # Nobody's bytes are all of it: whoever holds less than both must not be asked to restore it.
             return GroupWeights(offer.version, layered(before.digest, digest), run=run)
@@ -67,7 +69,10 @@ class Ending:
             if worker.lost:
                 continue
             if not member.loaded:
-                self._replace(worker, f"it did not take weight version {weights.version}: {member.failure}")
+                why = "did not take" if member.failure else "starts on"
+                self._replace(
+                    worker, f"it {why} weight version {weights.version}{': ' if member.failure else ''}{member.failure}"
+                )
                 continue
             worker.version, worker.digest = weights.version, weights.digest
             if worker.lacks is not None:
@@ -90,6 +95,8 @@ class Ending:
         assert not update.forward, update
         self._count(update)
         held = update.holds
+        for member in update.members.values():
+            self.turn_back(member)
         self._close(update)
         for member in update.members.values():
             if not member.worker.lost:
@@ -101,12 +108,36 @@ class Ending:
     def fail(self, update: Update, reason: str) -> None:
         """Engines were touched, and nothing is committed: whoever was touched comes back on the committed weights."""
         self._count(update)
+        for member in update.members.values():
+            self.turn_back(member)
         self._close(update)
         for member in update.members.values():
-            if not member.worker.lost:
+            # In an update by restart, of those on the old weights only the engine of a recalled one still has work.
+            if not member.worker.lost and (member.recalled or not update.restarts):
                 self._replace(member.worker, f"a weight update failed: {reason}")
         release(self.core, update.group)
         self._end(update, "update_aborted", f"no engine runs on it: {reason}")
+
+    def turn_back(self, member: Member) -> None:
+        """A member of an update by restart is wanted on the committed weights again."""
+        worker, place, restart = member.worker, member.worker.place, member.restart
+        member.restart = ""
+        worker.leaving = False
+        if place is None or not restart:
+            return
+        place.trial = None
+        if restart == "leaving":
+            worker.routing.update(worker)
+        elif restart == "ready" and not worker.lost:
+            self._replace(worker, "the weights that it started on were not committed")
+        elif place.tried:
+            place.blameless = True
+            now = worker.group.workers.get(place.incarnation)
+            if now is not None:
+                self.fleet.lose(now, "the weights that it starts on were not committed", kill=True)
+            else:
+                self.fleet.places.end(place, "the weights that it starts on were not committed")
+        place.tried = False
 
     def _replace(self, worker: Worker, reason: str) -> None:
         """Kill a worker whose engine does not hold what it should. That is no reason to retire its place one day."""
@@ -118,10 +149,13 @@ class Ending:
         """The last phase ends."""
         update.time_phase(self.core.now)
         if update.holds:
-            update.times["hold"] = sum(update.times.get(part, 0) for part in HELD)
+            parts = (*HELD, "restart") if update.at_once else HELD
+            update.times["hold"] = sum(update.times.get(part, 0) for part in parts)
 
     def _close(self, update: Update) -> None:
         del self.core.updates[update.group.name]
+        for place in update.group.places:
+            place.trial, place.tried = None, False
 
     def _record(self, update: Update, outcome: str, message: str) -> UpdateRecord:
         core, offer = self.core, update.offer

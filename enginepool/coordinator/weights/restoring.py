@@ -10,6 +10,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.classes import PACKED
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient, ToWorker
+from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client, Group, Worker
 from enginepool.protocol.updates import Committed, Restore, WeightsWanted
@@ -18,9 +19,10 @@ from enginepool.protocol.updates import Committed, Restore, WeightsWanted
 class Restoring:
     """Workers on other weights than the committed ones."""
 
-    def __init__(self, core: Core, requests: Requests) -> None:
+    def __init__(self, core: Core, requests: Requests, fleet: Fleet) -> None:
         self.core = core
         self.requests = requests
+        self.fleet = fleet
 
     def changed(self, worker: Worker) -> None:
         """Other weights are committed. What it says it holds may be what an earlier restore is about to replace."""
@@ -52,6 +54,11 @@ class Restoring:
 
     def _restore(self, worker: Worker) -> None:
         worker.lacks = None
+        if worker.group.weights.restart and worker.place is not None:
+            # Its engine takes them only at its start.
+            worker.place.blameless = True
+            self.fleet.lose(worker, f"it starts on weight version {worker.group.version}", kill=True)
+            return
         self._ask(worker)
 
     def _ask(self, worker: Worker) -> None:

@@ -10,7 +10,8 @@ later. Each phase waits for one answer of each member, `pending`, and has a dead
                                                   transfer, or (no bytes) staged
     join        joined of all                     transfer; direct: hold, after `commit`   abort
     transfer    staged of all, and `sent`         digests and findings: staged, or abort   abort; the lease: abort
-    staged      `commit`                          hold                                     abort; the lease: abort
+    staged      `commit`                          hold; by restart: restart                abort; the lease: abort
+    restart     enough members run on it          hold, or with `at_once` (held): journal  see `restarts`
     hold        nothing in hand of members        hand_over                                drain: put back, go on; a loss: abort
     hand_over   handed_over of all                one loaded: journal; none, or all who    the member has failed
                                                   did are lost and nobody else has it: fail
@@ -39,6 +40,7 @@ from enginepool.coordinator.state import Worker
 from enginepool.coordinator.weights.ending import Ending
 from enginepool.coordinator.weights.holding import hold, unfinished, working
 from enginepool.coordinator.weights.notices import ask, say_join, say_phase
+from enginepool.coordinator.weights.restarts import Restarts
 from enginepool.coordinator.weights.ring import Ring
 from enginepool.coordinator.weights.update import (
     HAND_OVER,
@@ -46,6 +48,7 @@ from enginepool.coordinator.weights.update import (
     JOIN,
     JOURNAL,
     OPEN,
+    RESTART,
     STAGED,
     TRANSFER,
     Member,
@@ -72,6 +75,7 @@ class Weights:
         self.ending = ending
         self.fleet = ending.fleet
         self.verifying = Verifying(core, ending)
+        self.restarts = Restarts(core, ending)
 
     def begin(self, update: Update) -> None:
         """Open a transaction: ask its members whether they can."""
@@ -101,6 +105,8 @@ class Weights:
             return
         if isinstance(message, Prepared):
             member.peer, member.ranks = message.peer, message.ranks
+            if message.restart:
+                member.digest, update.restarts = message.digest, True
         elif isinstance(message, Staged):
             member.digest, member.findings = message.digest, message.findings
             self.moves(update)
@@ -137,7 +143,9 @@ class Weights:
         member = update.members.get(worker.incarnation) if update is not None else None
         if update is None or member is None or member.worker is not worker:
             return
-        if not update.forward:
+        if update.phase == RESTART:
+            self.restarts.lost(update, member, reason)
+        elif not update.forward:
             self.ending.abort(update, "update_aborted", f"{worker.name} was lost: {reason}")
         elif update.pending.pop(worker.incarnation, None) is not None:
             self._gave_out(member, f"lost: {reason}")
@@ -177,7 +185,8 @@ class Weights:
         update.phase = phase
         update.since = now
         update.until = now + seconds
-        update.pending = {} if phase in (STAGED, HOLD, JOURNAL) else dict(update.members)
+        waits = phase not in (STAGED, RESTART, HOLD, JOURNAL) and not (update.restarts and phase == HAND_OVER)
+        update.pending = dict(update.members) if waits else {}
         say_phase(self.core, update)
 
     def advance(self) -> None:
@@ -197,7 +206,11 @@ class Weights:
             return
         timing = self.core.config.timing
         if update.phase == OPEN:
-            if update.rings:
+            if update.restarts:
+                update.before = len(update.members)
+                if self.restarts.possible(update):
+                    self._enter(update, STAGED)
+            elif update.rings:
                 self._join(update)
             elif update.broadcasts:
                 self._enter(update, TRANSFER, timing.update_stall_s)
@@ -215,14 +228,25 @@ class Weights:
             if update.sent_digest is not None and self.verifying.passes(update):
                 self._enter(update, STAGED)
         elif update.phase == STAGED:
-            if update.commit:
+            if update.commit and update.restarts and not update.at_once:
+                self._enter(update, RESTART)
+            elif update.commit:
                 self._hold(update)
+        elif update.phase == RESTART:
+            if self.restarts.advance(update):
+                if update.at_once:
+                    self._hand_over(update)
+                else:
+                    self._hold(update)
         elif update.phase == HOLD:
             if update.recalls:
                 self._stop_draining(update)
             members = [member.worker for member in update.members.values()]
             if not working(members) and not unfinished(update):
-                self._hand_over(update)
+                if update.at_once:
+                    self._enter(update, RESTART)
+                else:
+                    self._hand_over(update)
         elif update.phase == HAND_OVER:
             self._handed_over(update)
 
@@ -329,7 +353,7 @@ class Weights:
     def _overdue(self, update: Update, why: str) -> None:
         if update.broken:
             self.ending.abort(update, "update_aborted", update.broken)
-        elif update.phase == HOLD:
+        elif update.phase in (HOLD, RESTART):
             update.recalls = True
             update.until = float("inf")
         elif update.phase == HAND_OVER:

@@ -14,17 +14,20 @@ OPEN: Final = "open"
 JOIN: Final = "join"
 TRANSFER: Final = "transfer"
 STAGED: Final = "staged"
+RESTART: Final = "restart"
 HOLD: Final = "hold"
 HAND_OVER: Final = "hand_over"
 JOURNAL: Final = "journal"
 Stand = PhaseName | Literal["journal"]
-PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, HOLD, HAND_OVER, JOURNAL)
+PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, RESTART, HOLD, HAND_OVER, JOURNAL)
 
 
 class Member:
     """One worker in a transaction."""
 
-    __slots__ = ("broken", "digest", "failure", "findings", "loaded", "peer", "rank", "ranks", "recalled", "worker")
+    __slots__ = (
+        "broken", "digest", "failure", "findings", "loaded", "peer", "rank", "ranks", "recalled", "restart", "worker",
+    )  # fmt: skip
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -41,6 +44,8 @@ class Member:
         self.recalled: list[tuple[Request, bool]] = []
         #: its engine runs on the new weights
         self.loaded = False
+        #: in an update by restart: "" (on the old weights), "leaving", "starting" or "ready"
+        self.restart = ""
         #: why it did not, once the hand-over has begun
         self.failure = ""
 
@@ -101,6 +106,10 @@ class Update:
         self.recalls = False
         #: batches that were taken back for it
         self.recalled = 0
+        #: members take the checkpoint by starting on it; how many there were; why one of them could not
+        self.restarts = False
+        self.before = 0
+        self.restart_failed = ""
         #: a member was asked what is zero in the committed weights; nothing else says whether zeros are new
         self.inspecting: tuple[TaskId, Worker] | None = None
         #: what is being journalled
@@ -110,6 +119,11 @@ class Update:
     def direct(self) -> bool:
         """The bytes go straight into the engines."""
         return self.offer.transfer == "direct"
+
+    @property
+    def at_once(self) -> bool:
+        """All its members start together, and the group is held meanwhile."""
+        return self.restarts and self.group.config.restart_updates == "at_once"
 
     @property
     def lent(self) -> bool:
@@ -134,7 +148,7 @@ class Update:
     @property
     def holds(self) -> bool:
         """Its group is held."""
-        return self.phase in (HOLD, HAND_OVER, JOURNAL)
+        return self.phase in (HOLD, HAND_OVER, JOURNAL) or (self.phase == RESTART and self.at_once)
 
     @property
     def forward(self) -> bool:
@@ -163,10 +177,16 @@ class Update:
 
     def check(self) -> None:
         assert self.phase in PHASES, self
-        assert self.members, self
+        assert self.members or self.phase == RESTART, self
         assert self.pending.keys() <= self.members.keys(), self
         members = self.members.values()
-        if not self.forward:
+        if self.restarts:
+            for member in members:
+                assert member.worker.place is not None, self
+                assert member.loaded == (member.restart == "ready"), (self, member)
+                assert (member.worker.place.trial is None) == (member.restart in ("", "leaving")), (self, member)
+                assert member.restart != "leaving" or self.phase == RESTART, (self, member)
+        elif not self.forward:
             assert not any(member.worker.lost for member in members), f"{self}: a member is lost and it goes on"
             assert not any(member.loaded or member.failure for member in members), self
         else:

@@ -1,0 +1,141 @@
+"""Updates by restart: engines that take weights only when they start are started again, on the new checkpoint.
+
+The decision is one for the whole group: if one member says in `prepared` that it takes this checkpoint by a restart, all are
+restarted. Nothing is committed before a worker runs on the new checkpoint and has verified its digest.
+
+    rolling     one member after the other leaves, is ended, and its place starts on the new checkpoint; the others answer on
+                the old version meanwhile. When half of the members (at least one) run on the new checkpoint, the group is held
+                for the switch: journal, and the other members are started again. If the first one fails, the update is aborted
+                and its place starts on the committed weights; a later one that fails starts again after the commit.
+    at_once     the group is held, all members start on the new checkpoint, and requests wait. One that succeeds is a commit.
+
+A member on its way is `leaving` (it finishes what it has), `starting` (its place ends one process and starts another), then
+`ready`. Until the commit its weights are not the committed ones, so that it gets no work.
+"""
+
+from enginepool.coordinator.core import Core
+from enginepool.coordinator.events import GroupWeights
+from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.state import Worker
+from enginepool.coordinator.weights.ending import Ending
+from enginepool.coordinator.weights.holding import working
+from enginepool.coordinator.weights.update import RESTART, Member, Update
+
+
+class Restarts:
+    """The restarts of open transactions."""
+
+    def __init__(self, core: Core, ending: Ending) -> None:
+        self.core = core
+        self.ending = ending
+        self.fleet: Fleet = ending.fleet
+
+    def possible(self, update: Update) -> bool:
+        """Whether all members can be restarted on the same checkpoint; else the transaction is aborted."""
+        members = list(update.members.values())
+        for member in members:
+            if member.worker.place is None:
+                text = f"{member.worker.name} takes weights only at its start, and this pool did not start it"
+                self.ending.abort(update, "unsupported", text)
+                return False
+            if not member.digest:
+                text = f"{member.worker.name} takes weights without a restart, and others of its group do not"
+                self.ending.abort(update, "unsupported", text)
+                return False
+            if member.digest != members[0].digest:
+                text = f"{member.worker.name} sees a checkpoint of digest {member.digest}, and {members[0].worker.name} one of "
+                self.ending.abort(update, "weights_refused", text + members[0].digest)
+                return False
+        if wrong := update.clash(members[0].digest):
+            self.ending.abort(update, "version_backwards", wrong, field="version", limit=str(update.group.version))
+            return False
+        return True
+
+    def advance(self, update: Update) -> bool:
+        """One step in phase `restart`; whether it is over. It may have aborted the transaction."""
+        for member in list(update.members.values()):
+            place = member.worker.place
+            if member.restart == "leaving" and (update.at_once or update.recalls or not working([member.worker])):
+                self._end(update, member)
+            elif member.restart == "starting" and place is not None and place.tried and place.state != "up":
+                self._failed(update, member, place.last_words)
+        members = list(update.members.values())
+        loaded = [member for member in members if member.loaded]
+        moving = [member for member in members if member.restart in ("leaving", "starting")]
+        waiting = [member for member in members if not member.restart]
+        enough = len(members) if update.at_once else max(1, update.before // 2)
+        if update.restart_failed and not update.at_once:
+            waiting = []
+        if len(loaded) + len(moving) < enough and waiting and (update.at_once or not moving):
+            for member in waiting if update.at_once else waiting[:1]:
+                self._leave(update, member)
+            return self.advance(update)
+        if moving:
+            return False
+        if not loaded:
+            why = update.restart_failed or "no worker is left to start on it"
+            self.ending.abort(update, "update_aborted", f"no engine runs on it: {why}")
+            return False
+        return True
+
+    def _leave(self, update: Update, member: Member) -> None:
+        """It gets no more work. What it has begun it finishes, if that is wanted."""
+        member.restart = "leaving"
+        member.worker.leaving = True
+        member.worker.routing.update(member.worker)
+        offer = update.offer
+        update.recalls = update.at_once or offer.in_flight == "abort"
+        update.until = self.core.now + offer.drain_ms / 1000 if not update.recalls else float("inf")
+
+    def _end(self, update: Update, member: Member) -> None:
+        """Its process ends, and its place starts on the new checkpoint."""
+        worker, place = member.worker, member.worker.place
+        assert place is not None, worker
+        update.until = float("inf")
+        update.recalls = False
+        update.recalled += len(worker.batches)
+        self.fleet.recall(worker)
+        member.restart = "starting"
+        place.trial, place.tried, place.blameless = self.weights(update, member), False, True
+        self.fleet.lose(worker, f"it starts on weight version {update.offer.version}", kill=True)
+
+    def weights(self, update: Update, member: Member) -> GroupWeights:
+        """What a place is to start on."""
+        return self.ending.new_weights(update, member.digest)
+
+    def risen(self, worker: Worker) -> None:
+        """A worker is ready: perhaps a member on the new checkpoint, under another name than before."""
+        update = self.core.update_of(worker.group)
+        if update is None or update.phase != RESTART or worker.place is None or not worker.place.tried:
+            return
+        for incarnation, member in list(update.members.items()):
+            if member.restart == "starting" and member.worker.place is worker.place:
+                del update.members[incarnation]
+                update.members[worker.incarnation] = member
+                member.worker = worker
+                held, wanted = (worker.version, worker.digest), (update.offer.version, member.digest)
+                if held == wanted:
+                    member.restart, member.loaded = "ready", True
+                else:
+                    self._failed(update, member, f"it runs on version {held[0]}, digest {held[1] or 'unknown'}")
+
+    def lost(self, update: Update, member: Member, reason: str) -> None:
+        """A member is lost in phase `restart`. One that is starting was ended on purpose, or `advance` sees it."""
+        if member.restart == "starting":
+            return
+        if member.loaded:
+            update.restart_failed = f"{member.worker.name}: lost: {reason}"
+        self._forget(update, member)
+
+    def _failed(self, update: Update, member: Member, why: str) -> None:
+        update.restart_failed = f"{member.worker.name} did not start on it: {why}"
+        self.ending.turn_back(member)
+        self._forget(update, member)
+
+    def _forget(self, update: Update, member: Member) -> None:
+        for incarnation, other in list(update.members.items()):
+            if other is member:
+                del update.members[incarnation]
+        place = member.worker.place
+        if place is not None:
+            place.trial, place.tried = None, False

@@ -1,0 +1,255 @@
+"""Updates by restart: engines that take weights only at their start. All or nothing, and no answer of two versions."""
+
+from typing import Any
+
+import pytest
+
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.events import GroupWeights
+from enginepool.protocol.messages import Batch, Result
+from enginepool.protocol.updates import Committed, Prepare, Prepared, Published, Release
+from tests.core.machines import CAN, EPOCH, failures, results, work
+from tests.core.machines import Sent as Message_
+from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
+
+PATH = "/models/next"
+NEW = GroupWeights(1, DIGEST, path=PATH, restart=True)
+START_S = 5.0
+
+
+class RestartPool(UpdatePool):
+    """A pool of places whose engines take weights only at their start."""
+
+    def __init__(self, workers: int = 2, mode: str = "rolling") -> None:
+        super().__init__(workers=workers, restart_updates=mode)
+        for _ in range(workers):
+            self.up()
+        self.trainer = Trainer(self)
+
+    def up(self, version: int | None = None, digest: str = "") -> bytes:
+        """The process that was started first of those that did not register dials in and is ready with what it started on."""
+        start = self.started.pop(0)
+        name = start.incarnation
+        link = name.encode()
+        held = start.weights or GroupWeights()
+        self.do(ev.WorkerRegistered(0, link, "g", name, 1, "host"))
+        self.do(ev.WorkerIdle(0, link, EPOCH))
+        version = held.version if version is None else version
+        self.do(ev.WorkerReady(0, link, CAN, version, digest or held.digest))
+        return link
+
+    def end(self) -> None:
+        """Every process that was killed has ended, and the pool starts others."""
+        while self.killed:
+            self.do(ev.WorkerExited(0, self.killed.pop(0), "killed", False))
+        self.live(START_S)
+
+    def offer(self, **changes: Any) -> list[Message_]:
+        """A checkpoint is published, and every member can be started on it."""
+        sent = self.trainer.publish(1, transfer="checkpoint", path=PATH, **changes)
+        out: list[Message_] = []
+        for one in sent:
+            if isinstance(one.message, Prepare):
+                out += self.tell(one.link, Prepared(one.message.update, restart=True, digest=DIGEST))
+        return out + self.trainer.commit()
+
+    def score(self, id: int) -> list[Message_]:
+        return self.submit(self.trainer.link, id, work())
+
+    def answers(self) -> dict[int, Result]:
+        return results(self.finish_all())
+
+
+def versions(pool: RestartPool) -> list[int]:
+    return sorted(worker.version for worker in pool.machine.core.groups["g"].workers.values())
+
+
+def test_a_rolling_restart_serves_on_the_old_version_until_the_first_worker_is_verified() -> None:
+    pool = RestartPool(2)
+    pool.offer()
+    assert len(pool.killed) == 1 and not pool.journal
+    [first] = [one for one in pool.score(10) if isinstance(one.message, Batch)]
+    pool.batches.remove(first)
+    assert pool.finish(first) and len(pool.killed) == 1
+    pool.end()
+    assert [start.weights for start in pool.started] == [NEW]
+    assert not pool.journal
+    new = pool.up()
+    assert pool.journal[-1].weights == NEW
+    end = pool.written()
+    (published,) = of_type(end, Published)
+    assert (published.record.outcome, published.record.committed) == ("committed", 1)
+    assert [one.link for one in end if isinstance(one.message, Committed)] == [new]
+    [batch] = [one for one in pool.score(11) if isinstance(one.message, Batch)]
+    assert batch.link == new
+    assert results(pool.finish(batch, version=1))[11].version == 1
+    pool.end()
+    assert [start.weights for start in pool.started] == [NEW]
+    pool.up()
+    assert versions(pool) == [1, 1]
+
+
+def test_half_of_the_workers_are_new_before_the_switch() -> None:
+    pool = RestartPool(5)
+    pool.offer()
+    for _ in range(2):
+        assert len(pool.killed) == 1 and not pool.journal
+        pool.end()
+        pool.up()
+    assert pool.journal and not pool.killed
+    pool.written()
+    assert len(pool.killed) == 3
+
+
+@pytest.mark.parametrize("mode", ["rolling", "at_once"])
+def test_one_worker_alone_is_restarted_and_requests_wait(mode: str) -> None:
+    pool = RestartPool(1, mode)
+    pool.offer()
+    pool.score(10)
+    pool.end()
+    assert not pool.batches
+    pool.up()
+    pool.written()
+    assert pool.finish(pool.batches[0], version=1)
+
+
+def test_at_once_holds_the_group_and_restarts_all() -> None:
+    pool = RestartPool(3, "at_once")
+    pool.offer()
+    assert len(pool.killed) == 3
+    pool.score(10)
+    pool.end()
+    pool.up()
+    pool.up()
+    assert not pool.batches and not pool.journal
+    pool.up()
+    assert len(pool.journal) == 1
+    (published,) = of_type(pool.written(), Published)
+    took = published.record.phases
+    assert published.record.committed == 3
+    assert took["hold"] == sum(took[part] for part in ("drain", "restart", "hand_over", "journal")) > 0
+    assert results(pool.finish(pool.batches[0], version=1))[10].version == 1
+
+
+def test_at_once_commits_what_one_worker_verified() -> None:
+    pool = RestartPool(2, "at_once")
+    pool.offer()
+    pool.end()
+    pool.do(ev.WorkerExited(0, pool.started.pop(0).incarnation, "no room on this host", False))
+    pool.up()
+    (published,) = of_type(pool.written(), Published)
+    assert published.record.committed == 1
+    pool.live(START_S)
+    assert [start.weights for start in pool.started] == [NEW]
+
+
+@pytest.mark.parametrize("mode", ["rolling", "at_once"])
+@pytest.mark.parametrize("fault", ["exit", "permanent", "digest", "silent"])
+def test_a_worker_that_does_not_come_up_on_it_aborts_and_comes_back_on_the_old_weights(mode: str, fault: str) -> None:
+    pool = RestartPool(1 if mode == "at_once" else 2, mode)
+    pool.offer()
+    pool.end()
+    if fault == "digest":
+        pool.up(digest="e" * 32)
+    elif fault == "silent":
+        pool.live(pool.machine.core.config.timing.starting_s + 1.0)
+    else:
+        pool.do(ev.WorkerExited(0, pool.started.pop(0).incarnation, "no such quantization", fault == "permanent"))
+    story = failures(pool.sent)[1]
+    assert (story.code, "did not start on it" in story.message) == ("update_aborted", True)
+    assert not pool.journal
+    pool.started.clear()
+    pool.end()
+    assert [start.weights for start in pool.started] == [None]
+    pool.up()
+    assert set(versions(pool)) == {0}
+    pool.score(10)
+    assert results(pool.finish(pool.batches[0]))[10].version == 0
+    assert all(not place.losses and place.state == "up" for place in pool.machine.core.groups["g"].places)
+
+
+def test_a_later_worker_that_fails_does_not_keep_the_others_from_the_switch() -> None:
+    pool = RestartPool(4)
+    pool.offer()
+    pool.end()
+    pool.up()
+    pool.end()
+    pool.do(ev.WorkerExited(0, pool.started.pop(0).incarnation, "no room on this host", False))
+    assert pool.journal
+    (published,) = of_type(pool.written(), Published)
+    assert published.record.committed == 1
+
+
+def test_old_work_is_finished_before_its_worker_leaves() -> None:
+    pool = RestartPool(1)
+    pool.score(10)
+    pool.offer(drain_ms=5000)
+    assert not pool.killed
+    assert results(pool.finish(pool.batches[0]))[10].version == 0
+    assert len(pool.killed) == 1
+
+
+def test_old_work_that_takes_too_long_or_is_not_waited_for_runs_again() -> None:
+    for changes in ({"drain_ms": 1000}, {"in_flight": "abort"}):
+        pool = RestartPool(1)
+        pool.score(10)
+        pool.offer(**changes)
+        pool.live(1.5)
+        assert len(pool.killed) == 1
+        pool.batches.clear()
+        pool.end()
+        pool.up()
+        pool.written()
+        assert results(pool.finish(pool.batches[0], version=1))[10].version == 1
+
+
+def test_an_abandoned_restart_turns_back() -> None:
+    pool = RestartPool(2)
+    pool.offer()
+    pool.end()
+    from enginepool.protocol.updates import Abandon
+
+    sent = pool.trainer.say(Abandon(1, "as a test"))
+    assert len(of_type(sent, Release)) == 1
+    assert pool.killed == [pool.started.pop(0).incarnation]
+    pool.end()
+    assert [start.weights for start in pool.started] == [None]
+
+
+def test_a_journal_that_cannot_be_written_turns_back() -> None:
+    pool = RestartPool(2)
+    pool.offer()
+    pool.end()
+    pool.up()
+    assert not of_type(pool.written("disk full"), Published)
+    assert len(pool.killed) == 1 and versions(pool) == [0]
+    pool.end()
+    assert [start.weights for start in pool.started] == [None]
+
+
+def test_a_worker_that_comes_back_later_starts_on_the_committed_checkpoint() -> None:
+    pool = RestartPool(1)
+    pool.offer()
+    pool.end()
+    link = pool.up()
+    pool.written()
+    pool.do(ev.WorkerExited(0, link.decode(), "killed", False))
+    pool.live(START_S)
+    assert [start.weights for start in pool.started] == [NEW]
+    # Of an earlier coordinator, on what was not committed.
+    pool.up(version=0, digest="e" * 32)
+    assert len(pool.killed) == 1
+    pool.end()
+    assert [start.weights for start in pool.started] == [NEW]
+
+
+@pytest.mark.parametrize("other", [{"restart": True, "digest": "e" * 32}, {}])
+def test_members_that_see_another_checkpoint_or_need_no_restart_abort_before_anything_is_ended(other: Any) -> None:
+    pool = RestartPool(2)
+    first, second = [
+        one for one in pool.trainer.publish(1, transfer="checkpoint", path=PATH) if isinstance(one.message, Prepare)
+    ]
+    update = pool.update.id
+    pool.tell(first.link, Prepared(update, restart=True, digest=DIGEST))
+    pool.tell(second.link, Prepared(update, **other))
+    assert 1 in failures(pool.sent) and not pool.killed
