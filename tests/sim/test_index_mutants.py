@@ -1,0 +1,92 @@
+"""Would the simulator notice an index that no longer says what it indexes? Each of these bugs leaves one stale."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from enginepool.coordinator import state
+from enginepool.coordinator.queue import Early, Queue
+from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.state import Group, Request
+from tests.sim.simulation import Failed, simulate
+
+SEEDS = 400
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+
+
+class Forgets(dict[Any, None]):
+    """An index into which nothing is written."""
+
+    def __setitem__(self, key: Any, value: None) -> None:
+        """Nothing."""
+
+
+def _with_group(patch: pytest.MonkeyPatch, name: str, index: Callable[[], Any]) -> None:
+    real = Group.__init__
+
+    def init(self: Group, *args: Any) -> None:
+        real(self, *args)
+        setattr(self, name, index())
+
+    patch.setattr(Group, "__init__", init)
+
+
+def requests_that_were_cut_are_not_listed(patch: pytest.MonkeyPatch) -> None:
+    _with_group(patch, "cut", Forgets)
+
+
+def requests_of_one_class_are_not_listed(patch: pytest.MonkeyPatch) -> None:
+    def classify(self: Group, request: Request, classes: int) -> None:
+        request.classes = classes
+
+    patch.setattr(state.Group, "classify", classify)
+
+
+def answered_requests_stay_listed(patch: pytest.MonkeyPatch) -> None:
+    real = Requests._finish  # pyright: ignore[reportPrivateUsage]
+
+    def finish(self: Requests, request: Request, *args: Any) -> None:
+        real(self, request, *args)
+        if request.pieces:
+            request.group.live[request] = None
+
+    patch.setattr(Requests, "_finish", finish)
+
+
+def answered_requests_are_still_awaited(patch: pytest.MonkeyPatch) -> None:
+    def forget(self: Early[Any]) -> None:
+        """Nothing."""
+
+    patch.setattr(Early, "forget", forget)
+
+
+def lanes_are_not_built_anew_where_classes_change(patch: pytest.MonkeyPatch) -> None:
+    def sort(self: Queue[Any]) -> None:
+        """Nothing."""
+
+    patch.setattr(Queue, "sort", sort)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        requests_that_were_cut_are_not_listed,
+        requests_of_one_class_are_not_listed,
+        answered_requests_stay_listed,
+        answered_requests_are_still_awaited,
+        lanes_are_not_built_anew_where_classes_change,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_an_index_that_is_stale_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    order = Random(0).sample(range(1, SEEDS + 1), SEEDS)
+    for seed in order:
+        try:
+            simulate(seed, 1 + seed % 8, packed=seed % 2 == 0, updates=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
