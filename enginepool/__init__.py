@@ -1,6 +1,6 @@
 """A pool of SGLang engines behind one message queue.
 
-async with Pool.connect("tcp://127.0.0.1:5755") as pool:
+async with Pool.connect("tcp://10.0.0.1:5755", keys="client.key") as pool:
     result = await pool.score("Is this a question? ", ["Who?", "No."], label_token_ids=[9454, 2753])
 """
 

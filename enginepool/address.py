@@ -1,19 +1,45 @@
 """What the address of a pool looks like, for who listens there and for who connects: the one place that tells a wrong one."""
 
+import os
 import re
+from pathlib import Path
 
+from enginepool.errors import ConfigError
 from enginepool.host import LONGEST_PATH
 
-#: where a pool listens that is not told where
-DEFAULT_ADDRESS = "tcp://127.0.0.1:5755"
 #: the environment variable with the address that clients connect to where they are given none
 ADDRESS_VARIABLE = "ENGINEPOOL_ADDRESS"
+#: where a pool keeps its state by default, and its sockets
+STATE_DIR = "~/.local/state/enginepool"
 FORM = "tcp://HOST:PORT or ipc://PATH"
 _LAST_PORT = 65535
 #: what ZeroMQ connects to: a name, or an address, IPv6 in brackets or not; one's own may stand before it with a semicolon
 _PEER = re.compile(r"[0-9A-Za-z\[:][0-9A-Za-z.:%;\[\]_*-]*")
 #: where it listens: an address, the name of an interface, or * for all
 _OWN = re.compile(r"[^\s/]+")
+
+
+def default_address() -> str:
+    """Where a user's pool listens unless told otherwise, and where clients look for it: an ipc socket in the default state
+    directory; where that path is too long for a socket, in XDG_RUNTIME_DIR.
+
+    Raises:
+        ConfigError: neither gives a path that a socket can have.
+    """
+    folders = [STATE_DIR]
+    if runtime := os.environ.get("XDG_RUNTIME_DIR", ""):
+        folders.append(f"{runtime}/enginepool")
+    for folder in folders:
+        try:
+            path = str(Path(folder).expanduser() / "pool.sock")
+        except RuntimeError:  # no HOME, and a user of no name
+            continue
+        if path.startswith("/") and len(os.fsencode(path)) <= LONGEST_PATH:
+            return f"ipc://{path}"
+    raise ConfigError(
+        f"listen: no default address: {STATE_DIR}/pool.sock is longer than the {LONGEST_PATH} bytes of a socket's path, "
+        "or there is no home directory; name an address of your own"
+    )
 
 
 def wrong_address(address: str, *, listens: bool = False) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 import msgspec
 
-from enginepool.address import wrong_address
+from enginepool.address import STATE_DIR, wrong_address
 from enginepool.errors import ConfigError
 from enginepool.model_folder import holds_model
 
@@ -129,13 +129,16 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A pool: where it listens, where it keeps its journal, its groups, its bounds."""
 
     groups: dict[str, GroupConfig]
-    listen: str = "tcp://127.0.0.1:5755"
+    #: where clients connect; empty: the ipc socket at which they look by default, `address.default_address`
+    listen: str = ""
     #: where workers dial in; empty: an ipc socket in `state_dir`
     listen_workers: str = ""
     #: journal, worker records and logs; one pool at a time
-    state_dir: str = "~/.local/state/enginepool"
-    #: bind beyond loopback although the protocol has no keys yet
-    allow_remote: bool = False
+    state_dir: str = STATE_DIR
+    #: the directory that `enginepool keys` made: TCP endpoints take connections of its keys alone; ipc sockets need none
+    keys: str = ""
+    #: listen on TCP of the loopback interface without keys, where every user and every program of this host can connect
+    insecure_loopback: bool = False
     limits: Limits = Limits()
     timing: Timing = Timing()
     restart: Restart = Restart()
@@ -328,12 +331,12 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
         config.timing.ping_s * 2 <= config.timing.silence_s, "timing.ping_s", config.timing.ping_s, "at most half of silence_s"
     )
     need(bool(config.state_dir), "state_dir", config.state_dir, "must name a directory")
-    apart = config.listen_workers != config.listen or config.listen.endswith((":*", ":0"))
+    apart = config.listen_workers != config.listen or config.listen.endswith((":*", ":0")) or not config.listen
     need(apart, "listen_workers", config.listen_workers, "workers have an address of their own")
     for key in ("listen", "listen_workers"):
         value = getattr(config, key)
-        if key == "listen" or value:
-            check_endpoint(value, config.allow_remote, f"{where}: {key}")
+        if value:
+            check_endpoint(value, config, f"{where}: {key}")
     return config
 
 
@@ -369,19 +372,23 @@ def check_models(config: PoolConfig, where: str) -> PoolConfig:
     return config
 
 
-def check_endpoint(endpoint: str, allow_remote: bool, where: str) -> None:
-    """Refuse what cannot be bound safely: another transport, a bad port, an address beyond loopback without `allow_remote`."""
+def check_endpoint(endpoint: str, config: PoolConfig, where: str) -> None:
+    """Refuse what cannot be bound safely: another transport, a bad port, an ipc socket without a directory, TCP without keys.
+
+    Raises:
+        ConfigError: says which, and what to do.
+    """
     if why := wrong_address(endpoint, listens=True):
         raise ConfigError(f"{where} = {endpoint!r}: {why}")
-    if allow_remote or endpoint.startswith("ipc://"):
+    if endpoint.startswith("ipc://@"):
+        raise ConfigError(f"{where} = {endpoint!r}: an abstract socket is open to every user; name a path")
+    if config.keys or endpoint.startswith("ipc://"):
         return
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
     try:
         loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         loopback = host == "localhost"
-    if not loopback:
-        raise ConfigError(
-            f"{where} = {endpoint!r}: not loopback, and the protocol has no keys; "
-            "set allow_remote = true if the network is trusted"
-        )
+    if not (loopback and config.insecure_loopback):
+        without = "; or insecure_loopback = true, if every user of this host may use the pool" if loopback else ""
+        raise ConfigError(f'{where} = {endpoint!r}: TCP needs keys: run `enginepool keys DIR` and set keys = "DIR"{without}')

@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,46 @@ def _remove_abandoned(parent: Path, prefix: str, forget: Callable[[Path], object
                     shutil.rmtree(held.parent, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def exposed(folder: Path) -> str:
+    """Why other users could reach what lies in `folder`, or put something else in its place; "" where they cannot.
+
+    The folder itself is this user's, and neither to be read, written nor entered by others, whatever the umask was. What leads
+    there, symbolic links too, is this user's or the system's; others may write to none of it, but for a folder like /tmp,
+    in which they cannot rename what is not theirs.
+    """
+    whole = Path.cwd() / folder  # with its `..`, which may stand behind a link
+    trusted = {os.geteuid(), 0, Path("/").stat().st_uid}
+    for link in (*reversed(whole.parents), whole):
+        if link.is_symlink() and link.lstat().st_uid not in trusted:
+            return f"the symbolic link {link} belongs to another user"
+    real = whole.resolve(strict=True)
+    for parent in real.parents:
+        status = parent.stat()
+        if status.st_uid not in trusted:
+            return f"{parent} belongs to another user"
+        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+            return f"others can write to {parent} (mode {stat.S_IMODE(status.st_mode):04o})"
+    status = real.stat()
+    if status.st_uid != os.geteuid():
+        return f"{real} belongs to another user"
+    if status.st_mode & 0o077:
+        return f"others can enter {real} (mode {stat.S_IMODE(status.st_mode):04o}): chmod 700 it"
+    return ""
+
+
+def make_private(folder: Path) -> None:
+    """Make `folder` where it is missing, for this user alone. Raises OSError."""
+    for parent in reversed(folder.parents):
+        with contextlib.suppress(FileExistsError):
+            parent.mkdir(mode=0o755)
+    try:
+        folder.mkdir(mode=0o700)
+        folder.chmod(0o700)  # the umask may have taken something of it
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
 
 
 def snapshot_folders(state: Path) -> dict[str, str]:

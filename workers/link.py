@@ -13,11 +13,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from enginepool.errors import ConfigError
+from enginepool.keys import Key, read_key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
 from enginepool.protocol.messages import Accept, Message, Ping, Pong, ToWorker
@@ -47,6 +50,7 @@ class Link:
         after: called on the loop when a run of events has been taken.
         lifeline_fd: read end of a pipe whose end of file means that the owner is gone.
         orphan_s: see `WorkerMachine`; `accept` replaces it.
+        keys: the file with the key of this worker, for TCP; empty: none.
     """
 
     def __init__(
@@ -57,8 +61,10 @@ class Link:
         *,
         lifeline_fd: int | None = None,
         orphan_s: float = 60.0,
+        keys: str = "",
     ) -> None:
         self.endpoint = endpoint
+        self._keys = keys
         #: what a pong says; a plain attribute, written by the loop and read by the thread
         self.stage = "starting"
         self._take = take
@@ -81,8 +87,14 @@ class Link:
         """Connect in the background.
 
         Raises:
-            SpecError: the endpoint is none that ZeroMQ can connect to.
+            SpecError: the endpoint is none that ZeroMQ can connect to, or the key cannot be read.
         """
+        key: Key | None = None
+        if self._keys and self.endpoint.startswith("tcp://"):
+            try:
+                key = read_key(Path(self._keys))
+            except ConfigError as error:
+                raise SpecError(str(error)) from None
         self._context = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
         socket.set(zmq.LINGER, 0)
@@ -95,6 +107,10 @@ class Link:
         socket.set(zmq.HEARTBEAT_TIMEOUT, 6000)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
+            if key is not None:
+                socket.set(zmq.CURVE_SERVERKEY, key.server.encode())
+                socket.set(zmq.CURVE_PUBLICKEY, key.public.encode())
+                socket.set(zmq.CURVE_SECRETKEY, key.secret.encode())
             if "[" in self.endpoint:
                 socket.set(zmq.IPV6, 1)
             socket.connect(self.endpoint)

@@ -109,7 +109,9 @@ class Worker:
             drain_s=spec.drain_s,
         )
         self.loop = asyncio.get_running_loop()
-        self.link = Link(spec.endpoint, self.take, self.after, lifeline_fd=spec.lifeline_fd, orphan_s=spec.orphan_s)
+        self.link = Link(
+            spec.endpoint, self.take, self.after, lifeline_fd=spec.lifeline_fd, orphan_s=spec.orphan_s, keys=spec.keys
+        )
         self.end: asyncio.Future[End] = self.loop.create_future()
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()

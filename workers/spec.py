@@ -36,6 +36,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         its files is `checkpoint_digest` once the engine has loaded them.
     stager: path of the Unix socket of the stager beside this worker; empty: there is none.
     checkpoint_roots: directories under which a published checkpoint may lie; empty: nowhere.
+    keys: the file with this worker's key, for a coordinator on TCP; empty: none. The key itself stands nowhere here.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the worker ends at once.
     orphan_s: seconds without a word from a coordinator before the worker ends; `accept` may replace it.
     drain_s: seconds that begun work has to finish after SIGTERM or `drain`.
@@ -61,6 +62,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     version: int = 0
     stager: str = ""
     checkpoint_roots: list[str] = []
+    keys: str = ""
     lifeline_fd: int | None = None
     orphan_s: float = 60.0
     drain_s: float = 10.0

@@ -28,6 +28,7 @@ def start(scratch: Path, stack: ExitStack) -> Contestant:
         groups={GROUP: GroupConfig(model="prepared answers", engine="sim", workers=0)},
         listen=listen,
         listen_workers=listen_workers,
+        insecure_loopback=True,
         state_dir=str(scratch / "state"),
     )
     argv = ["-m", "enginepool.coordinator.daemon"]

@@ -171,7 +171,8 @@ def start_pool(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) ->
     listen = f"tcp://127.0.0.1:{free_port()}"
     group = GroupConfig(model=str(ground.model), device=ground.device, options=ground.options)
     group = msgspec.structs.replace(group, **settings)
-    config = PoolConfig(groups={"score": group}, listen=listen, state_dir=str(ground.scratch / "state"))
+    state = str(ground.scratch / "state")
+    config = PoolConfig(groups={"score": group}, listen=listen, insecure_loopback=True, state_dir=state)
     env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
     daemon = Child(["-m", "enginepool.coordinator.daemon"], scratch=ground.scratch, env=env, speaks=False)
     watch(stack, daemon, signal.SIGTERM)

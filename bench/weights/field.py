@@ -115,7 +115,8 @@ class Field:
         if self._device == "cuda":
             group = msgspec.structs.replace(group, gpus=self._gpus[1 : 1 + self.count])
         group = msgspec.structs.replace(group, engine=scale.engine)
-        config = PoolConfig(groups={"score": group}, listen=self.address, state_dir=str(self._scratch / "state"))
+        state = str(self._scratch / "state")
+        config = PoolConfig(groups={"score": group}, listen=self.address, insecure_loopback=True, state_dir=state)
         env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
         daemon = Child(["-m", "enginepool.coordinator.daemon"], scratch=self._scratch, env=env, speaks=False)
         watch(self._stack, daemon, signal.SIGTERM)

@@ -16,3 +16,12 @@ class Device(StrEnum):
     auto = "auto"
     cpu = "cpu"
     cuda = "cuda"
+
+
+class RoleName(StrEnum):
+    """What the peer with a key may do; each but worker includes the one before."""
+
+    client = "client"
+    publisher = "publisher"
+    admin = "admin"
+    worker = "worker"

@@ -4,17 +4,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from enginepool.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, FORM, wrong_address
+from enginepool.address import ADDRESS_VARIABLE, FORM, default_address, wrong_address
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Opening
 
-__all__ = ["DEFAULT_ADDRESS", "Address", "open_pool"]
-
+#: stands for the ipc socket at which a user's pool listens by default
+DEFAULT_ADDRESS = ""
 CONNECT_S = 10.0
 
 
 def _check_address(address: str) -> str:
+    address = address or default_address()
     if why := wrong_address(address):
         raise typer.BadParameter(f"{address!r}: {why}")
     return address
@@ -28,6 +29,7 @@ Address = Annotated[
         envvar=ADDRESS_VARIABLE,
         callback=_check_address,
         help=f"Where the pool listens: {FORM}.",
+        show_default="the socket of your own pool",
     ),
 ]
 

@@ -124,7 +124,7 @@ class Demonstration:
             self._rtol = HALF_RTOL
         what = "the sim engine" if group.engine == "sim" else f"real SGLang on {group.device.upper()}"
         self.say(f"Starting a pool of {group.workers} workers ({what}) ...")
-        config = PoolConfig(groups={"demo": group}, listen="tcp://127.0.0.1:*", state_dir=str(directory / "state"))
+        config = PoolConfig(groups={"demo": group}, state_dir=str(directory / "state"))
         pool = await Pool.start(config=config)
         try:
             await self._ready(pool, set(), START_S)

@@ -17,10 +17,11 @@ import msgspec
 import psutil
 
 from enginepool import __version__
-from enginepool.config import PoolConfig
+from enginepool.address import STATE_DIR, default_address
+from enginepool.errors import ConfigError
+from enginepool.folders import exposed
 
 GB = 1e9
-DEFAULT_LISTEN = PoolConfig(groups={}).listen
 #: What the coordinator and the sim engine import.
 CORE = ("msgspec", "numpy", "psutil", "pyzmq", "uvloop")
 #: What a real engine imports, by the names under which it is imported.
@@ -192,7 +193,7 @@ def _memory() -> tuple[int, int]:
 
 def _disk() -> Finding:
     try:
-        state = Path(PoolConfig(groups={}).state_dir).expanduser()
+        state = Path(STATE_DIR).expanduser()
     except RuntimeError as error:  # no HOME, and a user of no name
         return Finding("state directory", "bad", f"{error}; set state_dir in pool.toml")
     stands = next(path for path in (state, *state.parents) if path.exists())
@@ -224,13 +225,17 @@ def _limit(value: int) -> str:
 
 
 def endpoint() -> Finding:
-    """Whether the default endpoint can be bound, as ZeroMQ binds."""
-    listen = DEFAULT_LISTEN
-    host, _, port = listen.removeprefix("tcp://").rpartition(":")
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port)))
-        except OSError as error:
-            return Finding("default endpoint", "note", f"{listen}: {error.strerror}; is a pool running? (enginepool status)")
-    return Finding("default endpoint", "good", f"{listen} is free")
+    """Whether a pool can listen on the default endpoint: an ipc socket in a directory of this user alone."""
+    try:
+        listen = default_address()
+    except ConfigError as error:
+        return Finding("default endpoint", "note", str(error))
+    path = Path(listen.removeprefix("ipc://"))
+    try:
+        if why := exposed(path.parent) if path.parent.exists() else "":
+            return Finding("default endpoint", "note", f"{listen}: {why}")
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.connect(str(path))
+    except OSError:
+        return Finding("default endpoint", "good", f"{listen} is free")
+    return Finding("default endpoint", "note", f"{listen}: in use; is a pool running? (enginepool status)")

@@ -3,6 +3,8 @@
 These files import what is heavy inside the commands, so that `--help` is quick and works without torch, zmq or an engine.
 """
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +13,7 @@ from enginepool import __version__
 from enginepool.cli.demo import demo
 from enginepool.cli.doctor import doctor
 from enginepool.cli.failure import OneLineGroup
+from enginepool.cli.keys import keys as keys_command
 from enginepool.cli.ready import ready
 from enginepool.cli.score import score
 from enginepool.cli.serve import serve
@@ -29,6 +32,7 @@ app.command()(demo)
 app.command()(doctor)
 app.command()(serve)
 app.command()(ready)
+app.command("keys")(keys_command)
 app.command()(score)
 app.command()(status)
 app.command("tiny-model")(tiny_model)
@@ -47,6 +51,13 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Your key, for a pool on TCP: made by `enginepool keys`.  [env: ENGINEPOOL_KEYS]",
+        ),
+    ] = None,
 ) -> None:
     """A pool of SGLang engines behind one message queue.
 
@@ -59,5 +70,7 @@ def main(
       enginepool score requests.jsonl scores.jsonl
       enginepool status --watch
     """
+    if keys is not None:
+        os.environ["ENGINEPOOL_KEYS"] = str(keys)
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -31,7 +31,7 @@ def serve(
     engine: Annotated[EngineName | None, typer.Option(help="The engine in each worker.  [default: sglang]")] = None,
     device: Annotated[Device | None, typer.Option(help="Where the engine runs.  [default: auto]")] = None,
     listen: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="Where clients connect.  [default: tcp://127.0.0.1:5755]")
+        str | None, typer.Option(metavar="ADDRESS", help="Where clients connect.  [default: a socket of your own]")
     ] = None,
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Journal and logs; one pool each.  [default: ~/.local/state/enginepool]")
@@ -48,6 +48,7 @@ def serve(
       enginepool serve --model Qwen/Qwen3-Reranker-0.6B --workers 2
       enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
     """
+    from enginepool.address import default_address
     from enginepool.config import check_models, load_config
     from enginepool.gpus import check_gpus
 
@@ -63,7 +64,7 @@ def serve(
     check_gpus(pool, where)
     if check:
         groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
-        typer.echo(f"{where}: good; groups: {groups}; listens on {pool.listen}")
+        typer.echo(f"{where}: good; groups: {groups}; listens on {pool.listen or default_address()}")
         return
     from enginepool.coordinator.daemon import run
 

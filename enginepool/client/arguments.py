@@ -15,7 +15,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.address import ADDRESS_VARIABLE, DEFAULT_ADDRESS, FORM, wrong_address
+from enginepool.address import ADDRESS_VARIABLE, FORM, default_address, wrong_address
 from enginepool.errors import BadRequest
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import MAX_PRIORITY
@@ -129,7 +129,7 @@ def check_address(value: Any) -> str:
     if value is None and ADDRESS_VARIABLE in os.environ:
         name, value = ADDRESS_VARIABLE, os.environ[ADDRESS_VARIABLE]
     elif value is None:
-        value = DEFAULT_ADDRESS
+        value = default_address()
     if not isinstance(value, str):
         raise bad("address", f"address: {kind(value)}; {FORM}")
     if why := wrong_address(value):

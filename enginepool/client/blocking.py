@@ -56,9 +56,15 @@ class BlockingPool:
             raise no_attribute("BlockingPool", name)
 
     @classmethod
-    def connect(cls, address: str | None = None, *, connect_timeout: float | None = 10.0) -> "BlockingPool":
+    def connect(
+        cls,
+        address: str | None = None,
+        *,
+        keys: str | PathLike[str] | None = None,
+        connect_timeout: float | None = 10.0,
+    ) -> "BlockingPool":
         """As `Pool.connect`."""
-        return cls(lambda: Pool.connect(address, connect_timeout=connect_timeout))
+        return cls(lambda: Pool.connect(address, keys=keys, connect_timeout=connect_timeout))
 
     @classmethod
     def start(

@@ -37,6 +37,7 @@ from enginepool.client.link import Link
 from enginepool.client.names import follow_name
 from enginepool.client.session import ClientSession
 from enginepool.errors import ConnectError, EnginepoolError, error_from
+from enginepool.keys import Key
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Failure, ToClient
 
@@ -46,6 +47,8 @@ T = TypeVar("T", Answer, Report, WeightsAnswer)
 #: What an update hears: where it stands, and at last one of the second line.
 UpdateEffect = JoinGroup | PhaseReached | UpdateDone | Fail
 
+_NO_KEY = "; no keys were given, and TCP needs some unless the pool has insecure_loopback = true"
+_UNKNOWN_KEY = "; or the pool does not know the key that was given, or is another one than the key is for"
 #: How long a Goodbye may take to leave, in seconds.
 _LINGER_S = 0.1
 #: After a stall of this process everything that arrived meanwhile counts before any deadline does.
@@ -55,14 +58,15 @@ _ALL = 1 << 16
 class Connection:
     """A client of the coordinator at `address`, on the loop that runs now, until `close`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, key: Key | None = None) -> None:
         self.address = address
+        self._key = key
         self._loop = asyncio.get_running_loop()
         # Not the global generator: a trainer's seed must not make all its clients back off in step.
         jitter = random.Random(os.urandom(16)).random
         agent = f"enginepool-python/{__version__}"
         self._session = ClientSession(os.urandom(16), os.urandom(16), jitter, agent=agent)
-        self._link = Link(address, self._received, self._complain)
+        self._link = Link(address, self._received, self._complain, key)
         self._futures: dict[int, asyncio.Future[Answer | Report | WeightsAnswer | Fail]] = {}
         self._updates: dict[int, Callable[[UpdateEffect], None]] = {}
         #: called when the committed weights of a group exist nowhere any more
@@ -157,7 +161,11 @@ class Connection:
 
     def _error(self, failure: Failure, names: Mapping[str, str] | None = None) -> EnginepoolError:
         if failure.code == "connect":
-            return ConnectError(f"{self.address}: {failure.message}")
+            hint = ""
+            if self.address.startswith("tcp://"):
+                # A handshake that is refused is not told to who began it: only that it got nowhere.
+                hint = _UNKNOWN_KEY if self._key is not None else _NO_KEY
+            return ConnectError(f"{self.address}: {failure.message}{hint}")
         return error_from(failure, names)
 
     def _named(self, why: str) -> None:

@@ -102,6 +102,8 @@ class EmbeddedCoordinator:
             config = msgspec.structs.replace(config, state_dir=str(self.directory))
         self.config = config
         self.address = config.listen
+        #: of the client that owns it, where it listens on TCP with keys
+        self.keys = f"{config.keys}/admin.key" if config.keys else None
         #: times that it was started
         self.starts = 0
         self._policy = policy or RestartPolicy()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from enginepool.keys import Key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
 from enginepool.protocol.messages import Failure, FrameSpec, Message, Result, ToClient
@@ -36,10 +37,12 @@ class Link:
         address: `tcp://HOST:PORT` or `ipc://PATH`.
         received: called for each message that can be read; its payload has the lengths that its header says.
         complain: called with one line for each message that cannot be read, and is dropped.
+        key: of this client, for TCP.
     """
 
-    def __init__(self, address: str, received: Received, complain: Callable[[str], None]) -> None:
+    def __init__(self, address: str, received: Received, complain: Callable[[str], None], key: Key | None = None) -> None:
         self.address = address
+        self._key = key
         self._received = received
         self._complain = complain
         self._loop = asyncio.get_running_loop()
@@ -74,6 +77,10 @@ class Link:
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+            if self._key is not None and self.address.startswith("tcp://"):
+                socket.setsockopt(zmq.CURVE_SERVERKEY, self._key.server.encode())
+                socket.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
+                socket.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
             if "[" in self.address:
                 socket.setsockopt(zmq.IPV6, 1)
             socket.connect(self.address)

@@ -25,6 +25,7 @@ from enginepool.client.payload import Payload, check_labels, check_softmax, enco
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.results import Floats, ScoreResult, WeightReader, read_result
 from enginepool.client.unsent import publish_message, publish_unsent
+from enginepool.keys import key_for
 from enginepool.protocol.messages import Score, StatusReport
 from enginepool.protocol.updates import InFlight, UpdateRecord, WeightsQuestion, WeightsReport
 
@@ -102,22 +103,35 @@ class Pool:
     # --- opening and closing -------------------------------------------------------------------------------------------
 
     @classmethod
-    def connect(cls, address: str | None = None, *, connect_timeout: float | None = 10.0) -> Opening:
+    def connect(
+        cls,
+        address: str | None = None,
+        *,
+        keys: str | PathLike[str] | None = None,
+        connect_timeout: float | None = 10.0,
+    ) -> Opening:
         """Connect to a coordinator that runs elsewhere: `tcp://HOST:PORT` or `ipc://PATH`. Without an address, to the one in
-        the environment variable ENGINEPOOL_ADDRESS, else where a pool listens by default.
+        the environment variable ENGINEPOOL_ADDRESS, else where a pool of this user listens by default.
 
             pool = await Pool.connect(address)            # close it yourself
             async with Pool.connect(address) as pool:     # closed at the end
 
+        Args:
+            keys: the file that `enginepool keys` made for this client; else the one that ENGINEPOOL_KEYS names. Over TCP they
+                prove who this client is, and encrypt what is said; an ipc socket needs none.
+            connect_timeout: seconds for the coordinator to answer.
+
         Raises:
+            ConfigError: `keys` cannot be read, or can be read by others.
             BadRequest: an argument is none; `field` names it.
             ConnectError: nobody answered within `connect_timeout` seconds, perhaps because nobody knows the host's name; the
                 message says so, and names the address.
         """
         address, connect_timeout = check_address(address), check_timeout(connect_timeout, "connect_timeout")
+        key = key_for(address, keys)
 
         async def open_() -> Pool:
-            pool = cls(Connection(address))
+            pool = cls(Connection(address, key))
             await pool._open(connect_timeout)
             return pool
 
@@ -161,7 +175,7 @@ class Pool:
 
         async def open_() -> Pool:
             coordinator = EmbeddedCoordinator(whole)
-            pool = cls(Connection(coordinator.address))
+            pool = cls(Connection(coordinator.address, key_for(coordinator.address, coordinator.keys)))
             pool._coordinator = coordinator
             coordinator.start(pool._connection.abort)
             await pool._open(start_timeout)

@@ -22,25 +22,28 @@ from typing import Literal
 
 import uvloop
 
+from enginepool.address import default_address
 from enginepool.config import PoolConfig, check_endpoint, decode_config, resolve_roots
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.events import Link
+from enginepool.coordinator.gate import Gate
 from enginepool.coordinator.journal import Journal, Record
 from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.patience import FEW
-from enginepool.coordinator.peers import SAME_USER
-from enginepool.coordinator.sockets import Frame, Router, Sockets, pid_of, raise_open_files
+from enginepool.coordinator.sockets import Frame, Router, Sockets, context, pid_of, raise_open_files
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.errors import ConfigError
-from enginepool.folders import snapshot_folders
+from enginepool.folders import exposed, make_private, snapshot_folders
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Failure
 
 #: stagers that owe nothing end within this
 QUIET_S = 1.0
+#: how often the file of authorized keys is looked at
+KEYS_S = 1.0
 CONFIG_VARIABLE = "ENGINEPOOL_CONFIG"
 LIFELINE_VARIABLE = "ENGINEPOOL_LIFELINE"
 #: What requests are made of is freed by reference counts; a full collection over a long queue would stop everything.
@@ -74,6 +77,7 @@ class Daemon:
         self._lifeline = lifeline
         self._pauses = Pauses()
         self._timer: asyncio.TimerHandle | None = None
+        self._keys_timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._max_bytes = config.limits.max_message_bytes
         #: the total, and what small answers may add that no client is charged for
@@ -84,20 +88,26 @@ class Daemon:
             directory = _home_known(config.state_dir)
             self.journal = Journal(directory)
             stack.callback(self.journal.close)
+            # Besides the journal it has the sockets of workers and of stagers.
+            if why := exposed(directory):
+                raise ConfigError(f"state_dir = {str(directory)!r}: {why}")
             #: one write after the other, beside the loop: syncing a disk takes long
             self._writer = stack.enter_context(ThreadPoolExecutor(1, "journal"))
             self._snapshots = snapshot_folders(directory)
             # Workers find the successor of a dead coordinator at the same place, so the place is derived, not random.
             workers_endpoint = config.listen_workers or f"ipc://{directory / 'workers.sock'}"
-            check_endpoint(workers_endpoint, config.allow_remote, "listen_workers")
+            check_endpoint(workers_endpoint, config, "listen_workers")
             limits = config.limits
             most, timing = 2 * limits.max_message_bytes, config.timing
             # A client's window bounds what it will be sent for its requests; what else it asks for is little.
             window = limits.window_bytes * 9 // 8
             clients = stack.enter_context(Router(most, window, timing.client_silence_s, self._client_cut))
             workers = stack.enter_context(Router(most, limits.buffer_bytes, timing.client_silence_s, self._worker_cut))
-            clients.bind(config.listen)
-            workers.bind(workers_endpoint)
+            self._gate = Gate(Path(config.keys).expanduser(), context()) if config.keys else None
+            if self._gate is not None:
+                stack.callback(self._gate.close)
+            clients.bind(_listen(config), self._gate)
+            workers.bind(workers_endpoint, self._gate)
             self.sockets = Sockets(loop, clients, workers, self._quiet)
             self.supervisor = LocalSupervisor(loop, config, directory, workers.endpoint, lifeline, self._exited)
             self._stack = stack.pop_all()
@@ -121,6 +131,8 @@ class Daemon:
         if self._lifeline is not None:
             self.loop.add_reader(self._lifeline, self._owner_gone)
         self.sockets.listen(self._from_client, self._from_worker, self._act)
+        if self._gate is not None:
+            self._look_at_keys(self._gate)
         gc.collect()
         gc.freeze()
         gc.callbacks.append(self._pauses)
@@ -136,9 +148,13 @@ class Daemon:
         try:
             if not frames:
                 raise WireError("malformed", "the message has no frame 0", field="frame 0")
-            event = client_event(time.monotonic(), link, frames, self._max_bytes, SAME_USER, lambda: pid_of(frame))
+            peer = self.sockets.clients.peer(frame)
+            event = client_event(time.monotonic(), link, frames, self._max_bytes, peer, lambda: pid_of(frame))
         except WireError as error:
             self.sockets.clients.send(link, [encode_header(refusal(frames[0] if frames else b"", error))])
+            if error.code == "unauthorised":
+                # Its key was taken away: nothing more is done for it.
+                self._events.append(ev.ClientLeft(time.monotonic(), link))
             return
         clients = self.sockets.clients
         if type(event) is ev.Submit:
@@ -153,9 +169,11 @@ class Daemon:
 
     def _from_worker(self, link: Link, frames: list[bytes], frame: Frame) -> None:
         try:
-            event = worker_event(time.monotonic(), link, frames or [b""])
+            event = worker_event(time.monotonic(), link, frames or [b""], self.sockets.workers.peer(frame))
         except WireError as error:
             self.sockets.workers.send(link, [encode_header(Failure(error.code, error.message, field=error.field))])
+            if error.code == "unauthorised" and link in self.machine.core.worker_links:
+                self._events.append(ev.WorkerBroken(time.monotonic(), link, "its key is no longer authorized"))
             return
         if type(event) is ev.WorkerHeard and event.proof:
             self.sockets.workers.proved(link, event.proof)
@@ -203,6 +221,11 @@ class Daemon:
         self._end_all()
         if not self.ended.done():
             self.ended.set_result(code)
+
+    def _look_at_keys(self, gate: Gate) -> None:
+        if line := gate.reload():
+            say(line)
+        self._keys_timer = self.loop.call_later(KEYS_S, self._look_at_keys, gate)
 
     # --- out -----------------------------------------------------------------------------------------------------------
 
@@ -286,10 +309,13 @@ class Daemon:
 
     def close(self) -> None:
         """Let go of sockets and locks."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._keys_timer):
+            if timer is not None:
+                timer.cancel()
         with contextlib.suppress(ValueError):
             gc.callbacks.remove(self._pauses)
+        if self._gate is not None:
+            self._gate.close()
         self.sockets.close()
         self._stack.close()
 
@@ -305,6 +331,15 @@ def say(text: str) -> None:
         # A pipe that is ready takes PIPE_BUF bytes, and one that is full would hold up everything.
         if log.poll(0):
             os.write(2, f"enginepool: {text}".encode(errors="backslashreplace")[: select.PIPE_BUF - 1] + b"\n")
+
+
+def _listen(config: PoolConfig) -> str:
+    """Where clients connect. The directory of the default socket is made; any other one is the operator's to make."""
+    if config.listen:
+        return config.listen
+    address = default_address()
+    make_private(Path(address.removeprefix("ipc://")).parent)
+    return address
 
 
 def _home_known(state_dir: str) -> Path:

@@ -19,6 +19,7 @@ import msgspec
 
 from enginepool.coordinator.events import GroupWeights
 from enginepool.errors import ConfigError
+from enginepool.folders import make_private
 
 #: Bytes of a slot at least, and what its size is a multiple of: no write to one slot touches a block of the other.
 BLOCK = 4096
@@ -58,7 +59,7 @@ class Journal:
         self._sequence = 0
         self.torn = False
         try:
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private(directory)
             self._lock: IO[str] = open(directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
         except OSError as error:
             why = "a file, not a directory" if isinstance(error, FileExistsError) else error.strerror

@@ -20,14 +20,18 @@ import secrets
 import socket as sockets
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import IO, Self, cast
 
 import zmq
 
 from enginepool.coordinator.events import Buffer, Link
+from enginepool.coordinator.gate import Gate
 from enginepool.coordinator.outbox import PROOF_BYTES, Outbox
 from enginepool.coordinator.patience import WAIT_S, Patience
+from enginepool.coordinator.peers import SAME_USER, Peer
 from enginepool.errors import ConfigError
+from enginepool.folders import exposed
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Ping
 
@@ -60,7 +64,7 @@ get: Callable[..., int] = cast("Callable[..., int]", zmq.backend.Socket.get)
 Receive = Callable[[Link, list[bytes], zmq.Frame], None]
 
 
-def _context() -> "zmq.Context[zmq.Socket[bytes]]":
+def context() -> "zmq.Context[zmq.Socket[bytes]]":
     """The process's one context."""
     return cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
 
@@ -112,7 +116,7 @@ class Router:
     """
 
     def __init__(self, max_frame: int, max_unread: int, max_silence: float, cut: Callable[[Link], None]) -> None:
-        self._socket: zmq.Socket[bytes] = _context().socket(zmq.ROUTER)
+        self._socket: zmq.Socket[bytes] = context().socket(zmq.ROUTER)
         socket = self._socket
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -124,6 +128,7 @@ class Router:
         socket.setsockopt(zmq.RCVHWM, 1000)
         socket.setsockopt(zmq.BACKLOG, 1024)
         self._lock: IO[str] | None = None
+        self._gate: Gate | None = None
         self._max_unread = max_unread
         self._max_silence = max_silence
         self._cut = cut
@@ -138,10 +143,17 @@ class Router:
         self.sent = False
         self.endpoint = ""
 
-    def bind(self, endpoint: str) -> None:
-        """Bind, or raise ConfigError. A lock beside an ipc path is taken first: a second bind would steal the traffic."""
+    def bind(self, endpoint: str, gate: Gate | None = None) -> None:
+        """Bind, or raise ConfigError. An ipc socket lies in a directory of this user alone: whoever can open it is this user.
+        A lock beside its path is taken first: a second bind would steal the traffic. `gate`: who may connect over TCP."""
         if endpoint.startswith("ipc://"):
             path = endpoint.removeprefix("ipc://") + ".lock"
+            try:
+                why = exposed(Path(path).parent)
+            except OSError as error:
+                why = error.strerror or str(error)
+            if why:
+                raise ConfigError(f"{endpoint}: cannot listen: {why}")
             try:
                 self._lock = open(path, "a")  # noqa: SIM115 (held for the life of the socket)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,6 +162,9 @@ class Router:
             except OSError as error:
                 raise ConfigError(f"{endpoint}: cannot lock {path}: {error.strerror}") from None
         try:
+            if gate is not None and endpoint.startswith("tcp://"):
+                gate.guard(self._socket)
+                self._gate = gate
             if "[" in endpoint:
                 self._socket.setsockopt(zmq.IPV6, 1)
             self._socket.bind(endpoint)
@@ -157,6 +172,10 @@ class Router:
             why = "in use by another process" if error.errno == errno.EADDRINUSE else os.strerror(error.errno or 0)
             raise ConfigError(f"{endpoint}: cannot listen: {why}") from None
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def peer(self, frame: zmq.Frame) -> Peer:
+        """Who sent this frame."""
+        return SAME_USER if self._gate is None else self._gate.peer(frame)
 
     @property
     def fd(self) -> int:
@@ -434,4 +453,4 @@ class Sockets:
         self.clients.close()
         self.workers.close()
         # Waits until what was sent has left, or has lingered long enough.
-        _context().term()
+        context().term()

@@ -182,6 +182,7 @@ class LocalSupervisor:
             "nccl_port": self._free_port(incarnation) if config.engine == "sglang" else None,
             "reserve_staging": config.reserve_staging,
             "checkpoint_roots": config.checkpoint_roots,
+            "keys": str(Path(self._config.keys).expanduser().absolute() / "worker.key") if self._config.keys else "",
             "lifeline_fd": self._lifeline,
             "orphan_s": timing.orphan_s,
             "drain_s": timing.drain_s,

@@ -56,7 +56,7 @@ GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'
         ('listen_workers = "h:1"\n' + GOOD, "listen_workers = 'h:1': write tcp://HOST:PORT or ipc://PATH"),
         ('listen = "tcp://h:abc"\n' + GOOD, "PATH; a port is 1 to 65535, or * for a free one"),
         ('listen = "http://x"\n' + GOOD, "listen = 'http://x': write tcp://HOST:PORT or ipc://PATH"),
-        ('listen = "tcp://0.0.0.0:5"\n' + GOOD, "listen = 'tcp://0.0.0.0:5': not loopback"),
+        ('listen = "tcp://0.0.0.0:5"\n' + GOOD, "listen = 'tcp://0.0.0.0:5': TCP needs keys"),
         ('listen = "tcp://127.0.0.1:99999"\n' + GOOD, "listen = 'tcp://127.0.0.1:99999': write"),
         (f'listen = "ipc://{"x" * 108}"\n' + GOOD, "an ipc path has at most 107 bytes"),
         ("groups = ", "not TOML"),
@@ -80,7 +80,8 @@ def test_a_file_that_is_nested_too_deeply_is_named(tmp_path: Path) -> None:
 
 
 def test_workers_and_clients_may_both_leave_the_port_to_the_system() -> None:
-    config = PoolConfig(groups={"a": GroupConfig(model="m")}, listen="tcp://127.0.0.1:*", listen_workers="tcp://127.0.0.1:*")
+    tcp = "tcp://127.0.0.1:*"
+    config = PoolConfig({"a": GroupConfig(model="m")}, listen=tcp, listen_workers=tcp, insecure_loopback=True)
     assert check_config(config, where="test") is config
 
 
@@ -94,11 +95,24 @@ def test_a_config_survives_its_journey_to_another_process() -> None:
     assert decode_config(encode_config(config)) == config
 
 
-def test_a_remote_address_is_bound_only_when_the_user_insists() -> None:
-    config = PoolConfig(groups={"a": GroupConfig(model="m")}, listen="tcp://10.1.2.3:5755")
-    with pytest.raises(ConfigError, match="no keys"):
+@pytest.mark.parametrize("key", ["listen", "listen_workers"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "10.1.2.3", "*", "0.0.0.0", "eth0"])
+def test_tcp_needs_keys_and_only_of_the_loopback_interface_may_they_be_left_out(key: str, host: str) -> None:
+    config = msgspec.structs.replace(PoolConfig({"a": GroupConfig(model="m")}), **{key: f"tcp://{host}:5755"})
+    with pytest.raises(ConfigError, match=rf"^test: {key} = .*: TCP needs keys: run `enginepool keys DIR`"):
         check_config(config, where="test")
-    check_config(msgspec.structs.replace(config, allow_remote=True), where="test")
+    check_config(msgspec.structs.replace(config, keys="keys"), where="test")
+    open_ = msgspec.structs.replace(config, insecure_loopback=True)
+    if host in ("127.0.0.1", "localhost", "[::1]"):
+        check_config(open_, where="test")
+    else:
+        with pytest.raises(ConfigError, match=r'set keys = "DIR"$'):
+            check_config(open_, where="test")
+
+
+def test_an_abstract_socket_is_refused_because_every_user_can_open_it() -> None:
+    with pytest.raises(ConfigError, match="an abstract socket is open to every user"):
+        check_config(PoolConfig(groups={"a": GroupConfig(model="m")}, listen="ipc://@pool"), where="test")
 
 
 def of_model(model: str, **settings: Any) -> PoolConfig:

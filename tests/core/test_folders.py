@@ -1,13 +1,14 @@
 """Folders of processes: nobody's are removed by the next process, those of the living are left alone."""
 
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from enginepool.folders import PrivateFolder
+from enginepool.folders import PrivateFolder, exposed, make_private
 
 #: makes a folder, says where, and waits
 MAKES_ONE = """
@@ -52,3 +53,59 @@ def test_a_folder_where_nothing_can_be_locked_is_there_all_the_same_and_nobody_t
     assert folder.path.is_dir() and other.path.is_dir()
     folder.remove()
     other.remove()
+
+
+# --- folders that nobody else reaches ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o377])
+def test_a_private_folder_is_private_whatever_the_umask_is(tmp_path: Path, umask: int) -> None:
+    """Under the strictest one its parents exist already, as the owner's own: else nobody could make anything in them."""
+    folder = tmp_path / "a" / "b" / "c"
+    if umask & 0o200:
+        folder.parent.mkdir(parents=True)
+    before = os.umask(umask)
+    try:
+        make_private(folder)
+        make_private(folder)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert exposed(folder) == ""
+
+
+@pytest.mark.parametrize("mode", [0o701, 0o710, 0o720, 0o740, 0o704, 0o755, 0o777, 0o1777])
+def test_a_folder_that_others_can_read_write_or_enter_is_exposed(tmp_path: Path, mode: int) -> None:
+    folder = tmp_path / "f"
+    folder.mkdir()
+    folder.chmod(mode)
+    assert exposed(folder) == f"others can enter {folder} (mode {mode:04o}): chmod 700 it"
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    assert exposed(link) == exposed(folder)
+    folder.chmod(0o700)
+    assert exposed(link) == exposed(folder) == exposed(folder / ".." / "f") == ""
+
+
+@pytest.mark.parametrize(("mode", "allowed"), [(0o777, False), (0o720, False), (0o702, False), (0o755, True), (0o1777, True)])
+def test_a_parent_in_which_others_can_rename_exposes_what_lies_below(tmp_path: Path, mode: int, allowed: bool) -> None:
+    parent = tmp_path / "p"
+    folder = parent / "q" / "f"
+    folder.mkdir(parents=True)
+    folder.chmod(0o700)
+    parent.chmod(mode)
+    assert exposed(folder) == ("" if allowed else f"others can write to {parent} (mode {mode:04o})")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which can give a folder to another user")
+def test_what_belongs_to_another_user_is_exposed_and_so_is_what_its_links_lead_to(tmp_path: Path) -> None:
+    folder = tmp_path / "f"
+    make_private(folder)
+    link = tmp_path / "link"
+    link.symlink_to(folder)
+    os.chown(link, 12345, 12345, follow_symlinks=False)
+    assert exposed(link) == exposed(link / "..") == f"the symbolic link {link} belongs to another user"
+    os.chown(folder, 12345, 12345)
+    assert exposed(folder) == f"{folder} belongs to another user"
+    (folder / "own").mkdir(mode=0o700)
+    assert exposed(folder / "own") == f"{folder} belongs to another user"

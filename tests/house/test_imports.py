@@ -19,7 +19,7 @@ SOURCES = ("enginepool", "protocol", "workers", "bench", "examples", "tests")
 COORDINATOR = "enginepool/coordinator/"
 
 #: Files of the coordinator that own sockets, clocks, files or processes. All others there are pure.
-SHELL = {f"{COORDINATOR}{name}.py" for name in ("daemon", "sockets", "journal", "supervisor", "stagers", "processes")}
+SHELL = {f"{COORDINATOR}{name}.py" for name in ("daemon", "gate", "sockets", "journal", "supervisor", "stagers", "processes")}
 #: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.
 PURE = {
     f"enginepool/client/{name}.py" for name in ("session", "link_state", "calls", "questions", "updates", "events", "settings")
@@ -63,7 +63,9 @@ SHARED = (
     "enginepool.digest",
     "enginepool.folders",
     "enginepool.group",
+    "enginepool.errors",
     "enginepool.host",
+    "enginepool.keys",
     "enginepool.looking",
     "enginepool.model_folder",
     "enginepool.spaces",
@@ -71,7 +73,13 @@ SHARED = (
 
 #: Library -> the only files of the product that may import it.
 ONLY = {
-    "zmq": {"enginepool/client/link.py", f"{COORDINATOR}sockets.py", "workers/link.py"},
+    "zmq": {
+        "enginepool/client/link.py",
+        "enginepool/keys.py",
+        f"{COORDINATOR}gate.py",
+        f"{COORDINATOR}sockets.py",
+        "workers/link.py",
+    },
     "sglang": {"workers/sglang/build.py"},
 }
 

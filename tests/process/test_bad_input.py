@@ -224,10 +224,10 @@ def test_a_client_that_never_reads_is_bounded_and_cut(processes: Processes, tmp_
 
 def test_an_endpoint_or_a_state_directory_in_use_is_refused_in_one_line(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=0)
-    tcp = msgspec.structs.replace(config, listen="tcp://127.0.0.1:*", state_dir=str(tmp_path / "tcp"))
+    tcp = msgspec.structs.replace(config, listen="tcp://127.0.0.1:*", insecure_loopback=True, state_dir=str(tmp_path / "tcp"))
     first = [Daemon(processes, each).listening() for each in (config, tcp)]
     for listen in (daemon.address for daemon in first):
-        second = Daemon(processes, msgspec.structs.replace(config, listen=listen, state_dir=str(tmp_path / "other")))
+        second = Daemon(processes, msgspec.structs.replace(tcp, listen=listen, state_dir=str(tmp_path / "other")))
         assert second.process.wait(PATIENCE_S) == 2
         second.end()
         assert len(second.lines) == 1, second.lines
@@ -274,7 +274,7 @@ def _has_ipv6() -> bool:
 @pytest.mark.skipif(not (socket.has_ipv6 and _has_ipv6()), reason="this host has no ::1")
 def test_clients_and_workers_reach_a_pool_at_an_ipv6_address(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=1)
-    config = msgspec.structs.replace(config, listen="tcp://[::1]:*", listen_workers="tcp://[::1]:*")
+    config = msgspec.structs.replace(config, listen="tcp://[::1]:*", listen_workers="tcp://[::1]:*", insecure_loopback=True)
     daemon = Daemon(processes, config).listening()
     assert daemon.address.startswith("tcp://[::1]:") and daemon.workers.startswith("tcp://[::1]:")
 
@@ -289,7 +289,7 @@ def test_clients_and_workers_reach_a_pool_at_an_ipv6_address(processes: Processe
 
 def test_a_state_directory_that_cannot_be_used_is_refused_in_one_line_by_its_name(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=0)
-    (tmp_path / "state").mkdir()
+    (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / "workers").touch()  # of something else
     daemon = Daemon(processes, config)
     assert daemon.process.wait(PATIENCE_S) == 2
@@ -300,7 +300,7 @@ def test_a_state_directory_that_cannot_be_used_is_refused_in_one_line_by_its_nam
 
 def test_a_journal_that_cannot_be_written_at_the_start_is_said_in_one_line(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=0)
-    (tmp_path / "state").mkdir()
+    (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / "journal.new").symlink_to("/dev/full")
     daemon = Daemon(processes, config)
     assert daemon.process.wait(PATIENCE_S) == 2

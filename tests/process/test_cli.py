@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.processes import free_port
 from enginepool import __version__
+from enginepool.address import default_address
 from enginepool.cli import examination
 from enginepool.cli.connect import DEFAULT_ADDRESS
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, load_config
@@ -40,7 +40,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_every_command_has_help_with_examples() -> None:
-    assert commands() == ["demo", "doctor", "serve", "ready", "score", "status", "tiny-model", "weights"]
+    assert commands() == ["demo", "doctor", "serve", "ready", "keys", "score", "status", "tiny-model", "weights"]
     about_weights = commands("weights")
     assert about_weights == ["versions", "history", "digest", "validate", "get", "publish", "relabel"]
     for name in [[name] for name in commands() if name != "weights"] + [["weights", name] for name in about_weights]:
@@ -98,7 +98,7 @@ BAD_USAGE = [
     ("serve", "serve needs --config POOL.TOML or --model MODEL"),
     ("serve --config none.toml", "none.toml: No such file"),
     ("serve --config key.toml", "key.toml: unknown key listem"),
-    ("serve --config remote.toml", "remote.toml: listen = 'tcp://0.0.0.0:5000': not loopback"),
+    ("serve --config remote.toml", "remote.toml: listen = 'tcp://0.0.0.0:5000': TCP needs keys"),
     ("serve --config key.toml --workers 2", "--config and --workers exclude each other"),
     ("serve --engine sim --workers -1", "invalid value for '--workers'"),
     ("serve --engine other", "invalid value for '--engine'"),
@@ -131,7 +131,7 @@ BAD_USAGE = [
     ("serve --check --config key_of_sim.toml", "key_of_sim.toml: groups.a.options.vocap: "),
     ("serve --check --config value_of_sim.toml", "value_of_sim.toml: groups.a.options: options of engine sim: vocab = 0"),
     ("serve --engine sim --state-dir in.jsonl", "state_dir = 'in.jsonl': a file, not a directory"),
-    ("serve --engine sim --state-dir st --listen ipc://none/pool.sock", "ipc://none/pool.sock: cannot lock"),
+    ("serve --engine sim --state-dir st --listen ipc://none/pool.sock", "ipc://none/pool.sock: cannot listen: No such file"),
     ("status --connect tcp://127.0.0.1:0", "write tcp://HOST:PORT or ipc://PATH; a port is 1 to 65535"),
     ("status --every 0", "invalid value for '--every'"),
     ("tiny-model", "missing argument 'DIR'"),
@@ -231,7 +231,7 @@ def test_no_pool_at_the_address_is_one_line_that_names_it(tmp_path: Path, monkey
 
 
 def test_commands_look_where_a_pool_listens_that_does_not_say_where() -> None:
-    assert PoolConfig(groups={}).listen == DEFAULT_ADDRESS
+    assert PoolConfig(groups={}).listen == DEFAULT_ADDRESS == ""
 
 
 def test_the_example_config_holds_the_defaults(tmp_path: Path) -> None:
@@ -278,13 +278,20 @@ def test_doctor_fails_only_where_no_coordinator_can_run(monkeypatch: pytest.Monk
     assert re.search(r"^  no +coordinator +missing: pyzmq", out, re.MULTILINE)
 
 
-def test_doctor_says_that_the_default_endpoint_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", free_port()))
-        taken.listen()
-        monkeypatch.setattr(examination, "DEFAULT_LISTEN", f"tcp://127.0.0.1:{taken.getsockname()[1]}")
-        assert examination.endpoint().state == "note"
+def test_doctor_says_that_the_default_endpoint_is_taken_or_open_to_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     assert examination.endpoint().state == "good"
+    path = Path(default_address().removeprefix("ipc://"))
+    path.parent.mkdir(mode=0o700, parents=True)
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(str(path))
+        taken.listen()
+        assert "in use" in examination.endpoint().said
+    assert examination.endpoint().state == "good"
+    path.parent.chmod(0o755)
+    assert "others can enter" in examination.endpoint().said
 
 
 def test_tiny_model_makes_a_model_that_serve_accepts(tmp_path: Path) -> None:

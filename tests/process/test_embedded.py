@@ -351,10 +351,12 @@ def test_defaults_and_open_ports_become_private_and_what_was_chosen_is_kept(tmp_
     private = EmbeddedCoordinator(PoolConfig(groups={"g": SIM}))
     assert private.config.listen == private.address == f"ipc://{private.directory}/pool.sock"
     assert private.config.state_dir == str(private.directory)
-    wildcard = EmbeddedCoordinator(PoolConfig(groups={"g": SIM}, listen="tcp://127.0.0.1:*", state_dir=str(tmp_path)))
+    wildcard = EmbeddedCoordinator(
+        PoolConfig(groups={"g": SIM}, listen="tcp://127.0.0.1:*", insecure_loopback=True, state_dir=str(tmp_path))
+    )
     assert wildcard.address == f"ipc://{wildcard.directory}/pool.sock"
     assert wildcard.config.state_dir == str(tmp_path)
-    fixed = EmbeddedCoordinator(PoolConfig(groups={"g": SIM}, listen="tcp://127.0.0.1:7001"))
+    fixed = EmbeddedCoordinator(PoolConfig(groups={"g": SIM}, listen="tcp://127.0.0.1:7001", insecure_loopback=True))
     assert fixed.address == "tcp://127.0.0.1:7001"
     directories = [coordinator.directory for coordinator in (private, wildcard, fixed)]
     del private, wildcard, fixed

@@ -29,7 +29,9 @@ REFUSED = [v for v in INVALID if v["direction"] == "client-coordinator" and v["i
 def listening(processes: Processes, folder: Path, group: GroupConfig, after: Daemon | None = None) -> Daemon:
     """A coordinator that listens: on free ports of this host, which nobody else is given, or where an earlier one did."""
     clients, workers = (after.address, after.workers) if after else (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
-    config = PoolConfig({"policy": group}, listen=clients, listen_workers=workers, state_dir=str(folder))
+    config = PoolConfig(
+        {"policy": group}, listen=clients, listen_workers=workers, insecure_loopback=True, state_dir=str(folder)
+    )
     return Daemon(processes, config).listening()
 
 

@@ -1,8 +1,8 @@
 """The coordinator's sockets receive everything, also a message of which the file descriptor tells only once."""
 
 import asyncio
-import secrets
 import select
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -30,8 +30,9 @@ class Bench:
         self.sockets = Sockets(loop, self.clients, self.workers, lambda: quiet)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.peers: list[zmq.Socket[bytes]] = []
-        for router in (self.clients, self.workers):
-            router.bind("tcp://127.0.0.1:*" if transport == "tcp" else f"ipc:///tmp/enginepool-{secrets.token_hex(8)}")
+        self.folder = tempfile.TemporaryDirectory()
+        for name, router in (("clients", self.clients), ("workers", self.workers)):
+            router.bind("tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{self.folder.name}/{name}.sock")
             peer = self.context.socket(zmq.DEALER)
             peer.setsockopt(zmq.LINGER, 0)
             peer.connect(router.endpoint)
@@ -57,6 +58,7 @@ class Bench:
             peer.close()
         self.context.term()
         self.sockets.close()
+        self.folder.cleanup()
 
 
 @pytest.fixture

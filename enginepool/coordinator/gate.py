@@ -1,0 +1,83 @@
+"""Which keys may connect over TCP, and as what: ZAP, answered by pyzmq's authenticator in a thread of its own.
+
+libzmq asks it at each handshake, and names the key with every message of that link (`User-Id`). So the role of a link is looked
+up by what is proved of the very message: no table of links can be out of date, and a key that is taken out of `authorized` says
+nothing more that is heard, also on links that stand.
+"""
+
+from pathlib import Path
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from enginepool.coordinator.peers import Peer
+from enginepool.errors import ConfigError
+from enginepool.keys import AUTHORIZED, SERVER, read_authorized, read_key
+from enginepool.protocol.roles import INCLUDES
+
+#: the coordinator's TCP sockets, as ZAP calls them
+DOMAIN = "enginepool"
+_NOBODY = Peer()
+
+
+class Gate:
+    """The keys of one coordinator.
+
+    Args:
+        folder: that `enginepool keys` made.
+        context: of the sockets.
+    """
+
+    def __init__(self, folder: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """Raises ConfigError."""
+        self.key = read_key(folder / SERVER)
+        self._path = folder / AUTHORIZED
+        self._seen = self._signature()
+        #: replaced as a whole: the authenticator's thread reads it, too
+        self._peers = self._read()
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(DOMAIN, self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether this key, in Z85, may connect: ZAP asks, in the authenticator's thread."""
+        return key.decode() in self._peers
+
+    def peer(self, frame: zmq.Frame) -> Peer:
+        """Who sent this frame."""
+        return self._peers.get(str(frame.get("User-Id")), _NOBODY)
+
+    def guard(self, socket: "zmq.Socket[bytes]") -> None:
+        """Have a socket that is about to listen on TCP take connections of these keys alone."""
+        socket.setsockopt(zmq.CURVE_SECRETKEY, self.key.secret.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, self.key.public.encode())
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
+        # Without an authenticator libzmq would take every key.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def reload(self) -> str:
+        """Read `authorized` again if it has changed; a line for the operator, or "". What cannot be read changes nothing."""
+        signature = self._signature()
+        if signature == self._seen:
+            return ""
+        self._seen = signature
+        try:
+            self._peers = self._read()
+        except ConfigError as error:
+            return f"{error}; the keys of before hold"
+        return f"keys: {self._path} has changed: {len(self._peers)} keys may connect"
+
+    def _read(self) -> dict[str, Peer]:
+        return {public: Peer(INCLUDES[role]) for public, role in read_authorized(self._path).items()}
+
+    def _signature(self) -> tuple[int, int, int, int]:
+        try:
+            status = self._path.stat()
+        except OSError:
+            return (0, 0, 0, 0)
+        return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def close(self) -> None:
+        """Nobody is let in any more. Idempotent."""
+        self._authenticator.stop()
