@@ -9,7 +9,10 @@ from enginepool.coordinator.events import Link
 from enginepool.coordinator.phases import DONE
 from enginepool.coordinator.state import Client, Group, Request, Worker
 from enginepool.coordinator.weights.update import Update
-from enginepool.protocol.messages import Failure, TaskId
+from enginepool.protocol.messages import MAX_HEADER_BYTES, Failure, TaskId
+
+#: what the parts of a batch may add to its header
+HEADER_BYTES = MAX_HEADER_BYTES - 1024
 
 
 class Deadlines:
@@ -57,9 +60,9 @@ class Core:
     """The shared state of one coordinator."""
 
     __slots__ = (
-        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "fallen", "groups", "links",
-        "live_bytes", "live_rows", "now", "outboxes", "returned", "risen", "seq", "started", "touched", "updates", "woken",
-        "worker_links",
+        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "fallen", "groups",
+        "header_bytes", "links", "live_bytes", "live_rows", "now", "outboxes", "returned", "risen", "seq", "started",
+        "touched", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -78,6 +81,8 @@ class Core:
         self.worker_links: dict[Link, Worker] = {}
         self.answers = Answers(config.limits.answers_s, config.limits.answers_bytes)
         self.deadlines = Deadlines()
+        #: what the parts of a batch may add to its header
+        self.header_bytes = HEADER_BYTES
         #: rows of all live requests, and the sum of their `held`
         self.live_rows = 0
         self.live_bytes = 0

@@ -9,6 +9,7 @@ workers end.
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import os
 import select
@@ -48,6 +49,19 @@ CONFIG_VARIABLE = "ENGINEPOOL_CONFIG"
 LIFELINE_VARIABLE = "ENGINEPOOL_LIFELINE"
 #: What requests are made of is freed by reference counts; a full collection over a long queue would stop everything.
 GC_THRESHOLDS = (50_000, 50, 1000)
+
+
+#: Allocations of so many bytes go back to the system when they are freed. glibc raises its own threshold with each large
+#: message, up to 32 MB, and then keeps the memory of large answers.
+MMAP_BYTES = 256 * 1024
+#: as malloc.h has it
+M_MMAP_THRESHOLD = -3
+
+
+def give_memory_back() -> None:
+    """Let large messages leave no memory behind, where the C library is glibc."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
 
 
 class Pauses:
@@ -377,6 +391,7 @@ def run(config: PoolConfig) -> int:
     """
     fd = os.environ.get(LIFELINE_VARIABLE)
     raise_open_files()
+    give_memory_back()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, int(fd) if fd else None))
 

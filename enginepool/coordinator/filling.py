@@ -18,7 +18,7 @@ from enginepool.coordinator.pace import Pace
 from enginepool.coordinator.phases import QUEUED, RUNNING
 from enginepool.coordinator.queue import Entry, Queue
 from enginepool.coordinator.state import Batch, Request, Slice, Worker
-from enginepool.protocol.messages import MAX_HEADER_BYTES, Capabilities
+from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
 
 #: After a request of a higher priority came, batches of lower ones stay short for this long: the next one may come as well.
@@ -26,11 +26,10 @@ RECENT_S = 1.0
 #: Meanwhile a forward of theirs has this part of the pace: what comes waits for one that runs and one that was launched. A
 #: packed forward costs its engine's host as much whatever it holds, and shorter ones than that leave no time for the others.
 SHORT, SHORT_PACKED = 3, 2
-#: What a part adds to the header of its batch, and its answer to the header of the answer, at most, without its labels; what a
-#: label adds; and what all parts of a batch may add.
+#: What a part adds at most to the header of its batch, and its answer to the header of the answer, without its labels; and
+#: what a label adds.
 PART_BYTES = 160
 LABEL_BYTES = 5
-HEADER_BYTES = MAX_HEADER_BYTES - 1024
 #: So many forwards of each worker wait, and it is throughput that all of them wait for.
 DEEP = 4
 
@@ -144,7 +143,7 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
             weighs = more + work.rows * each
             if (
                 next_.next
-                or header + header_bytes(work) > HEADER_BYTES
+                or header + header_bytes(work) > core.header_bytes
                 or cost + more > free_tokens
                 or rows + work.rows > free_rows
                 or beyond_pace(worker, most, head, next_, weight, weighs)
@@ -186,7 +185,7 @@ def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], w
         header += header_bytes(request.work)
         if slices and (
             request.next
-            or header > HEADER_BYTES
+            or header > core.header_bytes
             or stop < request.work.rows
             or beyond_pace(worker, most, slices[0][0], request, weight, weighs)
         ):

@@ -41,6 +41,8 @@ COPY_UP_TO = 64 * 1024
 ROUND = 64
 #: rounds before the loop may do something else
 ROUNDS = 8
+#: messages of one peer that ZeroMQ holds before they are received; behind them the peer waits
+UNHANDLED = 64
 RETRY_S = 0.005
 #: how often peers are asked that have something unread and were sent nothing since
 SWEEP_S = 1.0
@@ -125,7 +127,7 @@ class Router:
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
         socket.setsockopt(zmq.HEARTBEAT_TTL, 10_000)
         socket.setsockopt(zmq.SNDHWM, 1000)
-        socket.setsockopt(zmq.RCVHWM, 1000)
+        socket.setsockopt(zmq.RCVHWM, UNHANDLED)
         socket.setsockopt(zmq.BACKLOG, 1024)
         self._lock: IO[str] | None = None
         self._gate: Gate | None = None

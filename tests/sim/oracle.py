@@ -7,6 +7,7 @@ import re
 from typing import NamedTuple
 
 from enginepool.client.events import Answer, Fail
+from enginepool.config import Limits
 from enginepool.protocol.messages import Failure, Result
 from enginepool.protocol.updates import Published
 from tests.sim.leases import Leases
@@ -14,9 +15,7 @@ from tests.sim.offers import Offer
 from tests.sim.traffic import Call
 
 #: nothing in a simulation justifies these
-NEVER = frozenset(
-    {"malformed", "too_large", "unsupported", "protocol_version", "hello_required", "unauthorised", "superseded", "id_reused"}
-)
+NEVER = frozenset({"malformed", "unsupported", "protocol_version", "hello_required", "unauthorised", "superseded", "id_reused"})
 
 
 class Weights(NamedTuple):
@@ -35,6 +34,7 @@ class Oracle:
         self.max_attempts = max_attempts
         #: the pool's bounds are so tight that `busy` is justified
         self.bounded = bounded
+        self.limits = Limits()
         self.calls: dict[int, Call] = {}
         self.open: dict[int, Call] = {}
         #: by group: what was ever committed, and what engines were told to answer from without a commit, oldest first
@@ -90,6 +90,7 @@ class Oracle:
         assert result.version >= call.score.min_version, f"{call}: version {result.version}"
         assert [spec.name for spec in result.frames] == ["scores", "hidden"][: len(frames)], f"{call}: {result.frames}"
         assert result.frames[0].shape == (len(call.prompts), len(call.columns)), f"{call}: {result.frames}"
+        assert sum(map(len, frames)) <= self.limits.max_message_bytes, f"{call}: an answer over the size limit"
         assert result.usage == (result.usage.__class__)(len(call.prompts), call.tokens), f"{call}: {result.usage}"
         assert result.forwards and (set(result.forwards) == {1} or call.uid in self.cut), f"{call}: {result.forwards}"
         assert result.timings.queued_us >= 0 and result.timings.run_us >= 0, f"{call}: {result.timings}"
@@ -101,6 +102,15 @@ class Oracle:
         assert code not in NEVER, told
         if code == "busy":
             assert self.bounded and (not call.retry_busy or call.deadline is not None), told
+        elif code == "too_large":
+            # Its text as ids, its answer, or the two of them together; the package says how they count.
+            answer = 512 + len(call.prompts) * (2 + 4 * (len(call.columns) + call.hidden))
+            text = 4 * (call.tokens + len(call.prompts))
+            message = 512 + 5 * len(call.columns) + sum(map(len, call.frames))
+            whole = answer + text + 2048 + 40 * len(call.columns) + sum(map(len, call.frames))
+            limits = self.limits
+            large = max(answer, message) > limits.max_message_bytes or text > 2 * limits.max_message_bytes
+            assert large or whole > limits.window_bytes, told
         elif code == "deadline_exceeded":
             assert call.deadline is not None and now >= call.deadline, told
         elif code == "cancelled":

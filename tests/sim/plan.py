@@ -6,6 +6,7 @@ import msgspec
 
 from enginepool.client.settings import Settings
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
+from enginepool.coordinator.core import HEADER_BYTES
 from enginepool.protocol.messages import Capabilities
 from tests.sim.network import Conditions
 from tests.sim.offers import Offer, make_offer
@@ -64,6 +65,7 @@ class Plan:
         paced: Random | None = None,
         unloadable: Random | None = None,
         restarts: Random | None = None,
+        wide: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -81,6 +83,9 @@ class Plan:
         self.capabilities = {name: self._capabilities(kind) for name, kind in self.kinds.items()}
         self.versions = {name: random.choice((0, 0, 3)) for name in self.kinds}
         self.bounded = random.random() < 0.3
+        #: what the parts of a batch may add to its header, and how often a request has many labels; drawn from another source
+        self.header_bytes = HEADER_BYTES
+        self.wide = 0.0
         self.retires = random.random() < 0.12
         self.config = self._config()
         self.conditions = self._conditions()
@@ -131,6 +136,8 @@ class Plan:
         self.unstartable = 0.0
         if restarts is not None:
             self._restart(restarts)
+        if wide is not None:
+            self._widen(wide)
 
     def _restart(self, random: Random) -> None:
         """Let every engine take weights only at its start. The pool starts all of them."""
@@ -153,6 +160,21 @@ class Plan:
             kinds = ["worker_kill", "worker_stop", "worker_link", "coordinator_kill", "coordinator_stall", "publisher_vanish"]
             for _ in range(random.choice((0, 1, 2, 4))):
                 self.triggers.append(("restart", random.choice(kinds), random.choice((0.0, 0.01, 0.1, 1.0))))
+
+    def _widen(self, random: Random) -> None:
+        """Large headers, large answers, and little room for them."""
+        self.wide = random.choice((0.1, 0.5, 0.9))
+        self.header_bytes = random.choice((800, 2_000, 20_000))
+        self.bounded = True
+        limits = msgspec.structs.replace(
+            self.config.limits,
+            window_requests=1000,
+            max_message_bytes=random.choice((20_000, 30_000)),
+            window_bytes=random.choice((30_000, 60_000)),
+            buffer_bytes=random.choice((60_000, 100_000)),
+            answers_bytes=random.choice((3_000, 50_000)),
+        )
+        self.config = msgspec.structs.replace(self.config, limits=limits)
 
     def _break(self, random: Random) -> None:
         """Let engines of some places fail at every start in the same way."""

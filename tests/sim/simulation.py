@@ -24,7 +24,7 @@ from tests.sim.sim_client import SimClient
 from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_engine import Profile
 from tests.sim.sim_publisher import SimPublisher
-from tests.sim.traffic import CALLS, Call, Mix, make_call
+from tests.sim.traffic import CALLS, Call, Mix, make_call, widen
 from tests.sim.world import World, line
 
 #: after all is healed some call has its answer within this, again and again until none is left
@@ -52,6 +52,7 @@ class Simulation:
         self.world = world
         self.plan = plan
         self.oracle = Oracle(plan.config.restart.max_attempts, plan.bounded)
+        self.oracle.limits = plan.config.limits
         #: what is committed, as on disk
         self.journal = {name: GroupWeights(version) for name, version in plan.versions.items()}
         for name, version in plan.versions.items():
@@ -94,6 +95,7 @@ class Simulation:
     def new_coordinator(self) -> SimCoordinator:
         coordinator = SimCoordinator(self.network, self.cluster, self.oracle, self.plan.config, self.plan.turn_s, self.prompt)
         coordinator.base = self.plan.versions
+        coordinator.machine.core.header_bytes = self.plan.header_bytes
         if not self.plan.retires:
             coordinator.watch.steadfast = {name: self.plan.unloadable.get(name, 0) for name in self.plan.kinds}
         if self.plan.publishers:
@@ -166,6 +168,8 @@ class Simulation:
             call = Call(uid, random.randrange(len(self.clients)), bursts[uid % len(bursts)])
             name = random.choice(names)
             make_call(random, call, name, plan.capabilities[name], plan.mix, len(names) > 1 or random.random() < 0.5)
+            if plan.wide:
+                widen(Random(uid), call, plan.capabilities[name], plan.wide)
             if plan.early and call.timeout is not None and random.random() < plan.early:
                 call.score.min_version = plan.versions[name] + random.randint(1, 3)
             self.oracle.add(call)
@@ -285,10 +289,12 @@ def simulate(
     paced: bool = False,
     unloadable: bool = False,
     restarts: bool = False,
+    wide: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
-    with `restarts`, all engines take weights only at their start.
+    with `restarts`, all engines take weights only at their start; with `wide`, headers and answers are large, and bounds are
+    tight.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -302,6 +308,7 @@ def simulate(
         Random(seed + 2) if paced else None,
         Random(seed + 3) if unloadable else None,
         Random(seed + 4) if restarts else None,
+        Random(seed + 5) if wide else None,
     )
     simulation = Simulation(world, plan)
     try:
@@ -313,5 +320,5 @@ def simulate(
             f"{type(error).__name__}: {error}\n"
             f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''}"
             f"{' --updates' if updates else ''}{' --paced' if paced else ''}"
-            f"{' --unloadable' if unloadable else ''} --trace"
+            f"{' --unloadable' if unloadable else ''}{' --wide' if wide else ''} --trace"
         ) from error

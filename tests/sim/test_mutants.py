@@ -7,13 +7,13 @@ import pytest
 
 from enginepool.client.calls import Call, Calls
 from enginepool.client.events import Effect as ClientEffect
-from enginepool.coordinator import batching, door, filling, places, requests
+from enginepool.coordinator import admission, batching, door, filling, places, requests
 from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.state import Batch, Place, Request
+from enginepool.coordinator.state import Batch, Client, Place, Request
 from enginepool.protocol.messages import Capabilities, FrameSpec, TaskId, Tokenise
 from enginepool.protocol.packing import Packing
 from enginepool.workers.work import Work
@@ -193,6 +193,60 @@ def test_a_bug_planted_in_giving_up_is_found(mutate: Mutate, monkeypatch: pytest
     for seed in range(1, SEEDS + 1):
         try:
             simulate(seed, 1 + seed % 8, unloadable=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
+
+
+def labels_are_not_counted_in_headers(patch: pytest.MonkeyPatch) -> None:
+    def header_bytes(_work: object) -> int:
+        return filling.PART_BYTES
+
+    patch.setattr(filling, "header_bytes", header_bytes)
+
+
+def answers_over_the_size_limit_are_computed(patch: pytest.MonkeyPatch) -> None:
+    def too_large(*_: object) -> None:
+        """Nothing is."""
+
+    for module in (admission, requests):
+        patch.setattr(module, "too_large", too_large)
+    patch.setattr(Client, "max_message", property(lambda _: 1 << 40, lambda *_: None))
+
+
+def a_charge_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
+    real = Requests.cancel
+
+    def cancel(self: Requests, e: Any) -> None:
+        before = self.core.live_bytes
+        real(self, e)
+        self.core.live_bytes = before
+
+    patch.setattr(Requests, "cancel", cancel)
+
+
+def kept_answers_make_no_room(patch: pytest.MonkeyPatch) -> None:
+    def make_room(self: Core, nbytes: int, outboxes: int) -> bool:
+        return self.live_bytes + nbytes <= self.config.limits.buffer_bytes
+
+    patch.setattr(Core, "make_room", make_room)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        labels_are_not_counted_in_headers,
+        answers_over_the_size_limit_are_computed,
+        a_charge_is_not_given_back,
+        kept_answers_make_no_room,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_the_bounds_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, wide=True)
         except Failed:
             return
     pytest.fail(f"{SEEDS} schedules did not show it")

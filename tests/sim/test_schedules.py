@@ -68,6 +68,17 @@ def test_engines_that_never_load_are_given_up_and_every_call_is_answered(chunk: 
     assert events > SEEDS * 100
 
 
+@pytest.mark.parametrize("chunk", range(4))
+def test_large_headers_and_answers_stay_within_tight_bounds(chunk: int) -> None:
+    events, answers = 0, set[str]()
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        outcome = simulate(seed, 1 + seed % 8, packed=seed % 2 == 0, updates=seed % 3 == 0, wide=True)
+        events += outcome.events
+        answers |= outcome.answers.keys()
+    assert events > SEEDS * 100
+    assert {"result", "too_large"} <= answers
+
+
 def test_the_schedules_show_every_answer_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):

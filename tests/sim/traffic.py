@@ -148,6 +148,13 @@ def make_call(random: Random, call: Call, group: str, can: Capabilities, mix: Mi
     return call
 
 
+def widen(random: Random, call: Call, can: Capabilities, share: float) -> None:
+    """Give a `share` of the calls many labels."""
+    if can.kind == "causal" and not call.bad and random.random() < share:
+        call.score.labels = [random.randrange(can.vocab) for _ in range(random.randint(20, 300))]
+        call.columns = call.score.labels
+
+
 def _row(random: Random, mark: list[int], width: int) -> list[int]:
     return mark + _filler(random, random.randint(0, max(0, width - 2)))
 

@@ -15,7 +15,7 @@ from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.state import Batch, Group, Request
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol import messages as m
-from enginepool.protocol.frames import Buffer
+from enginepool.protocol.frames import Buffer, encode_header
 from tests.sim.oracle import Oracle
 from tests.sim.scores import prompts_of
 from tests.sim.traffic import TEXT_OFFSET, uid_of
@@ -47,6 +47,8 @@ class Watch:
         for effect in effects:
             if type(effect) is ToWorker and type(effect.message) is m.Batch and effect.message.batch not in self._sent:
                 self._sent.add(effect.message.batch)
+                header = len(encode_header(effect.message))
+                assert header <= core.header_bytes + 150 or len(effect.message.parts) == 1, f"a header of {header} bytes"
                 new.append(core.worker_links[effect.link].batches[effect.message.batch])
         for group in core.groups.values():
             self._no_idle_worker(group)
@@ -74,8 +76,20 @@ class Watch:
             for group in core.groups.values():
                 if not group.held:
                     self._in_order(group, [batch for batch in new if batch.worker.group is group])
+        if self.oracle.bounded:
+            self.within_windows()
         if self.events // EVERY > before // EVERY:
             self.check()
+
+    def within_windows(self) -> None:
+        """What clients will be sent for the requests that they have fits their windows, counted here by itself."""
+        limits, total = self.oracle.limits, 0
+        for client in self.machine.core.clients.values():
+            works = [request.work for request in client.live.values()]
+            real = sum(work.nbytes + 4 * work.rows * len(work.part.labels) for work in works)
+            assert real <= limits.window_bytes, f"{client} may be sent {real} bytes"
+            total += real
+        assert total <= limits.buffer_bytes, f"all clients may be sent {total} bytes"
 
     def only_committed(self) -> None:
         """From now on an answer is of the weights that are committed when it is given."""
