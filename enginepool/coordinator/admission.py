@@ -49,7 +49,9 @@ class Admission:
             # Waiting would not help: it is more than an empty queue takes.
             text = f"items: {work.rows}; at most {limits.queue_items} in one request"
             core.refuse(e.link, e.id, "bad_request", text, field="items", limit=str(limits.queue_items))
-        elif wrong := too_large(work, can, client.max_message, limits):
+        elif (answer > client.max_message or held > limits.window_bytes or work.text) and (
+            wrong := too_large(work, can, client.max_message, limits)
+        ):
             core.refuse(e.link, e.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
         elif len(client.live) >= limits.window_requests:
             self._busy(e, group, "window_requests", limits.window_requests)

@@ -34,13 +34,15 @@ class Kept(msgspec.Struct, frozen=True, gc=False):
 class _Shelf:
     """The answers of one client, oldest first."""
 
-    __slots__ = ("kept", "nbytes")
+    __slots__ = ("kept", "nbytes", "size")
 
     def __init__(self) -> None:
         # The first of a dict is found only behind the places of all that were deleted before it.
         self.kept: OrderedDict[int, Kept] = OrderedDict()
         #: equals the sum over `kept`
         self.nbytes = 0
+        #: its bit length
+        self.size = 0
 
 
 class Answers:
@@ -49,9 +51,9 @@ class Answers:
     __slots__ = ("_by_size", "_max_age", "_max_bytes", "_shelves", "nbytes", "number")
 
     def __init__(self, max_age: float, max_bytes: int) -> None:
-        #: of clients that have answers here
+        #: of clients that had answers here; until they leave
         self._shelves: dict[Client, _Shelf] = {}
-        #: the same clients, by the bit length of their bytes
+        #: clients that have answers here, by the bit length of their bytes
         self._by_size: list[OrderedDict[Client, None]] = [OrderedDict() for _ in range(64)]
         self._max_age = max_age
         self._max_bytes = max_bytes
@@ -71,11 +73,11 @@ class Answers:
         shelf = self._shelves.get(client)
         if shelf is None:
             shelf = self._shelves[client] = _Shelf()
-            self._by_size[0][client] = None
         shelf.kept[id] = Kept(now, digest, nbytes, message, frames)
         self.number += 1
         self._resize(client, shelf, nbytes)
-        self.shrink(self._max_bytes)
+        if self.nbytes > self._max_bytes:
+            self.shrink(self._max_bytes)
 
     def get(self, client: "Client", id: int) -> Kept | None:
         """The answer of request `id`, when it is still kept."""
@@ -109,27 +111,29 @@ class Answers:
 
     def drop_client(self, client: "Client") -> None:
         """Forget all answers of a client."""
-        shelf = self._shelves.get(client)
+        shelf = self._shelves.pop(client, None)
         if shelf is not None:
             self.number -= len(shelf.kept)
             self._resize(client, shelf, -shelf.nbytes)
 
     def _resize(self, client: "Client", shelf: _Shelf, change: int) -> None:
-        before, shelf.nbytes = shelf.nbytes.bit_length(), shelf.nbytes + change
         self.nbytes += change
-        after = shelf.nbytes.bit_length()
-        if after != before:
-            del self._by_size[before][client]
-            if after:
-                self._by_size[after][client] = None
-            else:
-                del self._shelves[client]
+        shelf.nbytes += change
+        size = shelf.nbytes.bit_length()
+        if size != shelf.size:
+            if shelf.size:
+                del self._by_size[shelf.size][client]
+            shelf.size = size
+            if size:
+                self._by_size[size][client] = None
 
     def check(self) -> None:
         for client, shelf in self._shelves.items():
-            assert shelf.nbytes == sum(kept.nbytes for kept in shelf.kept.values()) > 0, client
-            assert client in self._by_size[shelf.nbytes.bit_length()], client
-        assert sum(map(len, self._by_size)) == len(self._shelves), "a client is listed twice"
+            assert shelf.nbytes == sum(kept.nbytes for kept in shelf.kept.values()), client
+            assert shelf.size == shelf.nbytes.bit_length(), client
+            assert not shelf.size or client in self._by_size[shelf.size], client
+        listed = sum(map(len, self._by_size))
+        assert listed == sum(shelf.size > 0 for shelf in self._shelves.values()), "a client is listed twice"
         assert self.nbytes == sum(shelf.nbytes for shelf in self._shelves.values()), self.nbytes
         assert self.number == sum(len(shelf.kept) for shelf in self._shelves.values()), self.number
         assert self.nbytes <= self._max_bytes, self.nbytes

@@ -157,7 +157,8 @@ class Core:
         room = self.config.limits.buffer_bytes - self.live_bytes - outboxes - nbytes
         if room < 0:
             return False
-        self.answers.shrink(room)
+        if self.answers.nbytes > room:
+            self.answers.shrink(room)
         return True
 
     def task_id(self) -> TaskId:
