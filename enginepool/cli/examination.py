@@ -4,11 +4,13 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
@@ -25,19 +27,36 @@ GB = 1e9
 #: What the coordinator and the sim engine import.
 CORE = ("msgspec", "numpy", "psutil", "pyzmq", "uvloop")
 #: What a real engine imports, by the names under which it is imported.
-ENGINE = ("sglang", "torch", "torchvision", "triton", "transformers", "tokenizers", "compressed_tensors", "xgrammar")
-#: The first SGLang that is supported, and the first one after those that are.
-SGLANG_FROM, SGLANG_UNTIL = "0.5.17", "0.5.24"
+ENGINE = ("sglang", "torch", "triton", "transformers", "tokenizers", "compressed_tensors", "xgrammar")
+#: What SGLang needs of images. On a CPU it gets a stand-in.
+IMAGES = "torchvision"
+#: The first and the last version of SGLang that is supported.
+SGLANG_OLDEST, SGLANG_NEWEST = "0.5.17", "0.5.23"
 #: Memory of one engine with a tiny model on a CPU: the host, its scheduler and its detokenizer.
 CPU_ENGINE_BYTES = 1.4 * GB
 #: A socket for each client and worker, and what an engine opens.
 FILES = 1024
-#: torch is imported by a process of its own, which must not outlast the user's patience.
+#: Packages are imported by a process of its own, which must not outlast the user's patience.
 PROBE_S = 90.0
 _PROBE = """
 import json, torch
 devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 print(json.dumps({"cuda": torch.version.cuda or "", "devices": [[d.name, d.total_memory] for d in devices]}))
+"""
+#: Imports the packages that it is given, and says why one cannot be. An image package that cannot be imported is hidden from
+#: the others, as it is from an engine on a CPU.
+_IMPORTS = """
+import importlib, json, sys, warnings
+warnings.simplefilter("ignore")
+said = {}
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except BaseException as error:
+        lines = str(error).strip().splitlines()
+        said[name] = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        sys.modules[name] = None
+print(json.dumps(said))
 """
 
 
@@ -76,7 +95,7 @@ class Gpus(msgspec.Struct):
 
 
 def examine() -> Examination:
-    """Look at this machine. Takes a few seconds where torch is installed."""
+    """Look at this machine. Takes some ten seconds where SGLang is installed: what is reported as good has been imported."""
     python = sys.version_info >= (3, 11)
     findings = [
         Finding("Python", "good" if python else "bad", f"{platform.python_version()} ({sys.executable})"),
@@ -84,8 +103,9 @@ def examine() -> Examination:
     ]
     core_missing = [name for name in CORE if version_of(name) is None]
     engine_missing = [name for name in ENGINE if find_spec(name) is None]
+    broken = import_errors([name for name in (IMAGES, *ENGINE) if find_spec(name) is not None])
     findings += [_package(name, needed=True) for name in CORE]
-    findings += [_package(name, needed=False) for name in ENGINE[:5]]
+    findings += [_engine_package(name, broken) for name in (*ENGINE[:4], IMAGES)]
     gpus = find_gpus()
     findings.append(gpus.finding)
     available, total = _memory()
@@ -95,8 +115,16 @@ def examine() -> Examination:
     bad = [finding.what for finding in findings if finding.state == "bad"]
     coordinator = python and not core_missing and not bad
     why_not = "missing: " + ", ".join(bad)
-    engine = coordinator and not engine_missing and gpus.torch_works
-    missing = f"not installed: {', '.join(engine_missing)}" if engine_missing else "torch is installed but cannot be imported"
+    useless = [name for name in ENGINE if name in broken]
+    missing = ""
+    if engine_missing:
+        missing = f"not installed: {', '.join(engine_missing)}"
+    elif useless or not gpus.torch_works:
+        missing = f"cannot be imported: {', '.join(useless or ['torch'])}"
+    elif not supported(version_of("sglang") or ""):
+        missing = f"sglang {version_of('sglang')} is not supported: {SGLANG_OLDEST} to {SGLANG_NEWEST} are"
+    engine = coordinator and not missing
+    images = engine and find_spec(IMAGES) is not None and IMAGES not in broken
     fits = int(available // CPU_ENGINE_BYTES)
     verdicts = [
         Verdict("coordinator", coordinator, "needs no torch and no GPU" if coordinator else why_not),
@@ -110,7 +138,11 @@ def examine() -> Examination:
                 missing + "; `make demo` in a clone of the project sets it up" if not engine else "less than 1.4 GB of memory"
             ),
         ),
-        Verdict("real engine, GPU", engine and gpus.usable, _gpu_verdict(engine, gpus, missing)),
+        Verdict(
+            "real engine, GPU",
+            images and gpus.usable,
+            _gpu_verdict(images, gpus, missing or f"{IMAGES} cannot be imported or is not installed"),
+        ),
     ]
     return Examination(__version__, findings, verdicts)
 
@@ -138,6 +170,45 @@ def _package(name: str, *, needed: bool) -> Finding:
     if version is not None:
         return Finding(name, "good", version)
     return Finding(name, "bad" if needed else "note", "not installed" + (f": pip install {name}" if needed else ""))
+
+
+def supported(version: str) -> bool:
+    """Whether this version of SGLang is one of those that were tested."""
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    ends = [tuple(map(int, end.split("."))) for end in (SGLANG_OLDEST, SGLANG_NEWEST)]
+    return found is not None and ends[0] <= tuple(map(int, found.groups())) <= ends[1]
+
+
+def import_errors(names: Sequence[str]) -> dict[str, str]:
+    """Why those of these packages that cannot be imported cannot be, from a process of its own that imports one after the
+    other."""
+    if not names:
+        return {}
+    command = [sys.executable, "-c", _IMPORTS, *names]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except subprocess.TimeoutExpired:
+        return dict.fromkeys(names, f"the import of {', '.join(names)} took over {PROBE_S:.0f} s")
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return dict.fromkeys(names, f"the process that imported {', '.join(names)} ended: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _engine_package(name: str, broken: Mapping[str, str]) -> Finding:
+    version = version_of(name)
+    if find_spec(name) is None:
+        said = "not installed; an engine on a CPU does without" if name == IMAGES else "not installed"
+        return Finding(name, "note", said)
+    if name in broken:
+        instead = f"; an engine on a CPU does without: pip uninstall {name}" if name == IMAGES else ""
+        return Finding(name, "note", f"{version}, but it cannot be imported: {broken[name]}{instead}")
+    if name == "sglang":
+        which = f"{SGLANG_OLDEST} to {SGLANG_NEWEST}"
+        if not supported(version or ""):
+            return Finding(name, "note", f"{version} is not supported: {which} are")
+        return Finding(name, "good", f"{version} (supported: {which})")
+    return Finding(name, "good", version or "")
 
 
 def find_gpus() -> Gpus:

@@ -452,6 +452,24 @@ def test_a_version_without_sessions_is_left_alone() -> None:
 # --- the CPU bridge ----------------------------------------------------------------------------------------------------
 
 
+def test_where_there_is_no_torchvision_its_names_can_be_imported_and_not_called() -> None:
+    """In a process of its own: it stays there."""
+    code = """
+from enginepool.workers.cpu_bridge import torchvision
+torchvision.install()
+import torchvision.transforms as transforms
+from torchvision.transforms.functional import InterpolationMode
+from torchvision.io import decode_jpeg
+modes = {InterpolationMode.BICUBIC: 1, InterpolationMode.NEAREST: 2}
+class Resize(transforms.Resize): pass
+assert not hasattr(transforms, "__wrapped__") and not hasattr(InterpolationMode, "__wrapped__")
+decode_jpeg(b"")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    reason = "NotImplementedError: torchvision.io.decode_jpeg was called, but the package torchvision is not installed"
+    assert done.stderr.splitlines()[-1] == reason
+
+
 INSTALL = """
 import sys
 sys.path.insert(0, sys.argv[1])

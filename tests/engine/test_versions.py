@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from enginepool.cli.examination import SGLANG_FROM, SGLANG_UNTIL
+from enginepool.cli.examination import SGLANG_NEWEST, SGLANG_OLDEST
+from enginepool.workers.sglang.patches import TESTED
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models
 from tests.engine.test_sglang_scores import declared
@@ -25,10 +26,11 @@ def pinned(file: str) -> str:
 
 def test_the_ends_of_the_supported_range_are_those_that_are_tested() -> None:
     required = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]["sglang"]
-    assert required == [f"sglang>={SGLANG_FROM},<{SGLANG_UNTIL}"]
-    assert pinned("oldest-engine.txt") == SGLANG_FROM
-    release, newest = SGLANG_UNTIL.rpartition(".")[::2]
-    assert pinned("cpu-engine-no-deps.txt") == f"{release}.{int(newest) - 1}"
+    release, newest = SGLANG_NEWEST.rpartition(".")[::2]
+    assert required == [f"sglang>={SGLANG_OLDEST},<{release}.{int(newest) + 1}"]
+    assert pinned("oldest-engine.txt") == SGLANG_OLDEST
+    assert pinned("cpu-engine-no-deps.txt") == SGLANG_NEWEST
+    assert f"{SGLANG_OLDEST} to {SGLANG_NEWEST}" == TESTED
 
 
 @pytest.mark.engine
@@ -72,3 +74,13 @@ def test_an_sglang_with_another_signature_is_refused_for_good_before_the_model_l
         "Scheduler.is_disable_overlap_for_batch(self, batch) has another signature than (self, batch, last_batch)"
         in done.stdout
     )
+
+
+@pytest.mark.engine
+def test_other_programs_can_import_sglang_and_transformers_in_this_environment(tmp_path: Path) -> None:
+    """Without the pool's help: what TRL and sentence-transformers import."""
+    code = "import sglang; from transformers import AutoModelForCausalLM, PreTrainedModel, ProcessorMixin, Trainer"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

@@ -278,6 +278,59 @@ def test_doctor_fails_only_where_no_coordinator_can_run(monkeypatch: pytest.Monk
     assert re.search(r"^  no +coordinator +missing: pyzmq", out, re.MULTILINE)
 
 
+def test_doctor_imports_what_it_calls_good(tmp_path: Path) -> None:
+    """A package that is installed and cannot be imported is of no use, and one that fails must not take the others along."""
+    for name, code in (
+        ("works", ""),
+        ("fails", "raise RuntimeError('operator does not exist\\nmore')"),
+        ("ends", "raise SystemExit(3)"),
+    ):
+        (tmp_path / f"doctor_{name}.py").write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        errors = examination.import_errors(["doctor_fails", "doctor_works", "doctor_ends", "doctor_absent"])
+        (tmp_path / "doctor_dies.py").write_text("import os; os._exit(7)")
+        assert "exit code 7" in examination.import_errors(["doctor_dies"])["doctor_dies"]
+    assert errors == {
+        "doctor_fails": "RuntimeError: operator does not exist",
+        "doctor_ends": "SystemExit: 3",
+        "doctor_absent": "ModuleNotFoundError: No module named 'doctor_absent'",
+    }
+    assert examination.import_errors([]) == {}
+
+
+def test_doctor_says_that_a_package_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = {"torchvision": "RuntimeError: operator torchvision::nms does not exist"}
+
+    def version_of(name: str) -> str:
+        return "0.5.24" if name == "sglang" else "1.0"
+
+    def import_errors(_: object) -> dict[str, str]:
+        return broken
+
+    monkeypatch.setattr(examination, "find_gpus", lambda: examination.Gpus(torch_works=True))
+    monkeypatch.setattr(examination, "find_spec", str)
+    monkeypatch.setattr(examination, "version_of", version_of)
+    monkeypatch.setattr(examination, "import_errors", import_errors)
+    _, out, _ = call("doctor")
+    assert "torchvision::nms does not exist; an engine on a CPU does without: pip uninstall torchvision" in out.replace(
+        "\n", " "
+    )
+    assert "0.5.24 is not supported: 0.5.17 to 0.5.23 are" in out
+    assert re.search(r"^  no +real engine, CPU +sglang 0\.5\.24 is not supported", out, re.MULTILINE)
+    broken["transformers"] = "ValueError: no"
+    _, out, _ = call("doctor")
+    assert re.search(r"^  no +real engine, CPU +cannot be imported: transformers", out, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("version", "good"),
+    [("0.5.16", 0), ("0.5.17", 1), ("0.5.23", 1), ("0.5.23.post1", 1), ("0.5.24", 0), ("0.6.0", 0), ("", 0)],
+)
+def test_doctor_knows_which_versions_of_sglang_are_supported(version: str, good: int) -> None:
+    assert examination.supported(version) == bool(good)
+
+
 def test_doctor_says_that_the_default_endpoint_is_taken_or_open_to_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

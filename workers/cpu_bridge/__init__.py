@@ -5,8 +5,8 @@ Two packages stand in the way, and each is left alone where it works:
 - `sgl_kernel`: what the package index has is for CUDA alone. SGLang imports names of it at start-up, for speculative decoding
   and cache compaction, and calls none of them on this path.
 - `torchvision`: what the package index has was built for CUDA too. Its compiled operators do not load beside a CPU build of
-  torch, and then it cannot be imported, because it describes two operators that do not exist. SGLang and transformers need
-  one import of it and no operator.
+  torch, and then it cannot be imported, because it describes two operators that do not exist. So a CPU environment does not
+  have it. SGLang needs one import of it and no operator.
 
 `install` must run in each process before SGLang or transformers is imported.
 """
@@ -16,6 +16,8 @@ import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
+
+from enginepool.workers.cpu_bridge import torchvision
 
 #: Without its compiled part, torchvision has no operators, but it describes these.
 _TORCHVISION_OPERATORS = ("nms", "qnms")
@@ -53,7 +55,10 @@ def _bridge_torchvision() -> None:
         return
     torch: Any = importlib.import_module("torch")
     spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.submodule_search_locations is None:
+    if spec is None:
+        torchvision.install()
+        return
+    if spec.submodule_search_locations is None:
         return
     for folder in spec.submodule_search_locations:
         for compiled in (*Path(folder).glob("_C.so"), *Path(folder).glob("_C.*.so"), *Path(folder).glob("_C*.pyd")):
