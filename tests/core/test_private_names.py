@@ -38,7 +38,18 @@ HOLDERS_IN = {
     "packed.py": {"types", "request"},
     "process.py": {"module"},
     "requests.py": {"types", "request"},
-    "scheduler.py": {"module", "request", "times", "last", "running", "settings", "forward", "_receiver", "memory"},
+    "scheduler.py": {
+        "module",
+        "request",
+        "times",
+        "last",
+        "running",
+        "settings",
+        "forward",
+        "_receiver",
+        "memory",
+        "tp_worker",
+    },
     "updates.py": {"_requests"},
 }
 #: Of torch and Python, on objects that such variables hold, too.
@@ -110,6 +121,7 @@ def test_each_name_says_where_it_is_used_and_why() -> None:
     for one in PRIVATE:
         assert one.why and (FOLDER / one.file).is_file()
         word = one.name.rpartition(".")[2].removeprefix("run_scheduler_process").removeprefix("run_detokenizer_process")
+        word = word.removeprefix("prefill").removeprefix("decode")  # put together where it is used
         assert word.strip("_") in (FOLDER / one.file).read_text("utf-8"), one
 
 

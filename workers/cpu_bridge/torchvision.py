@@ -47,8 +47,11 @@ class _Finder(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        module.__version__ = VERSION
-        vars(module)["__getattr__"] = lambda attribute: _made(f"{name}.{attribute}", attribute)  # pyright: ignore[reportUnknownLambdaType]
+
+        def found(attribute: str) -> _Absent:
+            return _made(f"{name}.{attribute}", attribute)
+
+        vars(module).update(__getattr__=found, __version__=VERSION)
 
 
 def install() -> None:

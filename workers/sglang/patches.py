@@ -20,6 +20,8 @@ ENGINE = "sglang.srt.entrypoints.engine"
 SCHEDULER = "sglang.srt.managers.scheduler"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
+WORKER = "sglang.srt.managers.tp_worker"
+RUNNER = "sglang.srt.model_executor.model_runner"
 BATCH = "sglang.srt.managers.schedule_batch"
 RESULTS = "sglang.srt.managers.utils"
 DETOKENIZER = "sglang.srt.managers.detokenizer_manager"
@@ -256,6 +258,15 @@ PRIVATE: tuple[Private, ...] = (
         "Scheduler",
         "server_args last_batch running_batch waiting_queue result_queue is_generation",
         "whether all that runs are scores",
+    ),
+    *_read("scheduler.py", SCHEDULER, "Scheduler", "tp_worker", "whether forwards are CUDA graphs"),
+    *_read("scheduler.py", WORKER, "TpModelWorker", "model_runner", "whether forwards are CUDA graphs"),
+    *_read(
+        "scheduler.py",
+        RUNNER,
+        "ModelRunner",
+        "prefill_cuda_graph_runner decode_cuda_graph_runner",
+        "whether forwards are CUDA graphs",
     ),
     *_read("scheduler.py", SETTINGS, "ServerArgs", "tp_size pp_size dp_size", "ranks must decide alike"),
     *_read("scheduler.py", BATCH, "ScheduleBatch", "forward_mode is_prefill_only is_empty", "whether all that runs are scores"),
