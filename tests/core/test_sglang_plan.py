@@ -168,3 +168,62 @@ def test_a_plan_holds_while_the_models_memory_stays() -> None:
         assert plan.holds(["q", "k"], looked=looked) and not plan.holds(["unknown"], looked=looked)
     model.norm.data = model.norm.data.clone()
     assert not plan.holds(["q", "k"]) and not plan.holds(["q", "k"], looked=True)
+
+
+class Number(Model):
+    """Has a parameter of one element, which it reads as a number."""
+
+    def __init__(self, load: Callable[[Any, float], None]) -> None:
+        Model.__init__(self)
+        self.load = load
+        self.bias = torch.nn.Parameter(torch.zeros(1), requires_grad=False)
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        rest: list[tuple[str, Any]] = []
+        for name, tensor in weights:
+            if name == "bias":
+                self.load(self.bias.data, tensor.item())
+            else:
+                rest.append((name, tensor))
+        super().load_weights(rest)
+
+
+BIAS = Tensor("bias", "float32", (1,))
+
+
+def filled(bias: Any, number: float) -> None:
+    bias.fill_(number)
+
+
+def test_a_number_that_is_filled_in_is_a_copy() -> None:
+    replayed = Number(filled)
+    plan = Plan(replayed, [BIAS, *TENSORS])
+    plan.prove([BIAS, *TENSORS])
+    assert replayed.bias.item() == 0
+    plan.replay([("bias", torch.tensor([0.25]))])
+    assert replayed.bias.item() == 0.25
+    assert plan.read("bias", (1,))[0].item() == 0.25
+
+
+def doubled(bias: Any, number: float) -> None:
+    bias.fill_(number * 2)
+
+
+def chosen(bias: Any, number: float) -> None:
+    bias.fill_(0.5 if number > 0 else 0.25)
+
+
+def added(bias: Any, number: float) -> None:
+    bias.add_(number)
+
+
+def dropped(bias: Any, number: float) -> None:
+    pass
+
+
+@pytest.mark.parametrize("load", [doubled, chosen, added, dropped])
+def test_what_is_done_with_a_number_otherwise_is_refused(load: Callable[[Any, float], None]) -> None:
+    model = Number(load)
+    with pytest.raises(Unplannable, match="bias: its load "):
+        Plan(model, [BIAS, *TENSORS])
+    assert model.bias.item() == 0

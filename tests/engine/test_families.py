@@ -20,6 +20,7 @@ from tests.engine.test_sglang_scores import assert_close
 from tests.engine.test_sglang_weights import Given
 
 torch: Any = importlib.import_module("torch")
+save_file: Any = importlib.import_module("safetensors.torch").save_file
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -96,6 +97,7 @@ def test_scores_are_those_of_transformers_before_and_after_an_update(name: str, 
         engine.end()
 
 
+@pytest.mark.every_version
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_family_whose_head_sglang_does_not_load_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
     make(FAMILIES[name], tmp_path)
@@ -104,3 +106,26 @@ def test_a_family_whose_head_sglang_does_not_load_is_refused_with_the_reason(nam
     with pytest.raises(EngineUnusable, match=REFUSED[name]):
         engine.wait_until_started()
     engine.end()
+
+
+@pytest.mark.every_version
+def test_a_checkpoint_without_its_untied_head_is_refused_and_dummy_weights_are_not(tmp_path: Path) -> None:
+    make(FAMILIES["Llama"], tmp_path)
+    tensors = checkpoint(tmp_path)
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    engine = HostedEngine(str(tmp_path), forked=True)
+    with pytest.raises(EngineUnusable, match=r"incomplete: no tensor of the checkpoint fills lm_head\.weight$"):
+        engine.wait_until_started()
+    engine.end()
+    engine = HostedEngine(str(tmp_path), forked=True, options={"load_format": "dummy"}).wait_until_started()
+    scored(engine, FAMILIES["Llama"])
+    engine.close()
+
+
+@pytest.mark.parametrize("name", ["Llama", "Llama, tied"])
+def test_a_model_that_predicts_tokens_is_served_through_the_transformers_backend(name: str, tmp_path: Path) -> None:
+    model = make(FAMILIES[name], tmp_path)
+    engine = HostedEngine(str(tmp_path), forked=True, options={"model_impl": "transformers"}).wait_until_started()
+    assert_close(scored(engine, FAMILIES[name]), direct(FAMILIES[name], model))
+    engine.close()

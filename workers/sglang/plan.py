@@ -54,15 +54,23 @@ class _Watch(_Mode):
         self.copies: dict[str, list[Copy]] = {}
         self._weights = weights
         self._known: dict[int, tuple[str, Any]] = {}
+        #: a number that stands for the one in a tensor of one element, and that tensor, until it is filled in somewhere
+        self._number: tuple[float, Any] | None = None
         self.latest = ""
 
     def feed(self, tensors: Iterable[Tensor]) -> Iterator[tuple[str, Any]]:
         for tensor in tensors:
+            self.expect_no_number()
             made = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="meta")
             self._known[made.untyped_storage()._cdata] = (tensor.name, made)
             self.latest = tensor.name
             self.copies[tensor.name] = []
             yield tensor.name, made
+
+    def expect_no_number(self) -> None:
+        """Raises Unplannable: the load has read a number, and did something else with it than to fill it in."""
+        if self._number is not None:
+            raise Unplannable(f"{self.latest}: its load computes with a number")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -71,7 +79,19 @@ class _Watch(_Mode):
         if func is _aten.copy_.default and real and real[0] is args[0]:
             self._note(args[0], args[1])
             return args[0]
+        if func is _aten._local_scalar_dense.default and not real:
+            self.expect_no_number()
+            # One that no load has of its own; read as a number and filled in is how SGLang copies a single element.
+            self._number = 0.7390851332151607 + len(self.copies), args[0]
+            return self._number[0]
+        if func is _aten.fill_.Scalar and real and self._number is not None:
+            number, source = self._number
+            if args[1] == number and args[0].numel() == 1:
+                self._number = None
+                self._note(args[0], source.view(args[0].shape))
+                return args[0]
         if func in (_aten.fill_.Scalar, _aten.zero_.default) and real:
+            self.expect_no_number()
             self.copies[self.latest].append(Copy(args[0], fill=args[1] if len(args) > 1 else 0))
             return args[0]
         if real and (len(real) < len(tensors) or func._schema.is_mutable):
@@ -159,6 +179,7 @@ class Plan:
         try:
             with torch.no_grad(), watch:
                 model.load_weights(watch.feed(tensors))
+                watch.expect_no_number()
         except Unplannable:
             raise
         except KeyError as error:
