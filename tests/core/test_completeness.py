@@ -115,7 +115,8 @@ def judged(model: Any, given: list[tuple[str, Any]], *, asked: str = "LlamaForCa
             model.load_weights(weights)
 
     sglang_process.note_own_load(Loader)
-    config = SimpleNamespace(architectures=[asked], tie_word_embeddings=tied)
+    text = SimpleNamespace(tie_word_embeddings=tied)
+    config = SimpleNamespace(architectures=[asked], tie_word_embeddings=False, text_config=text)
     type(model).__name__ = asked
     Loader().load_model(SimpleNamespace(hf_config=config), model)
     assert [name for name, _, _ in sglang_process.own_load()] == [name for name, _ in given]

@@ -14,7 +14,8 @@ torch: Any = importlib.import_module("torch")
 transformers: Any = importlib.import_module("transformers")
 safetensors: Any = importlib.import_module("safetensors.torch")
 
-VOCAB = 128
+#: No multiple of 64, to which SGLang pads it.
+VOCAB = 120
 CLS, SEP = 1, 2
 _DECODER: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,

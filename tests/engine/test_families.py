@@ -14,7 +14,7 @@ import pytest
 
 from enginepool.workers.engine import BatchScores, EngineUnusable, PartScores, ScoreBatch, ScorePart
 from enginepool.workers.sglang.packable import wrong_for_packing
-from tests.engine.families import CLS, FAMILIES, SEP, Family, checkpoint, make, scores
+from tests.engine.families import CLS, FAMILIES, SEP, VOCAB, Family, checkpoint, make, scores
 from tests.engine.hosted import HostedEngine
 from tests.engine.test_sglang_scores import assert_close
 from tests.engine.test_sglang_weights import Given
@@ -43,7 +43,7 @@ def one_thread() -> Iterator[None]:
 def rows() -> list[list[int]]:
     """Pairs, as a cross-encoder has them; to the others they are ids like any."""
     draw = np.random.default_rng(1)
-    return [[CLS, *draw.integers(5, 128, 5), SEP, *draw.integers(5, 128, size), SEP] for size in (1, 7, 20, 40)]
+    return [[CLS, *draw.integers(5, VOCAB, 5), SEP, *draw.integers(5, VOCAB, size), SEP] for size in (1, 7, 20, 40)]
 
 
 def part(family: Family) -> ScorePart:

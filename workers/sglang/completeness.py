@@ -142,6 +142,8 @@ class LoadWatch:
         """One operation that was carried out."""
         taken = {_storage(one) for one in _tensors((*args, *kwargs.values()))}
         sources = frozenset[str]().union(*(self._sources.get(storage, ()) for storage in taken))
+        if not hasattr(func, "_schema"):
+            return  # no operation on tensors, such as a kernel that is wrapped whole
         if func is _aten._local_scalar_dense.default:
             self._read |= sources  # a number now: where it goes cannot be seen
         if not func._schema.is_mutable:
@@ -257,7 +259,8 @@ class _FirstLoad:
         self.end()
         outcome = self.watch.run(lambda: self._load(*args, **kwargs))
         asked = getattr(self._config, "architectures", None) or ()
-        tied = bool(getattr(self._config, "tie_word_embeddings", False))
+        parts = (self._config, getattr(self._config, "text_config", None))
+        tied = any(getattr(part, "tie_word_embeddings", False) for part in parts)
         self.reason = incomplete(self.watch.load(asked, tied))
         return outcome
 
