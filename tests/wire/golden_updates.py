@@ -231,7 +231,11 @@ def _from_worker() -> list[Valid]:
                 "type": "staged",
                 "update": UPDATE,
                 "digest": DIGEST,
-                "findings": [{"name": "b", "kind": "zero", "count": 3}, {"name": "w", "kind": "nan", "count": 1}],
+                "findings": [
+                    {"name": "b", "kind": "zero", "count": 3},
+                    {"name": "w", "kind": "nan", "count": 1},
+                    {"name": "w", "kind": "overflow", "count": 2},
+                ],
             },
         ),
         Valid(
