@@ -121,11 +121,18 @@ def scores(family: Family, model: Any, row: list[int], labels: tuple[int, ...]) 
     return logits.numpy() if family.kind == "classifier" else torch.softmax(logits[-1], dim=-1)[list(labels)].numpy()
 
 
+def computed(name: str, folder: Path, seed: int, rows: list[list[int]], labels: tuple[int, ...]) -> list[Any]:
+    """Write a checkpoint of the family `name`; what `transformers` gives for each row with it."""
+    torch.set_num_threads(1)
+    family = FAMILIES[name]
+    model = make(family, folder, seed)
+    return [scores(family, model, row, labels) for row in rows]
+
+
 def checkpoint(folder: Path) -> dict[str, Any]:
-    """The tensors of a checkpoint, by name."""
-    return {
-        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in safetensors.load_file(file).items()
-    }
+    """The tensors of a checkpoint, by name, in memory of their own: its files may be written again."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: tensor.clone() for file in files for name, tensor in safetensors.load_file(file).items()}
 
 
 # --- InternLM2 ---------------------------------------------------------------------------------------------------------

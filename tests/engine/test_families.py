@@ -2,8 +2,10 @@
 weights bring the old bits back. The table of that page is what the engines report."""
 
 import importlib
+import multiprocessing
 import re
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 
 from enginepool.workers.engine import BatchScores, EngineUnusable, PartScores, ScoreBatch, ScorePart
 from enginepool.workers.sglang.packable import wrong_for_packing
-from tests.engine.families import CLS, FAMILIES, SEP, VOCAB, Family, checkpoint, make, scores
+from tests.engine.families import CLS, FAMILIES, SEP, VOCAB, Family, checkpoint, computed
 from tests.engine.hosted import HostedEngine
 from tests.engine.test_sglang_scores import assert_close
 from tests.engine.test_sglang_weights import Given
@@ -61,8 +63,16 @@ def scored(engine: HostedEngine, family: Family) -> Any:
     return found.scores
 
 
-def direct(family: Family, model: Any) -> list[Any]:
-    return [scores(family, model, row, LABELS) for row in part(family).prompts()]
+@pytest.fixture(scope="module")
+def library() -> Iterator[ProcessPoolExecutor]:
+    """A process in which `transformers` computes: some of its models end a process that has imported torchvision by a crash."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as library:
+        yield library
+
+
+def direct(library: ProcessPoolExecutor, name: str, folder: Path, seed: int = 0) -> list[Any]:
+    """Write a checkpoint; what `transformers` gives with it."""
+    return library.submit(computed, name, folder, seed, part(FAMILIES[name]).prompts(), LABELS).result()
 
 
 def table() -> dict[str, tuple[str, str]]:
@@ -76,17 +86,19 @@ def test_the_page_has_each_family_that_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", SERVED)
-def test_scores_are_those_of_transformers_before_and_after_an_update(name: str, tmp_path: Path) -> None:
+def test_scores_are_those_of_transformers_before_and_after_an_update(
+    name: str, tmp_path: Path, library: ProcessPoolExecutor
+) -> None:
     family = FAMILIES[name]
-    model, other = make(family, tmp_path / "model"), make(family, tmp_path / "other", seed=1)
+    before, after = direct(library, name, tmp_path / "model"), direct(library, name, tmp_path / "other", seed=1)
     engine = HostedEngine(str(tmp_path / "model"), forked=True, options=dict(family.options)).wait_until_started()
     try:
         first = scored(engine, family)
-        assert_close(first, direct(family, model))
+        assert_close(first, before)
         config = msgspec.json.decode((tmp_path / "model" / "config.json").read_bytes())
         plain = any("are loaded plainly" in detail for detail in engine.details)
         assert table()[name] == ("no" if wrong_for_packing(config) else "yes", "plain" if plain else "planned")
-        for version, folder, expected in ((1, "other", direct(family, other)), (2, "model", first)):
+        for version, folder, expected in ((1, "other", after), (2, "model", first)):
             given = Given(tmp_path, checkpoint(tmp_path / folder))
             engine.call("do", "take", given.weights, version, given.digest)
             found = scored(engine, family)
@@ -99,8 +111,10 @@ def test_scores_are_those_of_transformers_before_and_after_an_update(name: str, 
 
 @pytest.mark.every_version
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_family_whose_head_sglang_does_not_load_is_refused_with_the_reason(name: str, tmp_path: Path) -> None:
-    make(FAMILIES[name], tmp_path)
+def test_a_family_whose_head_sglang_does_not_load_is_refused_with_the_reason(
+    name: str, tmp_path: Path, library: ProcessPoolExecutor
+) -> None:
+    direct(library, name, tmp_path)
     assert table()[name] == ("refused", "refused")
     engine = HostedEngine(str(tmp_path), forked=True)
     with pytest.raises(EngineUnusable, match=REFUSED[name]):
@@ -109,8 +123,10 @@ def test_a_family_whose_head_sglang_does_not_load_is_refused_with_the_reason(nam
 
 
 @pytest.mark.every_version
-def test_a_checkpoint_without_its_untied_head_is_refused_and_dummy_weights_are_not(tmp_path: Path) -> None:
-    make(FAMILIES["Llama"], tmp_path)
+def test_a_checkpoint_without_its_untied_head_is_refused_and_dummy_weights_are_not(
+    tmp_path: Path, library: ProcessPoolExecutor
+) -> None:
+    direct(library, "Llama", tmp_path)
     tensors = checkpoint(tmp_path)
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -124,8 +140,10 @@ def test_a_checkpoint_without_its_untied_head_is_refused_and_dummy_weights_are_n
 
 
 @pytest.mark.parametrize("name", ["Llama", "Llama, tied"])
-def test_a_model_that_predicts_tokens_is_served_through_the_transformers_backend(name: str, tmp_path: Path) -> None:
-    model = make(FAMILIES[name], tmp_path)
+def test_a_model_that_predicts_tokens_is_served_through_the_transformers_backend(
+    name: str, tmp_path: Path, library: ProcessPoolExecutor
+) -> None:
+    expected = direct(library, name, tmp_path)
     engine = HostedEngine(str(tmp_path), forked=True, options={"model_impl": "transformers"}).wait_until_started()
-    assert_close(scored(engine, FAMILIES[name]), direct(FAMILIES[name], model))
+    assert_close(scored(engine, FAMILIES[name]), expected)
     engine.close()
