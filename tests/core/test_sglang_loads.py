@@ -156,7 +156,7 @@ def test_what_one_rank_leaves_to_another_is_no_weight_that_an_update_may_lack(
             chunk = await engine.weights.tensor(name, 0, given[name].numel())
             assert np.array_equal(chunk.values, given[name].numpy().reshape(-1))
         with pytest.raises(EngineError, match="skipped"):
-            await engine.weights.tensor("skipped")
+            await engine.weights.tensor("skipped", 0, 1)
 
     asyncio.run(story())
     engine.weights.close()
