@@ -211,7 +211,14 @@ def answers_over_the_size_limit_are_computed(patch: pytest.MonkeyPatch) -> None:
 
     for module in (admission, requests):
         patch.setattr(module, "too_large", too_large)
-    patch.setattr(Client, "max_message", property(lambda _: 1 << 40, lambda *_: None))
+
+    def most(_: Client) -> int:
+        return 1 << 40
+
+    def keep(_: Client, value: int) -> None:
+        """The real limit does not matter."""
+
+    patch.setattr(Client, "max_message", property(most, keep))
 
 
 def a_charge_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
