@@ -115,7 +115,7 @@ def run(peers: Sequence[Peer], plan: Plan) -> list[Sample]:
         for number, peer in enumerate(peers):
             say(f"starting {peer.who}")
             place = scratch / str(number)  # short: paths of sockets are bounded
-            place.mkdir()
+            place.mkdir(mode=0o700)  # a pool puts sockets into no folder that others can enter
             running[peer.who] = peer.start(place, stack)
             drive(running[peer.who].load, Closed(plan.warm_s, in_flight=IN_FLIGHT))
         names = list(running)

@@ -168,7 +168,8 @@ def test_records_of_workers_that_a_crash_has_torn_keep_no_coordinator_from_start
 ) -> None:
     config = sim_pool(tmp_path, workers=1)
     records = Path(config.state_dir) / "workers"
-    records.mkdir(parents=True)
+    Path(config.state_dir).mkdir(mode=0o700)
+    records.mkdir()
     torn = [records / "g-0-empty.json", records / "g-0-cut.json"]
     for path, text in zip(torn, ("", '{"group":"g","ind'), strict=True):
         path.write_text(text)

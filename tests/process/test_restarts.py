@@ -72,7 +72,7 @@ def test_a_checkpoint_restarts_all_workers_and_no_answer_is_lost_or_mixed(
         await all_on(pool, 2)
 
     directory = tmp_path / "pool"
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     play(processes, directory, scene, mode)
 
 
@@ -94,5 +94,5 @@ def test_what_cannot_be_is_refused_and_the_old_weights_serve_on(processes: Proce
         load.committed[5] = [""]
 
     directory = tmp_path / "pool"
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
     play(processes, directory, scene, "rolling", workers=2)
