@@ -184,12 +184,12 @@ def open_space(space: Space, *, across: bool = False, pinned: bool = False) -> A
     """
     if space.kind == "file":
         return _open_file(space, pinned)
+    gpus = visible_gpus()
+    if space.gpu and space.gpu not in gpus and not across:
+        raise RuntimeError(f"GPU {space.gpu} is not visible here")
     shared = _shared_cuda(space.handle)
     if space.gpu:
         # Another process numbers GPUs as it sees them.
-        gpus = visible_gpus()
-        if space.gpu not in gpus and not across:
-            raise RuntimeError(f"GPU {space.gpu} is not visible here")
         shared[0] = gpus.index(space.gpu) if space.gpu in gpus else torch.cuda.current_device()
     torch.cuda.init()
     storage = torch.UntypedStorage._new_shared_cuda(*shared)

@@ -107,7 +107,7 @@ def test_what_was_published_survives_the_coordinator(processes: Processes, tmp_p
     publisher = dial(daemon.address, ToClient)
     publisher.say(Hello(b"p" * 16, b"t" * 16))
     assert "weights" in publisher.hear(Welcome).capabilities
-    checkpoint = Publish(1, 7, transfer="checkpoint", path="/models/seven")
+    checkpoint = Publish(1, 7, transfer="checkpoint", path=str(tmp_path / "seven"))
     publisher.say(checkpoint)
     update = worker.hear(Prepare).update
     worker.say(Prepared(update))
@@ -122,12 +122,12 @@ def test_what_was_published_survives_the_coordinator(processes: Processes, tmp_p
     daemon.kill()
     journal = Journal(Path(config.state_dir))
     journal.close()
-    weights = GroupWeights(7, "d" * 32, "", "/models/seven")
+    weights = GroupWeights(7, "d" * 32, "", str(tmp_path / "seven"))
     assert journal.record.weights == {"g": weights}
 
     successor = Daemon(processes, config).listening()
     restore = worker_of(dial, successor, "second").hear(Restore)
-    assert restore == Restore(7, "d" * 32, path="/models/seven")
+    assert restore == Restore(7, "d" * 32, path=str(tmp_path / "seven"))
 
 
 def test_snapshots_of_two_pools_do_not_meet(tmp_path: Path) -> None:
