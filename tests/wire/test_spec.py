@@ -157,8 +157,8 @@ def test_the_pseudo_code_of_a_client_names_what_the_plain_client_does() -> None:
     message is on the page or answers a question, which the page leaves out."""
     page = PAGE[PAGE.index("### A minimal client") : PAGE.index("### `hello`")]
     code = page[page.index("```text") : page.rindex("```")]
-    names = re.findall(r"^(?:(on \w+)|(\w+)\(.*\)|(\w+)(?:,.*)?):", code, flags=re.MULTILINE)
-    said = {next(filter(None, name)).replace(" ", "_") for name in names} - {"once"}
+    names: list[tuple[str, ...]] = re.findall(r"^(?:(on \w+)|(\w+)\(.*\)|(\w+)(?:,.*)?):", code, flags=re.MULTILINE)
+    said = {"".join(name).replace(" ", "_") for name in names} - {"once"}
     done = {name for name in vars(PlainClient) if not name.startswith("__")}
     assert said <= done
     assert {name for name in done if name.startswith("on_")} - said == {"on_status_report"}
