@@ -20,6 +20,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from enginepool.errors import ConfigError
+from enginepool.keepalive import keep_alive
 from enginepool.keys import Key, read_key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
@@ -103,8 +104,7 @@ class Link:
         socket.set(zmq.RCVHWM, 10_000)
         socket.set(zmq.RECONNECT_IVL, 100)
         socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.set(zmq.HEARTBEAT_IVL, 2000)
-        socket.set(zmq.HEARTBEAT_TIMEOUT, 6000)
+        keep_alive(socket)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
             if key is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
+from enginepool.keepalive import keep_alive
 from enginepool.keys import Key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
@@ -75,8 +76,7 @@ class Link:
             socket.setsockopt(zmq.IMMEDIATE, 1)
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+            keep_alive(socket)
             if self._key is not None and self.address.startswith("tcp://"):
                 socket.setsockopt(zmq.CURVE_SERVERKEY, self._key.server.encode())
                 socket.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())

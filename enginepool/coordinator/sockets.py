@@ -32,6 +32,7 @@ from enginepool.coordinator.patience import WAIT_S, Patience
 from enginepool.coordinator.peers import SAME_USER, Peer
 from enginepool.errors import ConfigError
 from enginepool.folders import exposed
+from enginepool.keepalive import keep_alive
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Ping
 
@@ -123,9 +124,7 @@ class Router:
         socket.setsockopt(zmq.LINGER, 500)
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
-        socket.setsockopt(zmq.HEARTBEAT_TTL, 10_000)
+        keep_alive(socket, max_silence)
         socket.setsockopt(zmq.SNDHWM, 1000)
         socket.setsockopt(zmq.RCVHWM, UNHANDLED)
         socket.setsockopt(zmq.BACKLOG, 1024)

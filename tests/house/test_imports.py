@@ -65,6 +65,7 @@ SHARED = (
     "enginepool.group",
     "enginepool.errors",
     "enginepool.host",
+    "enginepool.keepalive",
     "enginepool.keys",
     "enginepool.looking",
     "enginepool.model_folder",
@@ -75,6 +76,7 @@ SHARED = (
 ONLY = {
     "zmq": {
         "enginepool/client/link.py",
+        "enginepool/keepalive.py",
         "enginepool/keys.py",
         f"{COORDINATOR}gate.py",
         f"{COORDINATOR}sockets.py",

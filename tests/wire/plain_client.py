@@ -96,7 +96,6 @@ class PlainClient:
         socket.setsockopt(zmq.LINGER, 1000)
         socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.SNDTIMEO, 1000)
         socket.connect(self.address)
         return socket

@@ -2,6 +2,8 @@
 
 import asyncio
 import select
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -211,3 +213,37 @@ def test_a_peer_that_never_says_that_it_reads_is_disconnected(loop: asyncio.Abst
         loop.run_until_complete(scene())
     finally:
         bench.close()
+
+
+#: A router, in a process of its own, whose peer leaves while more of its messages wait than ZeroMQ reads ahead.
+CROWDED = """
+import sys, time, zmq
+from enginepool.coordinator.sockets import Router
+
+router = Router(1 << 20, 1 << 20, 30.0, lambda link: None)
+router.bind(sys.argv[1])
+context = zmq.Context()
+peer = context.socket(zmq.DEALER)
+peer.setsockopt(zmq.LINGER, 0)
+peer.setsockopt(zmq.SNDHWM, 0)
+peer.connect(router.endpoint)
+for _ in range(100_000):
+    peer.send(bytes(100))
+while not router.asked():
+    time.sleep(0.01)
+peer.close()
+context.term()
+time.sleep(2.5)  # as long as the coordinator may be busy; ZMTP heartbeats of 2 s would end the process
+while router.receive(lambda link, frames, frame: None):
+    pass
+router.close()
+print("alive")
+"""
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_peer_that_leaves_behind_more_than_was_read_ends_nothing_but_its_link(transport: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        endpoint = f"ipc://{folder}/pool.sock" if transport == "ipc" else "tcp://127.0.0.1:*"
+        ended = subprocess.run([sys.executable, "-c", CROWDED, endpoint], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
