@@ -87,7 +87,7 @@ class PlainClient:
         self.complaints: list[dict[str, Any]] = []
         #: id -> when to send it again after `busy`
         self.later: dict[int, float] = {}
-        self.pinged = self.heard = time.monotonic()
+        self.pinged = time.monotonic()
         self.socket = self.open()
 
     def open(self) -> "zmq.Socket[bytes]":
@@ -98,6 +98,7 @@ class PlainClient:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.SNDTIMEO, 1000)
         socket.connect(self.address)
+        self.heard = time.monotonic()  # silence counts from here, not from each `hello`
         return socket
 
     def send(self, header: dict[str, Any], payload: Sequence[bytes] = ()) -> None:
@@ -163,7 +164,7 @@ class PlainClient:
     def greet(self) -> None:
         self.welcome = {}
         self.incarnation += 1
-        self.heard = self.pinged = time.monotonic()
+        self.pinged = time.monotonic()
         self.send(
             {"type": "hello", "client": self.client, "token": self.token, "incarnation": self.incarnation, "agent": "plain"}
         )

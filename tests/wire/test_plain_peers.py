@@ -199,6 +199,19 @@ def test_a_plain_client_that_hears_nothing_opens_a_new_link(client: Played) -> N
     assert again.incarnation > first.incarnation
 
 
+def test_a_plain_client_that_is_never_welcomed_opens_a_new_link(client: Played) -> None:
+    """Although it says hello again, more often than it looks for silence."""
+    plain, script, step = client
+    plain.silence_s = 1.5
+    plain.greet()
+    script.hear(m.Hello, step)
+    link, hellos = script.link, 1
+    while script.link == link and hellos < 5:
+        script.hear(m.Hello, step)
+        hellos += 1
+    assert script.link != link
+
+
 def test_a_plain_client_tries_again_after_busy_and_drops_a_second_answer(client: Played) -> None:
     plain, script, step = client
     welcome(*client)
