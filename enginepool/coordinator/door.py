@@ -46,7 +46,8 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
             raise _bad("labels", f"labels: {len(labels)} ids; at most {MAX_LABELS}", str(MAX_LABELS))
         max_label = max(labels)
         if min(labels) < 0 or max_label >= _INT31:
-            raise _bad("labels", "labels: a token id is 0 or more and fits in 31 bits", str(_INT31 - 1))
+            at = next(i for i, label in enumerate(labels) if not 0 <= label < _INT31)
+            raise _bad("labels", f"labels[{at}]: {labels[at]}; a token id is 0 to {_INT31 - 1}", str(_INT31 - 1))
         if score.softmax and len(labels) == 1:
             raise _bad("softmax", "softmax: over one label it is always 1.0; name more labels, or leave softmax out", "2")
     specs = score.frames

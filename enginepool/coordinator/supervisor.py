@@ -152,7 +152,8 @@ class LocalSupervisor:
                 child.kill()
                 child.wait()
             self._ports.pop(incarnation, None)
-            reason = f"the worker process could not be started: {error.strerror}"
+            where = f"{error.filename}: " if error.filename else ""
+            reason = f"the worker process could not be started: {where}{error.strerror}"
             self._loop.call_soon(self._exited, incarnation, reason, False, False)
             return
         self._processes[incarnation] = record

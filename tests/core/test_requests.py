@@ -12,6 +12,7 @@ from enginepool.coordinator.answers import OVERHEAD, Answers
 from enginepool.coordinator.door import open_score
 from enginepool.coordinator.memory import answer_bytes, request_bytes
 from enginepool.coordinator.state import Client
+from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import (
     PROTOCOL_VERSION,
     Batch,
@@ -298,6 +299,14 @@ def test_an_unknown_group_is_named_with_the_known_ones() -> None:
 
 
 CLASSIFIER = Capabilities("classifier", 1000, 100, 100, 8, 200, 16, labels=2)
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**31])
+def test_a_label_that_is_no_token_id_is_named(wrong: int) -> None:
+    specs = [FrameSpec("query", "int32", (0,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
+    with pytest.raises(WireError, match=rf"^labels\[1\]: {wrong}; a token id is 0 to 2147483647$") as caught:
+        open_score(Score(1, specs, labels=[5, wrong]), [b"", b"\1\0\0\0", b"\1\0\0\0"])
+    assert caught.value.field == "labels"
 
 
 @pytest.mark.parametrize(

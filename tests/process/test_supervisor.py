@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -195,7 +197,19 @@ def test_a_worker_of_which_no_record_can_be_written_is_one_that_could_not_be_sta
     scene.run(lambda supervisor: supervisor.start("g", 0, "g-0.2.1"))
     [child] = children
     assert child.poll() == -signal.SIGKILL
-    assert scene.exited == [("g-0.2.1", "the worker process could not be started: No space left on device", False, False)]
+    [(incarnation, reason, *_)] = scene.exited
+    assert incarnation == "g-0.2.1"
+    assert re.fullmatch(r"the worker process could not be started: /\S+g-0\.2\.1\.json: No space left on device", reason)
+
+
+def test_a_worker_whose_folder_of_logs_is_gone_names_the_file_that_cannot_be_made(scene: Scene) -> None:
+    def start(supervisor: LocalSupervisor) -> None:
+        shutil.rmtree(scene.directory / "logs")
+        supervisor.start("g", 0, "g-0.2.1")
+
+    scene.run(start)
+    [(_, reason, *_)] = scene.exited
+    assert reason == f"the worker process could not be started: {scene.directory}/logs/g-0.2.1.log: No such file or directory"
 
 
 def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_for_a_while(
