@@ -1,6 +1,7 @@
 """A worker's way back to committed weights without their publisher: from its engine, its stager, a snapshot or a checkpoint."""
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -11,7 +12,7 @@ from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeight
 from enginepool.workers.events import Event, WeightsAnswered, WeightsTaken
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, Held
-from enginepool.workers.stager.snapshot import SnapshotError, digest_of_file, read_footer
+from enginepool.workers.stager.snapshot import SnapshotError, check_folder, digest_of_file, read_footer
 
 
 async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: Sequence[str] = ()) -> Event:
@@ -39,7 +40,9 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: S
         except OnlyAtStart as error:
             raise EngineDied(f"other weights are committed than those that it started on: {error}") from None
         except (_Absent, StagerGone, SnapshotError, CheckpointError, EngineError) as error:
-            reasons.append(str(error))
+            # Its name has the digest, and clients read this.
+            folder = f"the snapshot in {os.path.dirname(message.snapshot)}"
+            reasons.append(str(error).replace(message.snapshot, folder) if message.snapshot else str(error))
     return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", "; ".join(reasons)))
 
 
@@ -57,6 +60,7 @@ async def _held(stager: StagerLink, digest: str) -> NewWeights:
 
 def _saved(path: str, digest: str) -> NewWeights:
     """The snapshot at `path`, if it is what was committed. Raises _Absent or SnapshotError."""
+    check_folder(path)
     footer = read_footer(path)
     nbytes = layout(footer.manifest).nbytes
     if digest_of_file(path, nbytes) != digest:

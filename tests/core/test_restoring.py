@@ -133,6 +133,48 @@ def test_a_checkpoint_is_believed_when_the_engine_has_read_it(tmp_path: Path) ->
     assert (engine.version, engine.digest) == (0, "f" * 32)
 
 
+@pytest.mark.parametrize("held", [None, Held(2, OTHER, MANIFEST, SPACES)], ids=["gone", "others"])
+def test_a_snapshot_that_others_could_have_put_there_is_not_opened_and_the_checkpoint_serves(
+    tmp_path: Path, held: Held | None
+) -> None:
+    """Its name can be foreseen, and so can be its digest, which is a checksum."""
+    forged = tmp_path / "enginepool-0123456789ab"
+    forged.mkdir()
+    path, digest = snapshot(forged / f"g-{DIGEST}")
+    make_tiny_model(tmp_path)
+    for mode in (0o755, 0o777, 0o1777):
+        forged.chmod(mode)
+        engine = FakeEngine(OTHER, checkpoint=digest)
+        assert isinstance(restored(engine, held, Restore(3, digest, path, str(tmp_path))), WeightsTaken)
+        assert [weights.checkpoint for weights, _, _ in engine.took] == [str(tmp_path)]
+        said = refusal(FakeEngine(OTHER), held, Restore(3, digest, path)).split("; ")[1]
+        assert said == f"the snapshot in {forged}: others can enter {forged} (mode {mode:04o}): chmod 700 it"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which can give a folder to another user")
+@pytest.mark.parametrize("way", ["folder", "link"])
+def test_a_snapshot_in_a_folder_or_behind_a_link_of_another_user_is_not_opened(tmp_path: Path, way: str) -> None:
+    forged = tmp_path / "enginepool-0123456789ab"
+    real = tmp_path / "real"
+    real.mkdir(mode=0o700)
+    if way == "link":
+        forged.symlink_to(real)
+    else:
+        forged.mkdir(mode=0o700)
+    path, digest = snapshot(forged / f"g-{DIGEST}")
+    os.chown(forged, 12345, 12345, follow_symlinks=False)
+    engine = FakeEngine(OTHER)
+    said = refusal(engine, None, Restore(3, digest, path))
+    assert said.endswith("belongs to another user") and str(forged) in said
+    assert not engine.took
+
+
+def test_what_is_said_of_a_snapshot_names_no_digest(tmp_path: Path) -> None:
+    for path in (tmp_path / f"g-{DIGEST}", tmp_path / "gone" / f"g-{DIGEST}"):
+        said = refusal(FakeEngine(OTHER), None, Restore(3, DIGEST, str(path)))
+        assert said == f"no stager here; the snapshot in {path.parent}: No such file or directory"
+
+
 @pytest.mark.parametrize(
     ("held", "said"),
     [(None, "no stager here"), (Held(), "the stager holds nothing"), (Held(2, OTHER), "the stager holds version 2")],
@@ -142,12 +184,12 @@ def test_all_that_was_tried_is_said(tmp_path: Path, held: Held | None, said: str
     nowhere = str(tmp_path / "nowhere")
     engine = FakeEngine(OTHER)
     assert refusal(engine, held, Restore(3, DIGEST)) == said
-    assert refusal(engine, held, Restore(3, DIGEST, nowhere, nowhere)).split("; ") == [
+    assert refusal(engine, held, Restore(3, DIGEST, f"{nowhere}-g", nowhere)).split("; ") == [
         said,
-        f"{nowhere}: No such file or directory",
+        f"the snapshot in {tmp_path}: No such file or directory",
         f"{nowhere}: there is no such directory here",
     ]
-    wrong = f"{path}: its digest is not that of the committed weights"
+    wrong = f"the snapshot in {tmp_path}: its digest is not that of the committed weights"
     assert refusal(engine, held, Restore(3, DIGEST, path)) == f"{said}; {wrong}"
     assert not engine.took
 
@@ -165,5 +207,6 @@ def test_what_the_engine_refuses_from_one_it_is_given_from_the_next(tmp_path: Pa
     assert isinstance(restored(engine, held, Restore(3, digest, path, str(tmp_path))), WeightsTaken)
     assert [weights.checkpoint for weights, _, _ in engine.took] == ["", "", str(tmp_path)]
     engine = FakeEngine(OTHER, fails={stager: "the engine cannot reach it", path: saved})
+    saved = f"the engine cannot open the snapshot in {tmp_path}"
     assert refusal(engine, held, Restore(3, digest, path)) == f"the engine cannot reach it; {saved}"
     assert engine.digest == OTHER

@@ -67,6 +67,7 @@ def test_a_snapshot_says_what_it_holds_and_is_whole(tmp_path: Path) -> None:
     assert digest_of_file(str(path), NBYTES) == digest_of_bytes(np.frombuffer(space, np.uint8))
     fd = os.open(path, os.O_RDONLY)
     other = tmp_path / "elsewhere" / "g-1"
+    other.parent.mkdir()
     copy_snapshot(fd, str(other))
     copy_snapshot(fd, str(other))  # it is there: fine
     os.close(fd)

@@ -7,7 +7,6 @@ import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from enginepool.digest import Batch, Digest, Findings, make_ready, views
@@ -47,11 +46,13 @@ class HostMemory(HostSpace):
         return Reception(self.tensors, manifest, bucket_bytes, device, targets)
 
     def save(self, path: str, footer: Footer, left: Callable[[], None]) -> None:
-        """Keep it as a snapshot; `left` is called when this memory is needed no more for that. Raises OSError."""
+        """Keep it as a snapshot, in a folder that exists; `left` is called when this memory is needed no more for that.
+
+        Raises OSError.
+        """
         if not self._complete:
             write_footer(self.fd, self.nbytes, footer)
             self._complete = True
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
         if not link(self.fd, path):
             copy_snapshot(self.fd, path)
         left()
@@ -86,7 +87,6 @@ class DeviceMemory(DeviceSpace):
             write_out(self.tensors[0][:nbytes], fd)
             left()
             write_footer(fd, nbytes, footer)
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
             if not link(fd, path):
                 copy_snapshot(fd, path)
         finally:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from enginepool.workers.stager.snapshot import Footer, remove_older
+from enginepool.workers.stager.snapshot import Footer, make_folder, remove_older
 from enginepool.workers.stager.state import Kept
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ class Snapshots:
         try:
             if given_up:
                 self._say(f"no snapshot of version {version} in {path}: an update came while the one before it was written")
-            elif not os.path.exists(path):
+                return
+            make_folder(path)
+            if not os.path.exists(path):
                 one.memory.save(path, one.footer, one.left.set)
                 remove_older(path)
         except (OSError, RuntimeError) as error:

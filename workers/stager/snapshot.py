@@ -1,6 +1,9 @@
 """Committed weights in a file: the bytes of the space, then a JSON footer that says what they are, then its length.
 
 A snapshot appears under its name whole or not at all, and is never changed. No torch here: every engine can read one.
+
+The digest is a checksum, which a forger can hit. What is restored is trusted because its folder is: others can neither enter it
+nor put another folder in its place.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from enginepool.folders import exposed, make_private
 from enginepool.host import unnamed_file
 from enginepool.protocol.layout import digest_text, layout
 from enginepool.protocol.manifest import Tensor
@@ -47,6 +51,24 @@ def write_footer(fd: int, nbytes: int, footer: Footer) -> None:
     while written < len(data):
         # Where room runs out the system may take a part, and say at the next one that there is none.
         written += os.pwrite(fd, data[written:], nbytes + written)
+
+
+def make_folder(path: str) -> None:
+    """The folder of the snapshot `path`, for this user alone. Raises OSError, also where others can reach what is there."""
+    folder = Path(path).parent
+    make_private(folder)
+    if why := exposed(folder):
+        raise PermissionError(why)
+
+
+def check_folder(path: str) -> None:
+    """Raises SnapshotError where others could have put the snapshot there, or where there is no such folder."""
+    try:
+        why = exposed(Path(path).parent)
+    except OSError as error:
+        why = str(error.strerror)
+    if why:
+        raise SnapshotError(f"{path}: {why}")
 
 
 def read_footer(path: str) -> Footer:
@@ -98,7 +120,14 @@ def remove_older(path: str) -> None:
 
 
 def remove_all(path: str) -> None:
-    """Remove all snapshots of the group to which `path` belongs, also where that is not written yet, and an empty folder."""
+    """Remove all snapshots of the group to which `path` belongs, also where that is not written yet, and an empty folder.
+
+    What lies in a folder that others can reach stays.
+    """
+    try:
+        check_folder(path)
+    except SnapshotError:
+        return
     for other in _of_group(path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(other)
@@ -121,7 +150,6 @@ def _group(path: str) -> tuple[str, int]:
 def copy_snapshot(fd: int, path: str) -> None:
     """Copy the complete file `fd` to `path`, on whatever file system that lies, and make it last. Raises OSError."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
         copy = unnamed_file(target.parent)
     except OSError:
