@@ -157,6 +157,9 @@ def test_a_worker_that_does_not_come_up_on_it_aborts_and_comes_back_on_the_old_w
         pool.do(ev.WorkerExited(0, pool.started.pop(0).incarnation, "no such quantization", fault == "permanent"))
     story = failures(pool.sent)[1]
     assert (story.code, "did not start on it" in story.message) == ("update_aborted", True)
+    if fault == "digest":
+        assert "it runs on version 1 with other weights than the checkpoint's" in story.message
+    assert DIGEST not in story.message and "e" * 32 not in story.message
     assert not pool.journal
     pool.started.clear()
     pool.end()
@@ -166,6 +169,19 @@ def test_a_worker_that_does_not_come_up_on_it_aborts_and_comes_back_on_the_old_w
     pool.score(10)
     assert results(pool.finish(pool.batches[0]))[10].version == 0
     assert all(not place.losses and place.state == "up" for place in pool.machine.core.groups["g"].places)
+
+
+def test_members_that_see_different_checkpoints_refuse_the_update_and_name_no_digest() -> None:
+    pool = RestartPool(2)
+    asked = [one for one in pool.trainer.publish(1, transfer="checkpoint", path=PATH) if isinstance(one.message, Prepare)]
+    for one, digest in zip(asked, (DIGEST, "e" * 32), strict=True):
+        assert isinstance(one.message, Prepare)
+        pool.tell(one.link, Prepared(one.message.update, restart=True, digest=digest))
+    pool.trainer.commit()
+    refused = failures(pool.sent)[1]
+    assert refused.code == "weights_refused"
+    assert refused.message.endswith(f"see different files in {PATH}: copy the same checkpoint to each of their hosts")
+    assert DIGEST not in refused.message and "e" * 32 not in refused.message
 
 
 def test_a_later_worker_that_fails_does_not_keep_the_others_from_the_switch() -> None:

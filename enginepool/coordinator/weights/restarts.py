@@ -43,8 +43,8 @@ class Restarts:
                 self.ending.abort(update, "unsupported", text)
                 return False
             if member.digest != members[0].digest:
-                text = f"{member.worker.name} sees a checkpoint of digest {member.digest}, and {members[0].worker.name} one of "
-                self.ending.abort(update, "weights_refused", text + members[0].digest)
+                text = f"{members[0].worker.name} and {member.worker.name} see different files in {update.offer.path}: "
+                self.ending.abort(update, "weights_refused", text + "copy the same checkpoint to each of their hosts")
                 return False
         if wrong := update.clash(members[0].digest):
             self.ending.abort(update, "version_backwards", wrong, field="version", limit=str(update.group.version))
@@ -113,11 +113,14 @@ class Restarts:
                 del update.members[incarnation]
                 update.members[worker.incarnation] = member
                 member.worker = worker
-                held, wanted = (worker.version, worker.digest), (update.offer.version, member.digest)
-                if held == wanted:
-                    member.restart, member.loaded = "ready", True
+                if worker.version != update.offer.version:
+                    self._failed(update, member, f"it runs on version {worker.version}")
+                elif worker.digest != member.digest:
+                    self._failed(
+                        update, member, f"it runs on version {worker.version} with other weights than the checkpoint's"
+                    )
                 else:
-                    self._failed(update, member, f"it runs on version {held[0]}, digest {held[1] or 'unknown'}")
+                    member.restart, member.loaded = "ready", True
 
     def lost(self, update: Update, member: Member, reason: str) -> None:
         """A member is lost in phase `restart`. One that is starting was ended on purpose, or `advance` sees it."""
