@@ -93,6 +93,14 @@ def make_engine(spec: WorkerSpec) -> Engine:
         raise SpecError(str(error)) from None
 
 
+def located(spec: WorkerSpec) -> WorkerSpec:
+    """`spec` with the path of its checkpoint without symbolic links.
+
+    A link such as `latest` may move while the engine loads, and the engine has to load the directory whose digest is verified.
+    """
+    return msgspec.structs.replace(spec, checkpoint=os.path.realpath(spec.checkpoint)) if spec.checkpoint else spec
+
+
 class Worker:
     """Performs what the machine decides. Everything runs on the loop of the main thread, except the link's thread."""
 
@@ -336,6 +344,7 @@ def _has_gpu() -> bool:
 
 async def serve(spec: WorkerSpec) -> NoReturn:
     """Run one worker on the running loop, then end the process. Raises SpecError."""
+    spec = located(spec)
     engine = make_engine(spec)
     code = await Worker(spec, engine).run()
     # Not by returning: closing the loop waits for the executor's threads, and an engine may have left one stuck.

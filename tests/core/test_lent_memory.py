@@ -15,6 +15,8 @@ from enginepool.protocol.updates import Space
 from enginepool.spaces import HostSpace, set_seal
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_under
 from enginepool.workers.lent import LentError, hold
+from enginepool.workers.main import located
+from enginepool.workers.spec import WorkerSpec
 
 SEAL = b"0123456789abcdef"
 CONTENT = b"x" * 1008 + SEAL
@@ -135,3 +137,17 @@ def test_a_link_that_leads_out_of_the_roots_is_not_followed(tmp_path: Path) -> N
         checkpoint_under(str(step), [])
     with pytest.raises(CheckpointError, match="there is no such directory here"):
         checkpoint_under(str(roots / "nothing"), [str(roots)])
+
+
+def test_a_worker_loads_and_verifies_one_directory_also_where_a_link_to_it_moves_meanwhile(tmp_path: Path) -> None:
+    first, second = tmp_path / "step-1", tmp_path / "step-2"
+    for step in (first, second):
+        step.mkdir()
+    latest = tmp_path / "latest"
+    latest.symlink_to(first)
+    plain = WorkerSpec(endpoint="ipc:///nowhere", group="g", incarnation="g-0.1.1", engine="sim", model="m")
+    spec = located(msgspec.structs.replace(plain, checkpoint=str(latest), checkpoint_digest="d"))
+    latest.unlink()
+    latest.symlink_to(second)
+    assert spec.checkpoint == checkpoint_under(spec.checkpoint, [str(tmp_path)]) == str(first)
+    assert located(plain) == plain
