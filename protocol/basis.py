@@ -19,6 +19,16 @@ MAX_CHUNK = 1 << 20
 #: Maps and arrays in frame 0 that lie in each other, with the map that it is.
 MAX_NESTING = 32
 
+# What a request and its answer count in the window and in the coordinator's total, in bytes ("Window and `busy`").
+#: a request without its payload, and each of its labels
+REQUEST_BYTES = 2048
+LABEL_BYTES = 40
+#: the header of an answer, and what each row adds to it
+RESULT_BYTES = 512
+ROW_BYTES = 2
+#: an element of an answer (float32), and an id of tokenized text (int32)
+ELEMENT_BYTES = 4
+
 Dtype = Literal["int32", "uint32", "float32", "utf8"]
 
 

@@ -20,6 +20,7 @@ import msgspec
 
 from enginepool.client.events import Answer, Effect, Fail, Send, Submit
 from enginepool.client.settings import Settings
+from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Cancel, Failure, Score, Welcome
 
@@ -27,11 +28,6 @@ Place = Literal["waiting", "sent", "backoff", "cancelling"]
 
 #: Frame 0 of a score request has at most this many bytes, besides 5 for each label and 4 for each character of the group.
 _HEADER_BYTES = 512
-# What a request and its answer count in the window, as PROTOCOL.md says ("Windows and back-pressure").
-_REQUEST_BYTES = 2048
-_LABEL_BYTES = 40
-_RESULT_BYTES = 512
-_ROW_BYTES = 2
 #: Lazily deleted heap entries that are tolerated before a heap is rebuilt.
 _SLACK = 1024
 
@@ -308,14 +304,15 @@ def _too_late(call: Call) -> Failure:
 
 
 def _charge(score: Score, frames: Sequence[Buffer]) -> int:
+    """Bytes that the coordinator counts for a request and its answer, as far as the request alone tells: see `Call.charge`."""
     rows = score.frames[-1].shape[0]
     text = 0
     if score.frames[0].dtype == "utf8":
         query = len(frames[0]) * (rows if len(frames) == 3 else 1)
-        text = 4 * (query + len(frames[-2]) + rows)
+        text = ELEMENT_BYTES * (query + len(frames[-2]) + rows)
     labels = len(score.labels)
-    request = _REQUEST_BYTES + _LABEL_BYTES * labels + sum(map(len, frames)) + text
-    return request + _RESULT_BYTES + rows * (_ROW_BYTES + 4 * labels)
+    request = REQUEST_BYTES + LABEL_BYTES * labels + sum(map(len, frames)) + text
+    return request + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * labels)
 
 
 def _too_large(call: Call, nbytes: int, limit: int) -> Failure:

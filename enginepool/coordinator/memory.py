@@ -7,17 +7,10 @@ that clients can count along.
 
 from enginepool.config import Limits
 from enginepool.coordinator.events import Work
+from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities
 
-#: the objects of one request, and of each of its labels, measured
-REQUEST_BYTES = 2048
-LABEL_BYTES = 40
-#: an element of an answer is a float32
-ELEMENT_BYTES = 4
-#: the header of a result, and what each row may add to it: the forwards of a batch of its own
-RESULT_BYTES = 512
-ROW_BYTES = 2
 #: columns of a classifier's scores, and of hidden states, are taken to be so many until a worker says how many they are
 UNKNOWN_LABELS = 1024
 UNKNOWN_HIDDEN = 16_384

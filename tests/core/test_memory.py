@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.answers import Answers
-from enginepool.coordinator.memory import RESULT_BYTES, answer_bytes, request_bytes
+from enginepool.coordinator.memory import answer_bytes, request_bytes
 from enginepool.coordinator.state import Client
+from enginepool.protocol.basis import RESULT_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Capabilities, Failure, FrameSpec, Result, Timings, Usage
 from tests.core.machines import CAN, Pool, codes, config, failures, results, text, work
