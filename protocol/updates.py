@@ -6,6 +6,7 @@ in files; these messages say when, where and what. `layout.py` says how tensors 
 described.
 """
 
+import re
 from typing import Literal
 
 import msgspec
@@ -16,6 +17,8 @@ from enginepool.protocol.basis import FrameSpec, Message, TaskId
 MAX_MS = 3_600_000
 #: bytes of a seal
 SEAL_BYTES = 16
+#: the path of lent memory: a descriptor of the publisher's own process, whose PID is the group
+DESCRIPTOR = re.compile(r"/proc/([1-9][0-9]{0,9})/fd/[0-9]{1,9}", re.ASCII)
 #: spaces in one message: one for each rank of every worker
 MAX_SPACES = 1024
 

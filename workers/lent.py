@@ -10,14 +10,10 @@ the worker itself, so that nothing that the publisher does to its own descriptor
 import fcntl
 import hmac
 import os
-import re
 
 import msgspec
 
-from enginepool.protocol.updates import SEAL_BYTES, Space
-
-#: the form of the path; the coordinator refuses others, too
-_DESCRIPTOR = re.compile(r"/proc/[1-9][0-9]{0,9}/fd/[0-9]{1,9}", re.ASCII)
+from enginepool.protocol.updates import DESCRIPTOR, SEAL_BYTES, Space
 
 
 class LentError(Exception):
@@ -33,7 +29,7 @@ def hold(space: Space) -> tuple[int, Space]:
     """
     if len(space.seal) != SEAL_BYTES:
         raise LentError(f"spaces: a seal has {SEAL_BYTES} bytes, got {len(space.seal)}")
-    if not _DESCRIPTOR.fullmatch(space.path):
+    if not DESCRIPTOR.fullmatch(space.path):
         raise LentError("spaces: a path must have the form /proc/PID/fd/N")
     pinned = os.open(space.path, os.O_PATH | os.O_CLOEXEC)
     try:

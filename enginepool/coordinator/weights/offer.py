@@ -1,6 +1,5 @@
 """The offer: what of a `publish` can be refused before a transaction opens, with the field and the limit named."""
 
-import re
 from collections.abc import Sequence
 
 from enginepool.coordinator.events import Buffer
@@ -9,14 +8,13 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor, decode_manifest
-from enginepool.protocol.updates import MAX_MS, MAX_SPACES, SEAL_BYTES, Publish, Space
+from enginepool.protocol.updates import DESCRIPTOR, MAX_MS, MAX_SPACES, SEAL_BYTES, Publish, Space
 
 #: transfers whose bytes are broadcast in a process group
 BROADCAST = ("staged", "direct")
 
 #: bytes of what torch shares of a GPU's memory; some 200 are usual
 MAX_HANDLE = 4096
-_DESCRIPTOR = re.compile(r"/proc/([1-9][0-9]{0,9})/fd/[0-9]{1,9}", re.ASCII)
 
 
 def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
@@ -68,7 +66,7 @@ def check_spaces(spaces: Sequence[Space], pid: int | None) -> None:
             text = f"{at}.handle: expected at most {MAX_HANDLE} bytes, got {len(space.handle)}"
             raise WireError("bad_request", text, field=f"{at}.handle", limit=str(MAX_HANDLE))
         if space.kind == "file":
-            found = _DESCRIPTOR.fullmatch(space.path)
+            found = DESCRIPTOR.fullmatch(space.path)
             if found is None or (pid is not None and int(found[1]) != pid):
                 whose = "PID" if pid is None else pid
                 text = f"{at}.path: must be a descriptor of the publisher's own process, /proc/{whose}/fd/N"
