@@ -74,7 +74,8 @@ def exposed(folder: Path) -> str:
         if status.st_uid not in trusted:
             return f"{parent} belongs to another user"
         if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
-            return f"others can write to {parent} (mode {stat.S_IMODE(status.st_mode):04o})"
+            mode = stat.S_IMODE(status.st_mode)
+            return f"others can write to {parent} (mode {mode:04o}): chmod go-w it, or name another directory"
     status = real.stat()
     if status.st_uid != os.geteuid():
         return f"{real} belongs to another user"

@@ -94,7 +94,9 @@ def test_a_parent_in_which_others_can_rename_exposes_what_lies_below(tmp_path: P
     folder.mkdir(parents=True)
     folder.chmod(0o700)
     parent.chmod(mode)
-    assert exposed(folder) == ("" if allowed else f"others can write to {parent} (mode {mode:04o})")
+    assert exposed(folder) == (
+        "" if allowed else f"others can write to {parent} (mode {mode:04o}): chmod go-w it, or name another directory"
+    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which can give a folder to another user")
