@@ -147,7 +147,9 @@ def _check(options: "Options") -> None:
         check_softmax(options.apply_softmax, named)
     except BadRequest as error:
         name, _, said = str(error).partition(":")
-        raise CommandFailed(f"--{name.replace('_', '-')}:{said}", BAD_USAGE) from None
+        # An option may have another name than the argument of `Pool.score`.
+        option = name.removeprefix("apply_").replace("_", "-")
+        raise CommandFailed(f"--{option}:{said}", BAD_USAGE) from None
 
 
 def _count(lines: int) -> str:

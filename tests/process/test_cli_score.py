@@ -338,3 +338,11 @@ def test_what_a_line_says_goes_before_what_the_command_line_says(pool: StandIn, 
         {**shared, "apply_softmax": False, "group": "", "priority": 7, "timeout": 9, "min_version": 9},
         {**shared, "apply_softmax": True, "group": "g", "priority": 1, "timeout": 2.5, "min_version": 2},
     ]
+
+
+def test_softmax_over_one_label_is_refused_by_the_name_of_the_option(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"query": [1], "items": [[2]]}\n')
+    code, _, err = call("score", source, tmp_path / "out.jsonl", "--softmax", "--label-token-ids", "5")
+    assert (code, err.partition(": over")[0]) == (2, "enginepool: --softmax")
+    assert not (tmp_path / "out.jsonl").exists()
