@@ -59,7 +59,7 @@ def _remove_abandoned(parent: Path, prefix: str, forget: Callable[[Path], object
 def exposed(folder: Path) -> str:
     """Why other users could reach what lies in `folder`, or put something else in its place; "" where they cannot.
 
-    The folder itself is this user's, and neither to be read, written nor entered by others, whatever the umask was. What leads
+    The folder itself is this user's, and neither to be read, written nor entered by others, with any umask. What leads
     there, symbolic links too, is this user's or the system's; others may write to none of it, but for a folder like /tmp,
     in which they cannot rename what is not theirs.
     """

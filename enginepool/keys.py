@@ -4,8 +4,8 @@
     DIR/NAME.key         of one peer, secret; with the coordinator's public key, so that the peer needs this file alone
     DIR/authorized       a line for each key that may connect: ROLE PUBLIC-KEY NAME
 
-A secret file has mode 0600, and is not read where others can read it. A role is whatever `authorized` says; the coordinator
-reads that file again when it changes.
+A secret file has mode 0600, and is not read where others can read it. The role of a key is the one in `authorized`; the
+coordinator reads that file again when it changes.
 """
 
 import os
@@ -31,7 +31,7 @@ FIRST: dict[str, Role] = {role: role for role in get_args(Role)}
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 #: a key as text, in Z85
 _KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_ABOUT = "# Secret: whoever can read this file is {name} to the pool. Made by `enginepool keys`.\n"
+_ABOUT = "# Secret: a program that can read this file is {name} to the pool. Made by `enginepool keys`.\n"
 
 
 class Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -149,7 +149,7 @@ def _make(path: Path, name: str, role: str, server: str) -> str:
     key = Key(name, role, public, secret, server or public)
     # Names, roles and Z85 have nothing that TOML would want escaped.
     text = _ABOUT.format(name=name) + "".join(f'{field} = "{getattr(key, field)}"\n' for field in key.__struct_fields__)
-    # Never through a link, never into what is there, and for nobody else's eyes from its first byte on.
+    # Never through a link, never into a file that exists, and readable by this user alone from its first byte on.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(descriptor, 0o600)

@@ -35,7 +35,7 @@ class HostSpace:
     kind: Literal["host"] = "host"
 
     def __init__(self, nbytes: int, *, pinned: bool = False, lent: bool = False) -> None:
-        """`lent`: other programs are to believe that nobody shrinks it, and that it is no file. Raises OSError: no room."""
+        """`lent`: a sealed memfd, so that other programs can rely on its size. Raises OSError: no room."""
         self.fd = -1
         try:
             self.fd = _sealable() if lent else unnamed_file(SHARED)

@@ -20,7 +20,7 @@ Line = tuple[int, int, bytes]
 
 
 class FileLines(AsyncIterator[Line]):
-    """The lines of a file, which never make anybody wait."""
+    """The lines of a file. Reading one never waits."""
 
     def __init__(self, lines: Iterator[Line]) -> None:
         self._lines = lines

@@ -124,7 +124,7 @@ def check_name(value: Any) -> str:
 
 
 def check_address(value: Any) -> str:
-    """The address of a coordinator that somebody can connect to; None is the one in the environment, or the default."""
+    """The address of a coordinator, as a client connects to it; None is the one in the environment, or the default."""
     name = "address"
     if value is None and ADDRESS_VARIABLE in os.environ:
         name, value = ADDRESS_VARIABLE, os.environ[ADDRESS_VARIABLE]
@@ -156,7 +156,7 @@ _OTHER_NAMES = {
 
 
 def meant(name: str, known: Sequence[str]) -> str:
-    """What somebody who wrote `name` probably meant, as the end of a sentence; "" where that is not known."""
+    """The option that `name` was probably meant to be, as the end of a sentence; "" where that is not known."""
     near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, known, 1)), "")
     return f"; did you mean {near}?" if near else ""
 

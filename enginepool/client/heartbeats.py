@@ -182,7 +182,7 @@ class Heartbeats:
             watch = Watch(self._rank, self._size, last, self._version, self._timeout_s, time.monotonic())
             while self._beat(watch):
                 pass
-        except Exception as error:  # whatever it is, ranks wait for this thread
+        except Exception as error:  # of any kind: ranks wait for this thread
             text = " ".join(str(error).split()) or type(error).__name__
             self._give_up(f"the store of the trainer's process group is gone, and with it a trainer rank: {text}")
 

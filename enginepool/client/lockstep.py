@@ -47,7 +47,7 @@ _end = msgspec.json.Decoder(End)
 
 
 class Lockstep:
-    """Rank 0's side of the update to `version`; with no group, or one of a single rank, there is nobody to tell.
+    """Rank 0's side of the update to `version`; with no group, or one of a single rank, no other rank is told.
 
     Args:
         version: that the caller named, or None.

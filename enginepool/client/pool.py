@@ -373,8 +373,8 @@ class Pool:
     ) -> UpdateRecord:
         """Let every worker of a group load the checkpoint directory `path`, which each must be able to see, as `version`.
 
-        Nobody looks for NaN and infinity in it before; `validate_weights` does afterwards. Engines that take weights only at
-        their start are restarted on it, as the group's `restart_updates` says: `timeout` has to be long enough for that.
+        It is not searched for NaN and infinity before; `validate_weights` does that afterwards. Engines that take weights only
+        at their start are restarted on it, as the group's `restart_updates` says: `timeout` has to be long enough for that.
 
         Args:
             path: a relative one is of this program's folder if there is such a directory, else of each worker's.

@@ -311,7 +311,7 @@ class Fleet:
             place.hopeless = e.permanent
 
     def lose(self, worker: Worker, reason: str, *, kill: bool, own: bool = False) -> None:
-        """This incarnation is gone for ever: its batches are dissolved, its process is killed unless it has ended. The reason
+        """This incarnation does not come back: its batches are dissolved, its process is killed unless it has ended. The reason
         is a clause on the worker, or, with `own`, what it said of its end."""
         core, group = self.core, worker.group
         worker.lost = True

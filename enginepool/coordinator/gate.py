@@ -17,7 +17,7 @@ from enginepool.protocol.roles import INCLUDES
 
 #: the coordinator's TCP sockets, as ZAP calls them
 DOMAIN = "enginepool"
-_NOBODY = Peer()
+_NO_ROLES = Peer()
 
 
 class Gate:
@@ -45,7 +45,7 @@ class Gate:
 
     def peer(self, frame: zmq.Frame) -> Peer:
         """Who sent this frame."""
-        return self._peers.get(str(frame.get("User-Id")), _NOBODY)
+        return self._peers.get(str(frame.get("User-Id")), _NO_ROLES)
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
         """Have a socket that is about to listen on TCP take connections of these keys alone."""
@@ -79,5 +79,5 @@ class Gate:
         return (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def close(self) -> None:
-        """Nobody is let in any more. Idempotent."""
+        """No key may connect any more. Idempotent."""
         self._authenticator.stop()

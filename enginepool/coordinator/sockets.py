@@ -145,8 +145,8 @@ class Router:
         self.endpoint = ""
 
     def bind(self, endpoint: str, gate: Gate | None = None) -> None:
-        """Bind, or raise ConfigError. An ipc socket lies in a directory of this user alone: whoever can open it is this user.
-        A lock beside its path is taken first: a second bind would steal the traffic. `gate`: who may connect over TCP."""
+        """Bind, or raise ConfigError. An ipc socket lies in a directory of this user alone: a process that can open it is this
+        user's. A lock next to its path is taken first: a second bind would steal the traffic. `gate`: keys, for TCP."""
         if endpoint.startswith("ipc://"):
             path = endpoint.removeprefix("ipc://") + ".lock"
             try:

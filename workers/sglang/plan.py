@@ -108,7 +108,7 @@ class _Watch(_Mode):
 
 
 class _Swallow(_Mode):
-    """Has a load run to its end on tensors without memory, whatever it computes, and writes nothing to real ones."""
+    """Runs a load to its end on tensors without memory, whatever it computes, and writes nothing to real ones."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -170,7 +170,7 @@ class Update:
         committed, offer = self.group.weights, self.offer
         if offer.new_run or offer.version != committed.version or committed.digest in ("", digest):
             return ""
-        # Without the digests: whoever names bytes that are not its own must not learn what they are.
+        # Without the digests: a publisher that names bytes of others must not learn what they are.
         return (
             f"version {committed.version} is committed with other weights; publish these as {committed.version + 1} or higher"
         )
