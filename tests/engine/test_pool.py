@@ -71,12 +71,13 @@ class Case(msgspec.Struct):
         shared = rng.random() < 0.6
         group = rng.choice(["policy", "policy", "reward"])
         query = ids(rng.randrange(0, 30))
+        labels = tuple(ids(rng.choice([1, 2, 7]))) if group == "policy" else ()
         return cls(
             group=group,
             queries=[query] * rows if shared else [ids(rng.randrange(0, 30)) for _ in range(rows)],
             items=[ids(rng.randrange(1, 40)) for _ in range(rows)],
-            labels=tuple(ids(rng.choice([1, 2, 7]))) if group == "policy" else (),
-            softmax=rng.random() < 0.5,
+            labels=labels,
+            softmax=len(labels) > 1 and rng.random() < 0.5,
             item_first=rng.random() < 0.3,
             hidden=group == "reward" and rng.random() < 0.5,
             shared=shared,

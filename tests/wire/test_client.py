@@ -514,7 +514,6 @@ def test_an_address_that_is_no_text_is_refused_at_once(address: Any):
 @pytest.mark.parametrize(
     "address",
     [
-        "127.0.0.1:5791",
         "localhost",
         "",
         "tcp://x",
@@ -532,6 +531,11 @@ def test_an_address_that_is_none_is_refused_at_once_with_what_one_looks_like(add
         assert str(caught.value).startswith(f"address: {address!r}; write tcp://HOST:PORT or ipc://PATH")
         assert caught.value.field == "address"
         assert isinstance(caught.value, ValueError)
+
+
+def test_an_address_that_lacks_its_transport_is_refused_with_the_whole_of_it():
+    with pytest.raises(errors.BadRequest, match=r"^address: '127.0.0.1:5791'; write tcp://127.0.0.1:5791$"):
+        Pool.connect("127.0.0.1:5791")
 
 
 def test_a_socket_that_cannot_be_opened_keeps_nobody_waiting_who_closes(run: Callable[..., None]):
