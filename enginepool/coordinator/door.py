@@ -364,16 +364,31 @@ def _locate_id(work: Work, vocab: int) -> tuple[str, str, str]:
 
 
 def _check_text(name: str, frame: Buffer, lengths: Buffer | None) -> None:
-    data = bytes(frame)
-    at = 0
-    pieces = [len(data)] if lengths is None else np.frombuffer(lengths, np.uint32).tolist()
-    for row, n in enumerate(pieces):
-        try:
-            data[at : at + n].decode()
-        except UnicodeDecodeError as error:
-            where = name if lengths is None else f"{name}[{row}]"
-            raise _bad(where, f"{where}: not UTF-8 at byte {error.start}", "") from None
-        at += n
+    data = np.frombuffer(frame, np.uint8)
+    wrong = len(data)
+    try:
+        str(memoryview(frame), "utf-8")
+    except UnicodeDecodeError as error:
+        wrong = error.start
+    if lengths is None:
+        if wrong < len(data):
+            raise _bad(name, f"{name}: not UTF-8 at byte {wrong}", "")
+        return
+    # A whole is UTF-8 in each of its rows when no row begins inside a character. There may be millions of rows.
+    counts = np.frombuffer(lengths, np.uint32)
+    begins = np.cumsum(counts[counts > 0], dtype=np.int64)
+    begins = begins[begins < wrong]
+    torn = begins[data[begins] & 0xC0 == 0x80]
+    if len(torn):
+        # The row before ends in the middle of the character whose first byte is its last one that is no continuation.
+        wrong = int(torn[0]) - 1
+        while data[wrong] & 0xC0 == 0x80:
+            wrong -= 1
+    if wrong < len(data):
+        ends = np.cumsum(counts, dtype=np.int64)
+        row = int(np.searchsorted(ends, wrong, side="right"))
+        where = f"{name}[{row}]"
+        raise _bad(where, f"{where}: not UTF-8 at byte {wrong - (int(ends[row - 1]) if row else 0)}", "")
 
 
 def _cut_ragged(
