@@ -84,6 +84,11 @@ class Answers:
         shelf = self._shelves.get(client)
         return None if shelf is None else shelf.kept.get(id)
 
+    def any_of(self, client: "Client") -> bool:
+        """Whether an answer of `client` is kept."""
+        shelf = self._shelves.get(client)
+        return shelf is not None and bool(shelf.kept)
+
     def drop(self, client: "Client", id: int) -> None:
         """Forget the answer of request `id`."""
         shelf = self._shelves.get(client)

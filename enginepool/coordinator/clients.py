@@ -42,9 +42,13 @@ class Clients:
         limits = core.config.limits
         client.max_message = min(limits.max_message_bytes, e.max_message_bytes or limits.max_message_bytes)
         before = core.links.get(e.link)
+        core.links[e.link] = client
         if before is not None:
             before.link = None
-        core.links[e.link] = client
+            publishes = any(update.client is before for update in core.updates.values())
+            if not before.live and not publishes and not core.answers.any_of(before):
+                # Nothing to come back for: one link cannot leave behind more clients than have asked for something.
+                self._drop(before)
         welcome = Welcome(
             core.epoch,
             protocol=PROTOCOL_VERSION,
