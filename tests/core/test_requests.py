@@ -1,10 +1,13 @@
 """Promises to clients: one final answer, clear refusals before the queue, bounds, duplicates, deadlines, cancel."""
 
+import tracemalloc
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
@@ -29,6 +32,63 @@ from tests.core.machines import CAN, EPOCH, Pool, codes, config, failures, resul
 
 #: what a request takes with its answer
 HELD = request_bytes(work()) + answer_bytes(work(), CAN)
+
+
+def test_a_link_that_says_hello_as_one_client_after_another_leaves_only_those_that_asked_for_something() -> None:
+    pool = Pool(config())
+    for number in range(100):
+        link = pool.client(b"x", client=b"%16d" % number)
+        if number == 7:
+            pool.submit(link, 1, work())
+    assert sorted(pool.machine.core.clients) == [b"%16d" % 7, b"%16d" % 99]
+    pool.client(b"y", client=b"%16d" % 7)
+    pool.worker()
+    assert [sent.link for sent in pool.finish(pool.batches[-1]) if sent.link in (b"x", b"y")] == [b"y"]
+
+
+@given(st.lists(st.sampled_from(["", "a", "é", "€", "😀", "a€b"]), min_size=1), st.data())
+def test_text_is_utf8_in_each_row_or_the_first_row_that_is_not_is_named(rows: list[str], data: st.DataObject) -> None:
+    whole = bytearray("".join(rows).encode())
+    if whole and data.draw(st.booleans()):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.sampled_from([0x61, 0x80, 0xC3, 0xED, 0xF0, 0xFF]))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=4)))
+    pieces = [bytes(whole[start:end]) for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+    expected = ""
+    for row, piece in enumerate(pieces):
+        try:
+            piece.decode()
+        except UnicodeDecodeError as error:
+            expected = f"items[{row}]: not UTF-8 at byte {error.start}"
+            break
+    try:
+        open_rows(bytes(whole), [len(piece) for piece in pieces])
+        found = ""
+    except WireError as error:
+        found = error.message
+    assert found == expected
+
+
+def test_empty_rows_of_text_take_no_memory_before_they_are_refused() -> None:
+    counts = np.zeros(4_000_000, np.uint32)
+    counts[0] = 1
+    tracemalloc.start()
+    try:
+        assert open_rows(b"a", counts).rows == len(counts)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * counts.nbytes, "one copy of the lengths is this test's own"
+
+
+def open_rows(items: bytes, counts: "list[int] | np.ndarray[Any, Any]") -> ev.Work:
+    """A text request of rows of these lengths, with a query, so that they may be empty."""
+    lengths = np.asarray(counts, np.uint32).tobytes()
+    specs = [
+        FrameSpec("query", "utf8", (1,)),
+        FrameSpec("items", "utf8", (len(items),)),
+        FrameSpec("item_lengths", "uint32", (len(lengths) // 4,)),
+    ]
+    return open_score(Score(1, specs, labels=[1]), [b"q", items, lengths])
 
 
 def test_hello_is_answered_with_what_is_granted() -> None:

@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from enginepool.coordinator.events import Link
-from enginepool.coordinator.sockets import Router, Sockets
+from enginepool.coordinator.sockets import ROUND_BYTES, Router, Sockets
 
 PATIENCE_S = 60.0
 #: bytes that a peer may leave unread
@@ -211,6 +211,22 @@ def test_a_peer_that_never_says_that_it_reads_is_disconnected(loop: asyncio.Abst
 
     try:
         loop.run_until_complete(scene())
+    finally:
+        bench.close()
+
+
+def test_large_messages_are_acted_upon_before_more_of_them_are_received(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, quiet=False)
+    try:
+        peer = bench.peers[0]
+        for _ in range(8):
+            peer.send_multipart([b"header", bytes(ROUND_BYTES)])
+        taken: list[list[bytes]] = []
+        for count in range(1, 9):
+            while not bench.clients.asked():
+                pass
+            assert bench.clients.receive(lambda link, frames, frame: taken.append(frames)) == 1
+            assert len(taken) == count and bench.clients.unsure
     finally:
         bench.close()
 
