@@ -31,6 +31,7 @@ from enginepool.coordinator.events import Link
 from enginepool.coordinator.gate import Gate
 from enginepool.coordinator.journal import Journal, Record
 from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.memory import unread_bytes
 from enginepool.coordinator.patience import FEW
 from enginepool.coordinator.sockets import Frame, Router, Sockets, context, pid_of, raise_open_files
 from enginepool.coordinator.supervisor import LocalSupervisor
@@ -94,8 +95,6 @@ class Daemon:
         self._keys_timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._max_bytes = config.limits.max_message_bytes
-        #: the total, and what small answers may add that no client is charged for
-        self._most = config.limits.buffer_bytes * 21 // 20
         #: came in and is not handled yet
         self._events: list[ev.Event] = []
         with contextlib.ExitStack() as stack:
@@ -261,8 +260,8 @@ class Daemon:
             else:
                 self._perform(effect)
         # Requests are admitted so that this holds. What else is asked for may break it, and so may a bug.
-        clients, most = self.sockets.clients, self._most - self.machine.core.live_bytes
-        while clients.unread > most and clients.unread:
+        clients, most = self.sockets.clients, unread_bytes(self.machine.core.live_bytes, self.config.limits)
+        while clients.unread > most:
             clients.cut_largest()
         wake_at = self.machine.wake_at()
         if wake_at < self._timer_at:

@@ -42,6 +42,15 @@ def is_known(work: Work, can: Capabilities | None) -> bool:
     return can is not None or len(work.part.labels) > 0
 
 
+def unread_bytes(live: int, limits: Limits) -> int:
+    """Bytes that all peers together may leave unread, while requests are charged with `live` bytes.
+
+    The total, and a twentieth for small answers that no client is charged for. A tenth is left in any case: what requests take
+    may turn out to be more than they were charged at first, and peers that read must not be disconnected for that.
+    """
+    return max(limits.buffer_bytes * 21 // 20 - live, limits.buffer_bytes // 10)
+
+
 def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: Limits) -> WireError | None:
     """Why a coordinator with nothing else to do could not serve `work` to a client that takes messages of so many bytes."""
     answer = answer_bytes(work, can)

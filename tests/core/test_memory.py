@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.answers import Answers
-from enginepool.coordinator.memory import answer_bytes, request_bytes
+from enginepool.coordinator.memory import answer_bytes, request_bytes, unread_bytes
 from enginepool.coordinator.state import Client
 from enginepool.protocol.basis import RESULT_BYTES
 from enginepool.protocol.frames import encode_header
@@ -95,6 +95,19 @@ def test_what_a_request_takes_is_known_better_once_a_worker_is_ready() -> None:
     (failure,) = failures(pool.sent).values()
     assert (failure.id, failure.code, failure.field) == (2, "too_large", "items"), "1.6 MB, of 1 MB"
     assert pool.machine.core.live_bytes < guessed
+
+
+def test_peers_that_read_are_not_disconnected_when_requests_turn_out_larger_than_they_were_charged() -> None:
+    limits = Limits(max_message_bytes=MB, window_bytes=8 * MB, buffer_bytes=10 * MB)
+    pool = Pool(config(limits=limits))
+    client = pool.client()
+    for id_ in range(30):
+        assert codes(pool.submit(client, id_, work(50, 1, labels=()))) == []
+    pool.worker(can=msgspec.structs.replace(CLASSIFIER, labels=4096))
+    live = pool.machine.core.live_bytes
+    assert live > 2 * limits.buffer_bytes, "a head of 1024 columns was charged"
+    assert unread_bytes(live, limits) == MB
+    assert unread_bytes(0, limits) == limits.buffer_bytes * 21 // 20
 
 
 def test_text_that_no_message_could_carry_as_ids_is_refused() -> None:
