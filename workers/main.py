@@ -47,7 +47,7 @@ from enginepool.workers.log import never_fail
 from enginepool.workers.machine import TICK_S, WorkerMachine
 from enginepool.workers.payload import decode_batch, decode_texts, encode_rows, encode_scores
 from enginepool.workers.process import end_process, say
-from enginepool.workers.sglang.model_size import UnknownSize, model_bytes
+from enginepool.workers.sglang.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.spec import VARIABLE, SpecError, WorkerSpec, read_spec
 from enginepool.workers.weights import Weights
 
@@ -258,6 +258,8 @@ class Worker:
 
     async def _make_room(self) -> None:
         revision = self.spec.options.get("revision")
+        if quantized(self.spec.options, await asyncio.to_thread(model_config, self.spec.model, revision)):
+            return  # its engine takes weights only at its start
         try:
             nbytes = await asyncio.to_thread(model_bytes, self.spec.model, revision)
         except UnknownSize as error:

@@ -1,5 +1,6 @@
 """Weights in files: checkpoints and snapshots are read without torch, and what is not one is refused by name."""
 
+import asyncio
 import errno
 import importlib
 import os
@@ -7,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +20,8 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.tiny_model import make_tiny_model
 from enginepool.workers.checkpoint import CheckpointError, checkpoint_space, checkpoint_tensors
-from enginepool.workers.main import wants_room
-from enginepool.workers.sglang.model_size import UnknownSize, model_bytes
+from enginepool.workers.main import Worker, wants_room
+from enginepool.workers.sglang.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.sim.scores import expected_scores
 from enginepool.workers.spec import WorkerSpec
 from enginepool.workers.stager.snapshot import (
@@ -206,6 +208,38 @@ def test_memory_for_staged_updates_is_kept_where_it_is_wanted() -> None:
 
     assert wanted()
     assert not wanted(reserve_staging=False) and not wanted(engine="sim") and not wanted(stager="")
+
+
+def test_a_quantized_model_is_told_by_its_options_or_its_configuration(tmp_path: Path) -> None:
+    """Its engine takes weights only at its start, so that no memory is kept for staged updates."""
+    assert quantized({"quantization": "fp8"}, {}) and quantized({}, {"quantization_config": {"quant_method": "awq"}})
+    for options, config in (({}, {}), ({"quantization": None}, {"quantization_config": None}), ({"tp_size": 2}, {"a": 1})):
+        assert not quantized(options, config)
+    assert model_config(str(tmp_path)) == {}
+    for text in ("[]", "no JSON"):
+        (tmp_path / "config.json").write_text(text)
+        assert model_config(str(tmp_path)) == {}
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
+    assert quantized({}, model_config(str(tmp_path)))
+
+
+@pytest.mark.parametrize(("options", "config", "reserved"), [({}, "{}", True), ({"quantization": "fp8"}, "{}", False)])
+def test_a_quantized_model_reserves_no_memory(tmp_path: Path, options: dict[str, Any], config: str, reserved: bool) -> None:
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "a.safetensors").write_bytes(bytes(1000))
+    asked: list[int] = []
+
+    async def make_room(nbytes: int) -> str:
+        asked.append(nbytes)
+        return ""
+
+    worker: Any = Worker.__new__(Worker)
+    worker.spec = WorkerSpec(
+        endpoint="ipc://x", group="g", incarnation="w", model=str(tmp_path), engine="sglang", options=options
+    )
+    worker.weights = SimpleNamespace(make_room=make_room)
+    asyncio.run(worker._make_room())
+    assert bool(asked) == reserved
 
 
 def test_the_size_of_a_model_in_a_folder_is_that_of_its_weights(tmp_path: Path) -> None:

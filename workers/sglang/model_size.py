@@ -1,11 +1,12 @@
-"""How large a model's weights are, before an engine loads them: in its folder, in the model hub's cache, or as the hub says."""
+"""How large a model's weights are, before an engine loads them: in its folder, in the model hub's cache, or as the hub says.
+And whether they are quantized: then the engine takes weights only at its start."""
 
 import contextlib
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 #: the most that lies between the tensors of a space
 _GAPS = 1 << 20
@@ -24,6 +25,24 @@ def model_bytes(model: str, revision: str | None = None) -> int:
     """
     folder = Path(model).expanduser()
     return _in_folder(folder) if folder.is_dir() else _of_hub(model, revision)
+
+
+def quantized(options: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Whether an engine with these options quantizes, or has quantized weights. `config`: the model's config.json."""
+    return any(settings.get(key) for settings, key in ((options, "quantization"), (config, "quantization_config")))
+
+
+def model_config(model: str, revision: str | None = None) -> dict[str, Any]:
+    """The model's config.json; empty where it cannot be read. May ask the model hub."""
+    try:
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            hub: Any = importlib.import_module("huggingface_hub")
+            folder = Path(hub.hf_hub_download(model, "config.json", revision=revision, etag_timeout=_HUB_S)).parent
+        config: Any = json.loads((folder / "config.json").read_bytes())
+    except Exception:  # as in `_of_hub`: the engine will say the same when it loads the model
+        return {}
+    return cast("dict[str, Any]", config) if isinstance(config, dict) else {}
 
 
 def _in_folder(folder: Path) -> int:
