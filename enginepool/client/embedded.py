@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from enginepool.client.arguments import meant
 from enginepool.config import GroupConfig, PoolConfig, check_models, checked_config, encode_config
 from enginepool.errors import ConfigError
 from enginepool.folders import PrivateFolder, snapshot_folders
@@ -48,7 +49,10 @@ def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> Pool
         if config is not None:
             plain = {**msgspec.structs.asdict(GroupConfig(model="")), "model": None}
             for key, value in group.items():
-                if key not in plain or value != plain[key]:
+                if key not in plain:
+                    near = meant(key, [*plain, "config", "start_timeout"])
+                    raise ConfigError(f"Pool.start() has no argument {key!r}{near}")
+                if value != plain[key]:
                     raise ConfigError(f"{key}: write it in the config, which was given whole")
             return check_gpus(check_models(checked_config(config), "configuration"), "configuration")
         if group["model"] is None:
