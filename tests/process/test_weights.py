@@ -122,7 +122,7 @@ def test_weights_that_are_held_nowhere_any_more_are_asked_of_whoever_publishes(p
             async with Pool.connect(daemon.address) as again, WeightPublisher(again, **OPTIONS) as restarted:
                 await asyncio.wait_for(restarted.wanted.wait(), PATIENCE_S)
                 assert restarted.wanted_version == 3
-            with pytest.raises(errors.VersionBackwards, match="4 or above"):
+            with pytest.raises(errors.VersionBackwards, match="4 or higher"):
                 await publisher.publish(some_weights(4), 3)
             await stage.publish(3)
             async with stage.load.running():
