@@ -236,6 +236,8 @@ class Daemon:
             self.ended.set_result(code)
 
     def _look_at_keys(self, gate: Gate) -> None:
+        for line in gate.refused():
+            say(line)
         if line := gate.reload():
             say(line)
         self._keys_timer = self.loop.call_later(KEYS_S, self._look_at_keys, gate)

@@ -17,6 +17,8 @@ from enginepool.protocol.roles import INCLUDES
 
 #: the coordinator's TCP sockets, as ZAP calls them
 DOMAIN = "enginepool"
+#: unknown keys that are named to the operator until `authorized` changes: strangers must not fill the log
+NAMED = 16
 _NO_ROLES = Peer()
 
 
@@ -35,13 +37,26 @@ class Gate:
         self._seen = self._signature()
         #: replaced as a whole: the authenticator's thread reads it, too
         self._peers = self._read()
+        #: keys that were refused, and whether the operator was told
+        self._refused: dict[str, bool] = {}
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(DOMAIN, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Whether this key, in Z85, may connect: ZAP asks, in the authenticator's thread."""
-        return key.decode() in self._peers
+        name = key.decode()
+        if name in self._peers:
+            return True
+        if len(self._refused) < NAMED:
+            self._refused.setdefault(name, False)
+        return False
+
+    def refused(self) -> list[str]:
+        """A line for the operator for each key that was refused, and not named before."""
+        new = [name for name, told in list(self._refused.items()) if not told]
+        self._refused.update(dict.fromkeys(new, True))
+        return [f"keys: {name} is not in {self._path}: its connection was refused" for name in new]
 
     def peer(self, frame: zmq.Frame) -> Peer:
         """Who sent this frame."""
@@ -66,6 +81,7 @@ class Gate:
             self._peers = self._read()
         except ConfigError as error:
             return f"{error}; the keys of before hold"
+        self._refused = {}
         return f"keys: {self._path} has changed: {len(self._peers)} keys may connect"
 
     def _read(self) -> dict[str, Peer]:

@@ -14,6 +14,7 @@ import zmq
 import zmq.utils.monitor
 
 from enginepool import BlockingPool, Pool, errors
+from enginepool.coordinator.gate import NAMED, Gate
 from enginepool.keys import AUTHORIZED, FIRST, make_keys, read_key
 from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES
 from enginepool.workers.sim.scores import expected_scores
@@ -118,6 +119,7 @@ def test_who_has_no_authorized_key_is_not_connected(pool: Daemon, endpoint: str,
     public, secret = zmq.curve_keypair()
     assert silent(address)
     assert silent(address, **{**good, "curve_publickey": public, "curve_secretkey": secret})
+    pool.wait_for(f"keys: {public.decode()} is not in ")
     assert silent(address, **{**good, "curve_serverkey": public})
     assert silent(address, **{**good, "curve_secretkey": secret})
 
@@ -128,6 +130,29 @@ def test_a_client_without_a_key_is_told_what_may_be_wrong(pool: Daemon, tmp_path
     make_keys(tmp_path, {"stranger": "admin"})
     with pytest.raises(errors.ConnectError, match="does not know the key that was given"):
         BlockingPool.connect(pool.address, keys=tmp_path / "stranger.key", connect_timeout=0.5)
+
+
+def test_strangers_do_not_fill_the_log(tmp_path: Path) -> None:
+    """Each key is named once, and only so many of them until the list changes."""
+    make_keys(tmp_path / "keys", FIRST)
+    listed = tmp_path / "keys" / AUTHORIZED
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    gate = Gate(tmp_path / "keys", context)
+    try:
+        keys = [zmq.curve_keypair()[0] for _ in range(NAMED + 4)]
+        assert not any(gate.callback("enginepool", key) for key in keys * 2)
+        assert [line.split()[1] for line in gate.refused()] == [key.decode() for key in keys[:NAMED]]
+        assert not gate.callback("enginepool", keys[-1])
+        assert gate.refused() == []
+        listed.write_text(listed.read_text() + f"client {keys[0].decode()} late\n")
+        assert "5 keys may connect" in gate.reload()
+        assert gate.callback("enginepool", keys[0])
+        assert not gate.callback("enginepool", keys[-1])
+        [line] = gate.refused()
+        assert line == f"keys: {keys[-1].decode()} is not in {listed}: its connection was refused"
+    finally:
+        gate.close()
+        context.destroy(linger=0)
 
 
 def test_clients_of_each_role_may_do_what_their_key_says(pool: Daemon) -> None:
