@@ -10,7 +10,7 @@ from enginepool.coordinator.classes import classes_of
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.filling import RECENT_S
-from enginepool.coordinator.memory import answer_bytes, request_bytes, too_large
+from enginepool.coordinator.memory import charge, too_large
 from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.state import Client, Group, Request
 from enginepool.protocol.messages import Failure
@@ -42,9 +42,8 @@ class Admission:
             core.refuse(e.link, e.id, "needs_weights", group.needs)
             return
         limits = core.config.limits
-        can = group.sizes
-        answer = answer_bytes(work, can)
-        held = request_bytes(work) + answer
+        can = group.plain or group.packed
+        answer, held = charge(work, can)
         if work.rows > limits.queue_items:
             # Waiting would not help: it is more than an empty queue takes.
             text = f"items: {work.rows}; at most {limits.queue_items} in one request"
@@ -98,7 +97,10 @@ class Admission:
         request.min_version = e.min_version
         client.live[e.id] = request
         group.live[request] = None
-        group.classify(request, classes)
+        if classes == group.expected:
+            request.classes = classes
+        else:
+            group.classify(request, classes)
         client.nbytes += held
         core.live_rows += work.rows
         core.live_bytes += held

@@ -34,36 +34,37 @@ class Kept(msgspec.Struct, frozen=True, gc=False):
 class _Shelf:
     """The answers of one client, oldest first."""
 
-    __slots__ = ("kept", "nbytes", "size")
+    __slots__ = ("kept", "listed", "nbytes", "top")
 
     def __init__(self) -> None:
         # The first of a dict is found only behind the places of all that were deleted before it.
         self.kept: OrderedDict[int, Kept] = OrderedDict()
         #: equals the sum over `kept`
         self.nbytes = 0
-        #: its bit length
-        self.size = 0
+        #: where it is listed by its size, at least the bit length of `nbytes`; 0: nowhere. It rises at once, and falls when a
+        #: large client is looked for: answers that come and go cost no listing.
+        self.listed = 0
+        #: `nbytes` from which it is listed higher: 1 << listed
+        self.top = 1
 
 
 class Answers:
     """Final answers by client and request id."""
 
-    __slots__ = ("_by_size", "_max_age", "_max_bytes", "_shelves", "nbytes", "number")
+    __slots__ = ("_by_size", "_max_age", "_max_bytes", "_shelves", "nbytes")
 
     def __init__(self, max_age: float, max_bytes: int) -> None:
         #: of clients that had answers here; until they leave
         self._shelves: dict[Client, _Shelf] = {}
-        #: clients that have answers here, by the bit length of their bytes
+        #: all clients that have answers here, and some that had, by `listed`
         self._by_size: list[OrderedDict[Client, None]] = [OrderedDict() for _ in range(64)]
         self._max_age = max_age
         self._max_bytes = max_bytes
         #: equals the sum over the kept; at most max_bytes
         self.nbytes = 0
-        #: of the kept
-        self.number = 0
 
     def __len__(self) -> int:
-        return self.number
+        return sum(len(shelf.kept) for shelf in self._shelves.values())
 
     def add(self, client: "Client", id: int, digest: int, message: Message, frames: Sequence[Buffer], now: float) -> None:
         """Keep the final answer of request `id`, unless it alone is too large."""
@@ -74,8 +75,10 @@ class Answers:
         if shelf is None:
             shelf = self._shelves[client] = _Shelf()
         shelf.kept[id] = Kept(now, digest, nbytes, message, frames)
-        self.number += 1
-        self._resize(client, shelf, nbytes)
+        shelf.nbytes += nbytes
+        self.nbytes += nbytes
+        if shelf.nbytes >= shelf.top:
+            self._list(client, shelf)
         if self.nbytes > self._max_bytes:
             self.shrink(self._max_bytes)
 
@@ -92,16 +95,19 @@ class Answers:
     def drop(self, client: "Client", id: int) -> None:
         """Forget the answer of request `id`."""
         shelf = self._shelves.get(client)
-        kept = None if shelf is None else shelf.kept.pop(id, None)
-        if shelf is not None and kept is not None:
-            self.number -= 1
-            self._resize(client, shelf, -kept.nbytes)
+        if shelf is not None and (kept := shelf.kept.pop(id, None)) is not None:
+            shelf.nbytes -= kept.nbytes
+            self.nbytes -= kept.nbytes
 
     def shrink(self, nbytes: int) -> None:
         """Forget answers until all take at most so much."""
         while self.nbytes > nbytes:
             client = next(iter(next(clients for clients in reversed(self._by_size) if clients)))
-            self.drop(client, next(iter(self._shelves[client].kept)))
+            shelf = self._shelves[client]
+            if shelf.nbytes < shelf.top >> 1:
+                self._list(client, shelf)
+            else:
+                self.drop(client, next(iter(shelf.kept)))
 
     def expire(self, now: float) -> None:
         """Forget answers that are too old."""
@@ -118,27 +124,25 @@ class Answers:
         """Forget all answers of a client."""
         shelf = self._shelves.pop(client, None)
         if shelf is not None:
-            self.number -= len(shelf.kept)
-            self._resize(client, shelf, -shelf.nbytes)
+            self.nbytes -= shelf.nbytes
+            shelf.nbytes = 0
+            self._list(client, shelf)
 
-    def _resize(self, client: "Client", shelf: _Shelf, change: int) -> None:
-        self.nbytes += change
-        shelf.nbytes += change
-        size = shelf.nbytes.bit_length()
-        if size != shelf.size:
-            if shelf.size:
-                del self._by_size[shelf.size][client]
-            shelf.size = size
-            if size:
-                self._by_size[size][client] = None
+    def _list(self, client: "Client", shelf: _Shelf) -> None:
+        """List a client by the size that it has now."""
+        if shelf.listed:
+            del self._by_size[shelf.listed][client]
+        shelf.listed = size = shelf.nbytes.bit_length()
+        shelf.top = 1 << size
+        if size:
+            self._by_size[size][client] = None
 
     def check(self) -> None:
         for client, shelf in self._shelves.items():
             assert shelf.nbytes == sum(kept.nbytes for kept in shelf.kept.values()), client
-            assert shelf.size == shelf.nbytes.bit_length(), client
-            assert not shelf.size or client in self._by_size[shelf.size], client
+            assert shelf.nbytes < shelf.top == 1 << shelf.listed, client
+            assert not shelf.listed or client in self._by_size[shelf.listed], client
         listed = sum(map(len, self._by_size))
-        assert listed == sum(shelf.size > 0 for shelf in self._shelves.values()), "a client is listed twice"
+        assert listed == sum(shelf.listed > 0 for shelf in self._shelves.values()), "a client is listed twice"
         assert self.nbytes == sum(shelf.nbytes for shelf in self._shelves.values()), self.nbytes
-        assert self.number == sum(len(shelf.kept) for shelf in self._shelves.values()), self.number
         assert self.nbytes <= self._max_bytes, self.nbytes

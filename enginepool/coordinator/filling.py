@@ -114,7 +114,8 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
     cost = work.tokens + rows * extra
     if (
         not head.next
-        and cost <= most_of(work, rows, can)
+        # No worker has `cached_tokens` below `batch_tokens`: the common case needs no call.
+        and (cost <= can.batch_tokens or cost <= most_of(work, rows, can))
         and rows <= can.batch_rows
         and (pace is None or rows * each + (0 if _once(work, rows, can) else cost) <= 2 * pace.tokens)
     ):
@@ -143,16 +144,15 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
             weighs = more + work.rows * each
             if (
                 next_.next
-                or header + header_bytes(work) > core.header_bytes
                 or cost + more > free_tokens
                 or rows + work.rows > free_rows
                 or beyond_pace(worker, most, head, next_, weight, weighs)
+                or (header := header + header_bytes(work)) > core.header_bytes
             ):
                 break
             cost += more
             rows += work.rows
             weight += weighs
-            header += header_bytes(work)
             slice_ = (next_, 0, work.rows)
             slices.append(slice_)
             take(core, slice_)

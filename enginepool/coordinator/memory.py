@@ -35,6 +35,16 @@ def answer_bytes(work: Work, can: Capabilities | None) -> int:
     return RESULT_BYTES + work.rows * (ROW_BYTES + ELEMENT_BYTES * columns_of(work, can))
 
 
+def charge(work: Work, can: Capabilities | None) -> tuple[int, int]:
+    """(`answer_bytes`, that and `request_bytes`) of `work`."""
+    if work.text or work.hidden or not (labels := len(work.part.labels)):
+        answer = answer_bytes(work, can)
+        return answer, request_bytes(work) + answer
+    # What nearly every request is, without the calls.
+    answer = RESULT_BYTES + work.rows * (ROW_BYTES + ELEMENT_BYTES * labels)
+    return answer, REQUEST_BYTES + LABEL_BYTES * labels + work.nbytes + answer
+
+
 def is_known(work: Work, can: Capabilities | None) -> bool:
     """Whether `answer_bytes` is exact: else it is a guess, by which no request is refused for good."""
     if work.hidden:

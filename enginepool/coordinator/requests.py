@@ -9,7 +9,7 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.door import with_ids
 from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.events import Buffer
-from enginepool.coordinator.memory import answer_bytes, request_bytes, too_large
+from enginepool.coordinator.memory import charge, too_large
 from enginepool.coordinator.phases import DONE, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.queue import ANY
 from enginepool.coordinator.state import Batch, Group, Request, Worker
@@ -73,8 +73,7 @@ class Requests:
 
     def _charge(self, request: Request) -> None:
         """What the request and its answer take is known better now."""
-        request.answer = answer_bytes(request.work, request.group.sizes)
-        held = request_bytes(request.work) + request.answer
+        request.answer, held = charge(request.work, request.group.sizes)
         request.client.nbytes += held - request.held
         self.core.live_bytes += held - request.held
         request.held = held
@@ -230,15 +229,17 @@ class Requests:
         del group.live[request]
         if group.cut:
             group.cut.pop(request, None)
-        if listed := group.only.get(request.classes):
+        if request.classes != group.expected and (listed := group.only.get(request.classes)):
             listed.pop(request, None)
-        client.nbytes -= request.held
+        held = request.held
+        client.nbytes -= held
         core.live_rows -= work.rows
-        core.live_bytes -= request.held
+        core.live_bytes -= held
         if request.deadline is not None:
             core.deadlines.forget()
         core.answers.add(client, request.id, work.digest, message, frames, core.now)
-        core.make_room(0, core.outboxes)
+        if core.live_bytes + core.outboxes + core.answers.nbytes > core.config.limits.buffer_bytes:
+            core.make_room(0, core.outboxes)
         if client.link is not None:
             core.effects.append(ToClient(client.link, message, frames))
         if core.touched is not None:

@@ -184,6 +184,20 @@ def test_large_answers_of_one_client_do_not_displace_those_of_others() -> None:
     assert [i for i in range(30) if answers.get(big, i) is not None] == [28, 29]
 
 
+def test_a_client_that_acknowledged_large_answers_keeps_its_small_one() -> None:
+    answers = Answers(60.0, 10 * MB)
+    was_big, other = client(b"was big"), client(b"other")
+    for i in range(3):
+        answers.add(was_big, i, 0, Failure("cancelled", ""), (bytes(3 * MB if i else 100),), 0.0)
+    for i in (1, 2):
+        answers.drop(was_big, i)
+    for i in range(12):
+        answers.add(other, i, 0, Failure("cancelled", ""), (bytes(MB),), 0.0)
+        answers.check()
+    assert answers.get(was_big, 0) is not None
+    assert [i for i in range(12) if answers.get(other, i) is not None] == list(range(3, 12))
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 4000), st.booleans()), max_size=60))
 def test_answers_are_within_their_bytes_whatever_comes_and_goes(steps: list[tuple[int, int, int, bool]]) -> None:
     clients = [client(b"%d" % i) for i in range(4)]
