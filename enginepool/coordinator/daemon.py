@@ -33,7 +33,7 @@ from enginepool.coordinator.journal import Journal, Record
 from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.memory import unread_bytes
 from enginepool.coordinator.patience import FEW
-from enginepool.coordinator.sockets import Frame, Router, Sockets, context, pid_of, raise_open_files
+from enginepool.coordinator.sockets import CLIENT_PROOF, WORKER_PROOF, Frame, Router, Sockets, context, pid_of, raise_open_files
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.errors import ConfigError
@@ -55,14 +55,19 @@ GC_THRESHOLDS = (50_000, 50, 1000)
 #: Allocations of so many bytes go back to the system when they are freed. glibc raises its own threshold with each large
 #: message, up to 32 MB, and then keeps the memory of large answers.
 MMAP_BYTES = 256 * 1024
-#: as malloc.h has it
-M_MMAP_THRESHOLD = -3
+#: So many free bytes at the end of a heap are kept. The default is 128 KiB, and fixed once the other threshold is set.
+#: Requests that come together take more: their pages would be given back, and faulted in again, each time.
+TRIM_BYTES = 4 * 1024 * 1024
+#: as malloc.h has them
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
 
 
 def give_memory_back() -> None:
     """Let large messages leave no memory behind, where the C library is glibc."""
     with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, MMAP_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, TRIM_BYTES)
 
 
 class Pauses:
@@ -114,8 +119,10 @@ class Daemon:
             most, timing = 2 * limits.max_message_bytes, config.timing
             # A client's window bounds what it will be sent for its requests; what else it asks for is little.
             window = limits.window_bytes * 9 // 8
-            clients = stack.enter_context(Router(most, window, timing.client_silence_s, self._client_cut))
-            workers = stack.enter_context(Router(most, limits.buffer_bytes, timing.client_silence_s, self._worker_cut))
+            clients = stack.enter_context(Router(most, CLIENT_PROOF, window, timing.client_silence_s, self._client_cut))
+            workers = stack.enter_context(
+                Router(most, WORKER_PROOF, limits.buffer_bytes, timing.client_silence_s, self._worker_cut)
+            )
             self._gate = Gate(Path(config.keys).expanduser(), context()) if config.keys else None
             if self._gate is not None:
                 stack.callback(self._gate.close)

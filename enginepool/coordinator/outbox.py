@@ -10,53 +10,53 @@ from collections.abc import Sequence
 
 from enginepool.coordinator.events import Buffer
 
-#: a proof is asked for once so many bytes are unread
-PROOF_BYTES = 128 * 1024
-
 
 class Outbox:
-    """One link's."""
+    """One link's.
 
-    __slots__ = ("asked_at", "behind", "inode", "fd", "parked", "token", "touched", "unread")
+    Args:
+        proof: bytes unread for which a proof is asked; half of `most` if that is less, so that the question comes in time.
+        most: bytes that may be unread.
+    """
 
-    def __init__(self) -> None:
-        #: bytes that were sent, or wait to be, and are not proved to be read
+    __slots__ = ("_most", "_proof", "asked_at", "before", "fd", "inode", "mark", "parked", "swept", "token", "unread")
+
+    def __init__(self, proof: int, most: int) -> None:
+        self._proof = min(proof, most // 2 + 1)
+        self._most = most
+        #: bytes that were sent, or wait to be, and are not proved to be read; who sends adds to it
         self.unread = 0
+        #: bytes unread for which there is something to do: ask, or where that was done, disconnect
+        self.mark = self._proof
         #: of the proof that is asked for; 0: none is
         self.token = 0
         self.asked_at = 0.0
-        #: of `unread`, what was sent after the question
-        self.behind = 0
+        #: of `unread`, what was sent before the question
+        self.before = 0
         #: messages that the socket did not take, oldest first
         self.parked: deque[Sequence[Buffer]] = deque()
-        #: something was sent since the last sweep
-        self.touched = True
+        #: `unread` at the last sweep
+        self.swept = -1
         #: the connection: its descriptor in this process, and the inode that tells whether it is still that one
         self.fd = -1
         self.inode = -1
 
-    def sent(self, nbytes: int) -> bool:
-        """So many bytes more. Whether a proof is due: then call `ask`."""
-        self.unread += nbytes
-        self.touched = True
-        if self.token:
-            self.behind += nbytes
-            return False
-        return self.unread >= PROOF_BYTES
-
     def ask(self, token: int, now: float) -> None:
         """A proof is asked for, behind all that was sent."""
         assert not self.token and token, "one question at a time"
-        self.token, self.asked_at, self.behind = token, now, 0
+        self.token, self.asked_at, self.before = token, now, self.unread
+        self.mark = self._most + 1
 
     def proved(self, token: int) -> int:
         """Bytes that this proves to be read; 0: it is no answer to the question."""
         if not token or token != self.token:
             return 0
-        read, self.unread = self.unread - self.behind, self.behind
-        self.token = self.behind = 0
+        read = self.before
+        self.unread -= read
+        self.token = self.before = 0
+        self.mark = self._proof
         return read
 
     def check(self) -> None:
-        assert 0 <= self.behind <= self.unread, (self.behind, self.unread)
-        assert self.token or not self.behind, self.behind
+        assert 0 <= self.before <= self.unread, (self.before, self.unread)
+        assert self.token or not self.before, self.before

@@ -27,7 +27,7 @@ import zmq
 
 from enginepool.coordinator.events import Buffer, Link
 from enginepool.coordinator.gate import Gate
-from enginepool.coordinator.outbox import PROOF_BYTES, Outbox
+from enginepool.coordinator.outbox import Outbox
 from enginepool.coordinator.patience import WAIT_S, Patience
 from enginepool.coordinator.peers import SAME_USER, Peer
 from enginepool.errors import ConfigError
@@ -47,6 +47,9 @@ ROUNDS = 8
 #: messages of one peer that ZeroMQ holds before they are received; behind them the peer waits
 UNHANDLED = 64
 RETRY_S = 0.005
+#: bytes unread for which a client, or a worker, is asked to prove that it has read them. A worker's count to no window; it is
+#: sent whole requests, so that many fewer would be a question for each few of them.
+CLIENT_PROOF, WORKER_PROOF = 128 * 1024, 1024 * 1024
 #: how often peers are asked that have something unread and were sent nothing since
 SWEEP_S = 1.0
 #: how libzmq names an ipc peer: HOST:UID:GID:PID
@@ -115,12 +118,13 @@ class Router:
 
     Args:
         max_frame: the longest frame that is received.
+        proof: bytes unread for which a peer is asked to prove that it has read them.
         max_unread: bytes that one peer may leave unread before it is cut.
         max_silence: seconds after which a peer is cut that does not say whether it has read what it was sent.
         cut: called with the link of a peer that was cut, or is found to be gone.
     """
 
-    def __init__(self, max_frame: int, max_unread: int, max_silence: float, cut: Callable[[Link], None]) -> None:
+    def __init__(self, max_frame: int, proof: int, max_unread: int, max_silence: float, cut: Callable[[Link], None]) -> None:
         self._socket: zmq.Socket[bytes] = context().socket(zmq.ROUTER)
         socket = self._socket
         socket.setsockopt(zmq.LINGER, 500)
@@ -132,6 +136,7 @@ class Router:
         socket.setsockopt(zmq.BACKLOG, 1024)
         self._lock: IO[str] | None = None
         self._gate: Gate | None = None
+        self._proof = proof
         self._max_unread = max_unread
         self._max_silence = max_silence
         self._cut = cut
@@ -226,19 +231,22 @@ class Router:
         """Send, or park. False when the peer is not there any more."""
         outbox = self._outboxes.get(link)
         if outbox is None:
-            outbox = self._outboxes[link] = Outbox()
-        nbytes = 0
-        for frame in frames:
-            nbytes += len(frame)
+            outbox = self._outboxes[link] = Outbox(self._proof, self._max_unread)
+        nbytes = sum(map(len, frames))
         self.unread += nbytes
-        due = outbox.sent(nbytes)
+        outbox.unread += nbytes
         if not self._put(link, outbox, frames):
             return False
-        if due:
+        if outbox.unread >= outbox.mark:
+            self._marked(link, outbox)
+        return True
+
+    def _marked(self, link: Link, outbox: Outbox) -> None:
+        """So much is unread that the peer is asked, or cut."""
+        if not outbox.token:
             self._ask(link, outbox)
         if outbox.unread > self._max_unread and link in self._outboxes:
             self.cut(link)
-        return True
 
     def _put(self, link: Link, outbox: Outbox, frames: Sequence[Buffer]) -> bool:
         if not outbox.parked:
@@ -300,7 +308,7 @@ class Router:
         if outbox is None or not (read := outbox.proved(token)):
             return False
         self.unread -= read
-        if outbox.unread >= PROOF_BYTES:
+        if outbox.unread >= outbox.mark:
             self._ask(link, outbox)
         return True
 
@@ -311,8 +319,8 @@ class Router:
             if outbox.token:
                 if now - outbox.asked_at > self._max_silence:
                     self.cut(link)
-            elif outbox.touched:
-                outbox.touched = False
+            elif outbox.unread != outbox.swept:
+                outbox.swept = outbox.unread
             elif outbox.unread:
                 self._ask(link, outbox)
             elif not _is_open(outbox):
@@ -341,7 +349,7 @@ class Router:
 
     def _meet(self, link: Link, frame: zmq.Frame) -> None:
         """The first message on a link, or the first after it was forgotten: remember its connection."""
-        outbox = self._outboxes[link] = self._outboxes.get(link) or Outbox()
+        outbox = self._outboxes[link] = self._outboxes.get(link) or Outbox(self._proof, self._max_unread)
         try:
             outbox.fd = int(frame.get(zmq.SRCFD))
             outbox.inode = os.fstat(outbox.fd).st_ino

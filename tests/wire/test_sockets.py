@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from enginepool.coordinator.events import Link
-from enginepool.coordinator.sockets import ROUND_BYTES, Router, Sockets
+from enginepool.coordinator.sockets import CLIENT_PROOF, ROUND_BYTES, Router, Sockets
 
 PATIENCE_S = 60.0
 #: bytes that a peer may leave unread
@@ -25,8 +25,8 @@ class Bench:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, quiet: bool, transport: str = "tcp") -> None:
         self.cut: list[Link] = []
-        self.clients = Router(1 << 20, MOST, 1.0, self.cut.append)
-        self.workers = Router(1 << 20, MOST, 1.0, self.cut.append)
+        self.clients = Router(1 << 20, CLIENT_PROOF, MOST, 1.0, self.cut.append)
+        self.workers = Router(1 << 20, CLIENT_PROOF, MOST, 1.0, self.cut.append)
         self.taken: list[tuple[str, Link, list[bytes]]] = []
         self.acted = 0
         self.sockets = Sockets(loop, self.clients, self.workers, lambda: quiet)
@@ -236,7 +236,7 @@ CROWDED = """
 import sys, time, zmq
 from enginepool.coordinator.sockets import Router
 
-router = Router(1 << 20, 1 << 20, 30.0, lambda link: None)
+router = Router(1 << 20, 1 << 16, 1 << 20, 30.0, lambda link: None)
 router.bind(sys.argv[1])
 context = zmq.Context()
 peer = context.socket(zmq.DEALER)
