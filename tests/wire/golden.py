@@ -53,7 +53,7 @@ def text(name: str, value: str) -> Array:
     return Array(name, "utf8", (len(value.encode()),), value)
 
 
-def floats(name: str, shape: tuple[int, int], *values: float) -> Array:
+def floats(name: str, shape: tuple[int, ...], *values: float) -> Array:
     return Array(name, "float32", shape, values)
 
 
