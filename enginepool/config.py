@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 import msgspec
 
 from enginepool.address import STATE_DIR, wrong_address
+from enginepool.conversion import TOML, located, value_at, wrong_type
 from enginepool.errors import ConfigError
 from enginepool.model_folder import holds_model
 
@@ -162,20 +163,8 @@ def uses_gpus(group: GroupConfig) -> bool:
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
-_AT = re.compile(r" - at `\$\.?(.*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
 _MISSING = re.compile(r"Object missing required field `(.*)`")
-_WRONG_TYPE = re.compile(r"Expected `(.*)`, got `.*`")
-#: msgspec's names of types, as TOML has them
-_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a table",
-    "null": "left out",
-}
 _NO_CHOICE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
 
 
@@ -228,9 +217,7 @@ def encode_config(config: PoolConfig) -> bytes:
 
 def _say(text: str, raw: Any) -> str:
     """The error with the key first. msgspec does not say which group is wrong: that is looked for."""
-    at = _AT.search(text)
-    key = at.group(1) if at else ""
-    what = text[: at.start()] if at else text
+    key, what = located(text)
     table, path = raw, key
     if key.startswith("groups[...]"):
         for name, group in raw["groups"].items():
@@ -252,18 +239,10 @@ def _say(text: str, raw: Any) -> str:
     missing = _MISSING.fullmatch(what)
     if missing:
         return f"{f'{key}.' if key else ''}{missing.group(1)}: missing, and needed"
-    wrong = _WRONG_TYPE.fullmatch(what)
-    if wrong and key:
-        said = ", or ".join(_TYPES.get(name, name) for name in wrong.group(1).split(" | "))
-        return f"{key} = {_value(table, path)!r:.80}: must be {said}"
+    allowed, _ = wrong_type(what, TOML)
+    if allowed and key:
+        return f"{key} = {value_at(table, path)!r:.80}: must be {allowed}"
     return f"{key}: {what}" if key else what
-
-
-def _value(table: Any, path: str) -> Any:
-    """What stands at `path`, as msgspec writes paths."""
-    for step in re.findall(r"[^.\[\]]+", path):
-        table = table[int(step) if step.isdecimal() else step]
-    return table
 
 
 def _meant(path: str, name: str, *, in_group: bool) -> str:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgspec
 
+from enginepool.conversion import JSON, located, wrong_type
+
 if TYPE_CHECKING:
     from enginepool.client import Pool, ScoreResult
     from enginepool.errors import EnginepoolError
@@ -102,9 +104,7 @@ def read_request(line: bytes) -> Request:
     try:
         request = _decoder.decode(line)
     except msgspec.ValidationError as error:
-        what, _, at = str(error).partition(" - at `$")
-        field = at.rstrip("`").removeprefix(".")
-        raise BadLine(_say(field, what)) from None
+        raise BadLine(_say(*located(str(error)))) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadLine(f"not JSON: {error}") from None
     by_items = request.query is not None and request.items is not None
@@ -124,6 +124,8 @@ def _say(field: str, what: str) -> str:
         return f"unknown key {unknown.group(1)}{meant(unknown.group(1), Request.__struct_fields__)}"
     if what.endswith("got `object`"):
         return f"{field}: an object; text or token ids (of chat messages: apply the chat template first)"
+    allowed, received = wrong_type(what, JSON)
+    what = f"{received}; must be {allowed}" if allowed else what
     return f"{field}: {what}" if field else what
 
 

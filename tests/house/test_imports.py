@@ -60,6 +60,7 @@ PURE_ROOMS = ("enginepool.protocol", "enginepool.errors", "enginepool.config")
 SHARED = (
     "enginepool.protocol",
     "enginepool.collective",
+    "enginepool.conversion",
     "enginepool.digest",
     "enginepool.folders",
     "enginepool.group",

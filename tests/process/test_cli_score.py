@@ -180,12 +180,12 @@ def test_bad_lines_get_an_error_with_their_number_and_do_no_harm(pool: StandIn, 
     source, target = files
     bad = {
         "{": "not JSON",
-        "[1]": "Expected `object`, got `array`",
+        "[1]": "a list; must be an object",
         '{"query": "a"}': "needs query and items, or prompts and responses",
         '{"query": "a", "items": ["b"], "prompts": ["c"]}': "needs query and items, or prompts and responses",
-        '{"query": "a", "items": "b"}': "items: Expected `array | null`, got `str`",
+        '{"query": "a", "items": "b"}': "items: a string; must be a list, or null",
         '{"query": "a", "items": ["b"], "lables": [1]}': "unknown key lables",
-        '{"query": "a", "items": ["b"], "priority": 0.5}': "priority: Expected `int | null`, got `float`",
+        '{"query": "a", "items": ["b"], "priority": 0.5}': "priority: a number; must be a whole number, or null",
         '{"query": "refuse", "items": ["b"]}': "items[0]: too long",
     }
     source.write_text("".join(f"{line}\n" for line in bad) + '{"query": "a", "items": ["b"]}\n')

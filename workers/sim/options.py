@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from enginepool.conversion import TOML, located, value_at, wrong_type
+
 FaultKind = Literal[
     "crash",
     "abort",
@@ -92,7 +94,10 @@ def read_options(options: dict[str, Any]) -> SimOptions:
     try:
         read = msgspec.convert(options, SimOptions)
     except msgspec.ValidationError as error:
-        raise ValueError(f"options of engine sim: {error}") from None
+        key, what = located(str(error))
+        allowed, _ = wrong_type(what, TOML)
+        why = f"{key} = {value_at(options, key)!r:.80}: must be {allowed}" if allowed and key else str(error)
+        raise ValueError(f"options of engine sim: {why}") from None
     for key in ("vocab", "context", "labels", "batch_tokens", "batch_rows"):
         if getattr(read, key) < 1:
             raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must be more than 0")
