@@ -137,11 +137,16 @@ def check_address(value: Any) -> str:
     return value
 
 
-def check_options(method: str, options: Mapping[str, object]) -> None:
-    """Refuse an option that `Pool.score` does not have, with the name of the one that was meant. Raises TypeError."""
+def check_options(method: str, options: Mapping[str, object], known: type, *named: str) -> None:
+    """Refuse an option that the method does not have, with the name of the one that was meant. Raises TypeError.
+
+    Args:
+        known: a TypedDict of the method's options.
+        named: its arguments besides.
+    """
     for name in options:
-        if name not in ScoreOptions.__annotations__:
-            raise TypeError(f"{method}() has no argument {name!r}{meant(name, list(ScoreOptions.__annotations__))}")
+        if name not in known.__annotations__:
+            raise TypeError(f"{method}() has no argument {name!r}{meant(name, [*known.__annotations__, *named])}")
 
 
 #: what other APIs, and the wire, call an option

@@ -251,7 +251,7 @@ class Pool:
 
         Cancelling the task that awaits it takes the request back.
         """
-        check_options("score", options)
+        check_options("score", options, ScoreOptions)
         return await self._score(encode_shared(query, items), _SCORE_NAMES, **options)
 
     async def score_pairs(
@@ -264,7 +264,7 @@ class Pool:
 
         Everything else is as in `score`.
         """
-        check_options("score_pairs", options)
+        check_options("score_pairs", options, ScoreOptions)
         return await self._score(encode_pairs(prompts, responses), _PAIR_NAMES, **options)
 
     async def ready(

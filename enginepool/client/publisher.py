@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
-from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, kind, utf8
+from enginepool.client.arguments import check_choice, check_flag, check_group, check_options, check_timeout, kind, utf8
 from enginepool.client.buffers import Buffers
 from enginepool.client.desk import Desk
 from enginepool.client.events import Wanted
@@ -109,6 +109,10 @@ class WeightPublisher:
         if not isinstance(cast("object", host), str) or not host:
             raise BadRequest(f"host: {host!r}; the address at which workers' hosts reach this one", field="host")
         utf8("host", host)
+        if trainer_group is not None and not hasattr(trainer_group, "rank"):
+            # An int is what torch.distributed.new_group gives to ranks that are not in the group.
+            allowed = "a torch process group that has this rank as a member, or None"
+            raise BadRequest(f"trainer_group: {kind(trainer_group)}; {allowed}", field="trainer_group")
         self.rank: int = 0 if trainer_group is None else trainer_group.rank()
         if pool is not None and not hasattr(cast("object", pool), "connection"):
             wanted = "a Pool, awaited or entered; BlockingWeightPublisher takes a BlockingPool"
@@ -165,6 +169,7 @@ class WeightPublisher:
         Returns:
             what the history keeps of it: outcome, digest, members, and how long each phase took.
         """
+        check_options("publish", options, UpdateOptions, "source", "version")
         retries = Retries(
             0.0 if isinstance(source, Iterator) else self._retry_s, self._desk.loop.time, next_version=version is None
         )

@@ -235,7 +235,20 @@ def _renamed(name: str, tensor: Any, rename: Rename | None) -> Iterable[tuple[st
     told = rename(name, tensor)
     if told is None:
         return ()
-    return ((told, tensor),) if isinstance(told, str) else told
+    return ((told, tensor),) if isinstance(told, str) else _renamed_pairs(name, told)
+
+
+def _renamed_pairs(name: str, told: Any) -> Iterator[tuple[str, Any]]:
+    where = f"rename({name!r}, tensor)"
+    if not isinstance(told, Iterable) or isinstance(told, torch.Tensor):
+        allowed = "a name, None to leave the tensor out, or (name, tensor) pairs"
+        raise BadRequest(f"{where}: returned {kind(cast(Any, told))}; {allowed}", field="rename")
+    for number, pair in enumerate(cast("Iterable[Any]", told)):
+        match pair:
+            case str(own), torch.Tensor() as part:
+                yield own, part
+            case _:
+                raise BadRequest(f"{where}: its entry {number} is {kind(pair)}; (name, tensor)", field="rename")
 
 
 def _given(pairs: Iterable[tuple[str, Any]], rename: Rename | None, gather: Gather, dtype: Any) -> Iterator[tuple[str, Any]]:

@@ -63,6 +63,25 @@ def test_a_pool_of_the_other_kind_and_a_gpu_that_is_not_there_are_refused_by_nam
             device_of(device)
 
 
+def test_a_group_that_does_not_have_this_rank_and_a_misspelt_option_are_named() -> None:
+    outside: Any = -100  # what torch.distributed.new_group returns there
+    with pytest.raises(
+        BadRequest, match="trainer_group: an int; a torch process group that has this rank as a member, or None"
+    ):
+        BlockingWeightPublisher(None, device="cpu", trainer_group=outside)
+
+    class Group:
+        """A trainer's, in which this is another rank than the first."""
+
+        def rank(self) -> int:
+            return 1
+
+    wrong: Any = {"verison": 3}
+    publisher = BlockingWeightPublisher(None, device="cpu", trainer_group=Group())
+    with publisher, pytest.raises(TypeError, match=r"^publish\(\) has no argument 'verison'; did you mean version\?$"):
+        publisher.publish({"w": torch.zeros(2)}, **wrong)
+
+
 def test_the_gpu_and_the_stream_are_those_of_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     caller = threading.current_thread()

@@ -75,6 +75,21 @@ def test_a_hook_renames_leaves_out_and_cuts() -> None:
     assert [tensor.tolist() for _, tensor in plan.tensors()] == [[1, 1], [0, 1, 2], [3, 4, 5]]
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (3, "returned an int; a name, None to leave the tensor out, or (name, tensor) pairs"),
+        (torch.ones(2), "returned a Tensor; a name"),
+        ([3], "its entry 0 is an int; (name, tensor)"),
+        ([("b", torch.ones(2)), ("c", 4)], "its entry 1 is a tuple; (name, tensor)"),
+    ],
+)
+def test_what_a_rename_hook_may_not_return_is_refused(returned: Any, said: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        make_plan({"a": torch.ones(2)}, rename=lambda name, tensor: returned)
+    assert str(refused.value).startswith(f"rename('a', tensor): {said}") and refused.value.field == "rename"
+
+
 def test_a_peft_model_is_renamed_as_the_error_says() -> None:
     def rename(name: str, _: Any) -> str | None:
         return None if "lora_" in name else name.removeprefix("base_model.model.").replace(".base_layer", "")

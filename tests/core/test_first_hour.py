@@ -7,7 +7,7 @@ import pytest
 
 from enginepool import BlockingPool, Pool
 from enginepool.client.absent import LATER
-from enginepool.client.arguments import check_address, check_options
+from enginepool.client.arguments import ScoreOptions, check_address, check_options
 from enginepool.client.embedded import embedded_config
 from enginepool.client.payload import encode_pairs, encode_shared
 from enginepool.coordinator.door import check_limits
@@ -62,7 +62,7 @@ def test_a_method_of_a_later_version_names_that_version(name: str) -> None:
 )
 def test_an_option_by_another_name_is_told_its_own(option: str, said: str) -> None:
     with pytest.raises(TypeError) as caught:
-        check_options("score", {"priority": 1, option: 1})
+        check_options("score", {"priority": 1, option: 1}, ScoreOptions)
     assert said in str(caught.value)
 
 

@@ -207,6 +207,10 @@ def test_capabilities_follow_options_and_caps() -> None:
         ({"kind": "other"}, "other"),
         ({"faults": [{"kind": "explode"}]}, "explode"),
         ({"faults": [{"kind": "crash", "at": 3}]}, "`at`"),
+        (
+            {"faults": [{"kind": "crash", "rows": "all"}]},
+            "options of engine sim: faults[0].rows = 'all': must be a whole number",
+        ),
     ],
 )
 def test_impossible_options_are_refused_by_name(options: dict[str, Any], says: str) -> None:
@@ -340,6 +344,14 @@ def test_new_weights_may_be_slow_to_take_once(monkeypatch: pytest.MonkeyPatch) -
     for version in (1, 2, 3):
         work(sim.take(NewWeights(), version, ""))
     assert (slept, sim.version) == ([7.0], 3)
+
+
+def test_a_tensor_of_float16_is_held_as_such_unless_told_otherwise() -> None:
+    came = [Tensor("a", "float32", (2,)), Tensor("b", "float32", (2,))]
+    own: list[Any] = [["a", "float16", [2]], ["b", "float32", [2]]]
+    assert engine(tensors=own).model_tensors().targets(came) == ["float16", ""]
+    assert engine(tensors=own, held="bfloat16").model_tensors().targets(came) == ["bfloat16", "bfloat16"]
+    assert engine(tensors=own, held="float32").model_tensors().targets(came) == []
 
 
 def test_a_broadcast_that_breaks_leaves_the_engine_on_its_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:

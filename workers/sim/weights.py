@@ -27,7 +27,7 @@ class SimWeights:
     def __init__(self, tensors: list[Any], version: int, held: str = "", *, only_at_start: bool = False) -> None:
         """Raises ValueError: `tensors` is no manifest."""
         self._model = tuple(decode_manifest(msgspec.json.encode(tensors))) if tensors else ()
-        self._held = {tensor.name: held for tensor in self._model} if held else {}
+        self._held = {tensor.name: held or tensor.dtype for tensor in self._model}
         self._only_at_start = only_at_start
         self.version = version
         self.digest = ""
