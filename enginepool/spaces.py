@@ -89,16 +89,19 @@ def _pin(space: Any, flags: int = 0) -> bool:
 
 
 class DeviceSpace:
-    """The same space on each of some GPUs."""
+    """The same space on each of some GPUs, or a part of `sizes` bytes on each, one after the other."""
 
     kind: Literal["device"] = "device"
 
-    def __init__(self, nbytes: int, devices: Sequence[Any]) -> None:
+    def __init__(self, nbytes: int, devices: Sequence[Any], sizes: Sequence[int] = ()) -> None:
         """Raises OSError: no room."""
         self.nbytes = nbytes
+        sizes = sizes or [nbytes] * len(devices)
         self._shared: list[tuple[Any, ...]] = []
         try:
-            self.tensors: list[Any] = [torch.empty(nbytes, dtype=torch.uint8, device=device) for device in devices]
+            self.tensors: list[Any] = [
+                torch.empty(size, dtype=torch.uint8, device=device) for size, device in zip(sizes, devices, strict=True)
+            ]
         except RuntimeError as error:
             raise OSError(str(error).splitlines()[0]) from None
         _made.update({tensor.data_ptr(): self for tensor in self.tensors})
@@ -171,11 +174,13 @@ def visible_gpus() -> list[str]:
     return [gpu_uuid(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
-def open_space(space: Space, *, across: bool = False, pinned: bool = False) -> Any:
+def open_space(space: Space, *, across: bool = False, by_current: bool = False, pinned: bool = False) -> Any:
     """Its bytes, in this process: a uint8 tensor. They stay for as long as it lives, whatever becomes of who made them.
 
     Args:
         across: on a GPU that is not visible here they are opened by way of the current one, which can copy them.
+        by_current: on each GPU they are opened by way of the current one, whose kernels then read them as its own. This process
+            then needs no CUDA context on the other GPU, which takes some hundred MB of it.
         pinned: of memory of the host: a GPU is to copy out of it. That takes 50 ms for a gigabyte, in which the process's GPU
             stands still; the copies then take 18, and 150 otherwise.
 
@@ -185,12 +190,13 @@ def open_space(space: Space, *, across: bool = False, pinned: bool = False) -> A
     if space.kind == "file":
         return _open_file(space, pinned)
     gpus = visible_gpus()
-    if space.gpu and space.gpu not in gpus and not across:
+    if space.gpu and space.gpu not in gpus and not (across or by_current):
         raise RuntimeError(f"GPU {space.gpu} is not visible here")
     shared = _shared_cuda(space.handle)
     if space.gpu:
         # Another process numbers GPUs as it sees them.
-        shared[0] = gpus.index(space.gpu) if space.gpu in gpus else torch.cuda.current_device()
+        own = space.gpu in gpus and not by_current
+        shared[0] = gpus.index(space.gpu) if own else torch.cuda.current_device()
     torch.cuda.init()
     storage = torch.UntypedStorage._new_shared_cuda(*shared)
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space.nbytes]

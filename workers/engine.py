@@ -145,12 +145,17 @@ class ModelTensors:
 
 @dataclass(frozen=True, slots=True)
 class NewWeights:
-    """Weights for an engine: all of them in each of `spaces` (one for each GPU; one of kind `file` does for all), or a
-    checkpoint directory, or `tensors` broadcast in buckets of `bucket_bytes` in the process group `group` that the engine has
-    joined. None of these: the weights stay, and are called by another version."""
+    """Weights for an engine. One of these, or none: the weights stay, and are called by another version.
+
+    spaces: all of them in each, one for each GPU; one does for all. `sharded`: all of them in the bytes of all spaces, one
+        after the other, which every rank reads.
+    checkpoint: a directory.
+    group: a process group that the engine has joined, in which `tensors` are broadcast in buckets of `bucket_bytes`.
+    """
 
     tensors: tuple[Tensor, ...] = ()
     spaces: tuple[Space, ...] = ()
+    sharded: bool = False
     checkpoint: str = ""
     group: str = ""
     bucket_bytes: int = 0

@@ -18,13 +18,15 @@ class Opened:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        #: of the weights that it has open
         self._spaces: tuple[Space, ...] = ()
+        self._sharded = False
         #: of lent memory, which the engine opens by them
         self._descriptors: list[int] = []
 
     async def get_ready(self, weights: NewWeights) -> float:
         """Have the engine get ready to take these while it serves; for how many seconds that kept it from its work."""
-        self._spaces = weights.spaces
+        self._spaces, self._sharded = weights.spaces, weights.sharded
         with contextlib.suppress(EngineError):  # taking them takes longer then, and says what is wrong, if that is
             return await self._engine.ready(weights)
         return 0.0
@@ -46,12 +48,13 @@ class Opened:
 
     async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
         """Have the engine open these and look at every byte, while it serves: (digest, findings). Raises EngineError."""
-        self._spaces = weights.spaces
+        self._spaces, self._sharded = weights.spaces, weights.sharded
         return await self._engine.examine(weights)
 
     async def close_smaller(self, nbytes: int) -> None:
         """Close it if it is less: memory that somebody has open cannot make room for more."""
-        if any(space.nbytes < nbytes for space in self._spaces):
+        sizes = [space.nbytes for space in self._spaces]
+        if sizes and (sum(sizes) if self._sharded else min(sizes)) < nbytes:
             await self.close()
 
     async def close(self) -> None:

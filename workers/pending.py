@@ -16,6 +16,7 @@ class Pending:
         self.joined = False
         #: where its bytes will lie
         self.spaces: tuple[Space, ...] = ()
+        self.sharded = False
         #: those of the next update lie there too
         self.stays = False
         #: the engine is ready to take them, or cannot be, and how long that kept it from its work

@@ -55,7 +55,7 @@ async def _held(stager: StagerLink, digest: str) -> NewWeights:
     held = await stager.ask(AskHeld(digest), Held)
     if held.digest != digest:
         raise _Absent(f"the stager holds version {held.version}" if held.digest else "the stager holds nothing")
-    return NewWeights(tuple(held.manifest), tuple(held.spaces))
+    return NewWeights(tuple(held.manifest), tuple(held.spaces), held.sharded)
 
 
 def _saved(path: str, digest: str) -> NewWeights:

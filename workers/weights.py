@@ -87,9 +87,8 @@ class Weights:
         except StagerGone as error:
             return f"no memory is reserved for weight updates: {error}"
         if reserved.staging == "device":
-            return (
-                f"{nbytes / (1 << 30):.2f} GiB of each GPU are kept for weight updates; that much less is left for the KV cache"
-            )
+            most = reserved.most / (1 << 30)
+            return f"{most:.2f} GiB of each GPU are kept for weight updates; that much less is left for the KV cache"
         return f"weight updates will be received in memory of the host: {reserved.message}" if reserved.message else ""
 
     async def close(self) -> None:
@@ -204,7 +203,8 @@ class Weights:
             if not reserved.staging:
                 return refused(f"no staged transfer: {reserved.message}")
             prepared = Prepared(message.update, peer=reserved.peer, staging=reserved.staging)
-            pending.spaces, pending.stays = tuple(reserved.spaces), reserved.staging == "device"
+            pending.spaces, pending.sharded = tuple(reserved.spaces), reserved.sharded
+            pending.stays = reserved.staging == "device"
         self._pending = pending
         return prepared
 
@@ -314,7 +314,7 @@ class Weights:
 
     async def _get_ready(self, pending: Pending) -> None:
         try:
-            pending.ready_s = await self._opened.get_ready(NewWeights(pending.tensors, pending.spaces))
+            pending.ready_s = await self._opened.get_ready(NewWeights(pending.tensors, pending.spaces, pending.sharded))
         except Exception as error:  # as `_lost` says
             self._lost("getting ready", error)
             return
@@ -352,7 +352,8 @@ class Weights:
             received = pending.received
             if received is None or received.message:
                 return HandedOver(message.update, code="update_aborted", message="nothing is staged here")
-            weights, digest = NewWeights(pending.tensors, tuple(received.spaces)), received.digest
+            weights = NewWeights(pending.tensors, tuple(received.spaces), received.sharded)
+            digest = received.digest
         elif prepare.transfer == "direct":
             weights, digest = NewWeights(pending.tensors, group=pending.group, bucket_bytes=prepare.bucket_bytes), ""
         elif prepare.transfer == "checkpoint":

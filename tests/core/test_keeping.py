@@ -37,6 +37,8 @@ NOTHING = Held()
 class Memory:
     """Memory as far as keeping is concerned: a name, and a snapshot that has a footer."""
 
+    shards = 0
+
     def __init__(self, name: str, kind: str = "host", nbytes: int = 0) -> None:
         self.name, self.kind, self.nbytes = name, kind, nbytes
 

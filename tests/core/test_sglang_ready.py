@@ -3,7 +3,7 @@
 import gc
 import importlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,10 @@ import pytest
 from enginepool import spaces
 from enginepool.digest import views
 from enginepool.protocol.layout import layout
-from enginepool.protocol.manifest import encode_manifest
+from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Space
 from enginepool.workers.sglang.plan import Copy, Plan
-from enginepool.workers.sglang.ready import Copies, Ready, open_space
+from enginepool.workers.sglang.ready import Copies, Ready, open_spaces
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")
@@ -116,7 +116,7 @@ def test_what_is_written_twice_holds_what_load_weights_leaves() -> None:
 def test_bytes_that_come_after_it_was_made_ready_are_those_that_are_taken(space: dict[str, Any]) -> None:
     model, plain = Model(), Model()
     before = state(model)
-    ready = Ready(1, Plan(model, TENSORS), space, TEXT)
+    ready = Ready(1, Plan(model, TENSORS), [space], TEXT)
     assert not ready.done
     assert finish(ready) > len(TENSORS)
     assert same(state(model), before)
@@ -127,10 +127,58 @@ def test_bytes_that_come_after_it_was_made_ready_are_those_that_are_taken(space:
         assert same(state(model), state(plain))
 
 
+@pytest.mark.parametrize("sizes", [[256, 256], [512, 256, 256, 512]])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bytes_in_shards_that_cut_tensors_are_taken_as_those_of_one_space(tmp_path: Path, sizes: list[int], dtype: str) -> None:
+    """A tensor is copied whole, by rows, by columns, transposed, reshaped, expanded, and as a single element."""
+    tensors = [
+        Tensor("first", dtype, (7,)),
+        Tensor("big", dtype, (96, 24)),
+        Tensor("empty", dtype, (0, 3)),
+        Tensor("last", dtype, (9,)),
+    ]
+    where = layout(tensors)
+    whole = torch.randint(0, 256, (where.nbytes,), dtype=torch.uint8)
+    described: list[dict[str, Any]] = []
+    sizes = [*sizes, where.nbytes]
+    for number, size in enumerate(sizes):
+        begin = sum(sizes[:number])
+        path = tmp_path / f"shard-{number}"
+        path.write_bytes(whole[begin : begin + size].numpy().tobytes().ljust(size, b"?"))
+        described.append({"kind": "file", "nbytes": size, "path": str(path)})
+    opened = open_spaces(described, where.nbytes)
+    expected = dict(zip((one.name for one in tensors), views(whole, tensors), strict=True))
+    for name, tensor in opened.tensors(tensors):
+        assert tensor.shape == expected[name].shape and torch.equal(bits(tensor), bits(expected[name]))
+    big, at = tensors[1], where.offsets[1]
+    begins, parts = zip(*opened.elements(big, at), strict=True)
+    assert len(parts) > 1, "it is cut"
+    slices: list[Callable[[Any], Any]] = [
+        lambda one: one, lambda one: one[13:77], lambda one: one[:, 5:17], lambda one: one[11:80:3, 2::7], lambda one: one.t(),
+        lambda one: one.view(4, 24, 24)[:, 3:20].transpose(0, 2), lambda one: one.view(-1)[100:900], lambda one: one[40, 3],
+        lambda one: one[:1].expand(3, 24), lambda one: one[5:5],
+    ]  # fmt: skip
+    for choose in slices:
+        source = choose(torch.empty(96, 24, device="meta"))
+        target = torch.zeros(source.shape, dtype=getattr(torch, dtype))
+        copies = Copies()
+        for part, own in Copy(target, tuple(source.shape), source.stride(), source.storage_offset()).cut(begins):
+            assert own.target.numel() == 0 or own.target.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+            copies.add(own, parts[part])
+        copies.replay()
+        assert torch.equal(bits(target), bits(choose(expected["big"])))
+    filled = Copy(torch.zeros(3), fill=2.0)
+    assert list(filled.cut(begins)) == [(0, filled)]
+
+
+def bits(tensor: Any) -> Any:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 @pytest.mark.parametrize("wrong", [{"nbytes": NBYTES - 1}, {"path": "/gone"}, {"nbytes": NBYTES + 1}])
 def test_a_space_that_is_not_there_whole_is_refused(space: dict[str, Any], wrong: dict[str, Any]) -> None:
     with pytest.raises((ValueError, RuntimeError)):
-        open_space(space | wrong, NBYTES)
+        open_spaces([space | wrong], NBYTES)
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -139,12 +187,14 @@ def test_memory_of_the_host_is_pinned_for_an_engine_on_a_gpu(
 ) -> None:
     asked: list[bool] = []
 
-    def opened(_space: Space, *, pinned: bool) -> None:
+    def opened(_space: Space, *, by_current: bool, pinned: bool) -> Any:
         asked.append(pinned)
+        assert by_current
+        return torch.empty(0)
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
     monkeypatch.setattr(spaces, "open_space", opened)
-    open_space(space, NBYTES)
+    open_spaces([space], NBYTES)
     assert asked == [on_gpu]
 
 
@@ -155,7 +205,7 @@ def test_a_model_that_was_moved_is_not_made_ready(space: dict[str, Any]) -> None
     model.norm.data = model.norm.data.clone()
     assert not plan.stays()
     with pytest.raises(ValueError, match="memory"):
-        finish(Ready(1, plan, space, TEXT))
+        finish(Ready(1, plan, [space], TEXT))
 
 
 def test_a_parameter_in_the_place_of_another_is_seen() -> None:
@@ -166,21 +216,21 @@ def test_a_parameter_in_the_place_of_another_is_seen() -> None:
 
 
 def test_only_the_one_memory_of_a_gpu_serves_another_update(space: dict[str, Any]) -> None:
-    ready = Ready(1, Plan(Model(), TENSORS), space, TEXT)
+    ready = Ready(1, Plan(Model(), TENSORS), [space], TEXT)
     finish(ready)
-    assert not ready.serves(2, space, TEXT)
+    assert not ready.serves(2, [space], TEXT)
     handle = space | {"kind": "cuda", "handle": "00ff"}
-    ready._source = handle, TEXT  # pyright: ignore[reportPrivateUsage]  (no GPU here)
-    assert not ready.serves(2, handle | {"handle": "00fe"}, TEXT)
-    assert not ready.serves(2, handle, TEXT[:-1])
-    assert ready.serves(2, handle, TEXT) and (ready.name, ready.done) == (2, False)
+    ready._source = [handle], TEXT  # pyright: ignore[reportPrivateUsage]  (no GPU here)
+    assert not ready.serves(2, [handle | {"handle": "00fe"}], TEXT)
+    assert not ready.serves(2, [handle], TEXT[:-1])
+    assert ready.serves(2, [handle], TEXT) and (ready.name, ready.done) == (2, False)
     assert finish(ready) == 2
 
 
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("moments", [0, 2, 100])
 def test_what_is_let_go_of_is_gone_at_once(space: dict[str, Any], moments: int) -> None:
-    ready = Ready(1, Plan(Model(), TENSORS), space, TEXT)
+    ready = Ready(1, Plan(Model(), TENSORS), [space], TEXT)
     for _ in range(moments):
         ready.go_on(0)
     gone = weakref.ref(ready)

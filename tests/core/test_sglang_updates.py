@@ -327,7 +327,7 @@ def test_other_weights_than_those_that_were_made_ready_are_taken_unprepared(
         assert engine.did() == ["ready", "take"]
         # And what was ready for the one is not asked for again.
         await engine.weights.take(one.weights, 2, one.digest)
-        assert [ticket.keys() for ticket in engine.tickets] == [{"do", "space", "manifest", "answer"}]
+        assert [ticket.keys() for ticket in engine.tickets] == [{"do", "spaces", "manifest", "answer"}]
 
     asyncio.run(story())
     assert one.is_in(engine)
@@ -348,7 +348,7 @@ def test_what_is_not_ready_any_more_is_taken_unprepared(make: Callable[[int], En
         await engine.weights.take(weights.weights, 1, weights.digest)
         assert [sorted(ticket) for ticket in engine.tickets] == [
             ["answer", "do", "name"],
-            ["answer", "do", "manifest", "space"],
+            ["answer", "do", "manifest", "spaces"],
         ]
 
     asyncio.run(story())

@@ -13,7 +13,7 @@ import pytest
 
 from enginepool.collective import Rendezvous
 from enginepool.digest import digest_of, views
-from enginepool.protocol.layout import buckets, layout
+from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.tiny_model import make_tiny_model
@@ -46,6 +46,16 @@ class Given:
         self.path = directory / f"space-{secrets.token_hex(4)}"
         self.path.write_bytes(self.space.numpy().tobytes())
         self.weights = NewWeights(self.manifest, (Space("file", self.space.numel(), path=str(self.path)),))
+
+    def in_shards(self, *sizes: int) -> NewWeights:
+        """The same as the stager of an engine on several GPUs would leave them: so many bytes in each, and the rest in one."""
+        rest = self.space.numel() - sum(sizes)
+        spaces: list[Space] = []
+        for number, part in enumerate(self.space.split([*sizes, rest])):
+            path = self.path.with_name(f"{self.path.name}-{number}")
+            path.write_bytes(part.numpy().tobytes())
+            spaces.append(Space("file", part.numel(), path=str(path)))
+        return NewWeights(self.manifest, tuple(spaces), sharded=True)
 
     def arrives(self, there: bool) -> None:
         """The bytes are there, or are not yet, in a file that others may have open."""
@@ -297,6 +307,17 @@ def test_an_engine_of_two_ranks_takes_the_same_weights_and_is_asked_as_one(
                 assert subject.get_ready(given.weights) > 0
             assert engine.call("do", "examine", given.weights) == (given.digest, [])
             subject.take(given.weights, version, given.digest)
+            assert engine.call("do", "inspect", "digest") == (given.digest, [])
+            assert_computed_with(subject, reference, given.tensors, version)
+        for version in (3, 4):
+            # Half of the bytes in the memory of each rank; the cut goes through the middle of a tensor.
+            given = subject.drawn(20 + version)
+            half = given.space.numel() // 2 // ALIGNMENT * ALIGNMENT
+            assert half not in layout(given.manifest).offsets
+            weights = given.in_shards(half)
+            if version == 4:
+                assert subject.get_ready(weights) > 0
+            subject.take(weights, version, given.digest)
             assert engine.call("do", "inspect", "digest") == (given.digest, [])
             assert_computed_with(subject, reference, given.tensors, version)
         for name in ("lm_head.weight", "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.gate_proj.weight"):

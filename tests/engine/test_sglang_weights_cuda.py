@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from enginepool.group import Group
 from enginepool.protocol.layout import buckets
 from enginepool.spaces import make_space, open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
+from enginepool.workers.stager import receiving
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.messages import AskHeld, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
 from enginepool.workers.stager.receiving import HostMemory
@@ -180,6 +182,54 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
         with_stager(processes, tmp_path, "cuda" if room == "device" else "cpu", story)
     finally:
         trainer.close()
+
+
+class Filled:
+    """A group whose buckets come as soon as their broadcast is begun."""
+
+    def __init__(self, space: Any) -> None:
+        self.on_device = True
+        self._space, self._at = space, 0
+
+    def begin(self, bucket: Any) -> Any:
+        bucket.copy_(self._space[self._at : self._at + bucket.numel()])
+        self._at += bucket.numel()
+        return SimpleNamespace(wait=float)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two CUDA GPUs: torch finds {torch.cuda.device_count()}")
+@pytest.mark.parametrize("least", [0, receiving.LEAST_ON_FIRST])
+def test_an_engine_over_two_gpus_reads_an_update_out_of_shards(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
+) -> None:
+    """With `least` 0 each GPU holds half of the bytes; else the first one holds all of so small a model."""
+    monkeypatch.setattr(receiving, "LEAST_ON_FIRST", least)
+    options = {
+        "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.2, "max_total_tokens": 32_768,
+        "tp_size": 2, "disable_custom_all_reduce": True,
+    }  # fmt: skip
+    engine = HostedEngine(
+        str(models.causal), device="cuda", dtype="bfloat16", options=options, max_batch_tokens=2048, max_batch_rows=64
+    )
+    try:
+        subject = Subject(engine.wait_until_started(), models.causal, tmp_path)
+        nbytes = subject.drawn(0, torch.bfloat16).space.numel()
+        memory = receiving.DeviceMemory(nbytes, 2)
+        sizes = [space.nbytes for space in memory.spaces()]
+        assert len(sizes) == memory.shards == (1 if least else 2) and sum(sizes) == nbytes
+        for version in (1, 2, 3):
+            given = subject.drawn(version, torch.bfloat16)
+            weights = NewWeights(given.manifest, tuple(memory.spaces()), sharded=True)
+            ready_s = subject.get_ready(weights) if version > 1 else 0.0
+            reception = memory.reception(list(given.manifest), 1 << 14, "cuda:0")
+            came: Any = Filled(given.space.to("cuda:0"))
+            assert reception.receive(came) == (given.digest, [])
+            times = subject.take(weights, version, given.digest)
+            print(f"shards of {sizes}: ready {ready_s * 1e3:.2f} ms, load {times.load_s * 1e3:.2f} ms")  # noqa: T201
+            assert engine.call("do", "inspect", "digest") == (given.digest, [])
+        engine.call("do", "let_go")
+    finally:
+        engine.end()
 
 
 def test_memory_of_a_stager_that_died_is_free_once_the_engine_lets_go_of_it(

@@ -14,7 +14,8 @@ import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from types import SimpleNamespace
+from typing import IO, Any, TypeVar, cast
 
 import msgspec
 import psutil
@@ -37,8 +38,10 @@ from enginepool.protocol.updates import (
     Release,
     Restore,
     Restored,
+    Space,
     Staged,
 )
+from enginepool.spaces import open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, TakeTimes
 from enginepool.workers.events import EngineLost, Event, RunWeights, WeightsAnswered, WeightsTaken
 from enginepool.workers.sim.engine import SimEngine
@@ -47,6 +50,7 @@ from enginepool.workers.stager import messages as staging
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.receiving import HostMemory
+from enginepool.workers.stager.shards import shard_sizes
 from enginepool.workers.stager.snapshot import Footer, read_footer
 from enginepool.workers.weights import Weights
 from tests.process.processes import Processes
@@ -523,6 +527,81 @@ def test_the_room_that_a_dead_worker_waited_for_is_not_its_successors(tmp_path: 
     asyncio.run(story())
 
 
+class Shards:
+    """Memory in two shards, as that of two GPUs, on the host."""
+
+    kind = "device"
+    shards = 2
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._parts = [HostMemory(size) for size in shard_sizes(nbytes, 2, 0).values()]
+        self.tensors = [part.tensors[0] for part in self._parts]
+
+    def spaces(self) -> list[Space]:
+        return [space for part in self._parts for space in part.spaces()]
+
+    def reception(self, *arguments: Any) -> receiving.ShardedReception:
+        return receiving.ShardedReception(self.tensors, *arguments)
+
+    def save(self, *arguments: Any) -> None:
+        receiving.DeviceMemory.save(cast(Any, self), *arguments)
+
+
+def test_an_update_in_shards_is_received_held_and_kept_as_one_in_a_space_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, snapshot = str(tmp_path / "stager.sock"), tmp_path / f"g-{1:032x}"
+    whole = layout(MODEL).nbytes
+    sent = torch.randint(1, 127, (whole,), dtype=torch.uint8)
+    digest = digest_of(sent)
+    stay: list[bool] = []
+
+    class Group:
+        name = "g"
+        at = 0
+
+        def begin(self, bucket: Any) -> Any:
+            bucket.copy_(sent[self.at : self.at + bucket.numel()])
+            self.at += bucket.numel()
+            return SimpleNamespace(wait=float)
+
+    def joined(*_: object, stays: bool, **__: object) -> Group:
+        stay.append(stays)
+        return Group()
+
+    def make_memory(nbytes: int, *, gpus: int) -> Any:
+        return Shards(nbytes)
+
+    async def story() -> None:
+        came: asyncio.Queue[staging.Received] = asyncio.Queue()
+        one = stager.Stager(staging.StagerSpec(socket=path))
+        server = await asyncio.start_unix_server(one.serve, path)
+        link = StagerLink(path, "w", came.put_nowait, lambda _: None)
+        reserved = await link.ask(staging.Reserve((1, 1), MODEL, BUCKET), staging.Reserved)
+        assert reserved.sharded and [space.nbytes for space in reserved.spaces] == [whole // 2, whole // 2]
+        ask = staging.JoinGroup((1, 1), "g", "127.0.0.1:1", 2, 1, "gloo")
+        assert (await link.ask(ask, staging.InGroup)).message == ""
+        assert stay == [False], "buckets pass through buffers: no other rank may copy them from there"
+        async with asyncio.timeout(PATIENCE_S):
+            received = await came.get()
+        assert (received.digest, received.sharded, received.spaces) == (digest, True, reserved.spaces)
+        link.tell(staging.Keep((1, 1), 1, digest, str(snapshot)))
+        held = await link.ask(staging.AskHeld(digest), staging.Held)
+        assert (held.version, held.digest, held.sharded) == (1, digest, True)
+        found = torch.cat([open_space(space) for space in held.spaces])
+        assert torch.equal(found, sent)
+        await asyncio.to_thread(one.finish)
+        assert read_footer(str(snapshot)) == Footer(1, digest, MODEL)
+        assert snapshot.read_bytes()[:whole] == sent.numpy().tobytes()
+        await link.close()
+        server.close()
+
+    monkeypatch.setattr("enginepool.collective.join", joined)
+    monkeypatch.setattr(receiving, "make_memory", make_memory)
+    asyncio.run(story())
+
+
 def test_the_snapshot_serves_where_the_stager_was_killed(place: Place, trainer: Trainer) -> None:
     snapshot = place.directory / "snapshots" / f"g-{1:032x}"
     older = snapshot.with_name(f"g-{0:032x}")
@@ -777,6 +856,7 @@ class Device:
     """A stager's memory on a device, as far as its group is concerned."""
 
     kind = "device"
+    shards = 0
 
     def __init__(self, nbytes: int, into: Any = None) -> None:
         self.nbytes = nbytes

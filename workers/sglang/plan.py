@@ -9,6 +9,7 @@ here.
 
 import importlib
 import logging
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -44,6 +45,37 @@ class Copy(NamedTuple):
     def source(self, tensor: Any) -> Any:
         """The elements in `tensor`, which is contiguous."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+    def cut(self, begins: Sequence[int]) -> "Iterator[tuple[int, Copy]]":
+        """This copy out of a tensor that lies in parts: (part, a copy out of that part alone), once for each element.
+
+        Args:
+            begins: the first element of each part, in their order; that of the first one is 0.
+        """
+        if self.fill is not None or not self.target.numel():
+            yield 0, self
+            return
+        reach = [(size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True)]
+        part = bisect_right(begins, self.offset) - 1
+        if part + 1 == len(begins) or self.offset + sum(reach) < begins[part + 1]:
+            yield part, self._replace(offset=self.offset - begins[part])
+            return
+        dim = max(range(len(reach)), key=lambda dim: self.stride[dim] if self.size[dim] > 1 else 0)
+        count, stride, left = self.size[dim], self.stride[dim], begins[part + 1] - self.offset
+        # Rows that end before the next part begins; and the one in which it begins, unless it begins between two.
+        before = min(count, max(0, (left - 1 - sum(reach) + reach[dim]) // stride + 1))
+        after = before if before == count or before * stride >= left else before + 1
+        for begin, end in ((0, before), (after, count)):
+            if begin < end:
+                yield from self._rows(dim, begin, end - begin).cut(begins)
+        if before < after:
+            row = self._rows(dim, before, 1)
+            size, strides = ((*of[:dim], *of[dim + 1 :]) for of in (self.size, self.stride))
+            yield from Copy(row.target.squeeze(dim), size, strides, row.offset).cut(begins)
+
+    def _rows(self, dim: int, begin: int, count: int) -> "Copy":
+        size = (*self.size[:dim], count, *self.size[dim + 1 :])
+        return Copy(self.target.narrow(dim, begin, count), size, self.stride, self.offset + begin * self.stride[dim])
 
 
 class _Watch(_Mode):

@@ -8,7 +8,8 @@ is pinned all at once. Runs in the engine's processes; no SGLang here.
 import importlib
 import time
 from bisect import bisect_right
-from collections.abc import Generator
+from collections.abc import Generator, Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -34,14 +35,48 @@ def manifest_of(text: str) -> list[Tensor]:
     return _manifests.decode(text)
 
 
-def open_space(space: dict[str, Any], nbytes: int) -> Any:
-    """The bytes of a ticket's `Space` in this process, of which at least `nbytes` are there; what is written to it later shows.
+class Opened:
+    """The bytes of an update, open in this process: in one part, or in shards that follow each other."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = list(parts)
+        self._begins = list(accumulate((part.numel() for part in parts), initial=0))
+
+    def elements(self, tensor: Tensor, at: int) -> list[tuple[int, Any]]:
+        """Of a tensor at byte `at`: (number of the first element, the elements, flat) in each part that has some."""
+        dtype = getattr(torch, tensor.dtype)
+        found: list[tuple[int, Any]] = []
+        for begin, part in zip(self._begins, self.parts, strict=False):
+            first, last = max(begin, at), min(begin + part.numel(), at + tensor.nbytes)
+            if first < last:
+                found.append(((first - at) // dtype.itemsize, part[first - begin : last - begin].view(dtype)))
+        return found or [(0, self.parts[0][:0].view(dtype))]
+
+    def tensors(self, manifest: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
+        """(name, tensor): a view, or a copy of a tensor that is cut by shards."""
+        for tensor, at in zip(manifest, layout(manifest).offsets, strict=True):
+            found = [elements for _, elements in self.elements(tensor, at)]
+            yield tensor.name, (found[0] if len(found) == 1 else torch.cat(found)).view(tensor.shape)
+
+
+def open_spaces(described: Sequence[dict[str, Any]], nbytes: int) -> Opened:
+    """The bytes of a ticket's spaces in this process, of which at least `nbytes` are there; what is written later shows.
 
     The memory of another process stays as long as anything refers to it here. Raises ValueError, OSError or RuntimeError.
     """
-    if space["nbytes"] < nbytes:
-        raise ValueError(f"a space of {space['nbytes']} bytes for {nbytes}")
-    return spaces.open_space(msgspec.convert(space, Space), pinned=torch.cuda.is_initialized())
+    found = msgspec.convert(described, list[Space])
+    size = sum(space.nbytes for space in found)
+    if size < nbytes:
+        raise ValueError(f"a space of {size} bytes for {nbytes}")
+    # The memory of a publisher has a seal, and is looked at on its own GPU.
+    pinned = torch.cuda.is_initialized()
+    return Opened([spaces.open_space(space, by_current=not space.seal, pinned=pinned) for space in found])
+
+
+def sealed(opened: Opened, described: Sequence[dict[str, Any]]) -> bool:
+    """Whether the seals of all these spaces, which are open, are there."""
+    seals = [msgspec.convert(space, Space).seal for space in described]
+    return all(spaces.sealed(part, seal) for part, seal in zip(opened.parts, seals, strict=True))
 
 
 class Copies:
@@ -137,11 +172,11 @@ class Ready:
 
     Args:
         name: what the worker calls it.
-        space, text: where its bytes will lie, and its manifest as a ticket has them.
-        opened: the bytes of that space, where it is open already.
+        described, text: the spaces where its bytes will lie, and its manifest, as a ticket has them.
+        opened: the bytes of these spaces, where they are open already.
     """
 
-    def __init__(self, name: int, plan: Plan, space: dict[str, Any], text: str, opened: Any = None) -> None:
+    def __init__(self, name: int, plan: Plan, described: list[dict[str, Any]], text: str, opened: Opened | None = None) -> None:
         """Raises ValueError, OSError or RuntimeError: the space cannot be opened."""
         self.name = name
         self.done = False
@@ -151,16 +186,16 @@ class Ready:
         began = time.perf_counter()
         self.manifest = manifest_of(text)
         self._plan = plan
-        self._source = space, text
+        self._source = described, text
         self._layout = layout(self.manifest)
-        self._opened = open_space(space, self._layout.nbytes) if opened is None else opened
+        self._opened = open_spaces(described, self._layout.nbytes) if opened is None else opened
         self._steps = self._make()
         self.seconds += time.perf_counter() - began
 
-    def serves(self, name: int, space: dict[str, Any], text: str) -> bool:
+    def serves(self, name: int, described: list[dict[str, Any]], text: str) -> bool:
         """Whether another update with the same tensors in the same memory can use it; it then has that name, and is looked at
         again. A GPU's handle names one piece of memory for ever; of a file only the path is known."""
-        if not self.done or space["kind"] != "cuda" or self._source != (space, text):
+        if not self.done or any(space["kind"] != "cuda" for space in described) or self._source != (described, text):
             return False
         self.name, self.done, self.seconds = name, False, 0.0
         self._steps = self._look()
@@ -168,8 +203,8 @@ class Ready:
 
     @property
     def sealed(self) -> bool:
-        """Whether what was copied out of the space is what had been lent there."""
-        return spaces.sealed(self._opened, msgspec.convert(self._source[0], Space).seal)
+        """Whether what was copied out of the spaces is what had been lent there."""
+        return sealed(self._opened, self._source[0])
 
     def go_on(self, seconds: float) -> None:
         """Work for about so long, one step at least, or to the end. Raises ValueError: it cannot be made ready."""
@@ -192,8 +227,9 @@ class Ready:
     def _make(self) -> Generator[bool]:
         yield from self._look()
         for tensor, at in zip(self.manifest, self._layout.offsets, strict=True):
-            view = self._opened[at : at + tensor.nbytes].view(getattr(torch, tensor.dtype)).view(tensor.shape)
+            begins, parts = zip(*self._opened.elements(tensor, at), strict=True)
             for copy in self._plan.copies[tensor.name]:
-                self.copies.add(copy, view)
+                for part, own in copy.cut(begins):
+                    self.copies.add(own, parts[part])
             yield False
         self.copies.warm()

@@ -120,19 +120,22 @@ class EngineWeights:
         """Open spaces and look at them while the engine serves. Raises EngineError."""
         ticket: dict[str, Any] = {"do": "examine", "manifest": encode_manifest(weights.tensors).decode()}
         ticket["targets"] = self.model_tensors().targets(weights.tensors)
-        tickets = [ticket | {"space": space} for space in self._of_each_rank(weights)]
+        tickets = [ticket | {"spaces": spaces} for spaces in self._of_each_rank(weights)]
         answers = await self._ask_for_later(tickets, EXAMINE_S, "the engine did not look at the new weights")
         digests = {answer["digest"] for answer in answers}
         if len(digests) > 1:
             raise EngineError("the engine's processes see different weights")
         return answers[0]["digest"], [Finding(**finding) for finding in answers[0]["findings"]]
 
-    def _of_each_rank(self, weights: NewWeights) -> list[dict[str, Any]]:
-        """The space for each rank, as a ticket says it. One does for all: on a GPU they read it across. Raises EngineError."""
+    def _of_each_rank(self, weights: NewWeights) -> list[list[dict[str, Any]]]:
+        """The spaces for each rank, as a ticket says them: its own, or all shards of one. One space does for all: on a GPU
+        they read it across. Raises EngineError."""
         if not weights.spaces:
             raise EngineError("nobody says where the new weights lie")
-        spaces = weights.spaces if len(weights.spaces) == self.ranks else weights.spaces[:1] * self.ranks
-        return [msgspec.to_builtins(space) for space in spaces]
+        spaces: list[dict[str, Any]] = msgspec.to_builtins(list(weights.spaces))
+        if weights.sharded:
+            return [spaces] * self.ranks
+        return [[space] for space in spaces] if len(spaces) == self.ranks else [spaces[:1]] * self.ranks
 
     async def _ask_for_later(self, tickets: list[dict[str, Any]], seconds: float, late: str) -> list[dict[str, Any]]:
         """The second answers to tickets that are carried out beside the engine's work. Raises EngineError."""
@@ -159,7 +162,7 @@ class EngineWeights:
         name = next(self._numbers)
         manifest = encode_manifest(weights.tensors).decode()
         asked: dict[str, Any] = {"do": "ready", "name": name}
-        tickets = [asked | {"space": space, "manifest": manifest} for space in self._of_each_rank(weights)]
+        tickets = [asked | {"spaces": spaces, "manifest": manifest} for spaces in self._of_each_rank(weights)]
         while True:
             answers = await self._ask(*tickets)
             _raise_first(answers)
@@ -217,7 +220,7 @@ class EngineWeights:
             return [ticket | {"do": "checkpoint", "path": weights.checkpoint}]
         if weights.group:
             return [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}]
-        return [ticket | {"do": "take", "space": space} for space in self._of_each_rank(weights)]
+        return [ticket | {"do": "take", "spaces": spaces} for spaces in self._of_each_rank(weights)]
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of what is in all ranks together. Raises EngineError; NotComparable."""

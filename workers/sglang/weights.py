@@ -18,17 +18,16 @@ from typing import Any
 
 import msgspec
 
-from enginepool.digest import Digest, make_ready, views
+from enginepool.digest import Digest, make_ready
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Space
-from enginepool.spaces import examined, sealed, visible_gpus
+from enginepool.spaces import examined, visible_gpus
 from enginepool.workers.checkpoint import checkpoint_files, checkpoint_tensors
 from enginepool.workers.sglang.completeness import incomplete_load, quantization
 from enginepool.workers.sglang.held import digests, findings, part_of, why_not_comparable
 from enginepool.workers.sglang.plan import Plan, Unplannable, Unrepeatable, addresses, rebound, refuse_rebinding
 from enginepool.workers.sglang.process import own_load
-from enginepool.workers.sglang.ready import Ready, manifest_of, open_space
+from enginepool.workers.sglang.ready import Opened, Ready, manifest_of, open_spaces, sealed
 from enginepool.workers.sglang.received import received
 from enginepool.workers.sglang.scheduler import flush_caches, has_graphs
 
@@ -89,9 +88,9 @@ class ModelWeights:
         #: the plan was held against the model when that was joined, while the engine served: it takes a millisecond or two
         self._looked = False
         self._ready: Ready | None = None
-        #: the ticket of the latest examination; the space that it has opened, by what the ticket says of it
+        #: the ticket of the latest examination; the spaces that it has opened, by what the ticket says of them
         self._examining: dict[str, Any] | None = None
-        self._opened: tuple[dict[str, Any], Any] | None = None
+        self._opened: tuple[list[dict[str, Any]], Opened] | None = None
         self._lock = threading.Lock()
 
     # --- what there is --------------------------------------------------------------------------------------------------
@@ -168,14 +167,14 @@ class ModelWeights:
     # --- new weights ----------------------------------------------------------------------------------------------------
 
     def do_ready(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Get ready to take all tensors out of a space, or go on with it: a moment of it, while the engine serves."""
+        """Get ready to take all tensors out of spaces, or go on with it: a moment of it, while the engine serves."""
         if self._plan is None:
             raise ValueError(f"updates are loaded plainly: {self._plain}")
-        name, space, before = ticket["name"], ticket.get("space"), self._ready
+        name, spaces, before = ticket["name"], ticket.get("spaces"), self._ready
         try:
-            if space is not None and (before is None or not before.serves(name, space, ticket["manifest"])):
+            if spaces is not None and (before is None or not before.serves(name, spaces, ticket["manifest"])):
                 # The one before is there until this one is: memory that both use stays open.
-                self._ready = Ready(name, self._plan, space, ticket["manifest"], self._examined(space))
+                self._ready = Ready(name, self._plan, spaces, ticket["manifest"], self._examined(spaces))
                 if before is not None:
                     before.close()
             if self._ready is None or self._ready.name != name:
@@ -199,16 +198,15 @@ class ModelWeights:
         self._ready = None
 
     def do_take(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Take what was made ready by that name, or all tensors out of a space."""
-        if "space" not in ticket:
+        """Take what was made ready by that name, or all tensors out of spaces."""
+        if "spaces" not in ticket:
             return self._take_ready(ticket["name"])
         manifest = manifest_of(ticket["manifest"])
-        space = self._examined(ticket["space"])
-        if space is None:
-            space = open_space(ticket["space"], layout(manifest).nbytes)
-        tensors = views(space, manifest)
-        times = self._load(manifest, lambda: zip((tensor.name for tensor in manifest), tensors, strict=True))
-        _still(sealed(space, msgspec.convert(ticket["space"], Space).seal))
+        opened = self._examined(ticket["spaces"])
+        if opened is None:
+            opened = open_spaces(ticket["spaces"], layout(manifest).nbytes)
+        times = self._load(manifest, lambda: opened.tensors(manifest))
+        _still(sealed(opened, ticket["spaces"]))
         return times
 
     def _take_ready(self, name: int) -> dict[str, Any]:
@@ -221,10 +219,10 @@ class ModelWeights:
 
     # --- memory that is lent --------------------------------------------------------------------------------------------
 
-    def _examined(self, space: dict[str, Any]) -> Any:
-        """The bytes of a space that was examined and is still open, or None."""
+    def _examined(self, spaces: list[dict[str, Any]]) -> Opened | None:
+        """The bytes of spaces that were examined and are still open, or None."""
         opened = self._opened
-        return opened[1] if opened is not None and opened[0] == space else None
+        return opened[1] if opened is not None and opened[0] == spaces else None
 
     def do_examine(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Begin to open a space and to look at every byte of it; the other answer says what was found: the engine serves
@@ -240,15 +238,16 @@ class ModelWeights:
             if device is not None:
                 torch.cuda.set_device(device)  # a thread begins on the first one
             manifest = manifest_of(ticket["manifest"])
-            space = open_space(ticket["space"], layout(manifest).nbytes)
-            if not sealed(space, msgspec.convert(ticket["space"], Space).seal):
+            opened = open_spaces(ticket["spaces"], layout(manifest).nbytes)
+            if not sealed(opened, ticket["spaces"]):
                 raise ValueError("the memory does not end with its seal")
+            [space] = opened.parts
             make_ready(space.device)  # it may be another one than the model's
             digest, findings = examined(space, manifest, ticket["targets"])
             answer: dict[str, Any] = {"digest": digest, "findings": msgspec.to_builtins(findings)}
             with self._lock:
                 if self._examining is ticket:
-                    self._opened = ticket["space"], space
+                    self._opened = ticket["spaces"], opened
         except Exception as error:
             answer = {"error": _line(error)}
         _leave(ticket["later"], answer)

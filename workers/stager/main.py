@@ -62,8 +62,8 @@ class Stager:
         self.kept: Kept | None = None
         self.group: Group | None = None
         self.peer = ""
-        #: of the last update: the group was formed for memory of that kind
-        self.staging = ""
+        #: of the last update: the group was formed for memory of that kind, and for buckets that stay there or do not
+        self.staging = "", False
         #: memory taken before the engine started, and after an update on a GPU: there is room for one
         self.device_memory: Memory | None = None
         #: the last snapshot in shared memory that this stager was asked for
@@ -179,10 +179,10 @@ class Stager:
     def _held(self, digest: str) -> Held:
         kept, update = self.kept, self.update
         if update is not None and update.came_whole(digest):
-            return Held(0, digest, update.manifest, update.memory.spaces())
+            return Held(0, digest, update.manifest, update.memory.spaces(), update.memory.shards > 0)
         if kept is None:
             return Held()
-        return Held(kept.version, kept.digest, kept.manifest, kept.memory.spaces())
+        return Held(kept.version, kept.digest, kept.manifest, kept.memory.spaces(), kept.memory.shards > 0)
 
     # --- memory ---------------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Stager:
                 self.device_memory = receiving.DeviceMemory(message.nbytes, gpus)
         except OSError as error:
             return Reserved(message=str(error))
-        return Reserved(staging="device")
+        return Reserved(staging="device", most=max(tensor.numel() for tensor in self.device_memory.tensors))
 
     def _reserve(self, message: Reserve, worker: asyncio.StreamWriter | None = None) -> Reserved:
         try:
@@ -224,13 +224,14 @@ class Stager:
                     self.device_memory = memory
         except (OSError, RuntimeError) as error:
             return Reserved(message.update, message=f"no room for {nbytes} bytes of weights: {error}")
-        if memory.kind != self.staging:
+        staging = memory.kind, memory.shards > 1
+        if staging != self.staging:
             self._leave()  # the others were told where buckets stay
         if self.group is None:
             self.peer = receiving.new_peer()
-        self.staging = memory.kind
+        self.staging = staging
         self.update = Update(message, memory, worker)
-        return Reserved(message.update, memory.kind, self.peer, spaces=memory.spaces())
+        return Reserved(message.update, memory.kind, self.peer, spaces=memory.spaces(), sharded=memory.shards > 0)
 
     # --- receiving ------------------------------------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class Stager:
                 group = join(
                     message.address, message.rendezvous, message.world, message.rank,
                     backend=message.backend, device=device, timeout_s=JOIN_S,
-                    copies=True, stays=(update.memory.kind == "device") == (device != "cpu"),
+                    copies=True, stays=update.memory.shards < 2 and (update.memory.kind == "device") == (device != "cpu"),
                 )  # fmt: skip
                 if update.forgotten:
                     group.abort()
@@ -271,7 +272,7 @@ class Stager:
         self._soon(update, InGroup(update.id))
         try:
             digest, findings = reception.receive(group)
-            received = Received(update.id, digest, findings, spaces)
+            received = Received(update.id, digest, findings, spaces, sharded=update.memory.shards > 0)
         except Exception as error:
             received = Received(update.id, message=why(error), broken=isinstance(error, CollectiveError))
         update.received = received

@@ -129,14 +129,18 @@ FromWorker = Worker | Room | Reserve | JoinGroup | Forget | Keep | AskHeld
 
 class Reserved(Message, tag="reserved"):
     """There is room of kind `staging`, in `spaces`; none: `message` says why. `peer` names this side of the process group.
+    `most`: bytes of it on the GPU that holds the most of them.
 
-    A stager has one room of kind `device`: its space is the same in each update, until one needs more."""
+    A stager has one room of kind `device`: its space is the same in each update, until one needs more. `sharded`, here and
+    below: `spaces` are not one for each GPU, but parts of one, in their order."""
 
     update: TaskId = (0, 0)
     staging: Literal["", "device", "host"] = ""
     peer: str = ""
     message: str = ""
     spaces: list[Space] = []
+    sharded: bool = False
+    most: int = 0
 
 
 class InGroup(Message, tag="in_group"):
@@ -155,6 +159,7 @@ class Received(Message, tag="received"):
     spaces: list[Space] = []
     message: str = ""
     broken: bool = False
+    sharded: bool = False
 
 
 class Held(Message, tag="held"):
@@ -165,6 +170,7 @@ class Held(Message, tag="held"):
     digest: str = ""
     manifest: list[Tensor] = []
     spaces: list[Space] = []
+    sharded: bool = False
 
 
 FromStager = Reserved | InGroup | Received | Held

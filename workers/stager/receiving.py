@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import itertools
 import os
 import secrets
 from bisect import bisect_right
@@ -9,14 +10,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+import msgspec
+
 from enginepool.digest import Batch, Digest, Findings, make_ready, views
 from enginepool.group import QUEUED, Group
 from enginepool.host import SHARED, unnamed_file
-from enginepool.looking import Look
+from enginepool.looking import Look, Looking
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.updates import Finding, Space
 from enginepool.spaces import DeviceSpace, HostSpace
+from enginepool.workers.stager.shards import cut_space, shard_sizes, whole_digest, whole_findings
 from enginepool.workers.stager.snapshot import Footer, copy_snapshot, link, write_footer
 
 torch: Any = importlib.import_module("torch")
@@ -31,6 +35,8 @@ MARGIN = 256 << 20
 #: A GPU looks at what has come twice: each look makes it leave off what its engine has it do. The first one comes when at least
 #: this part of the bytes is yet to come, so that it is over before they are here; the second, after the last byte, is short.
 LAST_LOOK = 1 / 8
+#: Bytes of a shard on GPU 0, if the space has as many: in a publisher's default buckets, what `ShardedReception` needs.
+LEAST_ON_FIRST = 2 << 30
 #: threads that write a snapshot, and bytes that each writes at once
 WRITERS = 4
 WRITTEN = 32 << 20
@@ -39,6 +45,7 @@ WRITTEN = 32 << 20
 class HostMemory(HostSpace):
     """A space in memory of this host."""
 
+    shards = 0
     _complete = False
 
     def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str, targets: Sequence[str] = ()) -> "Reception":
@@ -59,24 +66,42 @@ class HostMemory(HostSpace):
 
 
 class DeviceMemory(DeviceSpace):
-    """A space on each GPU of the engine."""
+    """One space for all GPUs of the engine, in shards, where these GPUs reach each other's memory; else a space on each GPU.
+
+    Attributes:
+        shards: their number; 0: each of `tensors` is a whole space.
+    """
+
+    shards = 0
 
     def __init__(self, nbytes: int, gpus: int) -> None:
         """Raises OSError: no room."""
-        self._reception: Reception | None = None
-        make_ready("cuda:0")
+        self._reception: Reception | ShardedReception | None = None
+        sizes = shard_sizes(nbytes, gpus, LEAST_ON_FIRST) if _reach_each_other(gpus) else dict.fromkeys(range(gpus), nbytes)
+        for gpu in sizes:
+            with torch.cuda.device(gpu):
+                make_ready(f"cuda:{gpu}")
         torch.cuda.empty_cache()
-        for gpu in range(gpus):
+        for gpu, size in sizes.items():
             free, _ = torch.cuda.mem_get_info(gpu)
-            if free < nbytes + MARGIN:
-                raise OSError(f"GPU {gpu} has {free >> 20} MiB left for {nbytes >> 20} MiB of weights")
-        DeviceSpace.__init__(self, nbytes, [f"cuda:{gpu}" for gpu in range(gpus)])
+            if free < size + MARGIN:
+                raise OSError(f"GPU {gpu} has {free >> 20} MiB left for {size >> 20} MiB of weights")
+        DeviceSpace.__init__(self, nbytes, [f"cuda:{gpu}" for gpu in sizes], list(sizes.values()))
+        self.shards = len(sizes) if _reach_each_other(gpus) else 0
 
-    def reception(self, manifest: Sequence[Tensor], bucket_bytes: int, device: str, targets: Sequence[str] = ()) -> "Reception":
+    def spaces(self) -> list[Space]:
+        """As other processes open them."""
+        found = DeviceSpace.spaces(self)
+        return [msgspec.structs.replace(one, nbytes=own.numel()) for one, own in zip(found, self.tensors, strict=True)]
+
+    def reception(
+        self, manifest: Sequence[Tensor], bucket_bytes: int, device: str, targets: Sequence[str] = ()
+    ) -> "Reception | ShardedReception":
         """What receives these tensors here: that of last time, if they are the same."""
         kept = self._reception
         if kept is None or kept.made_for != (list(manifest), bucket_bytes, device, list(targets)):
-            kept = self._reception = Reception(self.tensors, manifest, bucket_bytes, device, targets)
+            make = ShardedReception if self.shards > 1 else Reception
+            kept = self._reception = make(self.tensors, manifest, bucket_bytes, device, targets)
         return kept
 
     def save(self, path: str, footer: Footer, left: Callable[[], None]) -> None:
@@ -84,13 +109,23 @@ class DeviceMemory(DeviceSpace):
         nbytes = layout(footer.manifest).nbytes
         fd = _shared_file(nbytes)
         try:
-            write_out(self.tensors[0][:nbytes], fd)
+            if self.shards:
+                shards = cut_space(footer.manifest, [tensor.numel() for tensor in self.tensors])
+                for shard, tensor in zip(shards, self.tensors, strict=True):
+                    write_out(tensor[: shard.end - shard.begin], fd, shard.begin)
+            else:
+                write_out(self.tensors[0][:nbytes], fd)
             left()
             write_footer(fd, nbytes, footer)
             if not link(fd, path):
                 copy_snapshot(fd, path)
         finally:
             os.close(fd)
+
+
+def _reach_each_other(gpus: int) -> bool:
+    """Whether there are several GPUs, each of which can read the memory of all others."""
+    return gpus > 1 and all(torch.cuda.can_device_access_peer(*pair) for pair in itertools.permutations(range(gpus), 2))
 
 
 def _shared_file(nbytes: int) -> int:
@@ -102,8 +137,10 @@ def _shared_file(nbytes: int) -> int:
     return os.memfd_create("enginepool-weights", os.MFD_CLOEXEC)
 
 
-def write_out(space: Any, fd: int) -> None:
-    """Write a space into a file, by several threads: one alone takes a second for a gigabyte, and the next update waits for it.
+def write_out(space: Any, fd: int, at: int = 0) -> None:
+    """Write a space into a file, from byte `at` of it on.
+
+    By several threads: one alone takes a second for a gigabyte, and the next update waits for it.
 
     Raises OSError: no room.
     """
@@ -116,9 +153,9 @@ def write_out(space: Any, fd: int) -> None:
             with torch.cuda.stream(stream):
                 part[:size].copy_(space[begin : begin + size])
             data = memoryview(part.numpy())[:size]
-            at = 0
-            while at < size:
-                at += os.pwrite(fd, data[at:], begin + at)
+            written = 0
+            while written < size:
+                written += os.pwrite(fd, data[written:], at + begin + written)
 
     with ThreadPoolExecutor(WRITERS) as writers:
         for done in [writers.submit(write, first) for first in range(WRITERS)]:
@@ -262,6 +299,89 @@ class Reception:
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
         return looking.result()
+
+
+class ShardedReception:
+    """What is done with each bucket of an update into a space in shards: made before the first byte comes, and kept.
+
+    Bytes of the last shard come straight into it, on the device of the process group. All others come by way of two buffers
+    there: the last bytes of that shard, if it has four buckets or more, which are needed for bytes of its own when the buffers
+    are needed no more. Each device looks at its shard when that is complete.
+
+    Args:
+        memory: the shards, in their order.
+        device: of the process group.
+        targets: as `Look` has them.
+    """
+
+    def __init__(
+        self, memory: Sequence[Any], manifest: Sequence[Tensor], bucket_bytes: int, device: str, targets: Sequence[str] = ()
+    ) -> None:
+        self.made_for = (list(manifest), bucket_bytes, device, list(targets))
+        self._manifest = list(manifest)
+        self._shards = cut_space(manifest, [part.numel() for part in memory])
+        self._devices = [part.device for part in memory]
+        nbytes, last, first = layout(manifest).nbytes, memory[-1], self._shards[-1].begin
+        in_place = last.device.type == torch.device(device).type
+        if in_place and last.numel() >= 4 * bucket_bytes:
+            buffers = [last[-2 * bucket_bytes : -bucket_bytes], last[-bucket_bytes:]]
+        else:
+            buffers = [torch.empty(min(bucket_bytes, nbytes), dtype=torch.uint8, device=device) for _ in range(AHEAD)]
+        #: for each bucket: where it is received, and from there the copies (to, from) into shards
+        self._parts: list[tuple[Any, list[tuple[Any, Any]]]] = []
+        for k, bucket in enumerate(buckets(manifest, bucket_bytes)):
+            if in_place and bucket.at >= first:
+                self._parts.append((last[bucket.at - first :][: bucket.nbytes], []))
+                continue
+            into, copies = buffers[k % AHEAD][: bucket.nbytes], list[tuple[Any, Any]]()
+            for shard, part in zip(self._shards, memory, strict=True):
+                begin, end = max(shard.begin, bucket.at), min(shard.end, bucket.at + bucket.nbytes)
+                if begin < end:
+                    copies.append((part[begin - shard.begin : end - shard.begin], into[begin - bucket.at : end - bucket.at]))
+            self._parts.append((into, copies))
+        self._looks: list[Look | None] = []
+        #: after so many buckets a shard is complete
+        self._complete: list[int] = []
+        for shard, part in zip(self._shards, memory, strict=True):
+            own, size = [targets[place] for place in shard.places] if targets else [], shard.end - shard.begin
+            with _on(part.device):
+                self._looks.append(Look(part, shard.manifest, [size], own) if size else None)
+            self._complete.append(-(-shard.end // bucket_bytes))
+
+    def receive(self, group: Group) -> tuple[str, list[Finding]]:
+        """Broadcasts into the memory; (digest, findings). Raises CollectiveError."""
+        looking: list[Looking] = []
+        looked = 0
+        ways = [group.begin(into) for into, _ in self._parts[:AHEAD]]
+        for k, (_, copies) in enumerate(self._parts):
+            ways[k].wait(FOREVER_S)
+            for into, source in copies:
+                into.copy_(source, non_blocking=into.is_cuda)
+            while looked < len(self._looks) and self._complete[looked] <= k + 1:
+                look = self._looks[looked]
+                with _on(self._devices[looked]):
+                    if look is not None:
+                        looking.append(look.begin())
+                        looking[-1].add(0)
+                looked += 1
+            # What was copied out of its buffer is copied before, for the device does both in this order.
+            if k + AHEAD < len(self._parts):
+                ways.append(group.begin(self._parts[k + AHEAD][0]))
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        shards = [(shard, device) for shard, device in zip(self._shards, self._devices, strict=True) if shard.end > shard.begin]
+        found: list[tuple[str, list[Finding]]] = []
+        for one, (_, device) in zip(looking, shards, strict=True):
+            with _on(device):
+                found.append(one.result())
+        digest = whole_digest([(shard.begin, digest) for (shard, _), (digest, _) in zip(shards, found, strict=True)])
+        return digest, whole_findings(self._manifest, [findings for _, findings in found])
+
+
+def _on(device: Any) -> Any:
+    """Where kernels are launched meanwhile."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def new_peer() -> str:
