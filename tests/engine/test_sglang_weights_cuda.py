@@ -194,7 +194,7 @@ class Filled:
     def begin(self, bucket: Any) -> Any:
         bucket.copy_(self._space[self._at : self._at + bucket.numel()])
         self._at += bucket.numel()
-        return SimpleNamespace(wait=float)
+        return SimpleNamespace(wait=float, order=float)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two CUDA GPUs: torch finds {torch.cuda.device_count()}")
