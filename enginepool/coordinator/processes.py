@@ -19,8 +19,9 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _STATE, _MADE = 0, 19
 #: in the progress bars of tqdm, and of what loads safetensors
 _BAR = re.compile(r"\d%( Completed)? *\||\d+/\d+ \[\d+:\d\d")
-#: in what Python's own cleaner of semaphores and shared memory has to say, and in the line of its code that is shown with it
-_CLEANER = re.compile(r"resource_tracker: |^\s*warnings\.warn\(")
+#: in a Python warning (FILE:LINE: UserWarning: ...), in the line of code that is shown with it, and in what the cleaner of
+#: semaphores and shared memory of Python has to say
+_WARNING = re.compile(r":\d+: \w*Warning: |^\s*warnings\.warn\(|resource_tracker: ")
 
 
 def made_at(pid: int) -> float:
@@ -90,14 +91,14 @@ def failed_by_itself(code: int | None) -> bool:
 def last_line(log: bytes) -> str:
     """The last line that says something of the process's end.
 
-    Passed over are progress bars, which say what it did before, and what the process writes that Python leaves behind to clean
-    up after one that was killed.
+    Passed over are progress bars and Python's warnings, which say what it did before, and what the process writes that Python
+    leaves behind to clean up after one that was killed.
     """
     for line in reversed(log.decode(errors="replace").split("\n")):
         drawn = "\r" in line.removesuffix("\r") or line.endswith("%\r")
         for text in reversed(line.split("\r")):
             bar = _BAR.search(text) or (drawn and "%" in text)
-            if text.strip() and not bar and not _CLEANER.search(text):
+            if text.strip() and not bar and not _WARNING.search(text):
                 return text.strip()[:500]
     return ""
 

@@ -27,6 +27,8 @@ from enginepool.workers.events import Exit
         ("model.safetensors: 10%|█ | 1.0G/9.9G [00:10<01:30, 99MB/s]\r".encode(), ""),
         (b"a\nthe GPU is used to 99%\n", "the GPU is used to 99%"),
         (b"Loading:  50%\rout of memory\r\n", "out of memory"),
+        (b"ready\n/site/gguf.py:76: UserWarning: Only CUDA supports it\n  warnings.warn(f'Only {what}')\n", "ready"),
+        (b"ready\nDeprecationWarning: raised as an error\n", "DeprecationWarning: raised as an error"),
         (b"\xe4\xb8 cut in the middle\nx" + 600 * b"y", "x" + 499 * "y"),
     ],
 )
