@@ -12,6 +12,8 @@ MAX_ID = 2**63 - 1
 MAX_TEXT = 500
 #: Findings in one message.
 MAX_FINDINGS = 4096
+#: UTF-8 bytes of a name, an address or a path in a message of a publisher: each is sent on to workers
+MAX_NAME_BYTES = 4096
 #: Frame 0 over this many bytes is refused before it is decoded.
 MAX_HEADER_BYTES = 1 << 20
 #: elements of a weight in one answer

@@ -16,6 +16,7 @@ from enginepool.protocol.basis import MAX_FINDINGS as MAX_FINDINGS
 from enginepool.protocol.basis import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from enginepool.protocol.basis import MAX_ID as MAX_ID
 from enginepool.protocol.basis import MAX_LABELS as MAX_LABELS
+from enginepool.protocol.basis import MAX_NAME_BYTES as MAX_NAME_BYTES
 from enginepool.protocol.basis import MAX_NESTING as MAX_NESTING
 from enginepool.protocol.basis import MAX_PRIORITY as MAX_PRIORITY
 from enginepool.protocol.basis import MAX_TEXT as MAX_TEXT

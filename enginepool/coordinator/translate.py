@@ -13,7 +13,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.door import open_score
 from enginepool.coordinator.events import Buffer, Link
 from enginepool.coordinator.peers import SAME_USER, Peer
-from enginepool.coordinator.weights.offer import check_spaces, open_publish
+from enginepool.coordinator.weights.offer import check_names, check_spaces, open_publish
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
@@ -126,6 +126,11 @@ def _said(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.
     return ev.PublisherSaid(now, link, message)
 
 
+def _asked(now: float, link: Link, question: m.WeightsQuestion, frames: Sequence[Buffer]) -> ev.Event:
+    check_names(question, "name")
+    return ev.WeightsAsked(now, link, question)
+
+
 _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Hello: _hello,
     m.Score: _score,
@@ -138,7 +143,7 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Sent: _said,
     m.Commit: _said,
     m.Abandon: _said,
-    m.WeightsQuestion: lambda now, link, message, _: ev.WeightsAsked(now, link, message),
+    m.WeightsQuestion: _asked,
     m.Ping: lambda now, link, message, _: ev.Heard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.Heard(now, link, proof=message.at),
 }

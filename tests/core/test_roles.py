@@ -13,7 +13,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import FromClient, FromWorker
 from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES, Role
-from enginepool.protocol.updates import Publish, Sent, Space
+from enginepool.protocol.updates import Publish, Sent, Space, WeightsQuestion
 from tests.wire.make_vectors import VALID
 
 SEAL = b"0123456789abcdef"
@@ -129,3 +129,18 @@ def test_a_path_under_a_root_may_be_opened(path: str) -> None:
 def test_a_path_elsewhere_may_not(path: str) -> None:
     assert outside(path, ["/data/a", "/m"]).startswith(f"path: {path!r}: must ")
     assert "must lie under" in outside("/data/a", [])
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (WeightsQuestion(1, what="tensor", name="é" * 2049), "name"),
+        (Publish(1, 1, transfer="checkpoint", path="/" + "a" * 4096), "path"),
+        (Publish(1, 1, transfer="staged", address="a" * 5000), "address"),
+        (Sent(1, "d" * 32, 1, [Space("cuda", 768, handle=b"h", gpu="g" * 5000, seal=SEAL)]), "spaces[0].gpu"),
+    ],
+)
+def test_a_name_that_is_too_long_to_be_sent_on_is_refused(message: Any, field: str) -> None:
+    with pytest.raises(WireError, match=r": expected at most 4096 bytes, got ") as refused:
+        to_coordinator(message, Peer(INCLUDES["admin"]))
+    assert (refused.value.code, refused.value.field) == ("bad_request", field)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from enginepool.coordinator.events import Buffer
-from enginepool.protocol.basis import MAX_ID
+from enginepool.protocol.basis import MAX_ID, MAX_NAME_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
 from enginepool.protocol.layout import ALIGNMENT
@@ -17,6 +17,15 @@ BROADCAST = ("staged", "direct")
 MAX_HANDLE = 4096
 
 
+def check_names(message: object, *fields: str, at: str = "") -> None:
+    """Refuse names that are too long to be sent on: a worker drops a message whose header is. Raises WireError."""
+    for field in fields:
+        nbytes = len(getattr(message, field).encode())
+        if nbytes > MAX_NAME_BYTES:
+            text = f"{at}{field}: expected at most {MAX_NAME_BYTES} bytes, got {nbytes}"
+            raise WireError("bad_request", text, field=at + field, limit=str(MAX_NAME_BYTES))
+
+
 def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
     """The manifest of an offer; none where the transfer has none.
 
@@ -28,6 +37,7 @@ def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
         if not least <= value <= most:
             limit = least if value < least else most
             raise WireError("bad_request", f"{field}: {value} is outside {least}..{most}", field=field, limit=str(limit))
+    check_names(publish, "address", "gpu", "host", "path", "peer")
     check_frames(publish.frames, frames)
     if publish.transfer in ("checkpoint", "relabel"):
         if frames:
@@ -59,6 +69,7 @@ def check_spaces(spaces: Sequence[Space], pid: int | None) -> None:
         raise WireError("bad_request", text, field="spaces", limit=str(MAX_SPACES))
     for i, space in enumerate(spaces):
         at = f"spaces[{i}]"
+        check_names(space, "path", "gpu", at=f"{at}.")
         if len(space.seal) != SEAL_BYTES:
             text = f"{at}.seal: expected {SEAL_BYTES} bytes, got {len(space.seal)}"
             raise WireError("bad_request", text, field=f"{at}.seal", limit=str(SEAL_BYTES))
