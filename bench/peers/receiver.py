@@ -30,7 +30,7 @@ torch: Any = importlib.import_module("torch")
 class NoLook:
     """A look at nothing: nothing is ever wrong."""
 
-    def __init__(self, space: Any, manifest: list[Tensor], bounds: list[int]) -> None:
+    def __init__(self, space: Any, manifest: list[Tensor], bounds: list[int], targets: list[str]) -> None:
         pass
 
     def begin(self) -> "NoLook":
