@@ -80,8 +80,10 @@ def tables(report: "StatusReport") -> "Group":
     head = f"up {_span(report.uptime_s)}   clients {report.clients}   epoch {report.epoch}"
     if report.draining:
         head += "   [yellow]draining[/]"
-    kept = f"answers kept {report.answers_kept} ({_bytes(report.answers_bytes)})   outbox {_bytes(report.outbox_bytes)}"
-    lines = [head, f"{kept}   gc pauses {report.pauses[0]} ({report.pauses[1] / 1000:.0f} ms)", ""]
+    kept = f"answers kept {report.answers_kept} ({_bytes(report.answers_bytes)})"
+    unread = f"unread: clients {_bytes(report.client_unread_bytes)}, workers {_bytes(report.worker_unread_bytes)}"
+    pauses = f"gc pauses {report.pauses[0]} ({report.pauses[1] / 1000:.0f} ms)"
+    lines = [head, f"{kept}   {pauses}", unread, ""]
     groups = _table("group", "", "queued tokens oldest running answered failed batches split lost")
     workers = _table("worker", "stage", "pid weights batches tokens done silent restarts")
     details: list[str] = []

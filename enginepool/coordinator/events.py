@@ -183,7 +183,8 @@ class StatusAsked(Event):
 
     link: Link
     id: int
-    outbox_bytes: int = 0
+    client_unread_bytes: int = 0
+    worker_unread_bytes: int = 0
     pauses: tuple[int, int] = (0, 0)
 
 

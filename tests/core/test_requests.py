@@ -602,11 +602,11 @@ def test_status_counts_what_is_there() -> None:
     pool.worker()
     for i in (1, 2, 3):
         pool.submit(client, i, work(8))
-    (sent,) = pool.do(ev.StatusAsked(0, client, 5, 11, (3, 4)))
+    (sent,) = pool.do(ev.StatusAsked(0, client, 5, 11, 12, (3, 4)))
     report = sent.message
     assert isinstance(report, StatusReport)
     (group,) = report.groups
-    assert (report.id, report.outbox_bytes, report.pauses) == (5, 11, (3, 4))
+    assert (report.id, report.client_unread_bytes, report.worker_unread_bytes, report.pauses) == (5, 11, 12, (3, 4))
     assert (group.queued, group.running, group.workers[0].batches) == (1, 2, 2)
 
 

@@ -340,7 +340,8 @@ def _to_client() -> list[Valid]:
                 "clients": 1,
                 "answers_kept": 2,
                 "answers_bytes": 640,
-                "outbox_bytes": 128,
+                "client_unread_bytes": 128,
+                "worker_unread_bytes": 4096,
                 "pauses": [3, 900],
                 "groups": [
                     {
