@@ -117,4 +117,8 @@ class Admission:
             group.text_waiting[request] = None
         else:
             request.queue.push(request)
+            first = group.blocked
+            # The common case under load needs no look at the queue.
+            if first is not None and first.lane is group.queue and (first.key, first.seq) < (request.key, request.seq):
+                return
         core.wake(group)

@@ -28,6 +28,7 @@ from enginepool.protocol.messages import Part, TaskId, Tokenise
 def pump(core: Core, group: Group) -> None:
     """Give waiting work to open workers until one of the two runs out."""
     queue, routing, packed = group.queue, group.routing, group.packed_routing
+    group.blocked = None
     while True:
         if group.suspects.size or group.kept_worker is not None:
             _try_suspect(core, group)
@@ -45,10 +46,20 @@ def pump(core: Core, group: Group) -> None:
                 break
             batch = fill(core, queue, lane, worker)
             if batch is None:
+                if not (packed.open or group.suspects.size or group.kept_worker is not None):
+                    group.blocked = lane[0][2]
                 break
         send_batch(core, batch)
     if group.text_waiting:
         _give_texts(core, group)
+
+
+def still_blocked(core: Core, group: Group) -> bool:
+    """Whether the head of the queue fits no worker, as `group.blocked` says; for tests."""
+    lane, worker = group.queue.head(PLAIN), group.routing.least()
+    if lane is None or lane[0][2] is not group.blocked or group.packed_routing.open or group.suspects.size:
+        return False
+    return worker is None or fill(core, group.queue, lane, worker) is None
 
 
 def _try_suspect(core: Core, group: Group) -> None:

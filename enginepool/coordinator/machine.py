@@ -11,12 +11,12 @@ from typing import Any
 from enginepool.config import PoolConfig
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.admission import Admission
-from enginepool.coordinator.batching import pump
+from enginepool.coordinator.batching import pump, still_blocked
 from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import Drained, Effect, ToClient
 from enginepool.coordinator.fleet import Fleet
-from enginepool.coordinator.phases import RUNNING
+from enginepool.coordinator.phases import QUEUED, RUNNING
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client, Group
@@ -263,6 +263,8 @@ class Machine:
             assert group.running_tokens == sum(r.work.tokens for r in mine if r.state == RUNNING)
             for place in group.places:
                 place.check()
+            if (first := group.blocked) is not None and first.state == QUEUED and first.lane is group.queue and not group.held:
+                assert still_blocked(core, group), first
 
     def __repr__(self) -> str:
         core = self.core

@@ -383,11 +383,11 @@ class Group:
     """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "answered", "batches", "config", "cut", "down", "early", "expected", "failed", "first", "forwards", "gone", "halvings",
-        "held", "history", "kept_worker", "live", "lost_batches", "name", "needs", "needy", "only", "packed", "packed_routing",
-        "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running", "running_tokens", "spent_s",
-        "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting", "tokens", "trial", "version", "waiting",
-        "weights", "woken", "workers", "zeros",
+        "answered", "batches", "blocked", "config", "cut", "down", "early", "expected", "failed", "first", "forwards", "gone",
+        "halvings", "held", "history", "kept_worker", "live", "lost_batches", "name", "needs", "needy", "only", "packed",
+        "packed_routing", "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running",
+        "running_tokens", "spent_s", "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting", "tokens",
+        "trial", "version", "waiting", "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
@@ -402,6 +402,9 @@ class Group:
         self.ring: Ring | None = None
         #: tensors of the committed weights that are all zero; None: not known
         self.zeros: frozenset[str] | None = None
+        #: the head of the queue, which fitted no worker when work was dispatched last: until it leaves, or a worker changes,
+        #: requests behind it change nothing
+        self.blocked: Request | None = None
         #: why requests are answered with needs_weights, or ""; the classes of workers none of which can have the weights
         self.needs = ""
         self.needy = 0
