@@ -23,6 +23,7 @@ HOLDERS = {
     "loader",
     "stats",
     "updater",
+    "model_updater",
     "message",
     "ports",
     "packed_module",

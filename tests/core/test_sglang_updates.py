@@ -18,13 +18,14 @@ from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.workers.engine import EngineDied, EngineError, NewWeights, NotComparable, Space
+from enginepool.workers.engine import EngineDied, EngineError, NewWeights, NotComparable, OnlyAtStart, Space
 from enginepool.workers.sglang import process as sglang_process
 from enginepool.workers.sglang import scheduler as sglang_scheduler
 from enginepool.workers.sglang import updates as sglang_updates
 from enginepool.workers.sglang import weights as sglang_weights
 from enginepool.workers.sglang.plan import Plan
-from enginepool.workers.sglang.settings import SettingsError
+from enginepool.workers.sglang.scheduler import pass_tickets_of_refused_updates
+from enginepool.workers.sglang.settings import LOADER, SettingsError
 from enginepool.workers.sglang.updates import EngineWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
@@ -65,6 +66,28 @@ class OlderScheduler(Scheduler):
         return super().flush_cache(empty_cache=False)
 
 
+class PlainUpdater:
+    """SGLang's caller of loaders, which asks first whether the model can take updates."""
+
+    def __init__(self, model: Any, refuses: str) -> None:
+        self.get_model = lambda: model
+        self.refuses = refuses
+
+    def update_weights_from_tensor(self, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        if self.refuses:
+            return False, self.refuses
+        assert load_format == LOADER
+        sglang_weights.load(self.get_model(), named_tensors)
+        return True, "Success"
+
+
+class Updater(PlainUpdater):
+    """The same with our change."""
+
+
+pass_tickets_of_refused_updates(Updater, LOADER)
+
+
 class Engine:
     """Ranks of an engine in this process, behind the tokenizer manager's calls for weights."""
 
@@ -75,6 +98,8 @@ class Engine:
         #: what was asked for, of the first rank
         self.tickets: list[dict[str, Any]] = []
         self.before: Callable[[], None] = lambda: None
+        #: why SGLang takes no updates of this model, or ""
+        self.refuses = ""
         self.weights = EngineWeights(self, SimpleNamespace(UpdateWeightsFromTensorReqInput=SimpleNamespace), ranks, self._over)
 
     async def _over(self, work: Any) -> Any:
@@ -89,7 +114,10 @@ class Engine:
             if rank == 0:
                 self.tickets.append(sglang_weights.msgspec.json.decode(text))
             sglang_scheduler._schedulers[:] = [self.schedulers[rank]]  # pyright: ignore[reportPrivateUsage]
-            sglang_weights.load(self.models[rank], [(text, tensor)])
+            updater = Updater(self.models[rank], self.refuses)
+            success, message = updater.update_weights_from_tensor([(text, tensor)], load_format=LOADER)
+            if not success:
+                return [SimpleNamespace(success=False, message=message)]
         return [SimpleNamespace(success=True, message="")]
 
     async def update_weights_from_tensor(self, request: Any, _: Any) -> tuple[bool, str]:
@@ -111,14 +139,15 @@ class Engine:
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Engine]]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
     monkeypatch.setattr(sglang_process, "_own_load", [(one.name, one.dtype, one.shape) for one in TENSORS])
     monkeypatch.setattr(sglang_scheduler, "_schedulers", [])
     monkeypatch.setattr(sglang_weights, "_weights", {})
     engines: list[Engine] = []
 
-    def make(ranks: int = 1) -> Engine:
+    def make(ranks: int = 1, refuses: str = "") -> Engine:
         engines.append(Engine(ranks))
+        engines[-1].refuses = refuses
         asyncio.run(engines[-1].weights.describe())
         assert engines[-1].did() == ["describe"]
         return engines[-1]
@@ -154,6 +183,37 @@ def test_an_engine_of_which_any_rank_has_an_incomplete_model_can_never_start(
         monkeypatch.setattr(sglang_weights, "incomplete_load", lambda reasons=reasons: next(reasons))
         with pytest.raises(SettingsError, match=r"^no tensor fills lm_head\.weight$"):
             make(ranks)
+
+
+REFUSES = "Online weight updates are not supported while a cache is on."
+
+
+def test_an_engine_whose_updates_sglang_refuses_serves_without_updates(make: Callable[..., Engine], tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        engine, weights = make(ranks, REFUSES), Drawn(tmp_path, 1)
+        reason = f"takes weights only at its start: SGLang refuses: {REFUSES}"
+        with pytest.raises(OnlyAtStart, match=reason):
+            engine.weights.model_tensors()
+        with pytest.raises(OnlyAtStart, match=reason):
+            asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+        assert not weights.is_in(engine)
+
+
+def test_an_incomplete_model_whose_updates_sglang_refuses_can_never_start(
+    make: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_weights, "incomplete_load", lambda: "no tensor fills lm_head.weight")
+    with pytest.raises(SettingsError, match="no tensor fills"):
+        make(1, REFUSES)
+
+
+def test_updates_that_sglang_refuses_later_leave_the_old_weights(make: Callable[[int], Engine], tmp_path: Path) -> None:
+    engine, weights = make(1), Drawn(tmp_path, 1)
+    before = state(engine.models[0])
+    engine.refuses = REFUSES
+    with pytest.raises(EngineError, match=engine.refuses):
+        asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+    assert same(before, state(engine.models[0])) and engine.schedulers[0].flushed == 0
 
 
 def test_what_was_made_ready_is_taken_by_one_ticket_that_names_it(make: Callable[[int], Engine], tmp_path: Path) -> None:

@@ -534,3 +534,35 @@ assert torch.nn.Linear(8, 3, bias=False).bias is None
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# --- a model whose updates SGLang refuses ------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+def test_a_ticket_reaches_the_loader_of_a_model_whose_updates_sglang_refuses(tmp_path: Path) -> None:
+    """In a process of its own: it changes SGLang's class for good."""
+    code = """
+import sys
+from enginepool.workers import cpu_bridge
+cpu_bridge.install()
+import msgspec, torch
+from sglang.srt.model_executor.model_runner_components import weight_updater as module
+from enginepool.workers.sglang.scheduler import pass_tickets_of_refused_updates
+from enginepool.workers.sglang.settings import LOADER
+fields = dict.fromkeys(module.WeightUpdater.__dataclass_fields__)
+del fields["_model_update_group"]
+model = torch.nn.Linear(2, 2)
+fields |= {"device": "cpu", "custom_weight_loaders": {LOADER: None}, "get_model": lambda: model}
+updater = module.WeightUpdater(**fields)
+module._unsupported_derived_weight_cache_error = lambda *_: "a cache is on"
+ticket = [(msgspec.json.encode({"do": "describe", "answer": sys.argv[1]}).decode(), torch.Tensor())]
+assert updater.update_weights_from_tensor(ticket, load_format=LOADER) == (False, "a cache is on")
+pass_tickets_of_refused_updates(module.WeightUpdater, LOADER)
+assert updater.update_weights_from_tensor(ticket, load_format=LOADER) == (True, "Success")
+assert updater.update_weights_from_tensor([], load_format="direct") == (False, "a cache is on")
+"""
+    answer = tmp_path / "answer"
+    done = subprocess.run([sys.executable, "-c", code, str(answer)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert msgspec.msgpack.decode(answer.read_bytes()) == {"refused": "SGLang refuses: a cache is on"}

@@ -97,6 +97,7 @@ def _with_our_entries(engine: Any, attention: str) -> Any:
             (patches.LOGITS, "LogitsProcessor"),
             (patches.LOADER, "DefaultModelLoader"),
             (patches.UPDATER, "SchedulerWeightUpdaterManager"),
+            (patches.MODEL_UPDATER, "WeightUpdater"),
             (patches.MODEL, "ModelConfig"),
             (patches.POOLER, "CrossEncodingPooler"),
         )

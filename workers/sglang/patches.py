@@ -20,6 +20,7 @@ ENGINE = "sglang.srt.entrypoints.engine"
 SCHEDULER = "sglang.srt.managers.scheduler"
 RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater"
+MODEL_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
 WORKER = "sglang.srt.managers.tp_worker"
 RUNNER = "sglang.srt.model_executor.model_runner"
 BATCH = "sglang.srt.managers.schedule_batch"
@@ -219,6 +220,15 @@ PRIVATE: tuple[Private, ...] = (
         versions="0.5.21 to 0.5.23",
     ),
     *_read("scheduler.py", REQUESTS, "UpdateWeightsFromTensorReqInput", "load_format", "whether a request is a ticket"),
+    Private(
+        "scheduler.py",
+        MODEL_UPDATER,
+        "WeightUpdater.update_weights_from_tensor",
+        "replaced",
+        "tickets reach the loader where SGLang takes no updates",
+        ("self, named_tensors, load_format",),
+    ),
+    *_read("scheduler.py", MODEL_UPDATER, "WeightUpdater", "get_model", "the model of a ticket"),
     Private(
         "process.py",
         LOADER,

@@ -20,6 +20,7 @@ from enginepool.workers.sglang.scheduler import (
     gather_logits_by_nccl,
     note_scheduler,
     open_session_for_tickets,
+    pass_tickets_of_refused_updates,
     report_every_forward,
 )
 from enginepool.workers.sglang.settings import LOADER
@@ -134,6 +135,7 @@ def run_scheduler(
     packed_processor: Any,
     loader: Any,
     updater: Any,
+    model_updater: Any,
     model_config: Any,
     pooler: Any,
     attention: str,
@@ -142,7 +144,7 @@ def run_scheduler(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Entry of a scheduler process: `run` is SGLang's own, and the eight after it are classes of SGLang.
+    """Entry of a scheduler process: `run` is SGLang's own, and the nine after it are classes of SGLang.
 
     `attention` names SGLang's module of FlashInfer's attention, where that is used: only here is it imported before the start.
     """
@@ -158,6 +160,7 @@ def run_scheduler(
     note_own_load(loader)
     note_scheduler(scheduler)
     open_session_for_tickets(updater, LOADER)
+    pass_tickets_of_refused_updates(model_updater, LOADER)
     if attention:
         changes: Any = importlib.import_module("enginepool.workers.sglang.attention")  # it needs torch
         module: Any = importlib.import_module(attention)

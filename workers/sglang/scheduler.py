@@ -78,6 +78,28 @@ def open_session_for_tickets(updater: Any, loader: str) -> None:
     updater.update_weights_from_tensor = update_weights_from_tensor
 
 
+def pass_tickets_of_refused_updates(model_updater: Any, ours: str) -> None:
+    """Have a ticket reach our loader also where SGLang takes no updates of the model, with SGLang's reason. `model_updater` is
+    SGLang's class that calls loaders; `ours` is the name of our loader.
+
+    SGLang refuses updates of a model that keeps values computed from its weights. Most tickets are questions: without an answer
+    to `describe` the worker would not know whether the model was loaded completely. Our loader refuses the tickets that change
+    weights.
+    """
+    update = model_updater.update_weights_from_tensor
+    module, _, name = ours.rpartition(".")
+
+    def update_weights_from_tensor(self: Any, named_tensors: Any, load_format: str | None = None) -> tuple[bool, str]:
+        success, message = update(self, named_tensors, load_format=load_format)
+        if success or load_format != ours:
+            return success, message
+        load: Any = getattr(importlib.import_module(module), name)  # it needs torch
+        load(self.get_model(), named_tensors, refused=message)
+        return True, "Success"
+
+    model_updater.update_weights_from_tensor = update_weights_from_tensor
+
+
 def report_every_forward(stats: Any) -> None:
     """Have the scheduler say of every row when its forward began, as `entered`. `stats` is SGLang's class of a row's times.
 

@@ -39,11 +39,11 @@ READY_S = 0.001
 Pairs = Callable[[], Iterable[tuple[str, Any]]]
 
 
-def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
-    """The `custom_weight_loader`."""
+def load(model: Any, named_tensors: list[tuple[str, Any]], refused: str = "") -> None:
+    """The `custom_weight_loader`. `refused`: why SGLang takes no updates of this model, or ""."""
     ticket: dict[str, Any] = msgspec.json.decode(named_tensors[0][0])
     weights = _weights.setdefault(id(model), ModelWeights(model))
-    weights.touched = False
+    weights.touched, weights.refused = False, refused
     try:
         answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
     except Exception as error:
@@ -77,6 +77,8 @@ class ModelWeights:
         self._model = model
         #: whether the ticket at hand has changed weights
         self.touched = False
+        #: why SGLang takes no updates of this model, or ""
+        self.refused = ""
         self._plan: Plan | None = None
         #: why updates are loaded plainly
         self._plain = "not looked at yet"
@@ -152,6 +154,8 @@ class ModelWeights:
         return {} if smallest is None else dict.fromkeys((one.name for one in own), _dtype(smallest))
 
     def _refused(self, own: list[Tensor]) -> str:
+        if self.refused:
+            return f"SGLang refuses: {self.refused}"
         if not own:
             return "its weights were not loaded from a checkpoint's tensors, so nobody knows what an update consists of"
         for module in self._model.modules():
@@ -298,7 +302,9 @@ class ModelWeights:
             raise RuntimeError(why)
 
     def _exchange(self, manifest: list[Tensor], load: Callable[[], Any]) -> dict[str, Any]:
-        """What the engine stands still for. Raises Busy: nothing has changed."""
+        """What the engine stands still for. Raises Busy, or ValueError where SGLang takes no updates: nothing has changed."""
+        if self.refused:
+            raise ValueError(self.refused)
         began = time.perf_counter()
         if not flush_caches():
             raise Busy("requests are running")
