@@ -102,7 +102,7 @@ def check_limits(work: Work, can: Capabilities, *, alone: bool = True) -> WireEr
     if work.max_label >= can.vocab:
         return _bad("labels", f"labels: id {work.max_label} is outside the vocabulary of {can.vocab}", str(can.vocab))
     if work.text and not can.text:
-        return _bad("query", "query: this group takes token ids, not text", "")
+        return _bad("query", "query: the model has no tokenizer: send token ids", "")
     if work.max_id >= can.vocab:
         return _bad(*_locate_id(work, can.vocab))
     if can.separator is not None and not work.text and not work.raw and (wrong := _check_separated(work, can.separator)):

@@ -726,3 +726,19 @@ def test_text_that_is_not_tokenised_in_time_loses_the_worker() -> None:
         pool.do(ev.WorkerHeard(0, b"a"))
         pool.do(ev.Heard(0, client, 0))
     assert not pool.machine.core.groups["g"].workers
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["worker first", "request first"])
+def test_text_for_a_model_without_a_tokenizer_is_refused_with_what_to_send(early: bool) -> None:
+    pool = Pool()
+    client = pool.client()
+    without = msgspec.structs.replace(CAN, text=False)
+    if not early:
+        pool.worker(can=without)
+    pool.submit(client, 1, text("q", ["x"]))
+    if early:
+        pool.worker(can=without)
+    (failure,) = failures(pool.sent).values()
+    assert (failure.code, failure.field) == ("bad_request", "query")
+    assert failure.message == "query: the model has no tokenizer: send token ids"
+    assert not texts(pool.sent)

@@ -7,6 +7,7 @@ from enginepool.workers.packed import MAX_ITEM
 from enginepool.workers.sglang.cross_encoder import activation_of, is_cross_encoder, positions
 from enginepool.workers.sglang.packable import refuse_wrong_sharing
 from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets, reserved
+from enginepool.workers.sglang.tokenizer import tokenizer_of
 
 #: Architectures without a next token whose head scores; the others are embedding models.
 _SCORING_HEADS = ("Classification", "Reward")
@@ -44,7 +45,7 @@ def capabilities_of(tm: Any, name: str, version: str, wanted: Wanted, running: R
     if not tm.is_generation and not any(head in architectures[0] for head in _SCORING_HEADS):
         raise SettingsError(f"{architectures[0]} makes embeddings: it has no head that scores")
     config = tm.model_config.hf_config
-    crossing = is_cross_encoder(config)
+    crossing, tokenizer = is_cross_encoder(config), tokenizer_of(tm)
     return Capabilities(
         kind="causal" if tm.is_generation else "classifier",
         vocab=tm.model_config.vocab_size,
@@ -57,11 +58,11 @@ def capabilities_of(tm: Any, name: str, version: str, wanted: Wanted, running: R
         model=name,
         engine=f"sglang {version}",
         device=wanted.device,
-        text=tm.tokenizer is not None,
+        text=tokenizer is not None,
         max_item=min(MAX_ITEM, bounds.context) if wanted.packed else 0,
         cached_query=bounds.cached_query,
         cached_tokens=bounds.cached_tokens,
-        separator=getattr(tm.tokenizer, "sep_token_id", None) if crossing else None,
+        separator=getattr(tokenizer, "sep_token_id", None) if crossing else None,
         activation=activation_of(config) if crossing else "",
         reserved=reserved(running, bounds.context, tm.context_len),
     )

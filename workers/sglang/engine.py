@@ -36,6 +36,7 @@ from enginepool.workers.sglang.host import EngineHost
 from enginepool.workers.sglang.scoring import EngineScoring
 from enginepool.workers.sglang.settings import SettingsError
 from enginepool.workers.sglang.token_types import send_token_types
+from enginepool.workers.sglang.tokenizer import tokenizer_of
 from enginepool.workers.sglang.updates import EngineWeights
 from enginepool.workers.sglang.warmup import warm_up
 
@@ -240,9 +241,9 @@ class SglangEngine:
         """Token ids of each pair's concatenation, with the special tokens that the model's tokenizer adds; for a cross-encoder,
         unless `raw`, as its tokenizer joins a pair. Raises EngineError."""
         capabilities = self._serving().capabilities
-        tokenizer = self._tm.tokenizer
+        tokenizer = tokenizer_of(self._tm)
         if tokenizer is None:
-            raise EngineError("this engine was started without a tokenizer")
+            raise EngineError("the model has no tokenizer: send token ids")
 
         def encode() -> list[list[int]]:
             if capabilities.separator is not None and not raw:

@@ -92,9 +92,10 @@ PRIVATE: tuple[Private, ...] = (
         "capabilities.py",
         TOKENIZER,
         "TokenizerManager",
-        "is_generation max_req_input_len context_len num_reserved_tokens model_config tokenizer",
+        "is_generation max_req_input_len context_len num_reserved_tokens model_config",
         "what the model is, and the longest row",
     ),
+    *_read("tokenizer.py", TOKENIZER, "TokenizerManager", "tokenizer", "whether the model has one"),
     Private("engine.py", TOKENIZER, "TokenizerManager.handle_loop", "called", "answers are read on our loop", ("self",)),
     Private(
         "engine.py",

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from enginepool.workers.sglang.tokenizer import tokenizer_of
+
 
 def types_of(row: Sequence[int], separator: int) -> list[int]:
     """The type of each token: 0 up to the first separator, 1 behind it. So does the tokenizer of such a model, for a pair and
@@ -18,7 +20,7 @@ def send_token_types(tm: Any) -> None:
     Args:
         tm: SGLang's tokenizer manager, whose maker of messages to the scheduler is wrapped.
     """
-    separator = getattr(tm.tokenizer, "sep_token_id", None)
+    separator = getattr(tokenizer_of(tm), "sep_token_id", None)
     if separator is None or getattr(tm.model_config.hf_config, "type_vocab_size", 1) < 2:
         return
     create: Callable[..., Any] = tm._create_tokenized_object
