@@ -1,12 +1,18 @@
 """What every message is made of: the base of all messages, the description of payload frames, task ids and bounds."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_LABELS = 4096
+#: Ids in one `ack`.
+MAX_ACKS = 4096
+#: Payload frames of a client's message, and sides of a payload frame.
+MAX_FRAMES, MAX_SIDES = 16, 2
+#: Names in `capabilities` of a `hello`.
+MAX_CAPABILITIES = 256
 MAX_ID = 2**63 - 1
 #: Characters of a text for people, where the message would not fit frame 0 with all of it.
 MAX_TEXT = 500
@@ -39,7 +45,7 @@ class FrameSpec(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
     name: str
     dtype: Dtype
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_SIDES)]
 
 
 class Message(msgspec.Struct, tag_field="type", omit_defaults=True, gc=False):

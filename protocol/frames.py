@@ -22,6 +22,7 @@ _TEXTS = frozenset({"message", "detail", "reason", "field", "limit", "evidence",
 
 _encoder = msgspec.msgpack.Encoder()
 _AT = re.compile(r" - at `\$\.?(.*)`$")
+_TOO_MANY = re.compile(r"Expected `array` of (?:at most )?length (?:<= )?([0-9]+)")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -94,6 +95,10 @@ def _invalid(text: str) -> WireError:
         field = f"{field}.{missing.group(1)}" if field else missing.group(1)
     if field == "type" and not missing:
         return WireError("unsupported", f"type: {what}: no such message here", field="type")
+    if too_many := _TOO_MANY.fullmatch(what):
+        # The entries are not decoded, so that a long array costs nothing.
+        most = too_many[1]
+        return WireError("bad_request", f"{field}: expected at most {most} entries, got more", field=field, limit=most)
     if not field:
         return WireError("malformed", f"frame 0 is no message: {what}", field="frame 0")
     return WireError("bad_request", f"{field}: {what}", field=field)

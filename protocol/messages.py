@@ -7,18 +7,22 @@ Encoded messages omit fields that hold their default. Bulk data are not in frame
 as [name, dtype, shape]; see `frames.py`.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from enginepool.protocol.basis import MAX_ACKS as MAX_ACKS
+from enginepool.protocol.basis import MAX_CAPABILITIES as MAX_CAPABILITIES
 from enginepool.protocol.basis import MAX_CHUNK as MAX_CHUNK
 from enginepool.protocol.basis import MAX_FINDINGS as MAX_FINDINGS
+from enginepool.protocol.basis import MAX_FRAMES as MAX_FRAMES
 from enginepool.protocol.basis import MAX_HEADER_BYTES as MAX_HEADER_BYTES
 from enginepool.protocol.basis import MAX_ID as MAX_ID
 from enginepool.protocol.basis import MAX_LABELS as MAX_LABELS
 from enginepool.protocol.basis import MAX_NAME_BYTES as MAX_NAME_BYTES
 from enginepool.protocol.basis import MAX_NESTING as MAX_NESTING
 from enginepool.protocol.basis import MAX_PRIORITY as MAX_PRIORITY
+from enginepool.protocol.basis import MAX_SIDES as MAX_SIDES
 from enginepool.protocol.basis import MAX_TEXT as MAX_TEXT
 from enginepool.protocol.basis import PROTOCOL_VERSION, FrameSpec, Message, TaskId
 from enginepool.protocol.basis import Dtype as Dtype
@@ -98,7 +102,7 @@ class Hello(Message, tag="hello"):
     protocol: int = PROTOCOL_VERSION
     incarnation: int = 0
     agent: str = ""
-    capabilities: list[str] = []
+    capabilities: Annotated[list[str], msgspec.Meta(max_length=MAX_CAPABILITIES)] = []
     max_message_bytes: int = 0
 
 
@@ -111,9 +115,9 @@ class Score(Message, tag="score"):
     """
 
     id: int
-    frames: list[FrameSpec]
+    frames: Annotated[list[FrameSpec], msgspec.Meta(max_length=MAX_FRAMES)]
     group: str = ""
-    labels: list[int] = []
+    labels: Annotated[list[int], msgspec.Meta(max_length=MAX_LABELS)] = []
     softmax: bool = False
     item_first: bool = False
     hidden: bool = False
@@ -133,7 +137,7 @@ class Cancel(Message, tag="cancel"):
 class Ack(Message, tag="ack"):
     """The final answers of these requests have arrived; the coordinator may forget them."""
 
-    ids: list[int]
+    ids: Annotated[list[int], msgspec.Meta(max_length=MAX_ACKS)]
 
 
 class Goodbye(Message, tag="goodbye"):

@@ -7,11 +7,11 @@ described.
 """
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from enginepool.protocol.basis import FrameSpec, Message, TaskId
+from enginepool.protocol.basis import MAX_FRAMES, FrameSpec, Message, TaskId
 
 #: An hour: nobody drains a group, or is silent, for longer.
 MAX_MS = 3_600_000
@@ -82,7 +82,7 @@ class Publish(Message, tag="publish"):
     address: str = ""
     peer: str = ""
     path: str = ""
-    frames: list[FrameSpec] = []
+    frames: Annotated[list[FrameSpec], msgspec.Meta(max_length=MAX_FRAMES)] = []
     host: str = ""
     gpu: str = ""
 
@@ -101,7 +101,7 @@ class Sent(Message, tag="sent"):
     id: int
     digest: str
     sent_bytes: int
-    spaces: list[Space] = []
+    spaces: Annotated[list[Space], msgspec.Meta(max_length=MAX_SPACES)] = []
 
 
 class Commit(Message, tag="commit"):

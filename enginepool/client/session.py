@@ -53,6 +53,7 @@ from enginepool.client.settings import DEFAULTS, Settings
 from enginepool.client.updates import Updates
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import (
+    MAX_ACKS,
     PROTOCOL_VERSION,
     Ack,
     Failure,
@@ -309,9 +310,9 @@ class ClientSession:
 
     def _flush_acks(self) -> None:
         self._ack_at = inf
-        if self._acks:
-            self._out.append(Send(Ack(self._acks)))
-            self._acks = []
+        for at in range(0, len(self._acks), MAX_ACKS):
+            self._out.append(Send(Ack(self._acks[at : at + MAX_ACKS])))
+        self._acks = []
 
     def _finish(self, failure: Failure) -> None:
         if self.end is not None:

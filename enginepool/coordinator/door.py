@@ -16,7 +16,7 @@ import numpy.typing as npt
 from enginepool.coordinator.events import Buffer, Work
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
-from enginepool.protocol.messages import MAX_ID, MAX_LABELS, MAX_PRIORITY, Capabilities, FrameSpec, Part, Score
+from enginepool.protocol.messages import MAX_ID, MAX_PRIORITY, Capabilities, FrameSpec, Part, Score
 
 _SHARED = ("query", "items", "item_lengths")
 _PAIRED = ("query", "query_lengths", "items", "item_lengths")
@@ -42,8 +42,6 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
     labels = score.labels
     max_label = -1
     if labels:
-        if len(labels) > MAX_LABELS:
-            raise _bad("labels", f"labels: {len(labels)} ids; at most {MAX_LABELS}", str(MAX_LABELS))
         max_label = max(labels)
         if min(labels) < 0 or max_label >= _INT31:
             at = next(i for i, label in enumerate(labels) if not 0 <= label < _INT31)

@@ -29,6 +29,7 @@ from enginepool.client.events import (
 from enginepool.client.session import ClientSession
 from enginepool.client.settings import Settings
 from enginepool.protocol.messages import (
+    MAX_ACKS,
     Ack,
     Cancel,
     Failure,
@@ -259,6 +260,19 @@ def test_a_full_batch_of_acknowledgements_goes_at_once(driver: Driver):
         driver.hear(result(id_))
         acks += driver.sent()
     assert acks == [Ack(list(range(1, 65)))]
+
+
+def test_more_acknowledgements_than_one_message_may_have_go_in_several():
+    driver = Driver(settings=Settings(ack_batch=2 * MAX_ACKS + 1))
+    driver.connect(window=10_000)
+    sent: list[Message] = []
+    for id_ in range(1, 2 * MAX_ACKS + 2):
+        driver.submit(id_)
+        driver.hear(result(id_))
+        sent += driver.sent()
+    acks = [message.ids for message in sent if isinstance(message, Ack)]
+    assert [len(ids) for ids in acks] == [MAX_ACKS, MAX_ACKS, 1]
+    assert [id_ for ids in acks for id_ in ids] == list(range(1, 2 * MAX_ACKS + 2))
 
 
 def test_a_copy_of_an_answer_is_acknowledged_again_because_the_first_acknowledgement_may_be_lost(driver: Driver):

@@ -113,8 +113,9 @@ def test_where_the_transport_names_no_process_the_form_of_the_path_is_checked_al
 
 
 def test_more_spaces_than_workers_have_ranks_are_refused() -> None:
-    with pytest.raises(WireError, match="spaces: expected at most 1024, got 1025"):
-        check_spaces([Space("file", 768, path="/proc/7/fd/3", seal=SEAL)] * 1025, 7)
+    sent = Sent(1, "d" * 32, 1, [Space("file", 768, path="/proc/7/fd/3", seal=SEAL)] * 1025)
+    with pytest.raises(WireError, match=r"^spaces: expected at most 1024 entries, got more$"):
+        client_event(0, b"l", [encode_header(sent)], 1 << 20, pid=lambda: 7)
 
 
 @pytest.mark.parametrize("path", ["/data/a", "/data/a/", "/data/a//b", "/data/a/b/c", "/m"])

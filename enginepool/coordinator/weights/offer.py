@@ -8,7 +8,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor, decode_manifest
-from enginepool.protocol.updates import DESCRIPTOR, MAX_MS, MAX_SPACES, SEAL_BYTES, Publish, Space
+from enginepool.protocol.updates import DESCRIPTOR, MAX_MS, SEAL_BYTES, Publish, Space
 
 #: transfers whose bytes are broadcast in a process group
 BROADCAST = ("staged", "direct")
@@ -64,9 +64,6 @@ def check_spaces(spaces: Sequence[Space], pid: int | None) -> None:
     Raises:
         WireError: `bad_request`: memory without a seal, or a path that is no descriptor of the publisher's process.
     """
-    if len(spaces) > MAX_SPACES:
-        text = f"spaces: expected at most {MAX_SPACES}, got {len(spaces)}"
-        raise WireError("bad_request", text, field="spaces", limit=str(MAX_SPACES))
     for i, space in enumerate(spaces):
         at = f"spaces[{i}]"
         check_names(space, "path", "gpu", at=f"{at}.")
