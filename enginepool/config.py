@@ -293,7 +293,11 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
             allowed = f"a worker with options.tp_size = {each} sees {each} GPUs" if each > 1 else "a worker sees 1 GPU"
             right = len(names) == each and all(names) and len(set(names)) == each
             need(right, f"{at}.gpus[{index}]", entry, f"{allowed}, separated by commas, each named once")
-        need(all(group.checkpoint_roots), f"{at}.checkpoint_roots", group.checkpoint_roots, "directories")
+        for index, root in enumerate(group.checkpoint_roots):
+            absolute = root.startswith(("/", "~"))
+            need(
+                absolute, f"{at}.checkpoint_roots[{index}]", root, "an absolute path of a directory, or one that begins with ~"
+            )
         for key in ("max_batch_tokens", "max_batch_rows", "cached_query_tokens"):
             value = getattr(group, key)
             need(value is None or value > 0, f"{at}.{key}", value, "more than 0, or left out")
@@ -350,6 +354,15 @@ def check_models(config: PoolConfig, where: str) -> PoolConfig:
             wrong = "" if _HUB_NAME.fullmatch(model) else "no folder here, and no name of a model hub: NAME or OWNER/NAME"
         if wrong:
             raise ConfigError(f"{where}: groups.{name}.model = {model!r}: {wrong}")
+    return config
+
+
+def check_roots(config: PoolConfig, where: str) -> PoolConfig:
+    """`config` itself, when the `checkpoint_roots` of groups that start workers are directories. Raises ConfigError."""
+    for name, group in config.groups.items():
+        for index, root in enumerate(group.checkpoint_roots if group.workers else []):
+            if not os.path.isdir(os.path.expanduser(root)):
+                raise ConfigError(f"{where}: groups.{name}.checkpoint_roots[{index}] = {root!r}: no such directory")
     return config
 
 

@@ -68,10 +68,23 @@ def allocate_gpus(groups: Mapping[str, GroupConfig], visible: Sequence[str]) -> 
     return allocated
 
 
+def _hidden_gpus() -> bool:
+    """Whether CUDA may find GPUs that have no device file of their own: WSL and Jetson have these files instead."""
+    return "CUDA_VISIBLE_DEVICES" not in os.environ and any(Path("/dev", name).exists() for name in ("dxg", "nvmap"))
+
+
 def check_gpus(config: PoolConfig, where: str) -> PoolConfig:
     """`config` itself, when the GPUs of this host suffice for its workers. Raises ConfigError with the numbers."""
+    visible = visible_gpus()
+    if not visible and not _hidden_gpus():
+        for name, group in config.groups.items():
+            if group.device == "cuda" and group.workers and uses_gpus(group):
+                raise ConfigError(
+                    f"{where}: groups.{name}.device = 'cuda': no GPU is visible here (CUDA_VISIBLE_DEVICES, /dev/nvidia*); "
+                    "use 'cpu', or 'auto'"
+                )
     try:
-        allocate_gpus(config.groups, visible_gpus())
+        allocate_gpus(config.groups, visible)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     return config

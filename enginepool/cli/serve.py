@@ -36,7 +36,9 @@ def serve(
     state_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Journal and logs; one pool each.  [default: ~/.local/state/enginepool]")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Only say whether the configuration can be used.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only say whether the configuration can be used on this host.")
+    ] = False,
 ) -> None:
     """Run a pool, until SIGTERM or Ctrl-C.
 
@@ -49,7 +51,7 @@ def serve(
       enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
     """
     from enginepool.address import default_address
-    from enginepool.config import check_models, load_config
+    from enginepool.config import check_models, check_roots, load_config
     from enginepool.gpus import check_gpus
 
     flags = {"model": model, "workers": workers, "engine": engine, "device": device, "listen": listen, "state_dir": state_dir}
@@ -60,14 +62,16 @@ def serve(
     where = str(config or "configuration")
     _check_engines(pool)
     check_models(pool, where)
+    check_roots(pool, where)
     _check_options(pool, where)
     check_gpus(pool, where)
+    from enginepool.coordinator.daemon import check_host, run
+
     if check:
+        check_host(pool)
         groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
         typer.echo(f"{where}: good; groups: {groups}; listens on {pool.listen or default_address()}")
         return
-    from enginepool.coordinator.daemon import run
-
     raise typer.Exit(run(pool))
 
 

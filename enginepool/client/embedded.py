@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from enginepool.client.arguments import meant
-from enginepool.config import GroupConfig, PoolConfig, check_models, checked_config, encode_config
+from enginepool.config import GroupConfig, PoolConfig, check_models, check_roots, checked_config, encode_config
 from enginepool.errors import ConfigError
 from enginepool.folders import PrivateFolder, snapshot_folders
 from enginepool.gpus import check_gpus
@@ -54,14 +54,19 @@ def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> Pool
                     raise ConfigError(f"Pool.start() has no argument {key!r}{near}")
                 if value != plain[key]:
                     raise ConfigError(f"{key}: write it in the config, which was given whole")
-            return check_gpus(check_models(checked_config(config), "configuration"), "configuration")
+            return _checked_here(checked_config(config))
         if group["model"] is None:
             raise ConfigError("model: name one, or give a whole config")
-        return check_gpus(check_models(checked_config({"groups": {_GROUP: group}}), "configuration"), "configuration")
+        return _checked_here(checked_config({"groups": {_GROUP: group}}))
     except ConfigError as error:
         raise ConfigError(str(error).replace(f"groups.{_GROUP}.", "").replace("groups[...].", "")) from None
     except TypeError as error:
         raise ConfigError(f"configuration: {error}") from None
+
+
+def _checked_here(config: PoolConfig) -> PoolConfig:
+    where = "configuration"
+    return check_gpus(check_roots(check_models(config, where), where), where)
 
 
 class RestartPolicy:

@@ -28,16 +28,26 @@ from enginepool.config import PoolConfig, check_endpoint, decode_config, resolve
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.events import Link
-from enginepool.coordinator.gate import Gate
-from enginepool.coordinator.journal import Journal, Record
+from enginepool.coordinator.gate import Gate, read_keys
+from enginepool.coordinator.journal import Journal, Record, prepare_state_dir
 from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.memory import unread_bytes
 from enginepool.coordinator.patience import FEW
-from enginepool.coordinator.sockets import CLIENT_PROOF, WORKER_PROOF, Frame, Router, Sockets, context, pid_of, raise_open_files
+from enginepool.coordinator.sockets import (
+    CLIENT_PROOF,
+    WORKER_PROOF,
+    Frame,
+    Router,
+    Sockets,
+    check_socket_folder,
+    context,
+    pid_of,
+    raise_open_files,
+)
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.errors import ConfigError
-from enginepool.folders import exposed, make_private, snapshot_folders
+from enginepool.folders import make_private, snapshot_folders
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Failure
@@ -104,16 +114,14 @@ class Daemon:
         self._events: list[ev.Event] = []
         with contextlib.ExitStack() as stack:
             directory = _home_known(config.state_dir)
+            prepare_state_dir(directory)
             self.journal = Journal(directory)
             stack.callback(self.journal.close)
-            # Besides the journal it has the sockets of workers and of stagers.
-            if why := exposed(directory):
-                raise ConfigError(f"state_dir = {str(directory)!r}: {why}")
             #: one write after the other, beside the loop: syncing a disk takes long
             self._writer = stack.enter_context(ThreadPoolExecutor(1, "journal"))
             self._snapshots = snapshot_folders(directory)
             # Workers find the successor of a dead coordinator at the same place, so the place is derived, not random.
-            workers_endpoint = config.listen_workers or f"ipc://{directory / 'workers.sock'}"
+            workers_endpoint = _workers_endpoint(config, directory)
             check_endpoint(workers_endpoint, config, "listen_workers")
             limits = config.limits
             most, timing = 2 * limits.max_message_bytes, config.timing
@@ -123,7 +131,7 @@ class Daemon:
             workers = stack.enter_context(
                 Router(most, WORKER_PROOF, limits.buffer_bytes, timing.client_silence_s, self._worker_cut)
             )
-            self._gate = Gate(Path(config.keys).expanduser(), context()) if config.keys else None
+            self._gate = Gate(folder, context()) if (folder := _keys_folder(config)) else None
             if self._gate is not None:
                 stack.callback(self._gate.close)
             clients.bind(_listen(config), self._gate)
@@ -370,6 +378,28 @@ def _home_known(state_dir: str) -> Path:
         return Path(state_dir).expanduser()
     except RuntimeError as error:  # no HOME, and a user of no name
         raise ConfigError(f"state_dir = {state_dir!r}: {error}") from None
+
+
+def _workers_endpoint(config: PoolConfig, directory: Path) -> str:
+    return config.listen_workers or f"ipc://{directory / 'workers.sock'}"
+
+
+def _keys_folder(config: PoolConfig) -> Path | None:
+    return Path(config.keys).expanduser() if config.keys else None
+
+
+def check_host(config: PoolConfig) -> None:
+    """Refuse what `run` would refuse of the state directory, the keys and the folders of sockets, but for those in use.
+
+    Raises:
+        ConfigError: one line says what cannot be used.
+    """
+    directory = _home_known(config.state_dir)
+    prepare_state_dir(directory)
+    if folder := _keys_folder(config):
+        read_keys(folder)
+    for endpoint in (_listen(config), _workers_endpoint(config, directory)):
+        check_socket_folder(endpoint)
 
 
 async def _serve(config: PoolConfig, lifeline: int | None) -> int:

@@ -12,7 +12,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from enginepool.coordinator.peers import Peer
 from enginepool.errors import ConfigError
-from enginepool.keys import AUTHORIZED, SERVER, read_authorized, read_key
+from enginepool.keys import AUTHORIZED, SERVER, Key, read_authorized, read_key
 from enginepool.protocol.roles import INCLUDES
 
 #: the coordinator's TCP sockets, as ZAP calls them
@@ -20,6 +20,15 @@ DOMAIN = "enginepool"
 #: unknown keys that are named to the operator until `authorized` changes: strangers must not fill the log
 NAMED = 16
 _NO_ROLES = Peer()
+
+
+def read_keys(folder: Path) -> tuple[Key, dict[str, Peer]]:
+    """The coordinator's key, and the keys that may connect, from the folder that `enginepool keys` made. Raises ConfigError."""
+    return read_key(folder / SERVER), _peers(folder / AUTHORIZED)
+
+
+def _peers(path: Path) -> dict[str, Peer]:
+    return {public: Peer(INCLUDES[role]) for public, role in read_authorized(path).items()}
 
 
 class Gate:
@@ -32,11 +41,10 @@ class Gate:
 
     def __init__(self, folder: Path, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """Raises ConfigError."""
-        self.key = read_key(folder / SERVER)
         self._path = folder / AUTHORIZED
         self._seen = self._signature()
         #: replaced as a whole: the authenticator's thread reads it, too
-        self._peers = self._read()
+        self.key, self._peers = read_keys(folder)
         #: keys that were refused, and whether the operator was told
         self._refused: dict[str, bool] = {}
         self._authenticator = ThreadAuthenticator(context)
@@ -78,14 +86,11 @@ class Gate:
             return ""
         self._seen = signature
         try:
-            self._peers = self._read()
+            self._peers = _peers(self._path)
         except ConfigError as error:
             return f"{error}; the keys of before hold"
         self._refused = {}
         return f"keys: {self._path} has changed: {len(self._peers)} keys may connect"
-
-    def _read(self) -> dict[str, Peer]:
-        return {public: Peer(INCLUDES[role]) for public, role in read_authorized(self._path).items()}
 
     def _signature(self) -> tuple[int, int, int, int]:
         try:

@@ -11,6 +11,7 @@ checksum, and the other line holds. What does not fit in a line goes into a new 
 import contextlib
 import fcntl
 import os
+import tempfile
 from hashlib import blake2b
 from pathlib import Path
 from typing import IO
@@ -19,10 +20,30 @@ import msgspec
 
 from enginepool.coordinator.events import GroupWeights
 from enginepool.errors import ConfigError
-from enginepool.folders import make_private
+from enginepool.folders import exposed, make_private
 
 #: Bytes of a slot at least, and what its size is a multiple of: no write to one slot touches a block of the other.
 BLOCK = 4096
+
+
+def prepare_state_dir(directory: Path) -> None:
+    """Make the state directory where it is missing, and try to write there. It is locked by nothing.
+
+    Raises:
+        ConfigError: it cannot be made or written to, or other users can reach it. Besides the journal it has the sockets of
+            workers and of stagers.
+    """
+    try:
+        make_private(directory)
+        why = exposed(directory)
+        if not why:
+            with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
+                probe.write(bytes(BLOCK))
+    except OSError as error:
+        file = isinstance(error, FileExistsError | NotADirectoryError)
+        why = "a file, not a directory" if file and directory.exists() else f"cannot be written: {error.strerror}"
+    if why:
+        raise ConfigError(f"state_dir = {str(directory)!r}: {why}")
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -41,7 +62,7 @@ class _Slot(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """The journal in `directory`, locked for as long as this object lives.
+    """The journal in `directory`, which `prepare_state_dir` made, locked for as long as this object lives.
 
     Attributes:
         path: of the file.
@@ -59,11 +80,9 @@ class Journal:
         self._sequence = 0
         self.torn = False
         try:
-            make_private(directory)
             self._lock: IO[str] = open(directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
         except OSError as error:
-            why = "a file, not a directory" if isinstance(error, FileExistsError) else error.strerror
-            raise ConfigError(f"state_dir = {str(directory)!r}: {why}") from None
+            raise ConfigError(f"state_dir = {str(directory)!r}: lock: {error.strerror}") from None
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             try:

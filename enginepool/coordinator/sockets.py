@@ -113,6 +113,18 @@ def raise_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def check_socket_folder(endpoint: str) -> None:
+    """Refuse an ipc socket in a directory that is missing or that other users can reach. Raises ConfigError."""
+    if not endpoint.startswith("ipc://"):
+        return
+    try:
+        why = exposed(Path(endpoint.removeprefix("ipc://")).parent)
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise ConfigError(f"{endpoint}: cannot listen: {why}")
+
+
 class Router:
     """One bound ROUTER socket with outboxes.
 
@@ -155,13 +167,8 @@ class Router:
         """Bind, or raise ConfigError. An ipc socket lies in a directory of this user alone: a process that can open it is this
         user's. A lock next to its path is taken first: a second bind would steal the traffic. `gate`: keys, for TCP."""
         if endpoint.startswith("ipc://"):
+            check_socket_folder(endpoint)
             path = endpoint.removeprefix("ipc://") + ".lock"
-            try:
-                why = exposed(Path(path).parent)
-            except OSError as error:
-                why = error.strerror or str(error)
-            if why:
-                raise ConfigError(f"{endpoint}: cannot listen: {why}")
             try:
                 self._lock = open(path, "a")  # noqa: SIM115 (held for the life of the socket)
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

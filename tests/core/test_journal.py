@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from enginepool.coordinator import journal as under_test
 from enginepool.coordinator.events import GroupWeights
-from enginepool.coordinator.journal import BLOCK, Journal, Record
+from enginepool.coordinator.journal import BLOCK, Journal, Record, prepare_state_dir
 from enginepool.errors import ConfigError
 
 CALLS = ("open", "pwrite", "fsync", "fdatasync", "replace", "close")
@@ -355,6 +355,7 @@ def test_what_is_written_after_the_file_was_removed_is_found_by_a_successor(tmp_
 
 
 def test_nothing_is_written_where_the_directory_was_removed(tmp_path: Path) -> None:
+    prepare_state_dir(tmp_path / "state")
     journal = Journal(tmp_path / "state")
     journal.write(record(1))
     shutil.rmtree(tmp_path / "state")
