@@ -71,14 +71,15 @@ def read_key(path: Path) -> Key:
 
 def key_for(address: str, path: "str | os.PathLike[str] | None") -> Key | None:
     """The key of a client that connects to `address`: of the file at `path`, else of the one that ENGINEPOOL_KEYS names; None
-    for ipc, and where none is named. Raises ConfigError."""
+    for ipc, and where none is named. A file that is named is read in any case. Raises ConfigError."""
     named = path if path is not None else os.environ.get(VARIABLE, "")
-    if not named or not address.startswith("tcp://"):
+    if not named:
         return None
     try:
-        return read_key(Path(named).expanduser())
+        key = read_key(Path(named).expanduser())
     except RuntimeError as error:
         raise ConfigError(f"keys: {os.fspath(named)}: {error}") from None
+    return key if address.startswith("tcp://") else None
 
 
 def read_authorized(path: Path) -> dict[str, Role]:
@@ -119,6 +120,8 @@ def make_keys(folder: Path, names: Mapping[str, Role]) -> list[Path]:
     for name in names:
         if not _NAME.fullmatch(name) or f"{name}.key" == SERVER:
             raise ConfigError(f"name: {name!r}: a name has a-z 0-9 _ . - and at most 64 characters, and is not 'server'")
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: a file; name a directory for the keys")
     server = folder / SERVER
     paths = {name: folder / f"{name}.key" for name in names}
     for path in paths.values():

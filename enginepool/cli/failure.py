@@ -77,4 +77,8 @@ def _usage(error: Any) -> str:
     path = error.ctx.command_path if error.ctx is not None else "enginepool"
     # typer's own word before what is wrong with a choice says nothing to a user
     text = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
+    # Newer versions of typer check values with pydantic, whose messages leave the value out.
+    cause: Any = error.__cause__
+    if hasattr(cause, "errors"):
+        text += f", got {cause.errors()[0]['input']!r}"
     return f"{path}: {text[:1].lower()}{text[1:]} ({path} --help shows how)"

@@ -124,10 +124,11 @@ def check_name(value: Any) -> str:
 
 
 def check_address(value: Any) -> str:
-    """The address of a coordinator, as a client connects to it; None is the one in the environment, or the default."""
+    """The address of a coordinator, as a client connects to it; None is the one in the environment, or the default.
+    An empty variable is as one that is not set."""
     name = "address"
-    if value is None and ADDRESS_VARIABLE in os.environ:
-        name, value = ADDRESS_VARIABLE, os.environ[ADDRESS_VARIABLE]
+    if value is None and (said := os.environ.get(ADDRESS_VARIABLE, "")):
+        name, value = ADDRESS_VARIABLE, said
     elif value is None:
         value = default_address()
     if not isinstance(value, str):

@@ -47,6 +47,7 @@ T = TypeVar("T", Answer, Report, WeightsAnswer)
 #: What an update hears: where it stands, and at last one of the second line.
 UpdateEffect = JoinGroup | PhaseReached | UpdateDone | Fail
 
+_NO_POOL = "; is a pool running there? `enginepool serve` starts one"
 _NO_KEY = "; no keys were given, and TCP needs some unless the pool has insecure_loopback = true"
 _UNKNOWN_KEY = "; or the pool does not know the key that was given, or is another one than the key is for"
 #: How long a Goodbye may take to leave, in seconds.
@@ -161,10 +162,10 @@ class Connection:
 
     def _error(self, failure: Failure, names: Mapping[str, str] | None = None) -> EnginepoolError:
         if failure.code == "connect":
-            hint = ""
+            hint = _NO_POOL
             if self.address.startswith("tcp://"):
                 # A handshake that is refused is not told to who began it: only that it got nowhere.
-                hint = _UNKNOWN_KEY if self._key is not None else _NO_KEY
+                hint += _UNKNOWN_KEY if self._key is not None else _NO_KEY
             return ConnectError(f"{self.address}: {failure.message}{hint}")
         return error_from(failure, names)
 

@@ -46,6 +46,11 @@ _LONGEST_PARENT = LONGEST_PATH - len(f"/enginepool-01234567/stagers/{_GROUP}.409
 def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> PoolConfig:
     """The whole configuration from the arguments of `Pool.start`. Raises ConfigError naming the key at fault."""
     try:
+        if "timeout" in group:
+            raise ConfigError(
+                "Pool.start() has no argument 'timeout': it does not wait for the workers, "
+                f"`await pool.ready(timeout={group['timeout']!r:.20})` does; start_timeout is for the coordinator"
+            )
         if config is not None:
             plain = {**msgspec.structs.asdict(GroupConfig(model="")), "model": None}
             for key, value in group.items():
@@ -112,7 +117,7 @@ class EmbeddedCoordinator:
         self.config = config
         self.address = config.listen
         #: of the client that owns it, where it listens on TCP with keys
-        self.keys = f"{config.keys}/admin.key" if config.keys else None
+        self.keys = f"{config.keys}/admin.key" if config.keys and config.listen.startswith("tcp://") else None
         #: times that it was started
         self.starts = 0
         self._policy = policy or RestartPolicy()

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, Unpack
 
 from enginepool.client.absent import no_attribute, not_made_so, not_open
 from enginepool.client.arguments import (
@@ -58,6 +58,9 @@ class Opening(Awaitable["Pool"]):
 
         def __getattr__(self, name: str) -> Any:
             raise not_open(self._call, name)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(f"{self._call}(...) cannot be copied or pickled: call it once for each pool")
 
     def __await__(self) -> Generator[Any, Any, "Pool"]:
         return self._open().__await__()

@@ -1,6 +1,9 @@
 """Mistakes of the first hour are answered with what to write instead."""
 
 import asyncio
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -10,11 +13,13 @@ from enginepool.client.absent import LATER
 from enginepool.client.arguments import ScoreOptions, check_address, check_options
 from enginepool.client.embedded import embedded_config
 from enginepool.client.payload import encode_pairs, encode_shared
+from enginepool.config import PoolConfig
 from enginepool.coordinator.door import check_limits
 from enginepool.errors import BadRequest, ConfigError
 from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Capabilities
 from tests.core.machines import work
+from tests.process.commands import call
 
 ADDRESS = "tcp://127.0.0.1:1"
 CHAT = [{"role": "user", "content": "Good day!"}]
@@ -29,11 +34,11 @@ def test_a_pool_that_is_made_by_its_class_says_how_to_open_one(pool: Any, wait: 
 
 
 def test_a_pool_that_was_not_awaited_says_so() -> None:
-    for call, opening in (("Pool.connect", Pool.connect(ADDRESS)), ("Pool.start", Pool.start("m", engine="sim"))):
+    for called, opening in (("Pool.connect", Pool.connect(ADDRESS)), ("Pool.start", Pool.start("m", engine="sim"))):
         assert not hasattr(opening, "score")
         with pytest.raises(AttributeError) as caught:
             cast("Any", opening).score  # noqa: B018 (it raises)
-        assert f"write pool = await {call}(...) or async with {call}(...) as pool" in str(caught.value)
+        assert f"write pool = await {called}(...) or async with {called}(...) as pool" in str(caught.value)
 
 
 @pytest.mark.parametrize("name", LATER)
@@ -104,7 +109,45 @@ def test_the_address_comes_from_the_environment_where_none_is_given(monkeypatch:
     with pytest.raises(BadRequest, match="ENGINEPOOL_ADDRESS"):
         BlockingPool.connect()
     monkeypatch.delenv("ENGINEPOOL_ADDRESS")
-    assert check_address(None)
+    default = check_address(None)
+    monkeypatch.setenv("ENGINEPOOL_ADDRESS", "")
+    assert check_address(None) == default
+    with pytest.raises(BadRequest, match=r"^address: ''; write "):
+        check_address("")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_pool_that_is_not_open_is_not_copied(copied: Callable[[object], object]) -> None:
+    with pytest.raises(TypeError, match=r"^Pool\.connect\(\.\.\.\) cannot be copied or pickled: call it once for each pool$"):
+        copied(Pool.connect(ADDRESS))
+
+
+def test_a_timeout_of_the_start_is_told_which_calls_have_one() -> None:
+    group = {"model": "m", "workers": 1, "engine": "sim", "device": "auto", "timeout": 3}
+    said = (
+        r"^Pool\.start\(\) has no argument 'timeout': it does not wait for the workers, `await pool\.ready\(timeout=3\)` does; "
+        r"start_timeout is for the coordinator$"
+    )
+    with pytest.raises(ConfigError, match=said):
+        embedded_config(None, group)
+    with pytest.raises(ConfigError, match=said):
+        embedded_config(PoolConfig(groups={}), group)
+
+
+@pytest.mark.parametrize(
+    ("command", "value"),
+    [
+        ("ready --timeout 0", "0"),
+        ("score in out --concurrency 9999", "9999"),
+        ("serve --workers -2", "-2"),
+        ("serve --workers two", "two"),
+        ("status --every 0", "0"),
+    ],
+)
+def test_a_value_that_an_option_does_not_take_is_shown(command: str, value: str) -> None:
+    code, _, err = call(*command.split())
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"got '{value}'" in err or f"{value} is not" in err
 
 
 def test_a_setting_of_the_engine_is_told_where_it_belongs() -> None:

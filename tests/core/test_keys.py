@@ -112,6 +112,9 @@ def test_the_key_of_a_client_is_the_one_that_is_given_else_the_environment_s(
     assert key_for("tcp://h:1", None) == a
     assert key_for("tcp://h:1", tmp_path / "b.key") == b
     assert key_for("ipc:///p", tmp_path / "b.key") is None
+    for address in ("ipc:///p", "tcp://h:1"):
+        with pytest.raises(ConfigError, match=r"^keys: .*/none\.key: No such file or directory$"):
+            key_for(address, tmp_path / "none.key")
     assert isinstance(a, Key)
 
 
@@ -123,5 +126,9 @@ def test_the_command_makes_keys_and_refuses_to_make_them_again(tmp_path: Path) -
     assert (code, out, err.count("\n")) == (2, "", 1) and "exists already" in err
     assert call("keys", folder, "--name", "t2", "--role", "publisher")[0] == 0
     assert read_authorized(folder / AUTHORIZED)[read_key(folder / "t2.key").public] == "publisher"
+    file = tmp_path / "pool.toml"
+    file.touch()
+    code, _, err = call("keys", file)
+    assert (code, err) == (2, f"enginepool: {file}: a file; name a directory for the keys\n")
     code, _, err = call("keys", folder, "--name", "t3")
     assert code == 2 and "--role" in err

@@ -336,7 +336,7 @@ def test_cancelling_the_start_ends_the_child(stand_in: Callable[[str], None], mo
         ({"workers": 2, "config": PoolConfig(groups={"g": SIM})}, "workers: write it in the config"),
         ({"dtype": "half", "config": PoolConfig(groups={"g": SIM})}, "dtype: write it in the config"),
         ({"weather": 1, "config": PoolConfig(groups={"g": SIM})}, "Pool.start() has no argument 'weather'"),
-        ({"timeout": 3, "config": PoolConfig(groups={"g": SIM})}, "no argument 'timeout'; did you mean start_timeout?"),
+        ({"timeout": 3, "config": PoolConfig(groups={"g": SIM})}, "no argument 'timeout': it does not wait"),
         ({"worker": 3, "config": PoolConfig(groups={"g": SIM})}, "no argument 'worker'; did you mean workers?"),
         ({"config": PoolConfig(groups={})}, "at least one group"),
         ({"model": "/no/such/folder"}, "configuration: model = '/no/such/folder': no folder /no/such/folder"),

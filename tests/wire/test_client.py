@@ -498,6 +498,7 @@ def test_connecting_to_nobody_fails_in_time_and_names_the_address(run: Callable[
         with pytest.raises(errors.ConnectError) as caught:
             await Pool.connect(address, connect_timeout=0.2)
         assert address in str(caught.value)
+        assert "`enginepool serve` starts" in str(caught.value)
         assert isinstance(caught.value, ConnectionError)
 
     run(main())
