@@ -97,6 +97,23 @@ def checkpoint_digest(path: str) -> str:
     return whole.hexdigest()
 
 
+def refuse_damaged(folder: Path) -> None:
+    """Look at the header and the length of each safetensors file of a model that is to be loaded: those that its index names,
+    or all.
+
+    Raises:
+        CheckpointError: a file is truncated, or is not a safetensors file. The message names it.
+    """
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+        named = set(index["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        named = None  # without an index that can be read, all files are loaded
+    for file in sorted(folder.glob("*.safetensors")):
+        if named is None or file.name in named:
+            _entries(file)
+
+
 def _digest_of_file(file: Path) -> str:
     try:
         with file.open("rb") as opened:
@@ -149,14 +166,14 @@ def _entries(file: Path) -> tuple[list[tuple[str, Any]], int]:
             length = int.from_bytes(opened.read(8), "little")
             text = opened.read(length) if length <= _LONGEST_HEADER else b""
         header: dict[str, Any] = json.loads(text)
-        size = file.stat().st_size - 8 - length
+        size = file.stat().st_size
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
         entries.sort(key=lambda item: item[1]["data_offsets"])
-        whole = not entries or entries[-1][1]["data_offsets"][1] == size
+        said = 8 + length + entries[-1][1]["data_offsets"][1] if entries else size
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: not a safetensors file ({error})") from None
-    if not whole:
-        raise CheckpointError(f"{file}: truncated")
+    if size != said:
+        raise CheckpointError(f"{file}: {'truncated: ' if size < said else ''}{size} bytes, but its header says {said}")
     return entries, 8 + length

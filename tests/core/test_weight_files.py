@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import importlib
+import json
 import os
 import random
 import subprocess
@@ -19,9 +20,11 @@ from enginepool.host import unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.tiny_model import make_tiny_model
-from enginepool.workers.checkpoint import CheckpointError, checkpoint_space, checkpoint_tensors
+from enginepool.workers.checkpoint import CheckpointError, checkpoint_space, checkpoint_tensors, refuse_damaged
 from enginepool.workers.main import Worker, wants_room
+from enginepool.workers.sglang.build import prepare
 from enginepool.workers.sglang.model_size import UnknownSize, model_bytes, model_config, quantized
+from enginepool.workers.sglang.settings import SettingsError
 from enginepool.workers.sim.scores import expected_scores
 from enginepool.workers.spec import WorkerSpec
 from enginepool.workers.stager.snapshot import (
@@ -170,6 +173,30 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         file.write_bytes(len(header).to_bytes(8, "little") + header)
         with pytest.raises(CheckpointError, match="not a safetensors file"):
             checkpoint_tensors(str(model))
+
+
+@pytest.mark.parametrize("cut", [4, 100_000])
+def test_an_engine_is_not_started_on_a_truncated_file_which_is_named(tmp_path: Path, cut: int) -> None:
+    file = make_tiny_model(tmp_path) / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - cut)
+    with pytest.raises(SettingsError, match=rf"^{file}: truncated: {size - cut} bytes, but its header says {size}$"):
+        prepare(str(tmp_path), "cpu", {})
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
+    refuse_damaged(tmp_path)  # a file that the index does not name is not loaded
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    with pytest.raises(CheckpointError, match="truncated"):
+        refuse_damaged(tmp_path)
+
+
+def test_files_that_the_load_format_does_not_read_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    os.truncate(make_tiny_model(tmp_path) / "model.safetensors", 4)
+    with pytest.raises(SettingsError, match="not a safetensors file"):
+        prepare(str(tmp_path), "cuda", {"options": {"load_format": "safetensors"}})
+    with pytest.raises(SettingsError, match="the device is cuda"):  # what is looked at next
+        prepare(str(tmp_path), "cuda", {"options": {"load_format": "dummy"}})
 
 
 def test_a_checkpoint_s_path_that_no_directory_can_have_here_is_refused_and_harms_no_worker(

@@ -12,6 +12,7 @@ import msgspec
 
 from enginepool.model_folder import holds_model
 from enginepool.workers import cpu_bridge
+from enginepool.workers.checkpoint import CheckpointError, refuse_damaged
 from enginepool.workers.sglang import patches
 from enginepool.workers.sglang.cross_encoder import use_all_positions
 from enginepool.workers.sglang.packable import refuse_wrong_sharing
@@ -42,14 +43,19 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
         wishes: the other fields of `Wanted`.
 
     Raises:
-        SettingsError: there is no SGLang or one that is not supported, no such folder, no model in it, no such device, or a
-            setting is refused.
+        SettingsError: there is no SGLang or one that is not supported, no such folder, no model in it, a safetensors file is
+            truncated, no such device, or a setting is refused.
     """
     folder = Path(os.path.expanduser(model))
     if model.startswith(("/", ".", "~")) and not folder.is_dir():
         raise SettingsError("there is no such folder")
     if folder.is_dir() and not holds_model(folder):
         raise SettingsError("that folder has no config.json")
+    if folder.is_dir() and wishes.get("options", {}).get("load_format", "auto") in ("auto", "safetensors"):
+        try:
+            refuse_damaged(folder)
+        except CheckpointError as error:
+            raise SettingsError(str(error)) from None
     try:
         device = _resolved(device)
         if device == "cpu":
