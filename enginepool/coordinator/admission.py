@@ -43,7 +43,7 @@ class Admission:
             return
         limits = core.config.limits
         can = group.plain or group.packed
-        answer, held = charge(work, can)
+        answer, held = work.charge or charge(work, can)
         if work.rows > limits.queue_items:
             # Waiting would not help: it is more than an empty queue takes.
             text = f"items: {work.rows}; at most {limits.queue_items} in one request"

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.coordinator.events import Buffer, Work
+from enginepool.coordinator.memory import labels_charge
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
 from enginepool.protocol.messages import MAX_ID, MAX_PRIORITY, Capabilities, FrameSpec, Part, Score
@@ -80,9 +81,10 @@ def open_score(score: Score, frames: Sequence[Buffer]) -> Work:
     part = Part(specs, labels, score.softmax, score.item_first, score.logprobs)
     shape = (score.group, tuple(labels), score.softmax, score.item_first, score.logprobs, score.raw, score.hidden)
     digest = hash((*shape, score.min_version, names, *frames))
+    charge = None if text or score.hidden or not labels else labels_charge(rows, len(labels), nbytes)
     return Work(
         score.group, rows, tokens, longest, max_id, max_label, score.hidden, text, nbytes, digest, part, tuple(frames), shared,
-        score.raw,
+        score.raw, charge,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     `tokens` and `longest` are the sum and the maximum of the rows' lengths, query and item together (bytes while `text`).
     `part` and `frames` are forwarded as they came. `digest` tells equal contents from others within this process. `shared` is
     the length of a query that rows can be packed behind: 0 for text, pairs, item_first, and where an item is empty. `raw`: rows
-    need no separator.
+    need no separator. `charge`: what `memory.charge` says, where that is known before any worker is.
     """
 
     group: str
@@ -58,6 +58,7 @@ class Work(msgspec.Struct, frozen=True, gc=False):
     frames: Sequence[Buffer]
     shared: int = 0
     raw: bool = False
+    charge: tuple[int, int] | None = None
 
 
 # --- the pool itself ---------------------------------------------------------------------------------------------------

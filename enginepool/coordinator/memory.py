@@ -37,12 +37,16 @@ def answer_bytes(work: Work, can: Capabilities | None) -> int:
 
 def charge(work: Work, can: Capabilities | None) -> tuple[int, int]:
     """(`answer_bytes`, that and `request_bytes`) of `work`."""
-    if work.text or work.hidden or not (labels := len(work.part.labels)):
-        answer = answer_bytes(work, can)
-        return answer, request_bytes(work) + answer
-    # What nearly every request is, without the calls.
-    answer = RESULT_BYTES + work.rows * (ROW_BYTES + ELEMENT_BYTES * labels)
-    return answer, REQUEST_BYTES + LABEL_BYTES * labels + work.nbytes + answer
+    if work.charge is not None:
+        return work.charge
+    answer = answer_bytes(work, can)
+    return answer, request_bytes(work) + answer
+
+
+def labels_charge(rows: int, labels: int, nbytes: int) -> tuple[int, int]:
+    """`charge` of token ids of `nbytes` that ask for so many labels and no hidden states: the model decides nothing there."""
+    answer = RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * labels)
+    return answer, REQUEST_BYTES + LABEL_BYTES * labels + nbytes + answer
 
 
 def is_known(work: Work, can: Capabilities | None) -> bool:
