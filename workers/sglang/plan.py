@@ -184,9 +184,9 @@ def addresses(model: Any) -> dict[tuple[int, str], int]:
     return {place: 0 if data.is_meta else data.data_ptr() for place, (_, _, data) in _kept(model).items()}
 
 
-def refuse_rebinding(tensor: str, *, graphs: bool) -> str:
-    """Why a model whose load gives `tensor` other memory takes no updates, or "". Pure."""
-    if not tensor or not graphs:
+def refuse_rebinding(tensor: str) -> str:
+    """Why a model whose load gives `tensor` other memory takes no updates where CUDA graphs run it, or "". Pure."""
+    if not tensor:
         return ""
     return (
         f"its load gives {tensor} other memory, and the engine's CUDA graphs would go on reading the old one;"

@@ -123,7 +123,7 @@ class ModelWeights:
             return {"refused": f"what it was loaded from cannot be loaded again: {error}"}
         except Unplannable as error:
             self._plain = str(error)
-            if why := refuse_rebinding(rebound(self._model, own), graphs=has_graphs()):
+            if why := refuse_rebinding(rebound(self._model, own) if has_graphs() else ""):
                 return {"refused": why}
         return {
             "tensors": [list(tensor) for tensor in msgspec.to_builtins(own)],
@@ -298,7 +298,7 @@ class ModelWeights:
         self._model.load_weights(iter(pairs))
         after = addresses(self._model) if graphs else {}
         moved = next((place[1] for place, at in before.items() if after.get(place) != at), "")
-        if why := refuse_rebinding(moved, graphs=graphs):
+        if why := refuse_rebinding(moved):
             raise RuntimeError(why)
 
     def _exchange(self, manifest: list[Tensor], load: Callable[[], Any]) -> dict[str, Any]:
