@@ -65,14 +65,16 @@ def serve(
     check_roots(pool, where)
     _check_options(pool, where)
     check_gpus(pool, where)
-    from enginepool.coordinator.daemon import check_host, run
+    from enginepool.coordinator.daemon import check_host
 
+    check_host(pool)
     if check:
-        check_host(pool)
         groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
         typer.echo(f"{where}: good; groups: {groups}; listens on {pool.listen or default_address()}")
         return
-    raise typer.Exit(run(pool))
+    from enginepool.cli.coordinator_process import keep_running
+
+    raise typer.Exit(keep_running(pool))
 
 
 def _from_flags(flags: dict[str, Any]) -> "PoolConfig":

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,9 @@ from enginepool.folders import PrivateFolder, snapshot_folders
 from enginepool.gpus import check_gpus
 from enginepool.host import LONGEST_PATH
 from enginepool.protocol.messages import Failure
+from enginepool.restart_policy import BAD_CONFIG, RestartPolicy, exit_text
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
-#: Exit code of a coordinator whose configuration cannot be used.
-_BAD_CONFIG = 2
 #: Lines of the coordinator's stderr that go into an error.
 _LAST_LINES = 10
 #: Seconds for the child to end after its lifeline closed, before it is killed.
@@ -72,25 +70,6 @@ def embedded_config(config: PoolConfig | None, group: Mapping[str, Any]) -> Pool
 def _checked_here(config: PoolConfig) -> PoolConfig:
     where = "configuration"
     return check_gpus(check_roots(check_models(config, where), where), where)
-
-
-class RestartPolicy:
-    """When a dead coordinator is started again: at once at first, later after 0.1 s doubling to 5 s; not when it has died
-    more than `most` times within `window_s`."""
-
-    def __init__(self, most: int = 5, window_s: float = 60.0) -> None:
-        self.most, self.window_s = most, window_s
-        self._deaths: deque[float] = deque()
-
-    def after_death(self, now: float) -> float | None:
-        """Seconds to wait before the next start; None: no more."""
-        self._deaths.append(now)
-        while self._deaths[0] < now - self.window_s:
-            self._deaths.popleft()
-        deaths = len(self._deaths)
-        if deaths > self.most:
-            return None
-        return 0.0 if deaths == 1 else min(0.1 * 2 ** (deaths - 2), 5.0)
 
 
 class EmbeddedCoordinator:
@@ -210,8 +189,7 @@ class EmbeddedCoordinator:
             return
         wait = self._policy.after_death(self._loop.time())
         if wait is None:
-            story = f"ended more than {self._policy.most} times within {self._policy.window_s:g} s, the last time"
-            self._lost(self._failure(story, code))
+            self._lost(self._failure(self._policy.given_up, code))
         else:
             self._again = self._loop.call_later(wait, self._spawn)
 
@@ -223,10 +201,9 @@ class EmbeddedCoordinator:
 
     def _failure(self, story: str, code: int) -> Failure:
         lines = self._last_lines()
-        if code == _BAD_CONFIG and lines:
+        if code == BAD_CONFIG and lines:
             return Failure("config", lines[-1].removeprefix("enginepool: "))
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        return Failure("pool_down", f"the coordinator {story} with {how}", evidence=lines)
+        return Failure("pool_down", f"the coordinator {story} with {exit_text(code)}", evidence=lines)
 
     def _last_lines(self) -> list[str]:
         with contextlib.suppress(OSError):

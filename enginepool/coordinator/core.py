@@ -5,7 +5,7 @@ from heapq import heapify, heappop, heappush
 from enginepool.config import PoolConfig
 from enginepool.coordinator.answers import Answers
 from enginepool.coordinator.effects import Effect, ToClient
-from enginepool.coordinator.events import Link
+from enginepool.coordinator.events import Event, Link
 from enginepool.coordinator.phases import DONE
 from enginepool.coordinator.state import Client, Group, Request, Worker
 from enginepool.coordinator.weights.update import Update
@@ -60,7 +60,7 @@ class Core:
     """The shared state of one coordinator."""
 
     __slots__ = (
-        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "fallen", "groups",
+        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "fallen", "groups",
         "header_bytes", "links", "live_bytes", "live_rows", "now", "outboxes", "returned", "risen", "seq", "started",
         "touched", "updates", "woken", "worker_links",
     )  # fmt: skip
@@ -70,7 +70,9 @@ class Core:
         self.epoch = 0
         self.now = 0.0
         self.started = 0.0
-        #: of the event in hand
+        #: what is handled now; None once all events in hand were, and work is dispatched
+        self.event: Event | None = None
+        #: of the events in hand
         self.effects: list[Effect] = []
         self.groups: dict[str, Group] = {}
         #: transactions that have no end yet, by group: at most one each

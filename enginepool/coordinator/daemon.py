@@ -12,14 +12,13 @@ import contextlib
 import ctypes
 import gc
 import os
-import select
 import shutil
 import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import uvloop
 
@@ -30,6 +29,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.gate import Gate, read_keys
 from enginepool.coordinator.journal import Journal, Record, prepare_state_dir
+from enginepool.coordinator.log import log, say
 from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.memory import unread_bytes
 from enginepool.coordinator.patience import FEW
@@ -44,6 +44,7 @@ from enginepool.coordinator.sockets import (
     pid_of,
     raise_open_files,
 )
+from enginepool.coordinator.story import story
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.errors import ConfigError
@@ -51,6 +52,7 @@ from enginepool.folders import make_private, snapshot_folders
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Failure
+from enginepool.restart_policy import BAD_CONFIG, INTERNAL_ERROR
 
 #: stagers that owe nothing end within this
 QUIET_S = 1.0
@@ -142,6 +144,7 @@ class Daemon:
 
     def start(self) -> None:
         """Take up the epoch, adopt or start workers, listen."""
+        self.loop.set_exception_handler(self._raised)
         # Before there is a worker: whoever ends this process by its signals' defaults would leave workers alone.
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._signalled)
@@ -149,7 +152,7 @@ class Daemon:
             self.loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         epoch = max(self.journal.record.epoch + 1, time.time_ns() // 1000)
         if self.journal.torn:
-            say("the journal was cut off in the middle of a write: what it held before holds")
+            log("the journal was cut off in the middle of a write: what it held before holds")
         try:
             self.journal.write(Record(epoch, self.journal.record.weights))
         except OSError as error:
@@ -220,15 +223,15 @@ class Daemon:
         self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, "it does not read its messages")))
 
     def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
-        say(f"worker {incarnation} ended: {reason}")
+        log(f"worker {incarnation} ended: {reason}")
         self.handle(ev.WorkerExited(time.monotonic(), incarnation, reason, permanent, failed))
 
     def _signalled(self) -> None:
         if self.machine.core.draining:
-            say("asked again to end: ending now")
+            log("asked again to end: ending now")
             self._end_now(1)
             return
-        say(f"draining for at most {self.config.timing.drain_s:g} s")
+        log(f"draining for at most {self.config.timing.drain_s:g} s")
         self.handle(ev.DrainAsked(time.monotonic(), self.config.timing.drain_s))
 
     def _hung_up(self) -> None:
@@ -251,11 +254,28 @@ class Daemon:
         if not self.ended.done():
             self.ended.set_result(code)
 
+    def _raised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if error is None:
+            log(f"event loop: {context.get('message', '')}")
+        else:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> NoReturn:
+        """An internal error: what the machine was about to do is lost, so it must not decide anything more. The process ends at
+        once, as by SIGKILL; its successor adopts the workers, and clients send again what has no answer."""
+        try:
+            for line in story(error, self.machine.core):
+                log(line, "error")
+            log(f"the coordinator ends with exit code {INTERNAL_ERROR}, because of this internal error", "error")
+        finally:
+            os._exit(INTERNAL_ERROR)
+
     def _look_at_keys(self, gate: Gate) -> None:
         for line in gate.refused():
-            say(line)
+            log(line)
         if line := gate.reload():
-            say(line)
+            log(line)
         self._keys_timer = self.loop.call_later(KEYS_S, self._look_at_keys, gate)
 
     # --- out -----------------------------------------------------------------------------------------------------------
@@ -287,7 +307,7 @@ class Daemon:
 
     def _perform(self, effect: ef.Effect) -> None:
         if type(effect) is ef.StartWorker:
-            say(f"starting worker {effect.incarnation}")
+            log(f"starting worker {effect.incarnation}")
             self.supervisor.start(effect.group, effect.index, effect.incarnation, effect.weights)
         elif type(effect) is ef.KillWorker:
             self.supervisor.kill(effect.incarnation, effect.reason)
@@ -305,7 +325,7 @@ class Daemon:
 
     def _still_finishing(self) -> None:
         if not self.ended.done():
-            say("the workers have ended; committed weights are being written for those who come after them")
+            log("the workers have ended; committed weights are being written for those who come after them")
 
     def _finished(self) -> None:
         if not self.ended.done():
@@ -322,7 +342,7 @@ class Daemon:
 
     def _written(self, effect: ef.WriteJournal, why: str) -> None:
         if why:
-            say(f"the journal could not be written: {why}")
+            log(f"the journal could not be written: {why}")
         self.handle(ev.JournalWritten(time.monotonic(), effect.update, why))
 
     def _set_timer(self, at: float) -> None:
@@ -349,19 +369,6 @@ class Daemon:
             self._gate.close()
         self.sockets.close()
         self._stack.close()
-
-
-def say(text: str) -> None:
-    """One line for the operator. A log that nobody reads, or whose disk is full, must not keep the pool from its work: what it
-    does not take at once is lost."""
-    if sys.stderr is None:  # closed by whoever started this process: the descriptor may be another file by now
-        return
-    log = select.poll()
-    log.register(2, select.POLLOUT)
-    with contextlib.suppress(OSError):
-        # A pipe that is ready takes PIPE_BUF bytes, and one that is full would hold up everything.
-        if log.poll(0):
-            os.write(2, f"enginepool: {text}".encode(errors="backslashreplace")[: select.PIPE_BUF - 1] + b"\n")
 
 
 def _listen(config: PoolConfig) -> str:
@@ -409,14 +416,19 @@ async def _serve(config: PoolConfig, lifeline: int | None) -> int:
         where = f"{error.filename}: " if error.filename else ""
         raise ConfigError(f"cannot start: {where}{error.strerror}") from None
     try:
-        daemon.start()
-        say(
+        try:
+            daemon.start()
+        except ConfigError:
+            raise
+        except Exception as error:
+            daemon.fail(error)
+        log(
             f"listening on {daemon.sockets.clients.endpoint}, workers on {daemon.sockets.workers.endpoint}, "
             f"epoch {daemon.machine.core.epoch}"
         )
         for name, group in config.groups.items():
             if not group.workers:
-                say(f"group {name} starts no workers: it waits for those that dial in at {daemon.sockets.workers.endpoint}")
+                log(f"group {name} starts no workers: it waits for those that dial in at {daemon.sockets.workers.endpoint}")
         return await daemon.ended
     finally:
         daemon.close()
@@ -440,12 +452,12 @@ def main() -> int:
     text = os.environ.get(CONFIG_VARIABLE)
     if text is None:
         say(f"{CONFIG_VARIABLE} is not set: it holds the pool's configuration as JSON")
-        return 2
+        return BAD_CONFIG
     try:
         return run(decode_config(text.encode()))
     except ConfigError as error:
         say(str(error))
-        return 2
+        return BAD_CONFIG
 
 
 if __name__ == "__main__":

@@ -103,9 +103,11 @@ class Machine:
         on = self._on
         for event in events:
             core.now = event.now
+            core.event = event
             if event.now > self._punctual_until:
                 self._stood_still()
             on[type(event)](event)
+        core.event = None
         if core.fallen or core.risen or core.returned or core.updates:
             self._settle()
         for group in core.woken:

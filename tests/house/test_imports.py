@@ -19,7 +19,9 @@ SOURCES = ("enginepool", "protocol", "workers", "bench", "examples", "tests")
 COORDINATOR = "enginepool/coordinator/"
 
 #: Files of the coordinator that own sockets, clocks, files or processes. All others there are pure.
-SHELL = {f"{COORDINATOR}{name}.py" for name in ("daemon", "gate", "sockets", "journal", "supervisor", "stagers", "processes")}
+SHELL = {
+    f"{COORDINATOR}{name}.py" for name in ("daemon", "gate", "log", "sockets", "journal", "supervisor", "stagers", "processes")
+}
 #: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.
 PURE = {
     f"enginepool/client/{name}.py" for name in ("session", "link_state", "calls", "questions", "updates", "events", "settings")

@@ -19,10 +19,11 @@ import uvloop
 
 from enginepool import BlockingPool, Pool, errors
 from enginepool.client import embedded
-from enginepool.client.embedded import EmbeddedCoordinator, RestartPolicy, embedded_config
+from enginepool.client.embedded import EmbeddedCoordinator, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.folders import snapshot_folders
 from enginepool.protocol.messages import StatusReport
+from enginepool.restart_policy import RestartPolicy
 from enginepool.workers.sim.engine import BYTE_OFFSET
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.processes import Processes

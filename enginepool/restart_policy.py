@@ -1,0 +1,38 @@
+"""When a coordinator that ended is started again, for everything that starts one: `Pool.start` and `enginepool serve`."""
+
+import signal
+from collections import deque
+
+#: exit code of a coordinator that ended because of an internal error (sysexits: EX_SOFTWARE)
+INTERNAL_ERROR = 70
+#: exit code of a coordinator whose configuration cannot be used
+BAD_CONFIG = 2
+
+
+class RestartPolicy:
+    """When a dead coordinator is started again: at once at first, later after 0.1 s doubling to 5 s; not when it has died
+    more than `most` times within `window_s`."""
+
+    def __init__(self, most: int = 5, window_s: float = 60.0) -> None:
+        self.most, self.window_s = most, window_s
+        self._deaths: deque[float] = deque()
+
+    def after_death(self, now: float) -> float | None:
+        """Seconds to wait before the next start; None: no more."""
+        self._deaths.append(now)
+        while self._deaths[0] < now - self.window_s:
+            self._deaths.popleft()
+        deaths = len(self._deaths)
+        if deaths > self.most:
+            return None
+        return 0.0 if deaths == 1 else min(0.1 * 2 ** (deaths - 2), 5.0)
+
+    @property
+    def given_up(self) -> str:
+        """Why it is not started again; the exit code or the signal follows."""
+        return f"ended more than {self.most} times within {self.window_s:g} s, the last time"
+
+
+def exit_text(code: int) -> str:
+    """An exit code, or the signal that a negative one stands for."""
+    return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
