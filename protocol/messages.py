@@ -413,6 +413,14 @@ class Accept(Message, tag="accept"):
     halvings: int = 0
 
 
+class Expired(Message, tag="expired"):
+    """The coordinator gave up `incarnation` because its link was silent. The worker is not to blame: it drops all work, takes a
+    new incarnation and registers again, with its engine as it is."""
+
+    incarnation: str
+    reason: str = ""
+
+
 class Part(msgspec.Struct, omit_defaults=True, gc=False):
     """Rows of one request inside a batch; `frames` are the next frames of the message, as in `score`, ids only."""
 
@@ -456,6 +464,7 @@ FromWorker = (
 )  # fmt: skip
 ToWorker = (
     Accept
+    | Expired
     | Batch
     | Tokenise
     | Drain

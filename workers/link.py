@@ -1,8 +1,8 @@
 """The link to the coordinator: a thread that owns the ZeroMQ socket and answers pings, whatever the main thread is doing.
 
 Messages go to the worker's loop through `Link.take`, and from it through `Link.send`. The thread is also the last resort: a
-main thread that stands still in an engine's code cannot notice that its owner or every coordinator is gone, so the thread
-ends the process then.
+main thread that stands still in an engine's code cannot notice that its owner or every coordinator is gone, or that a
+coordinator tells it to end, so the thread ends the process then.
 
 ZMQ_IMMEDIATE is on: nothing is queued for a link that is not up, because a coordinator refuses what comes before `register`.
 """
@@ -19,14 +19,14 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from enginepool.dealer import connect
 from enginepool.errors import ConfigError
-from enginepool.keepalive import keep_alive
 from enginepool.keys import Key, read_key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
-from enginepool.protocol.messages import Accept, Message, Ping, Pong, ToWorker
+from enginepool.protocol.messages import Accept, Failure, Message, Ping, Pong, ToWorker
 from enginepool.workers.events import Connected, Disconnected, Event, Exit, Frame, LifelineClosed, Received
-from enginepool.workers.machine import STALL_S
+from enginepool.workers.machine import FINAL_REFUSALS, STALL_S
 from enginepool.workers.payload import name_task
 from enginepool.workers.process import end_process, say
 from enginepool.workers.spec import SpecError
@@ -35,7 +35,7 @@ from enginepool.workers.spec import SpecError
 ZERO_COPY_BYTES = 1 << 16
 #: messages read before the outbox gets its turn
 READ_AT_MOST = 256
-#: the main thread has this long to end the process once the lifeline is closed
+#: the main thread has this long to end the process once the lifeline is closed, or a coordinator refuses the worker
 LIFELINE_GRACE_S = 3.0
 #: and this factor of `orphan_s` once no coordinator speaks
 ORPHAN_GRACE = 2.0
@@ -50,7 +50,7 @@ class Link:
         take: called on the loop for every event, in the order in which they happened.
         after: called on the loop when a run of events has been taken.
         lifeline_fd: read end of a pipe whose end of file means that the owner is gone.
-        orphan_s: see `WorkerMachine`; `accept` replaces it.
+        orphan_s: see `WorkerMachine`; `accept` replaces it, unless it is infinite.
         keys: the file with the key of this worker, for TCP; empty: none.
     """
 
@@ -81,6 +81,8 @@ class Link:
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
         self._linger_ms: int | None = None
+        #: when the process is ended by this thread, the exit code, and why
+        self._doomed: tuple[float, Exit, str] | None = None
         self._decoder = msgspec.msgpack.Decoder(ToWorker)
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
 
@@ -98,22 +100,11 @@ class Link:
                 raise SpecError(str(error)) from None
         self._context = zmq.Context()
         self._socket = socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.IMMEDIATE, 1)
         socket.set(zmq.SNDHWM, 10_000)
         socket.set(zmq.RCVHWM, 10_000)
-        socket.set(zmq.RECONNECT_IVL, 100)
-        socket.set(zmq.RECONNECT_IVL_MAX, 1000)
-        keep_alive(socket)
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         try:
-            if key is not None:
-                socket.set(zmq.CURVE_SERVERKEY, key.server.encode())
-                socket.set(zmq.CURVE_PUBLICKEY, key.public.encode())
-                socket.set(zmq.CURVE_SECRETKEY, key.secret.encode())
-            if "[" in self.endpoint:
-                socket.set(zmq.IPV6, 1)
-            socket.connect(self.endpoint)
+            connect(socket, self.endpoint, key, again_ms=100)
         except zmq.ZMQError as error:
             socket.disable_monitor()
             self._context.destroy(linger=0)
@@ -169,7 +160,6 @@ class Link:
         if self._lifeline is not None:
             poller.register(self._lifeline, zmq.POLLIN)
         looked_at = self._heard_at = time.monotonic()
-        doom: float | None = None
         while self._linger_ms is None:
             # A blocked outbox means that the link is down or full; POLLOUT says when it is worth another try.
             poller.modify(self._socket, zmq.POLLIN | zmq.POLLOUT if self._outbox else zmq.POLLIN)
@@ -183,7 +173,7 @@ class Link:
                 self._read_socket()
             if self._lifeline is not None and self._lifeline in ready and not os.read(self._lifeline, 1 << 16):
                 poller.unregister(self._lifeline)
-                doom = time.monotonic() + LIFELINE_GRACE_S
+                self._doom(Exit.OWNER_GONE, "the owner is gone")
                 self._deliver(LifelineClosed(time.monotonic()))
             self._write()
             now = time.monotonic()
@@ -191,9 +181,9 @@ class Link:
                 # This process stood still, and maybe all others with it: nobody is to blame for the silence.
                 self._heard_at = min(self._heard_at + now - looked_at, now)
             looked_at = now
-            if doom is not None and now > doom:
-                say("the owner is gone and the main thread does not answer: killed")
-                end_process(Exit.OWNER_GONE)
+            if self._doomed is not None and now > self._doomed[0]:
+                say(f"{self._doomed[2]} and the main thread does not answer: killed")
+                end_process(self._doomed[1])
             if now - self._heard_at > ORPHAN_GRACE * self._orphan_s + LIFELINE_GRACE_S:
                 say("no coordinator speaks and the main thread does not answer: killed")
                 end_process(Exit.ORPHANED)
@@ -201,6 +191,10 @@ class Link:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._context.destroy(linger=self._linger_ms)
+
+    def _doom(self, code: Exit, why: str) -> None:
+        """The main thread is about to end this process; if it does not, this thread does."""
+        self._doomed = self._doomed or (time.monotonic() + LIFELINE_GRACE_S, code, why)
 
     def _read_monitor(self) -> None:
         while self._monitor.poll(0):
@@ -232,8 +226,10 @@ class Link:
                 continue
             if type(message) is Ping:
                 self._outbox.append([encode_header(Pong(message.at, stage=self.stage))])
-            elif type(message) is Accept:
+            elif type(message) is Accept and self._orphan_s != float("inf"):
                 self._orphan_s = message.orphan_s
+            elif type(message) is Failure and message.code in FINAL_REFUSALS:
+                self._doom(Exit.REFUSED, "the coordinator refuses this worker")
             self._deliver(Received(now, message, tuple(frames)))
 
     def _write(self) -> None:

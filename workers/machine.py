@@ -14,6 +14,10 @@ room; work of the new epoch is therefore held back here until the last dropped o
 forward budget that was counted for one, and be cut. A batch that comes twice runs once: while it runs the copy is ignored,
 afterwards the kept answer is sent again.
 
+A worker whose link was silent for too long is told `expired`. It drops its work as for a higher epoch, takes a new incarnation
+and registers again: the engine, and the weights in it, stay. An `external` worker, which no coordinator started, has an owner
+that ends it, and waits for a coordinator without a limit.
+
 What an update of the weights asks of a worker is in `updates`; while the engine takes weights, and before that while it empties
 for them, work is held back in the same way.
 
@@ -30,6 +34,7 @@ from enginepool.protocol.messages import (
     Bye,
     Capabilities,
     Drain,
+    Expired,
     Failure,
     Idle,
     Ready,
@@ -62,6 +67,7 @@ class WorkerMachine:
     Args:
         now: the clock at the start; silence is counted from here until a coordinator speaks.
         orphan_s: seconds without a word from a coordinator before the process ends; `accept` replaces it.
+        external: `orphan_s` does not count.
         drain_s: how long begun work may take to finish once the worker drains.
     """
 
@@ -74,9 +80,13 @@ class WorkerMachine:
         pid: int = 0,
         host: str = "",
         orphan_s: float = 60.0,
+        external: bool = False,
         drain_s: float = 10.0,
     ) -> None:
-        self.incarnation = incarnation
+        #: the present one; the first one of this process, and how many it had
+        self.incarnation = self.first_incarnation = incarnation
+        self.incarnations = 1
+        self.external = external
         self.group = group
         self.pid = pid
         self.host = host
@@ -172,6 +182,8 @@ class WorkerMachine:
             return self._accept(message)
         if isinstance(message, Failure):
             return self._refused(message)
+        if isinstance(message, Expired):
+            return self._expired(message)
         if isinstance(message, Drain):
             return self._drain("the coordinator asked for it")
         if isinstance(message, Asked):
@@ -186,15 +198,34 @@ class WorkerMachine:
         self.halvings = message.halvings
         effects: list[Effect] = []
         if message.epoch > self.epoch:
-            self.work.drop()
             self.epoch = message.epoch
-            if self.updates.exposed:
-                # Nobody will say what the engine received, or commit it.
-                reason = "a coordinator ended while the engine took weights from its publisher"
-                return [Send(Bye(reason, failed=True)), *self._end(Exit.ENGINE_DIED, reason, close=False)]
-            effects += self.updates.new_epoch()
+            effects += self._drop_all("a coordinator ended")
+            if self.ended:
+                return effects
         effects += [Send(Idle(self.epoch)), self._say_stage(), *self.work.unsaid(), *self.updates.owed()]
         return effects + self._end_if_drained()
+
+    def _drop_all(self, why: str) -> list[Effect]:
+        """Drop what was begun for a coordinator that does not know this worker any more."""
+        self.work.drop()
+        if self.updates.exposed:
+            # The rest of what the engine receives, and whether it is committed, will never be known.
+            reason = f"{why} while the engine took weights from its publisher"
+            return [Send(Bye(reason, failed=True)), *self._end(Exit.ENGINE_DIED, reason, close=False)]
+        return list(self.updates.new_epoch())
+
+    def _expired(self, message: Expired) -> list[Effect]:
+        """Only the link failed: go on under a new incarnation. A repeated message names an older one."""
+        if message.incarnation != self.incarnation:
+            return []
+        effects = self._drop_all(f"the coordinator gave up {self.incarnation}")
+        if self.ended:
+            return effects
+        self.registered = False
+        self.incarnations += 1
+        self.incarnation = f"{self.first_incarnation}+{self.incarnations}"
+        line = f"{message.incarnation} was given up: {message.reason}; registering again as {self.incarnation}"
+        return [*effects, Note(line), *self._register()]
 
     def _refused(self, message: Failure) -> list[Effect]:
         if message.code == "hello_required":
@@ -326,7 +357,7 @@ class WorkerMachine:
 
     def _tick(self, event: ev.Tick) -> list[Effect]:
         silent = self.now - self.heard_at
-        if silent >= self.orphan_s:
+        if silent >= self.orphan_s and not self.external:
             return self._end(Exit.ORPHANED, f"no word from a coordinator for {self.orphan_s:g} s", close=True)
         effects = self._end_if_drained()
         if effects or not self.linked:

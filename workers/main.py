@@ -114,12 +114,14 @@ class Worker:
             pid=os.getpid(),
             host=platform.node(),
             orphan_s=spec.orphan_s,
+            external=spec.external,
             drain_s=spec.drain_s,
         )
         self.loop = asyncio.get_running_loop()
         self.link = Link(
-            spec.endpoint, self.take, self.after, lifeline_fd=spec.lifeline_fd, orphan_s=spec.orphan_s, keys=spec.keys
-        )
+            spec.endpoint, self.take, self.after,
+            lifeline_fd=spec.lifeline_fd, orphan_s=float("inf") if spec.external else spec.orphan_s, keys=spec.keys,
+        )  # fmt: skip
         self.end: asyncio.Future[End] = self.loop.create_future()
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()

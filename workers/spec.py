@@ -38,7 +38,8 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     checkpoint_roots: directories under which a published checkpoint may lie; empty: nowhere.
     keys: the file with this worker's key, for a coordinator on TCP; empty: none. The key itself stands nowhere here.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the worker ends at once.
-    orphan_s: seconds without a word from a coordinator before the worker ends; `accept` may replace it.
+    external: no coordinator started this worker: it waits for one without a limit, and its owner ends it.
+    orphan_s: seconds without a word from a coordinator before a worker that is not external ends; `accept` may replace it.
     drain_s: seconds that begun work has to finish after SIGTERM or `drain`.
     """
 
@@ -64,6 +65,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     checkpoint_roots: list[str] = []
     keys: str = ""
     lifeline_fd: int | None = None
+    external: bool = False
     orphan_s: float = 60.0
     drain_s: float = 10.0
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from enginepool.keepalive import keep_alive
+from enginepool.dealer import connect
 from enginepool.keys import Key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
@@ -68,22 +68,11 @@ class Link:
         self._close_socket(0)
         socket = self._context.socket(zmq.DEALER)
         try:
-            socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, _SNDHWM)
             # The window bounds what comes. What ZeroMQ does not read waits at the coordinator, whose memory all clients share.
             socket.setsockopt(zmq.RCVHWM, 0)
-            # Nothing is queued for a connection that does not stand: it waits in the outbox, and `open` forgets it.
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.RECONNECT_IVL, 50)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            keep_alive(socket)
-            if self._key is not None and self.address.startswith("tcp://"):
-                socket.setsockopt(zmq.CURVE_SERVERKEY, self._key.server.encode())
-                socket.setsockopt(zmq.CURVE_PUBLICKEY, self._key.public.encode())
-                socket.setsockopt(zmq.CURVE_SECRETKEY, self._key.secret.encode())
-            if "[" in self.address:
-                socket.setsockopt(zmq.IPV6, 1)
-            socket.connect(self.address)
+            # What the socket does not take waits in the outbox, and `open` forgets it.
+            connect(socket, self.address, self._key, again_ms=50)
         except zmq.ZMQError as error:
             socket.close(0)
             raise OSError(error.errno, error.strerror or str(error)) from None

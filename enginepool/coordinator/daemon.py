@@ -220,7 +220,8 @@ class Daemon:
         self.loop.call_soon(lambda: self.handle(ev.LinkCut(time.monotonic(), link)))
 
     def _worker_cut(self, link: Link) -> None:
-        self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, "it does not read its messages")))
+        why = "it does not read its messages"
+        self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, why, silent=True)))
 
     def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
         log(f"worker {incarnation} ended: {reason}")

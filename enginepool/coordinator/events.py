@@ -308,10 +308,11 @@ class WorkerBye(Event):
 
 
 class WorkerBroken(Event):
-    """A worker sent what no worker sends; `reason` is one line."""
+    """A worker sent what no worker sends; `reason` is one line. `silent`: it does not read what it is sent."""
 
     link: Link
     reason: str
+    silent: bool = False
 
 
 class WorkerExited(Event):

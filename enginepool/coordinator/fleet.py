@@ -1,7 +1,9 @@
 """Workers: registration, readiness, work, loss.
 
 A lost worker never comes back: its incarnation is refused for ever, its process group is killed, and no successor starts before
-the supervisor has seen all of it end. `watch` says when a worker is late enough to be lost.
+the supervisor has seen all of it end. An external worker, which another program started, cannot be killed. It is told to end;
+where only its link was silent, it is told to register again under a new incarnation, with the model that it has loaded. `watch`
+says when a worker is late enough to be lost.
 """
 
 from collections import deque
@@ -19,7 +21,7 @@ from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Request, Worker
 from enginepool.protocol.halving import halved
-from enginepool.protocol.messages import Accept, Drain, Failure, Pong
+from enginepool.protocol.messages import Accept, Drain, Expired, Failure, Pong
 
 #: how many refused incarnations of workers that dialled in are remembered
 REFUSED = 65_536
@@ -34,7 +36,8 @@ class Fleet:
         self.core = core
         self.requests = requests
         self.places = places
-        self._refused: dict[str, None] = {}
+        #: incarnations that were given up, and whether only for a silent link
+        self._refused: dict[str, bool] = {}
         self._refused_order: deque[str] = deque()
         self._order = 0
 
@@ -49,19 +52,20 @@ class Fleet:
             self._refuse(e.link, "unknown_group", f"group: {e.group!r} is none of: {names}")
             return
         if e.incarnation in self._refused:
-            self._refuse(e.link, "superseded", f"incarnation {e.incarnation} was given up")
+            self._give_up(e.link, e.incarnation, "it was given up before")
             return
         worker = group.workers.get(e.incarnation)
         before = core.worker_links.get(e.link)
         if before is not None and before is not worker:
-            self.lose(before, f"its link registered another incarnation, {e.incarnation}", kill=True)
+            # The link belongs to the new incarnation, which must not be told to end.
+            self.lose(before, f"its link registered another incarnation, {e.incarnation}", kill=True, tell=False)
         if worker is not None:
             core.worker_links.pop(worker.link, None)
             worker.link = e.link
         else:
             place = next((p for p in group.places if p.incarnation == e.incarnation), None)
             if place is not None and place.state != "up":
-                self._refuse(e.link, "superseded", f"incarnation {e.incarnation} was given up")
+                self._give_up(e.link, e.incarnation, "its process is being ended")
                 return
             self._order += 1
             worker = Worker(e.incarnation, group, e.link, place, self._order, e.now)
@@ -87,6 +91,13 @@ class Fleet:
 
     def _refuse(self, link: Link, code: str, message: str) -> None:
         self.core.effects.append(ToWorker(link, Failure(code, message)))
+
+    def _give_up(self, link: Link, incarnation: str, reason: str) -> None:
+        """Tell a process that its incarnation does not count any more, and whether it may take another one."""
+        if self._refused.get(incarnation):
+            self.core.effects.append(ToWorker(link, Expired(incarnation, reason)))
+        else:
+            self._refuse(link, "superseded", f"incarnation {incarnation} was given up: {reason}")
 
     def of(self, link: Link) -> Worker | None:
         """The worker on `link`, heard just now; a link that nobody registered is told so."""
@@ -287,7 +298,7 @@ class Fleet:
         """A worker said something that no worker says."""
         worker = self.of(e.link)
         if worker is not None:
-            self.lose(worker, e.reason, kill=True)
+            self.lose(worker, e.reason, kill=True, silent=e.silent)
 
     def bye(self, e: ev.WorkerBye) -> None:
         """A worker ends. One that failed is killed with all it started; one that drained has a moment to end by itself."""
@@ -310,9 +321,14 @@ class Fleet:
         if place is not None:
             place.hopeless = e.permanent
 
-    def lose(self, worker: Worker, reason: str, *, kill: bool, own: bool = False) -> None:
-        """This incarnation does not come back: its batches are dissolved, its process is killed unless it has ended. The reason
-        is a clause on the worker, or, with `own`, what it said of its end."""
+    def lose(
+        self, worker: Worker, reason: str, *, kill: bool, own: bool = False, silent: bool = False, tell: bool = True
+    ) -> None:
+        """This incarnation does not come back: its batches are dissolved, its process is killed unless it has ended.
+
+        The reason is a clause on the worker, or, with `own`, what it said of its end. `silent`: only its link failed.
+        `tell`: an external worker hears of it.
+        """
         core, group = self.core, worker.group
         worker.lost = True
         core.fallen.append((worker, reason))
@@ -328,9 +344,10 @@ class Fleet:
         for batch in batches:
             self._remove(worker, batch)
             self.requests.lost(batch, reason)
-        self._remember(worker.incarnation)
+        self._remember(worker.incarnation, silent=silent and worker.place is None)
         if worker.place is None:
-            self._refuse(worker.link, "superseded", reason)
+            if tell:
+                self._give_up(worker.link, worker.incarnation, reason)
             self.places.maybe_down(group)
         elif kill:
             self.places.end(worker.place, reason, own=own)
@@ -338,10 +355,10 @@ class Fleet:
         if core.touched is not None:
             core.touched += (worker, group)
 
-    def _remember(self, incarnation: str) -> None:
+    def _remember(self, incarnation: str, *, silent: bool = False) -> None:
         if incarnation in self._refused:
             return
-        self._refused[incarnation] = None
+        self._refused[incarnation] = silent
         self._refused_order.append(incarnation)
         if len(self._refused_order) > REFUSED:
             del self._refused[self._refused_order.popleft()]

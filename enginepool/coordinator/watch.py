@@ -30,6 +30,9 @@ class Watch:
         for worker in list(core.worker_links.values()):
             if worker.lost:
                 continue
+            if reason := self._silent(worker):
+                self.fleet.lose(worker, reason, kill=True, silent=True)
+                continue
             if reason := self._overdue(worker):
                 self.fleet.lose(worker, reason, kill=True)
                 continue
@@ -40,10 +43,12 @@ class Watch:
                 core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
         self.places.watch()
 
+    def _silent(self, worker: Worker) -> str:
+        silence = self.core.now - worker.heard
+        return f"it was silent for {silence:.1f} s" if silence > self.core.config.timing.silence_s else ""
+
     def _overdue(self, worker: Worker) -> str:
         now, timing = self.core.now, self.core.config.timing
-        if now - worker.heard > timing.silence_s:
-            return f"it was silent for {now - worker.heard:.1f} s"
         allowed = {"starting": timing.starting_s, "loading": timing.loading_s, "compiling": timing.compiling_s}.get(
             worker.stage
         )

@@ -8,7 +8,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.fleet import GOODBYE_S
 from enginepool.coordinator.machine import WATCH_S
 from enginepool.coordinator.places import STEADY_S
-from enginepool.protocol.messages import Accept, Batch, Drain, FrameSpec, Ping, StatusReport
+from enginepool.protocol.messages import Accept, Batch, Drain, Expired, Failure, FrameSpec, Ping, StatusReport
 from tests.core.machines import CAN, EPOCH, Pool, accepts, codes, config, failures, results, work
 
 
@@ -63,7 +63,8 @@ def test_silence_loses_a_worker_and_its_requests_run_elsewhere() -> None:
         pool.do(ev.WorkerHeard(0, b"b"))
     assert "a" not in pool.machine.core.groups["g"].workers
     assert list(results(pool.finish(pool.batches[-1]))) == [1]
-    assert codes(pool.do(ev.WorkerRegistered(0, b"a2", "g", "a", 1, "h"))) == ["superseded"], "refused for ever"
+    told = pool.do(ev.WorkerRegistered(0, b"a2", "g", "a", 1, "h"))
+    assert [type(s.message) for s in told] == [Expired], "the incarnation is refused for ever"
 
 
 def test_a_forward_that_takes_too_long_loses_a_worker_that_still_answers_pings() -> None:
@@ -634,3 +635,37 @@ def test_a_link_belongs_to_the_last_worker_that_registered_on_it() -> None:
     pool.do(ev.WorkerIdle(0, b"a", EPOCH))
     pool.do(ev.WorkerReady(0, b"a", CAN, 0))
     assert list(results(pool.finish_all())) == [1]
+
+
+# --- external workers --------------------------------------------------------------------------------------------------
+
+
+def test_an_external_worker_whose_link_was_silent_registers_again_under_a_new_incarnation() -> None:
+    pool = Pool(workers=0)
+    pool.worker("outside")
+    client = pool.client()
+    pool.submit(client, 1, work())
+    told = [s.message for s in pool.wait(12) if isinstance(s.message, Expired | Failure)]
+    assert [type(message) for message in told] == [Expired]
+    again = pool.do(ev.WorkerRegistered(0, b"outside", "g", "outside", 1, "host", EPOCH))
+    assert [s.message.incarnation for s in again if isinstance(s.message, Expired)] == ["outside"]
+    pool.do(ev.Heard(0, client, None))
+    pool.worker("outside+2")
+    assert 1 in results(pool.finish_all())
+
+
+def test_an_external_worker_at_fault_is_told_to_end_and_not_to_come_back() -> None:
+    pool = Pool(workers=0)
+    pool.worker("outside")
+    told = [s.message for s in pool.do(ev.WorkerBroken(0, b"outside", "nonsense"))]
+    assert [message.code for message in told if isinstance(message, Failure)] == ["superseded"]
+    again = pool.do(ev.WorkerRegistered(0, b"outside", "g", "outside", 1, "host"))
+    assert codes(again) == ["superseded"]
+
+
+def test_a_new_incarnation_on_the_link_of_the_old_one_is_not_told_to_end() -> None:
+    pool = Pool(workers=0)
+    pool.worker("outside")
+    told = pool.do(ev.WorkerRegistered(0, b"outside", "g", "outside+2", 1, "host", EPOCH))
+    assert [type(s.message) for s in told] == [Accept]
+    assert list(pool.machine.core.groups["g"].workers) == ["outside+2"]

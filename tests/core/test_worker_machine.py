@@ -14,6 +14,7 @@ from enginepool.protocol.messages import (
     Capabilities,
     Done,
     Drain,
+    Expired,
     Failure,
     FrameSpec,
     Idle,
@@ -57,8 +58,8 @@ CAPABILITIES = Capabilities("causal", 1000, 100, 64, 8, 128, 16)
 IDS = [FrameSpec("query", "int32", (1,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
 
 
-def machine(**kwargs: float) -> WorkerMachine:
-    return WorkerMachine("w1", "policy", now=0.0, pid=7, host="here", **kwargs)
+def machine(*, external: bool = False, **kwargs: float) -> WorkerMachine:
+    return WorkerMachine("w1", "policy", now=0.0, pid=7, host="here", external=external, **kwargs)
 
 
 def batch(epoch: int, n: int, parts: int = 1) -> Batch:
@@ -82,8 +83,8 @@ def sent(effects: Sequence[Effect]) -> list[Message]:
     return [effect.message for effect in effects if isinstance(effect, Send)]
 
 
-def ready(epoch: int = 5, **kwargs: float) -> WorkerMachine:
-    w = machine(**kwargs)
+def ready(epoch: int = 5, *, orphan_s: float = 60.0, drain_s: float = 10.0) -> WorkerMachine:
+    w = machine(orphan_s=orphan_s, drain_s=drain_s)
     run(w, Connected(0.0), Received(0.0, Accept(epoch)), EngineReady(0.0, CAPABILITIES, 3))
     return w
 
@@ -129,6 +130,34 @@ def test_nothing_is_said_while_the_link_is_down() -> None:
     w = ready()
     run(w, Disconnected(0.0))
     assert all(run(w, Tick(t / 4)) == [] for t in range(1, 40))
+
+
+def test_a_worker_whose_incarnation_expired_takes_another_one_and_keeps_its_engine() -> None:
+    w = ready(5)
+    hear(w, batch(5, 1))
+    effects = hear(w, Expired("w1", "it was silent for 12.0 s"))
+    assert sent(effects) == [Register("policy", "w1+2", pid=7, host="here", epoch=5)]
+    assert w.ended is None
+    assert sent(hear(w, Accept(5))) == [Idle(5), Ready(CAPABILITIES, 3)]
+    assert hear(w, batch(5, 2)) == [], "the engine has the old batch, which would share the budget of the new one"
+    assert [type(effect) for effect in done(w, 5, 1)] == [RunBatch], "the old one is not answered"
+    assert [message.batch for message in sent(done(w, 5, 2)) if isinstance(message, Done)] == [(5, 2)]
+
+
+def test_an_expiry_that_comes_twice_costs_one_incarnation() -> None:
+    w = ready(5)
+    hear(w, Expired("w1"))
+    hear(w, Accept(5))
+    assert hear(w, Expired("w1")) == []
+    assert w.incarnation == "w1+2" and w.registered
+    hear(w, Expired("w1+2"))
+    assert w.incarnation == "w1+3"
+
+
+def test_an_external_worker_waits_for_a_coordinator_without_a_limit() -> None:
+    w = machine(orphan_s=10.0, external=True)
+    run(w, Connected(0.0), Received(0.0, Accept(5, orphan_s=10.0)), Disconnected(1.0))
+    assert not [effect for t in range(4, 4000) for effect in run(w, Tick(t / 4)) if isinstance(effect, End)]
 
 
 @pytest.mark.parametrize(

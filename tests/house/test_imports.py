@@ -63,6 +63,7 @@ SHARED = (
     "enginepool.protocol",
     "enginepool.collective",
     "enginepool.conversion",
+    "enginepool.dealer",
     "enginepool.digest",
     "enginepool.folders",
     "enginepool.group",
@@ -79,6 +80,7 @@ SHARED = (
 ONLY = {
     "zmq": {
         "enginepool/client/link.py",
+        "enginepool/dealer.py",
         "enginepool/keepalive.py",
         "enginepool/keys.py",
         f"{COORDINATOR}gate.py",

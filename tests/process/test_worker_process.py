@@ -23,6 +23,7 @@ from enginepool.protocol.messages import (
     Bye,
     Done,
     Drain,
+    Expired,
     Failure,
     FrameSpec,
     FromWorker,
@@ -339,6 +340,33 @@ def test_a_worker_that_was_accepted_is_an_orphan_after_the_time_it_was_told(coor
     worker = start()
     coordinator.accept(orphan_s=0.5)
     assert worker.ends() == Exit.ORPHANED
+
+
+def test_a_worker_whose_incarnation_expired_registers_again_without_loading_again(
+    coordinator: Coordinator, start: Start
+) -> None:
+    worker = start(external=True, orphan_s=0.5)
+    coordinator.accept_until_ready()
+    coordinator.send(Expired("w1", "it was silent for 12.0 s"))
+    register, _ = coordinator.expect(Register)
+    assert (register.incarnation, register.pid, register.epoch) == ("w1+2", worker.process.pid, 5)
+    coordinator.send(Accept(5, orphan_s=0.5))
+    assert coordinator.expect(Idle)[0].epoch == 5
+    coordinator.expect(Ready)
+    coordinator.send(*batch(5, 1))
+    coordinator.expect(Done)
+    # Silent for longer than `orphan_s`, it is still there: it asks again.
+    coordinator.until(Register)
+    assert worker.said().count("was given up") == 1
+
+
+def test_a_refused_worker_whose_main_thread_stands_still_is_ended_by_its_link(coordinator: Coordinator, start: Start) -> None:
+    worker = start(**faults("block_on_load", seconds=600.0))
+    coordinator.accept()
+    coordinator.until_loading()
+    coordinator.send(Failure("superseded", "it was loading for more than 1800 s"))
+    assert worker.ends() == Exit.REFUSED
+    assert "the coordinator refuses this worker" in worker.said()
 
 
 def test_a_closed_lifeline_ends_the_worker(coordinator: Coordinator, start: Start) -> None:

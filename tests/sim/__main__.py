@@ -16,6 +16,7 @@ def main() -> int:
     parser.add_argument("--paced", action="store_true", help="workers have a pace, from which theirs differs")
     parser.add_argument("--unloadable", action="store_true", help="engines of some places never load")
     parser.add_argument("--wide", action="store_true", help="headers and answers are large, and bounds are tight")
+    parser.add_argument("--external", action="store_true", help="other programs start most workers, and their links fail")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -34,6 +35,7 @@ def main() -> int:
                 paced=args.paced,
                 unloadable=args.unloadable,
                 wide=args.wide,
+                external=args.external,
             )
         except Failed as failure:
             out(f"{failure}\n")

@@ -87,8 +87,9 @@ class Cluster:
         name = f"{place[0]}-{place[1]}" if place is not None else incarnation
         stager = self.stagers.setdefault(name, Stager(self.disks, name))
         worker = self.workers[incarnation] = SimWorker(
-            self.network, self.oracle, profile, group, incarnation, stager, orphan_s, drain_s, self._ended
-        )
+            self.network, self.oracle, profile, group, incarnation, stager, orphan_s, drain_s, self._ended,
+            external=place is None,
+        )  # fmt: skip
         return worker
 
     def kill(self, incarnation: str) -> None:

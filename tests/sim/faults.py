@@ -88,7 +88,7 @@ class Faults:
     def _cut_by_coordinator(self, link: bytes) -> None:
         coordinator = self.simulation.coordinator
         if coordinator.alive and not coordinator.stalled and link in coordinator.machine.core.worker_links:
-            coordinator.handle(ev.WorkerBroken(self.world.now, link, "it does not read its messages"))
+            coordinator.handle(ev.WorkerBroken(self.world.now, link, "it does not read its messages", silent=True))
 
     def _engine(self, worker: SimWorker, what: str) -> None:
         engine = worker.engine

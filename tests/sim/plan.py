@@ -66,6 +66,7 @@ class Plan:
         unloadable: Random | None = None,
         restarts: Random | None = None,
         wide: Random | None = None,
+        external: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -138,6 +139,22 @@ class Plan:
             self._restart(restarts)
         if wide is not None:
             self._widen(wide)
+        if external is not None:
+            self._detach(external)
+
+    def _detach(self, random: Random) -> None:
+        """Let other programs start most workers, and let the links of workers fail, for long enough to lose them."""
+        groups: dict[str, GroupConfig] = {}
+        for name, group in self.config.groups.items():
+            self.external[name] = random.choice((self.counts[name], random.randint(1, self.counts[name])))
+            groups[name] = msgspec.structs.replace(group, workers=self.counts[name] - self.external[name])
+        self.config = msgspec.structs.replace(self.config, groups=groups)
+        span = self.span + 10.0
+        kinds = ("worker_partition", "worker_partition", "worker_link", "worker_link_cut_by_coordinator")
+        # In a gentle schedule links break, and no worker is lost for that.
+        for kind in () if self.gentle else kinds:
+            self.faults += [(span * random.random(), kind) for _ in range(random.randint(0, 3))]
+        self.faults.sort()
 
     def _restart(self, random: Random) -> None:
         """Let every engine take weights only at its start. The pool starts all of them."""

@@ -13,7 +13,7 @@ from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Failure, Message
+from enginepool.protocol.messages import Expired, Failure, Message
 from enginepool.protocol.updates import Published
 from tests.sim.cluster import Cluster
 from tests.sim.network import Link, Network
@@ -129,7 +129,10 @@ class SimCoordinator:
                     self.world.after(0.0, self._link_cut, effect.link)
             elif type(effect) is ef.ToWorker:
                 self._say(effect.message, effect.link)
+                if type(effect.message) is Expired and effect.link in self.network.links:
+                    self._given_up(self.network.links[effect.link].dealer.owner.name, effect.message.reason)
                 if type(effect.message) is Failure and effect.link in self.network.links:
+                    assert "silent" not in effect.message.message, f"a worker ends for its link: {effect.message.message}"
                     self._given_up(self.network.links[effect.link].dealer.owner.name, effect.message.message)
                 self.network.send(effect.link, effect.message, effect.frames)
             elif type(effect) is ef.StartWorker:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from enginepool.protocol.frames import Buffer, decode_header
-from enginepool.protocol.messages import Message, Ping, Pong, ToWorker
+from enginepool.protocol.messages import Failure, Message, Ping, Pong, ToWorker
 from enginepool.workers.events import (
     Connected,
     Disconnected,
@@ -25,7 +25,7 @@ from enginepool.workers.events import (
     Send,
     Tick,
 )
-from enginepool.workers.machine import WorkerMachine
+from enginepool.workers.machine import FINAL_REFUSALS, WorkerMachine
 from tests.sim.network import Dealer, Network
 from tests.sim.oracle import Oracle
 from tests.sim.sim_engine import Profile, SimEngine
@@ -51,12 +51,18 @@ class SimWorker:
         orphan_s: float,
         drain_s: float,
         ended: "Callable[[SimWorker, str], None]",
+        *,
+        external: bool = False,
     ) -> None:
         self.network = network
         self.world: World = network.world
         self.profile = profile
         self.group = group
+        #: with which it started; the present one may be a later one
         self.name = self.incarnation = incarnation
+        #: nobody kills it, and the coordinator has not told it to end
+        self.external = external
+        self.blamed = False
         self.alive = True
         self.stopped = self.blocked = False
         #: until then it may be given up for something that befell it or its surroundings
@@ -85,8 +91,9 @@ class SimWorker:
             return
         orphan_s, drain_s = self._limits
         self._machine = WorkerMachine(
-            self.incarnation, self.group, now=self.world.now, pid=1, host="sim", orphan_s=orphan_s, drain_s=drain_s
-        )
+            self.incarnation, self.group, now=self.world.now, pid=1, host="sim", orphan_s=orphan_s, drain_s=drain_s,
+            external=self.external,
+        )  # fmt: skip
         self.dealer = Dealer(self.network, self, worker=True)
         self.world.after(TICK_S, self._tick)
         self.engine.load()
@@ -105,6 +112,11 @@ class SimWorker:
         return "" if self._machine is None else self._machine.stage
 
     @property
+    def registers_as(self) -> str:
+        """The incarnation by which a coordinator knows it."""
+        return self.incarnation if self._machine is None else self._machine.incarnation
+
+    @property
     def machine(self) -> WorkerMachine:
         assert self._machine is not None
         return self._machine
@@ -119,6 +131,8 @@ class SimWorker:
             return
         self.world.mix(frames[0])  # type: ignore[arg-type]
         message: Message = decode_header(_decoder, frames[0])
+        if type(message) is Failure:
+            self.blamed = self.blamed or message.code in FINAL_REFUSALS
         if type(message) is Ping:
             dealer.send(Pong(message.at, stage=self.machine.stage), ())
         self.post(Received(self.world.now, message, tuple(frames[1:])))
@@ -169,6 +183,8 @@ class SimWorker:
             self._take(Tick(self.world.now))
 
     def _end(self, end: End) -> None:
+        broken_link = end.code == Exit.ORPHANED or (end.code == Exit.REFUSED and not self.blamed)
+        assert not (self.external and broken_link), f"{self.name} ends, and its model with it, for its link: {end.reason}"
         self._ending = True
         self.code = int(end.code)
         assert self.dealer is not None

@@ -256,12 +256,12 @@ class Simulation:
             weights = group.weights
             restore = Restore(weights.version, weights.digest, weights.snapshot, weights.path)
             for name, worker in group.workers.items():
-                stager = self.cluster.stagers.get(worker.name)
+                stager = self.cluster.stagers.get(worker.name.partition("+")[0])
                 if worker.lacks is not None and stager is not None and not stager.has(restore):
                     # It has no work for a good reason, until the next update.
                     able.add(name)
         workers = self.cluster.workers.values()
-        return [w.incarnation for w in workers if w.stage == "ready" and not w.engine.hangs and w.incarnation not in able]
+        return [w.incarnation for w in workers if w.stage == "ready" and not w.engine.hangs and w.registers_as not in able]
 
     def _drain(self) -> None:
         """The pool ends in time, and leaves no process behind."""
@@ -290,11 +290,12 @@ def simulate(
     unloadable: bool = False,
     restarts: bool = False,
     wide: bool = False,
+    external: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
     with `restarts`, all engines take weights only at their start; with `wide`, headers and answers are large, and bounds are
-    tight.
+    tight; with `external`, other programs start most workers, and their links fail.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -309,6 +310,7 @@ def simulate(
         Random(seed + 3) if unloadable else None,
         Random(seed + 4) if restarts else None,
         Random(seed + 5) if wide else None,
+        Random(seed + 6) if external else None,
     )
     simulation = Simulation(world, plan)
     try:
@@ -320,5 +322,6 @@ def simulate(
             f"{type(error).__name__}: {error}\n"
             f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''}"
             f"{' --updates' if updates else ''}{' --paced' if paced else ''}"
-            f"{' --unloadable' if unloadable else ''}{' --wide' if wide else ''} --trace"
+            f"{' --unloadable' if unloadable else ''}{' --wide' if wide else ''}"
+            f"{' --external' if external else ''} --trace"
         ) from error

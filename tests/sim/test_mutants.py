@@ -10,12 +10,15 @@ from enginepool.client.events import Effect as ClientEffect
 from enginepool.coordinator import admission, batching, door, filling, places, requests
 from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.core import Core
+from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.state import Batch, Client, Place, Request
-from enginepool.protocol.messages import Capabilities, FrameSpec, TaskId, Tokenise
+from enginepool.coordinator.state import Batch, Client, Place, Request, Worker
+from enginepool.protocol.messages import Capabilities, Expired, FrameSpec, TaskId, Tokenise
 from enginepool.protocol.packing import Packing
+from enginepool.workers.events import End, Exit
+from enginepool.workers.machine import WorkerMachine
 from enginepool.workers.work import Work
 from tests.sim.simulation import Failed, simulate
 
@@ -237,6 +240,56 @@ def kept_answers_make_no_room(patch: pytest.MonkeyPatch) -> None:
         return self.live_bytes + nbytes <= self.config.limits.buffer_bytes
 
     patch.setattr(Core, "make_room", make_room)
+
+
+def a_silent_link_is_held_against_the_worker(patch: pytest.MonkeyPatch) -> None:
+    real = Fleet.lose
+
+    def lose(self: Fleet, worker: Worker, reason: str, **how: bool) -> None:
+        real(self, worker, reason, **{**how, "silent": False})
+
+    patch.setattr(Fleet, "lose", lose)
+
+
+def an_expired_worker_ends(patch: pytest.MonkeyPatch) -> None:
+    def expired(self: WorkerMachine, message: Expired) -> list[Any]:
+        self.ended = End(Exit.REFUSED, message.reason, False)
+        return [self.ended]
+
+    patch.setattr(WorkerMachine, "_expired", expired)
+
+
+def a_new_incarnation_takes_the_work_of_the_old_one_along(patch: pytest.MonkeyPatch) -> None:
+    real = WorkerMachine._expired  # pyright: ignore[reportPrivateUsage]
+
+    def drop(self: Work) -> None:
+        """Nothing."""
+
+    def expired(self: WorkerMachine, message: Expired) -> list[Any]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Work, "drop", drop)
+            return real(self, message)
+
+    patch.setattr(WorkerMachine, "_expired", expired)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        a_silent_link_is_held_against_the_worker,
+        an_expired_worker_ends,
+        a_new_incarnation_takes_the_work_of_the_old_one_along,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_external_workers_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, external=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,14 @@ def test_large_headers_and_answers_stay_within_tight_bounds(chunk: int) -> None:
     assert {"result", "too_large"} <= answers
 
 
+@pytest.mark.parametrize("chunk", range(4))
+def test_external_workers_whose_links_fail_come_back_with_their_models(chunk: int) -> None:
+    events = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        events += simulate(seed, 1 + seed % 8, updates=seed % 2 == 0, external=True).events
+    assert events > SEEDS * 100
+
+
 def test_the_schedules_show_every_answer_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):

@@ -620,6 +620,13 @@ def _to_worker() -> list[Valid]:
         Valid("accept-halvings", way, "engines ran out of memory twice", {"type": "accept", "epoch": EPOCH, "halvings": 2}),
         Valid("accept-orphan", way, "with another patience", {"type": "accept", "epoch": EPOCH + 1, "orphan_s": 2.5}),
         Valid(
+            "expired",
+            way,
+            "the link was silent for too long; register again under a new name",
+            {"type": "expired", "incarnation": WORKER, "reason": "it was silent for 10.2 s"},
+        ),
+        Valid("expired-bare", way, "without a reason", {"type": "expired", "incarnation": WORKER}),
+        Valid(
             "batch",
             way,
             "one part: the payload frames of `score`, as they came",
