@@ -2,10 +2,13 @@
 
     python -m bench.score_gpu [--quick] [--device cpu] [--json FILE] [--plot FILE]
 
-One contestant after the other has the device to itself; each is driven from a separate process with the same token ids at the
-same moments. Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one. Packed
-scoring needs FlashInfer's attention, hence CUDA: a CPU shows all columns but that one. The pool with cached queries is asked
-long ones alone. `--workers 2,4` also measures pools of so many workers, one to a GPU, each beside the pool of one.
+Each contestant is driven from a separate process with the same token ids at the same moments. One contestant after the other
+has the device to itself. With `--interleave`, all contestants are loaded at once and measured in turn, phase by phase: each
+ratio is of neighboring phases. Only one contestant is asked at a time; the others are idle.
+
+Without `--model` a model of random weights is made on the spot: Qwen3-0.6B's shape, on a CPU a tiny one. Packed scoring needs
+FlashInfer's attention, hence CUDA: a CPU shows all columns but that one. The pool with cached queries is asked long ones alone.
+`--workers 2,4` also measures pools of so many workers, one to a GPU, and compares them with the pool of one worker.
 """
 
 import argparse
@@ -14,11 +17,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-
-import numpy as np
 
 from bench.processes import Child
 from bench.score import plot
@@ -29,20 +31,18 @@ from bench.score.contestants import (
     CONTESTANTS,
     OURS,
     PACKED,
-    SERVER,
+    WORKER_FLAGS,
     Contestant,
-    Ground,
     wider,
     with_workers,
 )
 from bench.score.gpu import GpuShare
-from bench.score.measure import Contest, Number, Numbers
-from bench.score.model import vocabulary
+from bench.score.measure import Number, Numbers
 from bench.score.pivot import show_wide
+from bench.score.run import Run
 from bench.score.workloads import Head, Plan, plan
 from bench.table import Row, Target, parser, show, write
 from bench.wire import leave
-from enginepool.config import Device
 from enginepool.tiny_model import make_tiny_model
 
 #: Seconds to make a model.
@@ -57,21 +57,21 @@ SCALED = {2: 1.9, 4: 3.7}
 HIGH = "pr, mix at 120 % of saturation, high: p99 / p50 of 1 in flight"
 
 TARGETS = (
-    Target("pr, 70 requests/s: p50", SERVER, 0.6),
-    Target(OF_PACKED + "pr, 70 requests/s: p50", SERVER, 0.6),
-    Target("pr, 70 requests/s: p99", SERVER, 0.15),
-    Target(OF_PACKED + "pr, 70 requests/s: p99", SERVER, 0.15),
+    Target("pr, 70 requests/s: p50", WORKER_FLAGS, 0.6),
+    Target(OF_PACKED + "pr, 70 requests/s: p50", WORKER_FLAGS, 0.6),
+    Target("pr, 70 requests/s: p99", WORKER_FLAGS, 0.15),
+    Target(OF_PACKED + "pr, 70 requests/s: p99", WORKER_FLAGS, 0.15),
     Target("pr, 70 requests/s: p50", BARE, 1.05),
     Target("pr, saturation", BARE, 1.0, at_most=False),
-    Target(OF_PACKED + "pr, saturation", SERVER, 1.6, at_most=False),
+    Target(OF_PACKED + "pr, saturation", WORKER_FLAGS, 1.6, at_most=False),
     Target(OF_PACKED + "pr, saturation", BEST, 1.1, at_most=False),
     Target("pr, saturation: forwards per batch", OURS, 1.0, of_value=True),
     Target("pr, saturation: forwards per batch", PACKED, 1.0, of_value=True),
-    Target(OF_PACKED + "long, saturation", SERVER, 15, at_most=False),
+    Target(OF_PACKED + "long, saturation", WORKER_FLAGS, 15, at_most=False),
     Target(OF_PACKED + "long, saturation", BEST, 1.1, at_most=False),
-    Target(OF_CACHED + "long, saturation", SERVER, 3, at_most=False),
+    Target(OF_CACHED + "long, saturation", WORKER_FLAGS, 3, at_most=False),
     Target("long, saturation: forwards per batch", CACHED, 1.0, of_value=True),
-    Target("reward, 500 requests/s: p99", SERVER, 0.3),
+    Target("reward, 500 requests/s: p99", WORKER_FLAGS, 0.3),
     Target("reward, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
     Target("reward + hidden, 500 requests/s: answered in time", OURS, 475, at_most=False, of_value=True),
     Target("reward + hidden, cost of hidden states", OURS, 10, of_value=True),
@@ -86,89 +86,45 @@ TARGETS = (
 
 
 def say(line: str) -> None:
-    """Tell whoever waits."""
+    """Report the progress."""
     sys.stderr.write(f"bench.score_gpu: {line}\n")
 
 
-class Run:
-    """One run of the benchmark: all contestants on one model after the other. `save` is called after each."""
-
-    def __init__(self, plan_: Plan, device: Device, scratch: Path, gpu: GpuShare, save: Callable[["Run"], None]) -> None:
-        self._plan = plan_
-        self._device: Device = device
-        self._scratch = scratch
-        self._gpu = gpu
-        self._save = save
-        #: what each contestant was started with
-        self.settings: list[str] = []
-        #: numbers by contestant
-        self.found: dict[str, Numbers] = {}
-        self._scores: dict[str, list[list[float]]] = {}
-
-    def on(self, head: Head, model: Path, contestants: Sequence[Contestant]) -> None:
-        """Measure the contestants on one model. One that fails is named with the reason; the others are measured."""
-        for contestant in contestants:
-            asked = self._plan.only(set(contestant.workloads)) if contestant.workloads else self._plan
-            if not asked.of(head):
-                continue
-            say(f"{contestant.who}, {head} model: starting")
-            place = self._scratch / f"{head[0]}-{contestant.name}"
-            place.mkdir()
-            try:
-                with ExitStack() as stack:
-                    running = contestant.start(Ground(model, self._device, place), stack)
-                    self.settings.append(f"{contestant.who}, {head} model: {running.settings}")
-                    contest = Contest(running, asked, vocabulary(model), self._gpu, say)
-                    numbers = contest.numbers(head)
-            except (RuntimeError, OSError) as error:
-                say(f"left out {contestant.who} on the {head} model: {error}")
-                continue
-            numbers.update(self._differences(contest.scores))
-            self.found.setdefault(contestant.who, {}).update(numbers)
-            self._save(self)
-
-    def _differences(self, scores: dict[str, list[list[float]]]) -> Numbers:
-        """How far the scores of one request are from those of the contestant that was first."""
-        found: Numbers = {}
-        for name, mine in scores.items():
-            first = self._scores.setdefault(name, mine)
-            if first is not mine:
-                found[f"{name}, largest difference of scores"] = Number(float(np.abs(np.subtract(mine, first)).max()), "")
-        return found
-
-
 def rows_of(found: dict[str, Numbers]) -> list[Row]:
-    """A row for each number, with the ratio of ours to it; contestants of one number stand together."""
+    """A row for each number, with the ratio of ours to it, taken in pairs; contestants of one number stand together."""
     ours = dict(found.get(OURS, {}))
     found = found | {OURS: ours} if ours else found
     plain, hidden = (ours.get(f"{name}, saturation") for name in ("reward", "reward + hidden"))
     if plain and hidden and hidden.value:
-        ours["reward + hidden, cost of hidden states"] = Number(100 * (plain.value / hidden.value - 1), "%")
+        ours["reward + hidden, cost of hidden states"] = Number(100 * ((plain.over(hidden) or 1.0) - 1), "%")
     for who in (OURS, PACKED):
         for workers in SCALED:
             one, many = (found.get(with_workers(who, count), {}).get("pr, saturation") for count in (1, workers))
-            if one and many:
+            if one and many and (ratio := many.over(one)) is not None:
                 name = with_workers(who, workers)
-                found = found | {name: found[name] | {"pr, saturation: of one worker": Number(many.value / one.value, "x")}}
+                found = found | {name: found[name] | {"pr, saturation: of one worker": Number(ratio, "x")}}
     rows: list[Row] = []
     for what in dict.fromkeys(what for numbers in (ours, *found.values()) for what in numbers):
         for who, numbers in found.items():
             if what in numbers:
-                number = numbers[what]
                 mine = ours.get(what)
-                ratio = mine.value / number.value if mine and who != OURS and number.value else None
-                rows.append(Row(what, who, number.value, number.unit, ratio))
+                rows.append(row_of(what, who, numbers[what], mine.over(numbers[what]) if mine and who != OURS else None))
     return rows
+
+
+def row_of(what: str, who: str, number: Number, ratio: float | None) -> Row:
+    """The row of one number."""
+    return Row(what, who, number.value, number.unit, ratio, number.spread, number.samples)
 
 
 def rows_of_others(found: dict[str, Numbers]) -> list[Row]:
     """The same with the ratio of the packed pool's numbers, and of the one with cached queries, to those of the others."""
     return [
-        Row(of + what, who, numbers[what].value, numbers[what].unit, mine.value / numbers[what].value)
+        row_of(of + what, who, numbers[what], mine.over(numbers[what]))
         for of, pool in OTHERS.items()
         for what, mine in found.get(pool, {}).items()
         for who, numbers in found.items()
-        if who != pool and what in numbers and numbers[what].value
+        if who != pool and what in numbers
     ]
 
 
@@ -217,7 +173,9 @@ def options() -> argparse.Namespace:
     found.add_argument("--reward-model", type=Path, metavar="DIR", help="a model with a head that scores, likewise")
     found.add_argument("--only", default=who, metavar="NAMES", help=f"contestants (default: {who})")
     found.add_argument("--workloads", default=what, metavar="NAMES", help=f"what to measure (default: {what})")
-    found.add_argument("--seconds", type=float, help="length of a phase")
+    found.add_argument("--seconds", type=float, help="length of a phase under load (default: 40); others are shorter")
+    found.add_argument("--repetitions", type=int, metavar="NUMBER", help="how often each phase is measured (default: 3)")
+    found.add_argument("--interleave", action="store_true", help="load all contestants at once and measure them in turn")
     found.add_argument("--rates", default="", metavar="NUMBERS", help="loads of `pr`, in requests/s, such as 70,120")
     found.add_argument("--workers", default="", metavar="NUMBERS", help="pools of so many workers too, such as 2,4")
     found.add_argument("--plot", type=Path, metavar="FILE", help="draw latency against load there (needs matplotlib)")
@@ -226,18 +184,22 @@ def options() -> argparse.Namespace:
     for option, given, known in (("--only", chosen.only, who), ("--workloads", chosen.workloads, what)):
         if unknown := set(given.split(",")) - set(known.split(",")):
             found.error(f"{option}: {', '.join(map(repr, sorted(unknown)))}: there are {known}")
+    if chosen.repetitions is not None and chosen.repetitions < 1:
+        found.error(f"--repetitions: got {chosen.repetitions}; use 1 or more")
     if {"mix", "pr"} & set(chosen.workloads.split(",")) == {"mix"}:
         found.error("--workloads: the mix is of 120 % of what saturates pr: measure pr,mix")
     return chosen
 
 
 def main() -> None:
-    """Measure what this machine can run, print the table, write the rows and the plot."""
+    """Measure what this machine can run; the rows are written after each phase."""
     chosen = options()
     names = set(str(chosen.workloads).split(","))
     whole = plan(chosen.device, chosen.quick).only(names | ({"reward + hidden"} if "reward" in names else set[str]()))
     if chosen.seconds:
-        whole = Plan(whole.workloads, chosen.seconds, whole.mix)
+        whole = replace(whole, seconds=chosen.seconds)
+    if chosen.repetitions:
+        whole = replace(whole, repetitions=chosen.repetitions)
     if chosen.rates:
         whole = whole.at(tuple(float(rate) for rate in str(chosen.rates).split(",")))
     wanted = set(str(chosen.only).split(","))
@@ -262,17 +224,24 @@ def main() -> None:
         gpu.start()
         stack.callback(gpu.stop)
 
-        def save(run: Run) -> None:
+        def save(found: dict[str, Numbers]) -> None:
             if chosen.json:
-                write(chosen.json, rows_of(run.found) + rows_of_others(run.found))
+                write(chosen.json, rows_of(found) + rows_of_others(found))
 
-        run = Run(whole, chosen.device, scratch, gpu, save)
+        run = Run(whole, chosen.device, scratch, gpu, save, say, chosen.interleave)
+        # Also when the run is ended early.
+        stack.callback(lambda: report(chosen, whole, run))
         given: tuple[tuple[Head, Path | None], ...] = (("causal", chosen.model), ("reward", chosen.reward_model))
         for head, model in given:
             if whole.of(head):
                 run.on(head, model_for(head, chosen.device, model, models), contestants)
+
+
+def report(chosen: argparse.Namespace, whole: Plan, run: Run) -> None:
+    """Print the settings and the tables of what was measured, and draw the plot."""
     rows = rows_of(run.found)
-    title = f"scoring; {machine(chosen.device)}; phases of {whole.seconds:g} s; ratio: ours / theirs"
+    how = f"{whole.repetitions} x {whole.seconds:g} s{', contestants in turn' if chosen.interleave else ''}"
+    title = f"scoring; {machine(chosen.device)}; phases of {how}; median (lowest to highest), ratio of the pool to it"
     for line in run.settings:
         say(line)
     show_wide(title, rows, OURS)

@@ -13,7 +13,8 @@ from rich.table import Table
 
 class Row(msgspec.Struct, frozen=True):
     """One measured number. `ratio` is ours divided by `who`'s, taken in pairs; None where nothing is compared. `spread` is the
-    lowest and the highest of the values of which `value` is the median, where it is told."""
+    lowest and the highest of the values of which `value` is the median, where it is told; `samples` are these values, oldest
+    first."""
 
     what: str
     who: str
@@ -21,6 +22,7 @@ class Row(msgspec.Struct, frozen=True):
     unit: str
     ratio: float | None = None
     spread: tuple[float, float] | None = None
+    samples: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,5 +107,5 @@ def show(title: str, rows: Sequence[Row], targets: Sequence[Target] = (), consol
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Write the rows as a JSON list of {what, who, value, unit, ratio, spread}."""
+    """Write the rows as a JSON list of {what, who, value, unit, ratio, spread, samples}."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(list(rows)), indent=1) + b"\n")

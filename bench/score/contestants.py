@@ -6,6 +6,7 @@ configured differently is an entry too.
 
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -27,15 +28,23 @@ SHARED: Mapping[str, object] = {
     "attention_backend": "flashinfer",
     "sampling_backend": "pytorch",
     "disable_radix_cache": True,
-    "mem_fraction_static": 0.3,
+    # Every engine gets the same key-value cache, also where several engines share one GPU and start at the same time.
+    "mem_fraction_static": 0.6,
+    "max_total_tokens": 131072,
 }
 #: The flags with which the maintainers measured their score API (SGLang PR #8840), and those with which it is fastest.
 PR_FLAGS = ("--chunked-prefill-size", "-1", "--disable-cuda-graph")
 BEST_FLAGS = ("--enable-mis", "--max-prefill-tokens", "32768")
+#: Settings of a worker's engine that are no flags of a server: the server has its own, or the setting is the pool's.
+NOT_FLAGS = frozenset({"model_path", "device", "dtype", "log_level", "custom_weight_loader"})
 #: Tokens of the shortest query that the pool's column of cached queries computes once.
 CACHED_QUERY, CACHED_QUERY_CPU = 256, 64
 #: Seconds for what was stopped to give back the GPU.
 STOP_S = 60.0
+#: Seconds to settle what an engine is started with.
+SETTINGS_S = 30.0
+#: Seconds for a server to freeze its garbage collection.
+FREEZE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -52,16 +61,24 @@ class Ground:
         return dict(SHARED) if self.device == "cuda" else {}
 
 
+def nothing() -> None:
+    """What most contestants do when they are warm."""
+
+
 @dataclass(frozen=True)
 class Running:
-    """A contestant that answers: the process that loads it, the ones that must live, and its settings in words.
+    """A contestant whose processes are started: the process that loads it, the ones that must live, its settings in words.
 
-    `engines`: how many engines it has; as many times the requests are kept in flight to saturate it.
+    ready: waits until the contestant answers; raises RuntimeError when it does not.
+    warmed: is called once, after the warm-up.
+    engines: how many engines it has; as many times the requests are kept in flight to saturate it.
     """
 
     load: Child
     children: list[Child]
     settings: str
+    ready: Callable[[], object]
+    warmed: Callable[[], object] = nothing
     engines: int = 1
 
     def roles(self) -> dict[str, list[int]]:
@@ -137,23 +154,57 @@ def watch(stack: ExitStack, child: Child, hint: signal.Signals | None) -> None:
     stack.callback(stop)
 
 
-def start_server(flags: tuple[str, ...], ground: Ground, stack: ExitStack) -> Running:
-    """SGLang's own HTTP server."""
+def engine_settings(ground: Ground) -> dict[str, Any]:
+    """What a plain worker of the pool starts its engine with, by SGLang's names in Python."""
+    wanted = {"model": str(ground.model), "device": ground.device, "options": ground.options}
+    child = Child(["-m", "bench.peers.engine_settings", msgspec.json.encode(wanted).decode()], scratch=ground.scratch)
+    try:
+        return child.hear(SETTINGS_S)
+    finally:
+        child.stop()
+
+
+def flags_of(settings: Mapping[str, object]) -> list[str]:
+    """Settings as flags of a server: what is true is a flag alone, what is false is left out."""
+    flags: list[str] = []
+    for name, value in settings.items():
+        if value is not False:
+            flags += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return flags
+
+
+def worker_flags(ground: Ground) -> list[str]:
+    """The settings of a plain worker's engine as flags of a server: prefill CUDA graphs and the same limits of a forward."""
+    return flags_of({name: value for name, value in engine_settings(ground).items() if name not in NOT_FLAGS})
+
+
+def shared_flags(flags: tuple[str, ...], ground: Ground) -> list[str]:
+    """`flags` after the settings that every contestant has."""
+    return [*flags_of(ground.options), *flags]
+
+
+def freeze_gc(address: str) -> None:
+    """Take what a server has allocated so far out of its garbage collection. A worker of the pool does so when it is warm."""
+    with urllib.request.urlopen(f"http://{address}/freeze_gc", timeout=FREEZE_S) as response:
+        response.read()
+
+
+def start_server(flags: Callable[[Ground], list[str]], freezes: bool, ground: Ground, stack: ExitStack) -> Running:
+    """SGLang's own HTTP server. `freezes`: call its `/freeze_gc` after the warm-up."""
     address = f"127.0.0.1:{free_port()}"
     argv = ["-m", "sglang.launch_server", "--model-path", str(ground.model), "--host", "127.0.0.1"]
     argv += ["--port", address.rpartition(":")[2], "--log-level", "warning", "--skip-server-warmup"]
-    for name, value in ground.options.items():
-        argv += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    argv += flags
+    argv += flags(ground)
     server = Child(argv, scratch=ground.scratch, speaks=False)
     watch(stack, server, signal.SIGTERM)
     load = Child(["-m", "bench.score.load", "http", address], scratch=ground.scratch)
     stack.callback(load.stop)
-    hear_beside(load, server)
-    return Running(load, [server], " ".join(argv[1:]))
+    words = " ".join(argv[1:]) + ("; /freeze_gc after the warm-up" if freezes else "")
+    warmed = partial(freeze_gc, address) if freezes else nothing
+    return Running(load, [server], words, partial(connected, load, server), warmed)
 
 
-def hear_beside(load: Child, contestant: Child) -> None:
+def connected(load: Child, contestant: Child) -> None:
     """Wait until the load is connected; raise as soon as the contestant has ended instead."""
     end = time.monotonic() + START_S
     while True:
@@ -178,9 +229,8 @@ def start_pool(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) ->
     watch(stack, daemon, signal.SIGTERM)
     load = Child(["-m", "bench.score.load", "pool", listen], scratch=ground.scratch)
     stack.callback(load.stop)
-    hear_beside(load, daemon)
     words = f"groups.score = {msgspec.json.encode(msgspec.to_builtins(group)).decode()}"
-    return Running(load, [daemon], words, engines=group.workers)
+    return Running(load, [daemon], words, partial(connected, load, daemon), engines=group.workers)
 
 
 def start_cached(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) -> Running:
@@ -196,8 +246,8 @@ def start_bare(ground: Ground, stack: ExitStack) -> Running:
     argv = ["-m", "bench.peers.bare_engine", msgspec.json.encode(wanted).decode()]
     host = Child(argv, scratch=ground.scratch)
     watch(stack, host, None)
-    settings = host.hear(START_S)
-    return Running(host, [host], "sglang.Engine(" + ", ".join(f"{name}={value}" for name, value in settings.items()) + ")")
+    words = ", ".join(f"{name}={value!r}" for name, value in engine_settings(ground).items())
+    return Running(host, [host], f"sglang.Engine({words})", partial(host.hear, START_S))
 
 
 def no_engine(_device: str) -> str:
@@ -219,9 +269,11 @@ def no_packing(device: str) -> str:
 
 OURS, PACKED, CACHED = "enginepool", "enginepool, packed", "enginepool, cached queries"
 SERVER, BEST, BARE = "SGLang server, flags of PR 8840", "SGLang server, best flags", "Engine.async_score alone"
+WORKER_FLAGS = "SGLang server, the worker's flags"
 CONTESTANTS = (
-    Contestant("server", SERVER, partial(start_server, PR_FLAGS), no_server),
-    Contestant("best", BEST, partial(start_server, BEST_FLAGS), no_server),
+    Contestant("worker-flags", WORKER_FLAGS, partial(start_server, worker_flags, True), no_server),
+    Contestant("server", SERVER, partial(start_server, partial(shared_flags, PR_FLAGS), False), no_server),
+    Contestant("best", BEST, partial(start_server, partial(shared_flags, BEST_FLAGS), True), no_server),
     Contestant("bare", BARE, start_bare, no_engine),
     Contestant("pool", OURS, partial(start_pool, {}), no_engine),
     Contestant("packed", PACKED, partial(start_pool, {"packed_workers": 1}), no_packing),

@@ -42,10 +42,14 @@ class Closed(Command, tag="closed"):
 
 
 class Open(Command, tag="open"):
-    """Requests at `rate` a second on average, `high_share` of them with priority `high`, the others with 0."""
+    """Requests at `rate` a second on average, `high_share` of them with priority `high`, the others with 0.
+
+    `seed` selects the arrivals: two loads with the same seed, rate and length send at the same moments.
+    """
 
     seconds: float
     rate: float
+    seed: int = 0
     high: int = 0
     high_share: float = 0.0
 
@@ -170,7 +174,7 @@ class Load:
 
 def arrivals(command: Open) -> list[tuple[float, int]]:
     """When each request is due, in seconds, and its priority: the same for every contestant."""
-    chance = random.Random(f"{command.rate:g} {command.seconds:g}")
+    chance = random.Random(f"{command.rate:g} {command.seconds:g} {command.seed}")
     found: list[tuple[float, int]] = []
     at = chance.expovariate(command.rate)
     while at < command.seconds:

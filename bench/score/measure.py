@@ -1,5 +1,6 @@
 """One contestant through all phases of a plan, and its numbers by name."""
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -9,19 +10,40 @@ from bench.processes import Child, cpu_seconds
 from bench.score.contestants import Running
 from bench.score.gpu import GpuShare
 from bench.score.load import PATIENCE_S, Check, Closed, Latency, Measured, Open
-from bench.score.workloads import Head, Plan, Shape, Workload
+from bench.score.workloads import Head, Mix, Plan, Shape, Workload
 
 #: The first forward of each shape may compile kernels, which takes more than a minute.
 COMPILE_S = 600.0
-#: A phase before the ones that count, in parts of one.
-WARM = 0.3
+#: The length of phases other than those under load, in parts of one of these: warm-up, one request in flight, saturation.
+WARM, ALONE, SATURATED = 0.3, 0.25, 0.5
 
 
 class Number(msgspec.Struct, frozen=True):
-    """One measured number of one contestant."""
+    """One measured number of one contestant; where it was measured several times, the median of `samples`, oldest first."""
 
     value: float
     unit: str
+    samples: tuple[float, ...] = ()
+
+    @property
+    def measured(self) -> tuple[float, ...]:
+        """Every measurement of it, oldest first."""
+        return self.samples or (self.value,)
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """The lowest and the highest measurement; None of a single one."""
+        return (min(self.samples), max(self.samples)) if len(self.samples) > 1 else None
+
+    def and_again(self, later: "Number") -> "Number":
+        """This number with the measurements of a later repetition."""
+        samples = self.measured + later.measured
+        return Number(statistics.median(samples), self.unit, samples)
+
+    def over(self, other: "Number") -> float | None:
+        """The median of the ratios to `other`, of pairs from the same repetition; None where `other` is 0."""
+        pairs = list(zip(self.measured, other.measured, strict=False))
+        return statistics.median(mine / theirs for mine, theirs in pairs) if all(theirs for _, theirs in pairs) else None
 
 
 #: what was measured -> the number
@@ -29,7 +51,7 @@ Numbers = dict[str, Number]
 
 
 class Contest:
-    """Drives one running contestant. `say` tells whoever waits; `gpu` is sampled all the while."""
+    """Drives one running contestant. `say` is told of the progress; `gpu` is sampled all the while."""
 
     def __init__(self, running: Running, plan: Plan, vocab: int, gpu: GpuShare, say: Callable[[str], None]) -> None:
         self._running = running
@@ -40,52 +62,58 @@ class Contest:
         #: scores of one request of each workload, to be compared between contestants
         self.scores: dict[str, list[list[float]]] = {}
 
-    def numbers(self, head: Head) -> Numbers:
-        """Everything that the plan asks of a model with this head."""
-        found: Numbers = {}
-        for workload in self._plan.of(head):
-            for name, number in self._workload(workload):
-                found[f"{workload.name}, {name}"] = number
-        return found
+    def ready(self) -> None:
+        """Wait until the contestant answers. Raises RuntimeError when it has ended, or takes too long."""
+        self._running.ready()
 
-    def _workload(self, workload: Workload) -> Iterator[tuple[str, Number]]:
-        shape = msgspec.structs.replace(workload.shape, vocab=self._vocab)
-        seconds = self._plan.seconds
+    def warm(self, head: Head) -> None:
+        """Take one answer of each workload, to be compared, and load the contestant until nothing is left to compile."""
         load = self._running.load
-        self.scores[workload.name] = msgspec.convert(load.ask(_question(Check(shape)), COMPILE_S), list[list[float]])
+        for workload in self._plan.of(head):
+            shape = self._shape(workload)
+            self.scores[workload.name] = msgspec.convert(load.ask(_question(Check(shape)), COMPILE_S), list[list[float]])
+            drive(load, Closed(shape, WARM * self._plan.seconds, workload.saturated * self._running.engines))
+        self._running.warmed()
+
+    def phases(self, head: Head, repetition: int) -> Iterator[Numbers]:
+        """One repetition of everything that the plan asks of a model with this head; the numbers of one phase at a time."""
+        for workload in self._plan.of(head):
+            for phase in self._workload(workload, repetition):
+                yield {f"{workload.name}, {name}": number for name, number in phase}
+
+    def _shape(self, workload: Workload) -> Shape:
+        return msgspec.structs.replace(workload.shape, vocab=self._vocab)
+
+    def _workload(self, workload: Workload, repetition: int) -> Iterator[list[tuple[str, Number]]]:
+        shape, seconds, load = self._shape(workload), self._plan.seconds, self._running.load
         in_flight = workload.saturated * self._running.engines
-        drive(load, Closed(shape, WARM * seconds, in_flight))
         if self._running.engines > 1:  # what one request meets is the same as with one engine
-            yield from self._saturate(shape, in_flight)
+            yield list(self._saturate(shape, in_flight))
             return
-        alone = drive(load, Closed(shape, WARM * seconds, 1))
-        yield from self._latency("1 in flight", alone.all)
-        yield from self._inside("1 in flight", alone)
+        alone = drive(load, Closed(shape, ALONE * seconds, 1))
+        yield [*self._latency("1 in flight", alone.all), *self._inside("1 in flight", alone)]
         for rate in workload.rates:
-            phase = drive(load, Open(shape, seconds, rate))
+            phase = drive(load, Open(shape, seconds, rate, repetition))
             name = f"{rate:g} requests/s"
-            yield from self._latency(name, phase.all)
-            yield f"{name}: answered in time", Number(phase.all.in_time / seconds, "requests/s")
-            yield from self._inside(name, phase)
-        saturated = 0.0
-        for name, number in self._saturate(shape, in_flight):
-            yield name, number
-            if name == "saturation":
-                saturated = number.value / shape.items
+            in_time = Number(phase.all.in_time / seconds, "requests/s")
+            yield [*self._latency(name, phase.all), (f"{name}: answered in time", in_time), *self._inside(name, phase)]
+        saturated = list(self._saturate(shape, in_flight))
+        yield saturated
         mix = self._plan.mix
         if mix is not None and self._plan.of_mix == workload.name:
-            yield from self._mixed(shape, saturated, alone.all)
+            yield list(self._mixed(mix, shape, dict(saturated)["saturation"].value / shape.items, alone.all, repetition))
 
     def _latency(self, name: str, latency: Latency) -> Iterator[tuple[str, Number]]:
-        self._say(f"  {name}: p50 {latency.p50_ms:.1f} p99 {latency.p99_ms:.1f} ms, {latency.answered} answered")
+        self._say(f"{name}: p50 {latency.p50_ms:.1f} p99 {latency.p99_ms:.1f} ms, {latency.answered} answered")
         yield f"{name}: p50", Number(latency.p50_ms, "ms")
         yield f"{name}: p90", Number(latency.p90_ms, "ms")
         yield f"{name}: p99", Number(latency.p99_ms, "ms")
+        yield f"{name}: answered", Number(latency.answered, "requests")
 
     def _inside(self, name: str, phase: Measured) -> Iterator[tuple[str, Number]]:
         """What only the pool knows: whether its batches were whole, and where the time went."""
         if phase.failed:
-            self._say(f"  {name}: {phase.failed} requests failed: {phase.failure}")
+            self._say(f"{name}: {phase.failed} requests failed: {phase.failure}")
             yield f"{name}: failed", Number(phase.failed, "requests")
         counted = phase.counters
         if counted.get("batches"):
@@ -96,32 +124,34 @@ class Contest:
             yield f"{name}: in the engine, p50", Number(phase.run_ms, "ms")
 
     def _saturate(self, shape: Shape, in_flight: int) -> Iterator[tuple[str, Number]]:
-        roles = self._running.roles()
+        roles, seconds = self._running.roles(), SATURATED * self._plan.seconds
         before = {role: cpu_seconds(pids) for role, pids in roles.items()}
         began = time.monotonic()
-        phase = drive(self._running.load, Closed(shape, self._plan.seconds, in_flight))
+        phase = drive(self._running.load, Closed(shape, seconds, in_flight))
         ended = time.monotonic()
         spent = {role: cpu_seconds(pids) - before[role] for role, pids in roles.items()}
-        self._say(f"  saturation: {phase.items:.0f} items/s, {phase.tokens:.0f} tokens/s")
+        self._say(f"saturation: {phase.items:.0f} items/s, {phase.tokens:.0f} tokens/s")
         yield "saturation", Number(phase.items, "items/s")
         yield "saturation: tokens", Number(phase.tokens, "tokens/s")
         yield from self._inside("saturation", phase)
-        share = self._gpu.between(began + 0.2 * self._plan.seconds, began + self._plan.seconds)
+        share = self._gpu.between(began + 0.2 * seconds, began + seconds)
         if share is not None:
             yield "saturation: GPU share of time", Number(share, "%")
-        for role, seconds in spent.items():
-            yield f"saturation: CPU of the {role}", Number(100 * seconds / (ended - began), "% of a core")
+        for role, took in spent.items():
+            yield f"saturation: CPU of the {role}", Number(100 * took / (ended - began), "% of a core")
 
-    def _mixed(self, shape: Shape, saturated: float, alone: Latency) -> Iterator[tuple[str, Number]]:
-        mix, seconds = self._plan.mix, self._plan.seconds
-        assert mix is not None
-        phase = drive(self._running.load, Open(shape, seconds, mix.load * saturated, mix.high, mix.high_share))
+    def _mixed(self, mix: Mix, shape: Shape, saturated: float, alone: Latency, repetition: int) -> Iterator[tuple[str, Number]]:
+        seconds = self._plan.seconds
+        rate = mix.load * saturated
+        phase = drive(self._running.load, Open(shape, seconds, rate, repetition, mix.high, mix.high_share))
         name = f"{mix.name} at {100 * mix.load:.0f} % of saturation"
         low, high = phase.priorities[0], phase.priorities.get(mix.high)
         if high is not None:
             yield from self._latency(f"{name}, high", high)
             yield f"{name}, high: p99 / p50 of 1 in flight", Number(high.p99_ms / alone.p50_ms, "x")
+        yield f"{name}: offered", Number(rate, "requests/s")
         yield f"{name}, low: p50", Number(low.p50_ms, "ms")
+        yield f"{name}, low: p99", Number(low.p99_ms, "ms")
         yield f"{name}, low: answered in time", Number(low.in_time / seconds, "requests/s")
         yield from self._inside(name, phase)
 

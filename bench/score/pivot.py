@@ -13,7 +13,7 @@ def show_wide(title: str, rows: Sequence[Row], ours: str, console: Console | Non
     """Print ours first, then each other contestant with the ratio of ours to it."""
     out = console or Console()
     if not out.is_terminal:
-        out.width = max(out.width, 150)
+        out.width = max(out.width, 200)
     found = {(row.what, row.who): row for row in rows}
     names = sorted(dict.fromkeys(row.who for row in rows), key=lambda who: who != ours)
     table = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
@@ -29,4 +29,5 @@ def show_wide(title: str, rows: Sequence[Row], ours: str, console: Console | Non
 
 
 def _cell(row: Row) -> str:
-    return number(row.value) if row.ratio is None else f"{number(row.value)}  ({number(row.ratio)}x)"
+    spread = "" if row.spread is None else f" ({number(row.spread[0])} to {number(row.spread[1])})"
+    return number(row.value) + spread + ("" if row.ratio is None else f"  {number(row.ratio)}x")

@@ -69,10 +69,14 @@ class Mix:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that one run measures. `seconds` is how long a phase lasts; `of_mix` names the workload that the mix sends."""
+    """All that one run measures. `seconds` is how long a phase lasts; `of_mix` names the workload that the mix sends.
+
+    Every phase is measured `repetitions` times. Each repetition has arrivals of its own, the same for all contestants.
+    """
 
     workloads: tuple[Workload, ...]
     seconds: float
+    repetitions: int = 1
     mix: Mix | None = field(default_factory=Mix)
     of_mix: str = "pr"
 
@@ -110,4 +114,4 @@ def plan(device: str, quick: bool) -> Plan:
             Workload("reward", rewarded, (500,), 256, "reward"),
             Workload("reward + hidden", msgspec.structs.replace(rewarded, hidden=True), (500,), 256, "reward"),
         )
-    return Plan(workloads, seconds=2.0 if quick else 10.0)
+    return Plan(workloads, seconds=2.0, repetitions=1) if quick else Plan(workloads, seconds=40.0, repetitions=3)

@@ -5,8 +5,11 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,20 +25,27 @@ from bench.score.callers import Answer, HttpCaller
 from bench.score.contestants import (
     CACHED,
     CONTESTANTS,
+    NOT_FLAGS,
     OURS,
     PACKED,
+    SHARED,
     Contestant,
     Ground,
     Running,
+    engine_settings,
+    flags_of,
+    freeze_gc,
     role_of,
     start_pool,
     wider,
     with_workers,
+    worker_flags,
 )
 from bench.score.gpu import GpuShare
 from bench.score.load import Check, Closed, Load, Measured, Open, arrivals
-from bench.score.measure import Contest, Number
+from bench.score.measure import Contest, Number, Numbers
 from bench.score.pivot import show_wide
+from bench.score.run import Run
 from bench.score.workloads import STRIDE, Mix, Plan, Shape, Workload, plan
 
 SHAPE = Shape(3, 2, 4, vocab=50)
@@ -81,6 +91,12 @@ def measured(caller: Echo, command: Closed | Open) -> Measured:
     return found
 
 
+def all_numbers(contest: Contest) -> Numbers:
+    """One repetition of a contest whose contestant is ready."""
+    contest.warm("causal")
+    return {name: number for phase in contest.phases("causal", 0) for name, number in phase.items()}
+
+
 def test_requests_are_the_same_in_every_process_and_differ_from_each_other() -> None:
     code = "from bench.score.workloads import Shape; print(Shape(3, 2, 4, vocab=50).request(7).items.tolist())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -97,6 +113,7 @@ def test_open_loads_ask_at_the_same_moments_whoever_is_asked() -> None:
     assert 1700 < len(first) < 2300
     assert 0.2 < sum(priority == 5 for _, priority in first) / len(first) < 0.3
     assert all(before <= after for (before, _), (after, _) in pairwise(first))
+    assert arrivals(msgspec.structs.replace(command, seed=1)) != first  # a repetition has arrivals of its own
 
 
 def test_a_closed_load_keeps_as_many_in_flight_as_it_is_told() -> None:
@@ -193,10 +210,11 @@ def test_the_pools_column_has_every_number_and_leaves_no_process(tmp_path: Path)
     gpu = GpuShare()
     with ExitStack() as stack:
         running = start_pool({"engine": "sim"}, Ground(Path("any"), "cpu", tmp_path), stack)
+        running.ready()
         roles = running.roles()
         assert set(roles) == {"coordinator", "worker"}
         contest = Contest(running, TINY, 50, gpu, lambda _line: None)
-        numbers = contest.numbers("causal")
+        numbers = all_numbers(contest)
     assert {f"pr, 50 requests/s: {part}" for part in ("p50", "p90", "p99", "answered in time", "queued, p50")} <= set(numbers)
     assert {"pr, 1 in flight: p99", "pr, saturation: tokens", "pr, saturation: CPU of the worker"} <= set(numbers)
     assert {"pr, mix at 120 % of saturation, high: p99", "pr, mix at 120 % of saturation, low: p50"} <= set(numbers)
@@ -210,8 +228,9 @@ def test_the_pools_column_has_every_number_and_leaves_no_process(tmp_path: Path)
 def test_a_wider_pool_has_as_many_workers_and_is_saturated_alone(tmp_path: Path) -> None:
     with ExitStack() as stack:
         running = start_pool({"engine": "sim", "workers": 2}, Ground(Path("any"), "cpu", tmp_path), stack)
+        running.ready()
         assert len(running.roles()["worker"]) == running.engines == 2
-        numbers = Contest(running, TINY, 50, GpuShare(), lambda _line: None).numbers("causal")
+        numbers = all_numbers(Contest(running, TINY, 50, GpuShare(), lambda _line: None))
     assert numbers["pr, saturation: forwards per batch"].value == 1
     assert all(name.startswith("pr, saturation") for name in numbers)
     pool, packed = (wider(one, 4) for one in CONTESTANTS if one.who in (OURS, PACKED))
@@ -220,7 +239,7 @@ def test_a_wider_pool_has_as_many_workers_and_is_saturated_alone(tmp_path: Path)
 
 
 def test_a_contestant_that_fails_is_left_out_and_the_others_are_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     def fails(_ground: Ground, _stack: ExitStack) -> Running:
         raise RuntimeError("no such luck")
@@ -230,12 +249,91 @@ def test_a_contestant_that_fails_is_left_out_and_the_others_are_measured(
 
     (tmp_path / "config.json").write_text('{"vocab_size": 50}')
     saved: list[int] = []
-    run = score_gpu.Run(replace(TINY, mix=None), "cpu", tmp_path, GpuShare(), lambda run: saved.append(len(run.found)))
+    said: list[str] = []
+
+    def save(found: dict[str, Numbers]) -> None:
+        saved.append(len(found[OURS]))
+
+    run = Run(replace(TINY, mix=None), "cpu", tmp_path, GpuShare(), save, said.append)
     run.on("causal", tmp_path, [Contestant("bad", "bad", fails), Contestant("pool", OURS, sims)])
     assert set(run.found) == {OURS}
-    assert saved == [1]
-    assert "left out bad on the causal model: no such luck" in capsys.readouterr().err
+    assert saved == sorted(saved) and len(set(saved)) == 4  # nothing yet, 1 in flight, 50 requests/s, saturation
+    assert "left out bad on the causal model: no such luck" in said
     assert len(run.settings) == 1 and run.settings[0].startswith(f"{OURS}, causal model: groups.score = ")
+
+
+def test_contestants_in_turn_are_measured_phase_by_phase_and_a_repetition_begins_with_another_one(tmp_path: Path) -> None:
+    """A ratio is of neighboring phases, so that a change of the host's speed meets all contestants."""
+    asked: list[str] = []
+
+    def sims(name: str, ground: Ground, stack: ExitStack) -> Running:
+        running = start_pool({"engine": "sim"}, ground, stack)
+        ask = running.load.ask
+
+        def noted(question: Any, timeout: float) -> Any:
+            asked.append(name)
+            return ask(question, timeout)
+
+        monkey.setattr(running.load, "ask", noted)
+        return running
+
+    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+    brief = replace(TINY, mix=None, seconds=0.4, repetitions=2)
+    found: list[dict[str, Numbers]] = []
+    with pytest.MonkeyPatch.context() as monkey:
+        run = Run(brief, "cpu", tmp_path, GpuShare(), found.append, lambda _line: None, interleave=True)
+        run.on("causal", tmp_path, [Contestant(name, name, partial(sims, name)) for name in "ab"])
+    assert "".join(asked) == "aabb" + "ababab" + "bababa"  # both are warm; one repetition; the other
+    p50 = found[-1]["a"]["pr, 50 requests/s: p50"]
+    assert len(p50.samples) == 2 and p50.spread == (min(p50.samples), max(p50.samples))
+    assert p50.value == pytest.approx(sum(p50.samples) / 2)
+
+
+def test_a_ratio_is_the_median_of_pairs_and_of_what_both_have_measured() -> None:
+    mine = Number(0.0, "ms").and_again(Number(30.0, "ms")).and_again(Number(90.0, "ms"))
+    theirs = Number(10.0, "ms").and_again(Number(60.0, "ms")).and_again(Number(100.0, "ms"))
+    assert (mine.value, theirs.spread) == (30.0, (10.0, 100.0))
+    assert mine.over(theirs) == 0.5
+    assert mine.over(Number(10.0, "ms")) == 0.0
+    assert mine.over(Number(0.0, "ms")) is None
+
+
+def test_the_server_with_the_workers_flags_has_the_settings_of_a_worker_and_no_others(tmp_path: Path) -> None:
+    settings = engine_settings(Ground(Path("model"), "cuda", tmp_path))
+    flags = worker_flags(Ground(Path("model"), "cuda", tmp_path))
+    for flag, value in (
+        ("--max-prefill-tokens", "32769"),
+        ("--max-running-requests", "1024"),
+        ("--cuda-graph-max-bs-prefill", "6144"),
+        ("--chunked-prefill-size", "-1"),
+        ("--max-total-tokens", str(SHARED["max_total_tokens"])),
+    ):
+        assert flags[flags.index(flag) + 1] == value
+    assert {"--disable-decode-cuda-graph", "--disable-radix-cache", "--enable-priority-scheduling"} <= set(flags)
+    named = {flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")}
+    assert named | NOT_FLAGS == set(settings)
+    assert flags_of({"a_b": True, "c": False, "d": 3}) == ["--a-b", "--d", "3"]
+
+
+def test_a_server_is_told_to_freeze_its_garbage_collection_and_a_refusal_is_an_error() -> None:
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200 if len(asked) == 1 else 500)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # the test's output is not a log
+            del format, args
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        freeze_gc(f"127.0.0.1:{server.server_port}")
+        with pytest.raises(OSError, match="500"):
+            freeze_gc(f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert asked == ["/freeze_gc", "/freeze_gc"]
 
 
 def test_ratios_are_ours_to_theirs_and_hidden_states_have_a_cost() -> None:
@@ -256,7 +354,7 @@ def test_ratios_are_ours_to_theirs_and_hidden_states_have_a_cost() -> None:
     console = Console(record=True, width=120, file=io.StringIO())
     show_wide("a title", list(rows.values()), OURS, console)
     text = console.export_text()
-    assert "50  (2x)" in text
+    assert "50  2x" in text
     assert text.index(OURS) < text.index("server")
 
 
@@ -326,7 +424,8 @@ def test_checks_return_the_scores_of_one_request() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--only", "pool,foo"], "--only: 'foo': there are server,best,bare,pool,packed,cached"),
+        (["--only", "pool,foo"], "--only: 'foo': there are worker-flags,server,best,bare,pool,packed,cached"),
+        (["--repetitions", "0"], "--repetitions: got 0; use 1 or more"),
         (["--workloads", ""], "--workloads: '': there are pr,long,reward,mix"),
         (["--workloads", "mix,long"], "--workloads: the mix is of 120 % of what saturates pr: measure pr,mix"),
     ],

@@ -137,6 +137,6 @@ def test_targets_are_judged_and_shown_but_not_asserted(tmp_path: Path) -> None:
     assert "not measured" in text
     write(tmp_path / "rows.json", rows)
     assert json.loads((tmp_path / "rows.json").read_text()) == [
-        {"what": "cpu", "who": "peer", "value": 80.0, "unit": "µs", "ratio": 0.25, "spread": None},
-        {"what": "calls", "who": "ours", "value": 2500.0, "unit": "1/s", "ratio": None, "spread": None},
+        {"what": "cpu", "who": "peer", "value": 80.0, "unit": "µs", "ratio": 0.25, "spread": None, "samples": []},
+        {"what": "calls", "who": "ours", "value": 2500.0, "unit": "1/s", "ratio": None, "spread": None, "samples": []},
     ]
