@@ -291,9 +291,9 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     states (0: not available). `page`: lengths count rounded up to it. `batch_*`: budget of one batch; `inflight_*`: bound on
     the sum of all batches at this worker. A single row may exceed `batch_tokens`, never `inflight_tokens`. `max_item` is 0, or
     the worker is packed: it joins rows of one query into sequences (`packing.py`), takes nothing else, and no longer item.
-    `pace`: tokens that the engine computes in the time for which a request of high priority may be kept waiting by others (0:
-    no matter), `pace.FORWARD_S`; batches are filled and put in flight accordingly. Measured, so it may differ between workers
-    of a class, and it is where the coordinator begins, which learns from the batches that they do.
+    `pace`: tokens that the engine computes in `forward_ms` milliseconds, the time for which a request of high priority may be
+    kept waiting by one forward of others (0: no matter); batches are filled and put in flight accordingly. Both are measured
+    and may differ between workers of a class. The coordinator begins with this pace, and learns from the batches.
     `cached_query`: a query of so many tokens or more, shared by several rows, is computed once (0: none is); a batch of one
     request that has one may weigh `cached_tokens` instead of `batch_tokens`, every row counted in full. `halvings`: how often
     these budgets were halved (`halving.py`), because engines of the group ran out of memory. `separator`: the token that stands
@@ -323,6 +323,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     separator: int | None = None
     activation: Literal["", "sigmoid"] = ""
     reserved: int = 0
+    forward_ms: int = 25
 
     @property
     def packed(self) -> bool:

@@ -63,7 +63,9 @@ def demo(
     wrong = story.wrong()
     if wrong:
         raise CommandFailed("the demo failed: " + "; ".join(wrong), RUN_FAILED)
-    typer.echo(f"\nNothing was lost: {story.sent} requests, {story.answered} answers, one for each.")
+    online, bulk = story.p50_ms(urgent=True), story.p50_ms(urgent=False)
+    typer.echo(f"\nPriority: p50 {online:.0f} ms online (priority 100), {bulk:.0f} ms bulk (0), ratio {online / bulk:.2f}.")
+    typer.echo(f"Nothing was lost: {story.sent} requests, {story.answered} answers, one for each.")
 
 
 def _run(show: Any, group: "GroupConfig", directory: Path) -> "Story":

@@ -75,6 +75,13 @@ class Story:
         """Answers to all clients."""
         return sum(len(client.answers) for client in self.clients)
 
+    def p50_ms(self, *, urgent: bool) -> float:
+        """Median latency in milliseconds of the clients of the highest priority, or of the others; NaN without an answer."""
+        highest = max(client.priority for client in self.clients)
+        mine = [client for client in self.clients if (client.priority == highest) == urgent]
+        times = [1000 * (end - at) for client in mine for _, at, end in client.answers.values()]
+        return float(np.median(times)) if times else float("nan")
+
     def wrong(self) -> list[str]:
         """Every promise that was not kept, in a few words each."""
         said: list[str] = []

@@ -168,8 +168,12 @@ def send_batch(core: Core, batch: Batch) -> None:
     worker.rows += batch.rows
     if not batch.trial:
         worker.routing.moved(worker)
-    timing = core.config.timing
-    allowed = max(timing.forward_s, timing.forward_factor * worker.group.rate * worker.cost)
+    timing, pace = core.config.timing, worker.pace
+    expected = worker.group.rate * worker.cost
+    if pace is not None:
+        # Before its first batch, what the worker measured when it started.
+        expected = max(expected, pace.seconds(worker.cost, worker.rows))
+    allowed = max(timing.forward_s, timing.forward_factor * expected)
     batch.deadline = core.now + allowed
     batch.late = core.now + allowed / 2
     post_batch(core, batch)

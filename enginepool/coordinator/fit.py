@@ -7,6 +7,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.state import Batch, Worker
 from enginepool.protocol.halving import MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.pace import MOST_FORWARD_MS
 
 
 def impossible(can: Capabilities) -> str:
@@ -19,6 +20,7 @@ def impossible(can: Capabilities) -> str:
         and can.vocab > 0
         and can.max_item >= 0
         and can.pace >= 0
+        and 0 < can.forward_ms <= MOST_FORWARD_MS
         and can.reserved >= 0
         and 0 <= can.halvings <= MOST_HALVINGS
         and can.cached_query >= 0

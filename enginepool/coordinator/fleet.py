@@ -139,8 +139,9 @@ class Fleet:
             return
         alone = alone_in_class(worker, can)
         worker.declared, worker.capabilities = e.capabilities, can
-        if worker.pace is None or worker.pace.said != can.pace:
-            worker.pace = Pace(can.pace) if can.pace else None
+        forward_s = can.forward_ms / 1000
+        if worker.pace is None or (worker.pace.said, worker.pace.forward_s) != (can.pace, forward_s):
+            worker.pace = Pace(can.pace, forward_s) if can.pace else None
         worker.routing = group.packed_routing if can.packed else group.routing
         worker.version, worker.digest = e.version, e.digest
         worker.stage, worker.detail, worker.since = "ready", "", e.now

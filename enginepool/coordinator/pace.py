@@ -3,10 +3,11 @@
     seconds of a forward = fixed + tokens * seconds of a token + rows * seconds of a row
 
 A worker says its `pace`, the tokens of a forward of FORWARD_S, as it measured them once: with rows of one length, in full
-batches, before there was any load. Short rows cost the engine's host more than their tokens do, long ones cost more for each
-token, and hosts slow down. So the three numbers are fitted to the latest batches: least squares in which old batches count
-less, drawn towards what the worker said, and within bounds. A batch that took far longer than expected (a pause, an update in
-between) is believed only in part, and wholly once such batches follow each other.
+batches, before there was any load. A worker that needs longer forwards, as on a CPU, says how long they are meant to be: all
+times below are then in proportion to that. Short rows cost the engine's host more than their tokens do, long ones cost more
+for each token, and hosts slow down. So the three numbers are fitted to the latest batches: least squares in which old batches
+count less, drawn towards what the worker said, and within bounds. A batch that took far longer than expected (a pause, an
+update in between) is believed only in part, and wholly once such batches follow each other.
 
 The fixed part is there so that the others are right. Where little is asked batches are small, and a forward of one row takes
 milliseconds whatever is in it; were that what a row costs, batches would stay small when much is asked.
@@ -38,17 +39,21 @@ class Pace:
     """The pace of one worker.
 
     Args:
-        said: tokens of a forward of FORWARD_S, as the worker measured them; more than 0.
+        said: tokens of a forward of `forward_s`, as the worker measured them; more than 0.
+        forward_s: seconds that a forward of several requests is meant to take at this worker; more than 0.
     """
 
     __slots__ = (
         "_at", "_before", "_believed", "_ff", "_fits", "_fixed", "_fr", "_fs", "_ft", "_row", "_rows", "_rr", "_rs", "_run_s",
-        "_said", "_token", "_tokens", "_tr", "_ts", "_tt", "row", "said", "tokens",
+        "_said", "_scale", "_token", "_tokens", "_tr", "_ts", "_tt", "forward_s", "row", "said", "tokens",
     )  # fmt: skip
 
-    def __init__(self, said: int) -> None:
+    def __init__(self, said: int, forward_s: float = FORWARD_S) -> None:
         self.said = said
-        #: what a forward of FORWARD_S weighs, in tokens; at least 1
+        self.forward_s = forward_s
+        #: seconds here for each second of the fit
+        self._scale = forward_s / FORWARD_S
+        #: what a forward of `forward_s` weighs, in tokens; at least 1
         self.tokens = said
         #: tokens that each row weighs beside its own
         self.row = 0.0
@@ -74,13 +79,13 @@ class Pace:
 
     def seconds(self, tokens: int, rows: int) -> float:
         """How long a forward of them takes."""
-        return self._fixed * FIXED_S + self._token * tokens * FORWARD_S / self.said + self._row * rows * ROW_S
+        return self._scale * (self._fixed * FIXED_S + self._token * tokens * FORWARD_S / self.said + self._row * rows * ROW_S)
 
     def done(self, now: float, run_s: float, tokens: int, rows: int, *, fits: bool) -> None:
         """A batch was answered, after `run_s` in the engine. One that does not fit the model teaches nothing."""
         if now - self._at >= TOGETHER_S:
             if self._fits:
-                self._learn(min(self._run_s, self._at - self._before), self._tokens, self._rows)
+                self._learn(min(self._run_s, self._at - self._before) / self._scale, self._tokens, self._rows)
             self._before = self._at
             self._tokens = self._rows = 0
             self._run_s = 0.0

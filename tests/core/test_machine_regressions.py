@@ -1,5 +1,6 @@
 """What the simulator, and reading beside it, found in the coordinator's machine: each as small as it gets."""
 
+import msgspec
 import pytest
 
 from enginepool.config import Restart, Timing
@@ -38,6 +39,25 @@ def one_suspect_and_two_busy_workers() -> tuple[Pool, Sent, Sent]:
     kept = pool.machine.core.groups["g"].kept_worker
     assert kept is not None and kept.link == b"a"
     return pool, first, second
+
+
+# --- deadlines of the first batches ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_the_first_forward_of_a_slow_worker_may_take_what_the_worker_measured_at_its_start(said: bool) -> None:
+    """Its row takes 50 s: no hang where the worker said so, and one where it said nothing."""
+    slow = msgspec.structs.replace(CAN, pace=2, forward_ms=1000) if said else CAN
+    pool = Pool()
+    client = pool.client()
+    link = pool.worker("a", can=slow)
+    pool.submit(client, 1, work(1, 100))
+    for _ in range(50):
+        pool.wait(1)
+        pool.do(ev.WorkerHeard(0, link))
+        pool.do(ev.Heard(0, client, 0))
+    pool.finish_all()
+    assert list(results(pool.sent)) == ([1] if said else [])
 
 
 # --- trials ------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ Shape = tuple[int, int]
 class Batches:
     """Batches that follow each other on a worker; `now` is when the last was done."""
 
-    def __init__(self, said: int = SAID) -> None:
-        self.pace = Pace(said)
+    def __init__(self, said: int = SAID, forward_s: float = FORWARD_S) -> None:
+        self.pace = Pace(said, forward_s)
         self.now = 100.0
 
     def run(self, seconds: float, tokens: int, rows: int, *, waited: float = 0.01, fits: bool = True) -> None:
@@ -62,6 +62,19 @@ def test_what_the_worker_said_does_not_change_where_it_is_right() -> None:
     pace = run.end()
     assert abs(pace.tokens / SAID - 1) < 0.01
     assert pace.row < 1
+
+
+@pytest.mark.parametrize("forward_s", [0.025, 0.4, 1.0])
+def test_forwards_that_are_meant_to_be_longer_are_learnt_as_well(forward_s: float) -> None:
+    run = Batches(forward_s=forward_s)
+    scale = forward_s / FORWARD_S
+    for i in range(300):
+        tokens, rows = 1_000 + 97 * (i % 90), 1 + i % 30
+        run.run(scale * (0.004 + 1.5 * tokens * TOKEN_S + 0.0002 * rows), tokens, rows)
+    pace = run.end()
+    wanted = scale * (0.004 + 1.5 * 8_000 * TOKEN_S + 0.0002 * 20)
+    assert abs(pace.seconds(8_000, 20) / wanted - 1) < 0.05
+    assert abs(pace.seconds(pace.tokens, 0) / forward_s - 1) < 0.01
 
 
 def test_one_batch_does_not_change_much() -> None:

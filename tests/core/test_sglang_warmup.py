@@ -1,13 +1,16 @@
 """The first batches of an engine, without SGLang: none that was cut goes unseen."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import PartScores
+from enginepool.workers.sglang import warmup
 from enginepool.workers.sglang.requests import Parts
 from enginepool.workers.sglang.scoring import EngineScoring
 from enginepool.workers.sglang.settings import SettingsError
@@ -37,4 +40,42 @@ def test_a_batch_that_was_cut_ends_the_start(device: str) -> None:
 
 def test_an_engine_whose_batches_are_whole_starts() -> None:
     scoring: Any = Scoring(Capabilities("causal", 100, 64, 64, 1, 64, 16, device="cpu"))
-    assert asyncio.run(warm_up(scoring)) == scoring.capabilities
+    found = asyncio.run(warm_up(scoring))
+    assert msgspec.structs.replace(found, pace=0, forward_ms=25) == scoring.capabilities
+
+
+class Timed:
+    """A CPU whose forwards cost what `seconds` says of their tokens, on a clock of its own."""
+
+    cached = None
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.capabilities = Capabilities("causal", 1000, 4000, 4096, 128, 8192, 256, device="cpu")
+        self.seconds = seconds
+        self.now = 0.0
+
+    async def compute(self, parts: Parts, priority: int, hidden: bool) -> tuple[list[PartScores], int, int]:
+        rows = [row for _, rows in parts for row in rows]
+        self.now += self.seconds(sum(map(len, rows)))
+        return [PartScores(np.zeros((len(rows), 1), np.float32))], 1, 0
+
+    def perf_counter(self) -> float:
+        """In the place of `time.perf_counter`."""
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("small_s", "token_s", "wanted_ms"),
+    [(0.0001, 1e-6, 25), (0.005, 2e-5, 52), (0.02, 4e-4, 232), (0.5, 0.01, 1000)],
+    ids=["as quick as a GPU", "tiny", "small", "slow"],
+)
+def test_a_cpu_is_measured_in_a_few_seconds_whatever_its_pace(
+    small_s: float, token_s: float, wanted_ms: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scoring: Any = Timed(lambda tokens: small_s + tokens * token_s)
+    monkeypatch.setattr(warmup, "time", scoring)
+    found = asyncio.run(warm_up(scoring))
+    assert found.forward_ms == wanted_ms
+    true = min((wanted_ms / 1000 - small_s) / token_s, found.batch_tokens)
+    assert 0.6 * true <= found.pace <= 1.3 * true
+    assert scoring.now <= 15, "seconds for the whole warm-up"

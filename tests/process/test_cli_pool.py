@@ -303,6 +303,8 @@ def test_the_demo_on_the_sim_engine_loses_nothing(processes: Processes) -> None:
     code, out, err = end(start(processes, "demo", "--engine", "sim", "--quick"))
     assert (code, err) == (0, "")
     assert re.search(r"Nothing was lost: (\d+) requests, \1 answers", out)
+    told = re.search(r"Priority: p50 \d+ ms online \(priority 100\), \d+ ms bulk \(0\), ratio (\d\.\d\d)\.", out)
+    assert told is not None and float(told[1]) <= 0.7, out
     for words in (r"workers killed +1 ", r"workers started again +1 ", r"forward passes for each batch +1\.00"):
         assert re.search(words, out)
 

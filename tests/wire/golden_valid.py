@@ -519,6 +519,13 @@ def _from_worker() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "ready-slow",
+            way,
+            "a worker whose forwards have to be longer than those of a GPU",
+            {"type": "ready", "capabilities": {**CAUSAL, "pace": 12, "forward_ms": 400}},
+            exact=False,
+        ),
+        Valid(
             "ready-caching",
             way,
             "a worker that computes a long query once for the rows that share it",

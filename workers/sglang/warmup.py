@@ -11,6 +11,8 @@ import numpy as np
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.pace import FORWARD_S
 from enginepool.workers.engine import EngineError, ScorePart
+from enginepool.workers.forward_time import MOST_FORWARD_S, forward_ms
+from enginepool.workers.forward_time import pace as pace_of
 from enginepool.workers.sglang.requests import Parts
 from enginepool.workers.sglang.scoring import EngineScoring
 from enginepool.workers.sglang.settings import SettingsError
@@ -20,6 +22,9 @@ _WORDS = 1 << 15
 _WARM_LENGTH = 8
 _PACE_LENGTH = 512
 _PACE_RUNS = 3
+#: The rows by which a CPU is measured, and how many times as many of them each forward has as the one before.
+_CPU_LENGTH = 64
+_CPU_GROWTH = 4
 
 
 async def warm_up(scoring: EngineScoring) -> Capabilities:
@@ -53,8 +58,11 @@ async def warm_up(scoring: EngineScoring) -> Capabilities:
             raise SettingsError("the engine finds no query again that it has computed; unset cached_query_tokens")
     if forwards != 1:
         raise SettingsError(f"the engine took {forwards} forwards for one batch inside its budget")
-    pace = await _pace(scoring) if capabilities.device != "cpu" else 0
-    return msgspec.structs.replace(capabilities, labels=labels, hidden=hidden, pace=pace)
+    if capabilities.device == "cpu":
+        pace, wanted_ms = await _cpu_pace(scoring)
+    else:
+        pace, wanted_ms = await _pace(scoring), capabilities.forward_ms
+    return msgspec.structs.replace(capabilities, labels=labels, hidden=hidden, pace=pace, forward_ms=wanted_ms)
 
 
 async def _pace(scoring: EngineScoring) -> int:
@@ -71,6 +79,38 @@ async def _pace(scoring: EngineScoring) -> int:
         await asyncio.gather(*pair)
         quickest = min(quickest, time.perf_counter() - began)
     return max(1, min(capabilities.batch_tokens, int(2 * rows * length * FORWARD_S / quickest)))
+
+
+async def _cpu_pace(scoring: EngineScoring) -> tuple[int, int]:
+    """(tokens of a forward that takes as long as one is meant to take here, that time in milliseconds).
+
+    CPUs differ by a factor of a thousand: forwards grow from a few tokens until one takes long enough to tell.
+    """
+    capabilities = scoring.capabilities
+    seed = 0
+
+    async def seconds(rows: int, length: int) -> float:
+        """The quickest forward of so many rows, which were never seen."""
+        nonlocal seed
+        quickest = math.inf
+        for _ in range(_PACE_RUNS):
+            seed += 1
+            parts = _made_up(capabilities, rows, length, seed)
+            began = time.perf_counter()
+            await scoring.compute(parts, 0, hidden=False)
+            quickest = min(quickest, time.perf_counter() - began)
+            if quickest >= MOST_FORWARD_S:
+                break
+        return quickest
+
+    most = capabilities.batch_tokens
+    wanted_ms = forward_ms(await seconds(1, min(_WARM_LENGTH, capabilities.context, most)))
+    length = min(_CPU_LENGTH, capabilities.context, most)
+    most_rows = max(1, min(capabilities.batch_rows, most // length))
+    rows = 1
+    while (took := await seconds(rows, length)) < wanted_ms / 1000 and rows < most_rows:
+        rows = min(most_rows, rows * _CPU_GROWTH)
+    return pace_of(rows * length, took, wanted_ms, most), wanted_ms
 
 
 def _made_up(capabilities: Capabilities, rows: int, length: int, seed: int = 0) -> Parts:

@@ -12,6 +12,8 @@ import random
 import time
 from typing import Any
 
+import msgspec
+
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Capabilities
@@ -28,13 +30,16 @@ from enginepool.workers.engine import (
     ScorePart,
     TakeTimes,
 )
+from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sglang.settings import CACHED_ROOM
 from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faults_on_load, faults_on_take, spoil, suffer
-from enginepool.workers.sim.options import Fault, read_options
+from enginepool.workers.sim.options import Fault, SimOptions, read_options
 from enginepool.workers.sim.scores import score_part
 from enginepool.workers.sim.weights import SimWeights
 
+#: tokens of the rows by which its pace is measured
+PACE_LENGTH = 64
 #: token id of the byte 0 in the sim's tokenizer; ids below are special
 BYTE_OFFSET = 3
 
@@ -88,6 +93,8 @@ class SimEngine:
             separator=o.separator,
             cached_tokens=max(tokens, inflight_tokens // forwards_in_flight) if cached_query_tokens else 0,
         )
+        if any((o.forward_s, o.row_s, o.token_s)):
+            self._capabilities = self._paced(o, self._capabilities)
         self._classes = o.labels if o.kind == "classifier" else 0
         self._costs = any((o.forward_s, o.row_s, o.token_s))
         self._random = random.Random(o.seed)
@@ -97,6 +104,15 @@ class SimEngine:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._reason = ""
         self._dead = asyncio.Event()
+
+    @staticmethod
+    def _paced(o: SimOptions, can: Capabilities) -> Capabilities:
+        """`can` with the pace that a warm-up would measure: by the smallest batch, and by a full one."""
+        rows = max(1, min(can.batch_rows, can.batch_tokens // PACE_LENGTH))
+        tokens = min(rows * PACE_LENGTH, can.batch_tokens)
+        wanted_ms = forward_ms(o.forward_s + o.row_s + o.token_s)
+        seconds = o.forward_s + rows * o.row_s + tokens * o.token_s
+        return msgspec.structs.replace(can, pace=pace(tokens, seconds, wanted_ms, can.batch_tokens), forward_ms=wanted_ms)
 
     @property
     def version(self) -> int:
