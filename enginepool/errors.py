@@ -150,7 +150,8 @@ class UpdateAborted(_WireCode, code="update_aborted"):
 
 
 class ShuttingDown(_WireCode, code="shutting_down"):
-    """The coordinator is draining and takes no new requests."""
+    """The coordinator is shutting down and takes no new updates. Calls for scores do not end with this: they wait for the next
+    coordinator, until their timeout."""
 
 
 class ConnectError(EnginepoolError, ConnectionError):

@@ -3,6 +3,10 @@
 import signal
 from collections import deque
 
+#: exit code of a coordinator that was told to end
+STOPPED = 0
+#: exit code of a coordinator that is to be started again at once, which is no failure (sysexits: EX_TEMPFAIL)
+RESTART = 75
 #: exit code of a coordinator that ended because of an internal error (sysexits: EX_SOFTWARE)
 INTERNAL_ERROR = 70
 #: exit code of a coordinator whose configuration cannot be used

@@ -13,7 +13,7 @@ import time
 
 from enginepool.config import PoolConfig, encode_config
 from enginepool.coordinator.log import log
-from enginepool.restart_policy import BAD_CONFIG, RestartPolicy, exit_text
+from enginepool.restart_policy import BAD_CONFIG, RESTART, RestartPolicy, exit_text
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
 #: as sys/prctl.h has it
@@ -25,7 +25,7 @@ _CANNOT_START = (1, BAD_CONFIG)
 def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int:
     """Run the coordinator until it has drained, or has failed too often; returns the exit code for this process."""
     policy = policy or RestartPolicy()
-    stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+    stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
         stops.remove(signal.SIGHUP)
     # Blocked, and waited for one by one: none can come between two steps.
@@ -45,6 +45,8 @@ def _keep_running(config: PoolConfig, policy: RestartPolicy, stops: set[signal.S
         status = code if code >= 0 else 128 - code
         if code == 0 or stopping or (starts == 1 and code in _CANNOT_START):
             return status
+        if code == RESTART:
+            continue
         wait_s = policy.after_death(time.monotonic())
         if wait_s is None:
             log(f"the coordinator {policy.given_up} with {exit_text(code)}: the pool ends; what the coordinator said is above")

@@ -42,7 +42,9 @@ def serve(
 ) -> None:
     """Run a pool, until SIGTERM or Ctrl-C.
 
-    Either lets begun work finish first, and so does a terminal that is closed (SIGHUP).
+    Either lets begun work finish first and then ends the workers, and so does a terminal that is closed (SIGHUP). SIGUSR1 ends
+    the coordinator alone: the workers keep their models, and the next `enginepool serve` with the same state_dir adopts them.
+    Calls that are not answered wait for it.
 
     \b
     Examples:

@@ -6,6 +6,7 @@ Part of the pure machine in `session.py`, which says how the whole thinks. A req
        ▲  ▲              │ │
        │  └─ link lost ──┘ ├─ busy ──► backoff ──time──► waiting
        └───────────────────┘
+    sent ──shutting_down──► waiting, until a coordinator of a higher epoch welcomes
     cancelling: taken back while a coordinator may hold it ──answer, or cancel_wait_s──► gone
 
 Every method appends to `out` what is to be done.
@@ -72,6 +73,8 @@ class Calls:
         self.by_id: dict[int, Call] = {}
         #: the link stands: requests may be sent
         self.open = False
+        #: this coordinator has said that it ends: nothing is sent before one of a higher epoch welcomes
+        self.paused = False
         #: requests, and their bytes, that occupy the window: those with `counted`
         self.used = 0
         self.used_bytes = 0
@@ -121,6 +124,7 @@ class Calls:
         self._limit_requests = limits.window_requests or inf
         self._limit_bytes = limits.window_bytes or inf
         self._limit_message = min(limits.max_message_bytes or inf, self._limit_bytes)
+        self.paused = self.paused and not new_epoch
         if not self.open or new_epoch:
             self.shelve()
             self.open = True
@@ -169,6 +173,19 @@ class Calls:
             self._push_timer(call, again)
         self.pump(now, out)
 
+    def put_back(self, id_: int, now: float, out: list[Effect]) -> None:
+        """The coordinator ends without an answer to this request: the next one gets it."""
+        call = self.by_id.get(id_)
+        if call is None:
+            return
+        self._uncount(call)
+        call.held = False
+        if call.place == "cancelling":
+            self._drop(call, _cancelled(call), out)
+        elif call.place == "sent":
+            self._wait(call)
+            self._set_due(call)
+
     # --- time ----------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float, out: list[Effect]) -> None:
@@ -188,6 +205,8 @@ class Calls:
 
     def sweep(self, now: float, out: list[Effect]) -> None:
         """Send again what has had no answer for long, although the link seems well: a message may be lost on its own."""
+        if self.paused:
+            return
         for call in self.by_id.values():
             if call.place == "sent" and now - call.sent_at >= self.settings.resend_s * 2**call.sweeps:
                 call.sweeps = min(call.sweeps + 1, 4)
@@ -197,7 +216,7 @@ class Calls:
         """Send what waits, in order, while the window has room. A request that does not fit holds up those behind it: small
         ones must not overtake it for ever."""
         waiting = self._waiting
-        while waiting and self.open:
+        while waiting and self.open and not self.paused:
             call = self.by_id.get(waiting[0][1])
             if call is None or call.place != "waiting":
                 heappop(waiting)

@@ -204,6 +204,8 @@ class Connection:
                 self._complain("connected again")
             if not self._opened.done():
                 self._opened.set_result(None)
+        elif isinstance(effect, Complaint) and effect.failure.code == "shutting_down":
+            self._complain("the coordinator is shutting down; calls that it does not answer wait for the next coordinator")
         elif isinstance(effect, Complaint):
             self._complain(f"refused a message of this client: {effect.failure.code}: {effect.failure.message}")
         elif isinstance(effect, Ended):

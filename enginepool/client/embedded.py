@@ -1,9 +1,9 @@
 """The coordinator as a child of this process: started, watched, started again, and ended with it.
 
 The child inherits the read end of a pipe, the lifeline. Nobody but this process holds the write end, so however this process
-ends, the pipe closes, and the coordinator ends its workers and itself. A coordinator that dies alone is started again with the
-same endpoints and the same state directory, where it finds its journal and its living workers; the client's session sends
-again what was not answered.
+ends, the pipe closes, and the coordinator ends its workers and itself. A coordinator that dies, or that SIGUSR1 ends alone, is
+started again with the same endpoints and the same state directory, where it finds its journal and its living workers; the
+client's session sends again what was not answered. A coordinator that SIGTERM ends with its workers is not started again.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from enginepool.folders import PrivateFolder, snapshot_folders
 from enginepool.gpus import check_gpus
 from enginepool.host import LONGEST_PATH
 from enginepool.protocol.messages import Failure
-from enginepool.restart_policy import BAD_CONFIG, RestartPolicy, exit_text
+from enginepool.restart_policy import BAD_CONFIG, RESTART, STOPPED, RestartPolicy, exit_text
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
 #: Lines of the coordinator's stderr that go into an error.
@@ -187,7 +187,11 @@ class EmbeddedCoordinator:
         if not self._settled:
             self._lost(self._failure("ended before it answered", code))
             return
-        wait = self._policy.after_death(self._loop.time())
+        if code == STOPPED:
+            text = "the pool was stopped: its coordinator was told to end with the workers, by SIGTERM or `enginepool stop`"
+            self._lost(Failure("pool_down", text, evidence=self._last_lines()))
+            return
+        wait = 0.0 if code == RESTART else self._policy.after_death(self._loop.time())
         if wait is None:
             self._lost(self._failure(self._policy.given_up, code))
         else:

@@ -129,6 +129,13 @@ class LinkState:
             self._time()
             out.append(Send(Ping(at=max(int(now * 1e6), 0))))
 
+    def seek(self, now: float) -> None:
+        """The coordinator ends: the next one is found by a ping, which it answers with `hello_required`."""
+        if self.state == "welcomed":
+            self._ping_s = min(self._ping_s, self.settings.seek_s)
+            self._ping_at = min(self._ping_at, now + self._ping_s)
+            self._time()
+
     def forgive(self, now: float) -> None:
         """This side was stopped: what the coordinator said meanwhile may still be on the way, so everybody gets their time."""
         if self._silent_at < inf:

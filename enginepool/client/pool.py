@@ -78,8 +78,9 @@ class Pool:
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets
-    exactly one answer or error. All errors are `enginepool.errors.EnginepoolError`. A coordinator that falls silent, and its
-    return, are warnings in the log `enginepool`.
+    exactly one answer or error. A coordinator that is stopped on purpose is no error either: calls wait for the next one, until
+    their timeout; without a timeout, as long as it takes. All errors are `enginepool.errors.EnginepoolError`. A coordinator
+    that shuts down or falls silent, and the return of one, are warnings in the log `enginepool`.
     """
 
     def __init__(self, connection: Connection | None = None) -> None:
@@ -155,7 +156,8 @@ class Pool:
         """Start a pool inside this program: a coordinator as a child process, and its workers. They end with this process.
 
         Returns as soon as the coordinator answers; workers go on loading. `await pool.ready()` waits for them. A coordinator
-        that dies is started again, and what was not answered is sent again.
+        that dies, or that SIGUSR1 ends alone, is started again, and what was not answered is sent again. When SIGTERM ends the
+        coordinator with its workers, the pool is over: calls end with `PoolDown`.
 
         Args:
             model: a checkpoint directory or a name that SGLang can load.

@@ -7,7 +7,8 @@ needs a standing link waits for the next Welcome.
 
 *Requests* (`calls.py`) are sent while the link is welcomed and the window has room: the largest priority, then the oldest.
 When the link is lost they are sent again after the next Welcome, under the same ids; the coordinator attaches them or starts
-anew, and later copies of an answer are dropped here. Deadlines are the coordinator's to keep; a sent request fails here
+anew, and later copies of an answer are dropped here. After `shutting_down` they wait for the Welcome of a higher epoch.
+Deadlines are the coordinator's to keep; a sent request fails here
 `grace_s` after its own, so that no call hangs when nobody answers.
 
 *Questions* (`questions.py`) are asked again until they are answered. *Updates* (`updates.py`) are said again after a lost link,
@@ -233,16 +234,28 @@ class ClientSession:
             self._on_hello_refused(failure)
         elif code == "hello_required":
             self._greet_again()
+        elif failure.id is None and code == "shutting_down":
+            self._coordinator_ends(failure)
         elif failure.id is None:
             self._out.append(Complaint(failure))
         elif self.updates.refused(failure.id, failure, self._now, self._out):
             self._acknowledge(failure.id)
         elif self.questions.refused(failure.id, failure, self._out):
             return  # the coordinator keeps no question, so nothing is acknowledged
+        elif code == "shutting_down":
+            self._coordinator_ends(failure)
+            self.calls.put_back(failure.id, self._now, self._out)
         elif code == "busy":
             self.calls.busy(failure, failure.id, self._now, self._out)
         elif failure.final:
             self._answered(failure.id, Fail(failure.id, failure))
+
+    def _coordinator_ends(self, failure: Failure) -> None:
+        """It is stopped on purpose. What it has begun may still be answered; the rest is for the next coordinator."""
+        if not self.calls.paused:
+            self.calls.paused = True
+            self.link.seek(self._now)
+            self._out.append(Complaint(failure))
 
     def _on_hello_refused(self, failure: Failure) -> None:
         """What was said of an earlier Hello does not count."""

@@ -10,6 +10,8 @@ class Settings(msgspec.Struct, frozen=True):
     silence_s: float = 5.0
     #: an unanswered Hello is said again after this
     hello_s: float = 1.0
+    #: pings to a coordinator that has said that it ends come this often: the first one that the next coordinator hears finds it
+    seek_s: float = 0.25
     #: at least this much between two Hellos, whatever the coordinator answers
     hello_gap_s: float = 0.1
     #: a sent request fails here so long after its deadline

@@ -65,6 +65,11 @@ class Clients:
     def _refuse(self, e: ev.ClientHello, code: str, message: str, field: str) -> None:
         self.core.effects.append(ToClient(e.link, Failure(code, message, field=field, incarnation=e.incarnation)))
 
+    def tell_all(self, code: str, message: str) -> None:
+        """Send an error without an id to every client that has a link."""
+        for link in self.core.links:
+            self.core.effects.append(ToClient(link, Failure(code, message)))
+
     def heard(self, e: ev.Heard) -> None:
         """A client is alive; a link that nobody has greeted is told to say Hello."""
         if self.core.client_of(e.link, None) is not None and e.at is not None:

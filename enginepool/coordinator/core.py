@@ -61,8 +61,8 @@ class Core:
 
     __slots__ = (
         "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "fallen", "groups",
-        "header_bytes", "links", "live_bytes", "live_rows", "now", "outboxes", "returned", "risen", "seq", "started",
-        "touched", "updates", "woken", "worker_links",
+        "header_bytes", "keep_workers", "links", "live_bytes", "live_rows", "now", "outboxes", "returned", "risen", "seq",
+        "started", "touched", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -95,6 +95,8 @@ class Core:
         #: numbers of batches, tokenising tasks and incarnations
         self.counter = 0
         self.draining = False
+        #: while draining: no work is started, and the workers stay for the next coordinator
+        self.keep_workers = False
         #: groups where work and a worker may have met since the last pump
         self.woken: list[Group] = []
         #: of the events in hand, for `weights`: workers that said ready, that came back on a new link, that were lost and why

@@ -52,7 +52,7 @@ from enginepool.folders import make_private, snapshot_folders
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Failure
-from enginepool.restart_policy import BAD_CONFIG, INTERNAL_ERROR
+from enginepool.restart_policy import BAD_CONFIG, INTERNAL_ERROR, RESTART, STOPPED
 
 #: stagers that owe nothing end within this
 QUIET_S = 1.0
@@ -148,6 +148,7 @@ class Daemon:
         # Before there is a worker: whoever ends this process by its signals' defaults would leave workers alone.
         for number in (signal.SIGTERM, signal.SIGINT):
             self.loop.add_signal_handler(number, self._signalled)
+        self.loop.add_signal_handler(signal.SIGUSR1, self._stop_alone)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
             self.loop.add_signal_handler(signal.SIGHUP, self._hung_up)
         epoch = max(self.journal.record.epoch + 1, time.time_ns() // 1000)
@@ -228,7 +229,8 @@ class Daemon:
         self.handle(ev.WorkerExited(time.monotonic(), incarnation, reason, permanent, failed))
 
     def _signalled(self) -> None:
-        if self.machine.core.draining:
+        core = self.machine.core
+        if core.draining and not core.keep_workers:
             log("asked again to end: ending now")
             self._end_now(1)
             return
@@ -239,6 +241,17 @@ class Daemon:
         # A terminal that is closed says so twice, itself and through its shell: that is no hurry.
         if not self.machine.core.draining:
             self._signalled()
+
+    def _stop_alone(self) -> None:
+        core, within = self.machine.core, self.config.timing.drain_s
+        if core.draining and not core.keep_workers:
+            log("SIGUSR1 changes nothing: the pool is already ending with its workers")
+        elif core.draining:
+            log("asked again to end: ending now; the workers stay")
+            self._end_alone()
+        else:
+            log(f"ending without the workers, which the next coordinator adopts; batches in flight have {within:g} s")
+            self.handle(ev.DrainAsked(time.monotonic(), within, keep_workers=True))
 
     def _owner_gone(self) -> None:
         # The program that embeds this pool is gone, and so is everybody who could want an answer.
@@ -254,6 +267,10 @@ class Daemon:
         self._end_all()
         if not self.ended.done():
             self.ended.set_result(code)
+
+    def _end_alone(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(STOPPED if self._lifeline is None else RESTART)
 
     def _raised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -314,6 +331,8 @@ class Daemon:
             self.supervisor.kill(effect.incarnation, effect.reason)
         elif type(effect) is ef.WriteJournal:
             self._writer.submit(self._commit, effect)
+        elif type(effect) is ef.Drained and effect.keep_workers:
+            self._end_alone()
         elif type(effect) is ef.Drained:
             # The workers are gone; their stagers are not.
             if self._lifeline is not None:
@@ -436,7 +455,7 @@ async def _serve(config: PoolConfig, lifeline: int | None) -> int:
 
 
 def run(config: PoolConfig) -> int:
-    """Serve until SIGTERM or SIGINT has drained the pool; returns the exit code.
+    """Serve until SIGTERM or SIGINT has drained the pool, or SIGUSR1 has ended the coordinator alone; returns the exit code.
 
     Raises:
         ConfigError: an endpoint or the state directory is in use, or cannot be used; one line says which.

@@ -59,4 +59,6 @@ class WriteJournal(Effect):
 
 
 class Drained(Effect):
-    """All work is answered and every worker of ours has ended: the process may end."""
+    """All work is answered and every worker of ours has ended: the process may end. With `keep_workers`, the workers run on."""
+
+    keep_workers: bool = False

@@ -110,9 +110,14 @@ class Tick(Event):
 
 
 class DrainAsked(Event):
-    """Take nothing new, finish what is queued within `within` seconds, then stop the workers."""
+    """Take nothing new, finish what is queued within `within` seconds, then stop the workers.
+
+    With `keep_workers` this coordinator ends alone: it starts no work and finishes only the batches in flight. Clients send the
+    other requests again to the next coordinator, which adopts the workers.
+    """
 
     within: float
+    keep_workers: bool = False
 
 
 # --- clients -----------------------------------------------------------------------------------------------------------

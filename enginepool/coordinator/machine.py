@@ -23,7 +23,7 @@ from enginepool.coordinator.state import Client, Group
 from enginepool.coordinator.status import report
 from enginepool.coordinator.watch import Watch
 from enginepool.coordinator.weights.ending import Ending
-from enginepool.coordinator.weights.holding import finish_begun
+from enginepool.coordinator.weights.holding import close, finish_begun, release
 from enginepool.coordinator.weights.publishers import Publishers
 from enginepool.coordinator.weights.questions import Questions
 from enginepool.coordinator.weights.restoring import Restoring
@@ -158,13 +158,29 @@ class Machine:
     def _drain(self, e: ev.DrainAsked) -> None:
         core = self.core
         if not core.draining:
-            core.draining = True
+            core.draining, core.keep_workers = True, e.keep_workers
             self.weights.drain()
             self._drain_until = e.now + e.within
+            if core.keep_workers:
+                for group in core.groups.values():
+                    close(group)
+            self.clients.tell_all("shutting_down", "the coordinator is shutting down; send again what it does not answer")
+        elif core.keep_workers and not e.keep_workers:
+            core.keep_workers = False
+            self._drain_until = e.now + e.within
+            for group in core.groups.values():
+                if (update := core.update_of(group)) is None or not update.holds:
+                    release(core, group)
 
     def _draining(self) -> None:
-        """Once all is answered, or time is up, the workers end; once they have, so may the process."""
+        """Once all is answered, or time is up, the workers end, unless they are kept; once they have, so may the process."""
         core = self.core
+        if core.keep_workers:
+            busy = bool(core.updates) or any(worker.batches for worker in core.worker_links.values())
+            if not self._drained and (not busy or core.now >= self._drain_until):
+                self._drained = True
+                core.effects.append(Drained(keep_workers=True))
+            return
         busy = core.live_rows > 0 or bool(core.updates)
         if busy and core.now >= self._drain_until:
             for group in core.groups.values():
@@ -254,7 +270,7 @@ class Machine:
         for group in core.groups.values():
             group.check()
             update = core.update_of(group)
-            assert group.held == (update is not None and update.holds), (group.name, group.held, update)
+            assert group.held == (core.keep_workers or (update is not None and update.holds)), (group.name, group.held, update)
             if update is not None:
                 assert update.group is group, update
                 update.check()

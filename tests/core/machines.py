@@ -102,7 +102,7 @@ class Pool:
         self.killed: list[str] = []
         #: why, of each of them
         self.reasons: list[str] = []
-        self.drained = False
+        self.drained = self.kept = False
         self.clients = 0
         self.do(ev.Started(self.now, EPOCH, {}))
 
@@ -122,7 +122,7 @@ class Pool:
                 self.killed.append(effect.incarnation)
                 self.reasons.append(effect.reason)
             elif isinstance(effect, ef.Drained):
-                self.drained = True
+                self.drained, self.kept = True, effect.keep_workers
             else:
                 self.other(effect)
         self.machine.check()

@@ -17,6 +17,7 @@ def main() -> int:
     parser.add_argument("--unloadable", action="store_true", help="engines of some places never load")
     parser.add_argument("--wide", action="store_true", help="headers and answers are large, and bounds are tight")
     parser.add_argument("--external", action="store_true", help="other programs start most workers, and their links fail")
+    parser.add_argument("--stops", action="store_true", help="the coordinator is stopped on purpose and started again")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -36,6 +37,7 @@ def main() -> int:
                 unloadable=args.unloadable,
                 wide=args.wide,
                 external=args.external,
+                stops=args.stops,
             )
         except Failed as failure:
             out(f"{failure}\n")

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from enginepool.coordinator import events as ev
 from tests.sim.sim_client import SimClient
+from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_publisher import SimPublisher
 from tests.sim.sim_worker import SimWorker
 
@@ -174,10 +175,26 @@ class Faults:
         if what == "stall":
             coordinator.stall()
             world.after(self._lasts(1.0, 12.0), coordinator.go_on)
+        elif what == "stop":
+            self._stop_coordinator(coordinator)
         elif world.chance(0.5):
             coordinator.doomed = self._kill_coordinator
         else:
             self._kill_coordinator()
+
+    def _stop_coordinator(self, coordinator: SimCoordinator) -> None:
+        """It is stopped on purpose, with its workers or alone, and once it has ended a successor starts."""
+        if coordinator.stalled:
+            return
+        within = self.world.between(0.1, 5.0)
+
+        def ended() -> None:
+            if coordinator.alive:
+                self._kill_coordinator()
+
+        coordinator.when_drained = ended
+        self.last_heals = max(self.last_heals, self.world.now + within + coordinator.config.timing.drain_s + 20.0)
+        coordinator.drain(within, keep_workers=self.world.chance(0.5))
 
     def _kill_coordinator(self) -> None:
         self.simulation.coordinator.kill()

@@ -67,6 +67,7 @@ class Plan:
         restarts: Random | None = None,
         wide: Random | None = None,
         external: Random | None = None,
+        stops: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -141,6 +142,8 @@ class Plan:
             self._widen(wide)
         if external is not None:
             self._detach(external)
+        if stops is not None:
+            self._stop(stops)
 
     def _detach(self, random: Random) -> None:
         """Let other programs start most workers, and let the links of workers fail, for long enough to lose them."""
@@ -154,6 +157,11 @@ class Plan:
         # In a gentle schedule links break, and no worker is lost for that.
         for kind in () if self.gentle else kinds:
             self.faults += [(span * random.random(), kind) for _ in range(random.randint(0, 3))]
+        self.faults.sort()
+
+    def _stop(self, random: Random) -> None:
+        """Let the coordinator be stopped on purpose, and started again."""
+        self.faults += [(self.span * random.random(), "coordinator_stop") for _ in range(random.randint(1, 4))]
         self.faults.sort()
 
     def _restart(self, random: Random) -> None:

@@ -42,6 +42,8 @@ class SimCoordinator:
         self.watch = Watch(self.machine, oracle)
         self.alive = True
         self.drained = False
+        #: called once it has ended on purpose
+        self.when_drained: Callable[[], None] = lambda: None
         self.stalled = False
         self._held: list[tuple[Link, Sequence[Buffer]]] = []
         #: what kills it in the middle of its next effects
@@ -146,6 +148,7 @@ class SimCoordinator:
                 self.world.at(self._last_write, self._write, effect)
             elif type(effect) is ef.Drained:
                 self.drained = True
+                self.world.after(0.0, self.when_drained)
         self._set_timer(self.machine.wake_at())
 
     def _write(self, effect: ef.WriteJournal) -> None:
@@ -227,9 +230,9 @@ class SimCoordinator:
                 self.exited(*exit_)
         self._tick()
 
-    def drain(self, within: float) -> None:
-        """SIGTERM."""
-        self.handle(ev.DrainAsked(self.world.now, within))
+    def drain(self, within: float, *, keep_workers: bool = False) -> None:
+        """SIGTERM, or SIGUSR1 with `keep_workers`."""
+        self.handle(ev.DrainAsked(self.world.now, within, keep_workers))
 
     def kill(self) -> None:
         """SIGKILL."""

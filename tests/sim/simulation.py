@@ -64,6 +64,7 @@ class Simulation:
         self.cluster.unusable = plan.unusable
         self.cluster.unloadable, self.cluster.strict = plan.unloadable, plan.strict
         self.oracle.gentle = plan.gentle
+        self.oracle.stops = any(kind == "coordinator_stop" for _, kind in plan.faults)
         self.cluster.unstartable = plan.unstartable
         if plan.gentle:
             for profile in profiles.values():
@@ -269,6 +270,7 @@ class Simulation:
         self.oracle.draining = True
         self.cluster.external = False
         within = world.between(0.1, 10.0)
+        coordinator.when_drained = lambda: None
         coordinator.drain(within)
         end = world.now + within + self.plan.config.timing.drain_s + 5.0
         while not coordinator.drained and world.now < end:
@@ -291,11 +293,13 @@ def simulate(
     restarts: bool = False,
     wide: bool = False,
     external: bool = False,
+    stops: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
     with `restarts`, all engines take weights only at their start; with `wide`, headers and answers are large, and bounds are
-    tight; with `external`, other programs start most workers, and their links fail.
+    tight; with `external`, other programs start most workers, and their links fail; with `stops`, the coordinator is stopped on
+    purpose and started again.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -311,6 +315,7 @@ def simulate(
         Random(seed + 4) if restarts else None,
         Random(seed + 5) if wide else None,
         Random(seed + 6) if external else None,
+        Random(seed + 7) if stops else None,
     )
     simulation = Simulation(world, plan)
     try:
@@ -323,5 +328,5 @@ def simulate(
             f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''}"
             f"{' --updates' if updates else ''}{' --paced' if paced else ''}"
             f"{' --unloadable' if unloadable else ''}{' --wide' if wide else ''}"
-            f"{' --external' if external else ''} --trace"
+            f"{' --external' if external else ''}{' --stops' if stops else ''} --trace"
         ) from error

@@ -7,15 +7,16 @@ import pytest
 
 from enginepool.client.calls import Call, Calls
 from enginepool.client.events import Effect as ClientEffect
-from enginepool.coordinator import admission, batching, door, filling, places, requests
+from enginepool.client.events import Fail
+from enginepool.coordinator import admission, batching, door, filling, machine, places, requests
 from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.state import Batch, Client, Place, Request, Worker
-from enginepool.protocol.messages import Capabilities, Expired, FrameSpec, TaskId, Tokenise
+from enginepool.coordinator.state import Batch, Client, Group, Place, Request, Worker
+from enginepool.protocol.messages import Capabilities, Expired, Failure, FrameSpec, TaskId, Tokenise, Welcome
 from enginepool.protocol.packing import Packing
 from enginepool.workers.events import End, Exit
 from enginepool.workers.machine import WorkerMachine
@@ -307,6 +308,50 @@ def test_a_bug_planted_in_the_bounds_is_found(mutate: Mutate, monkeypatch: pytes
     for seed in range(1, SEEDS + 1):
         try:
             simulate(seed, 1 + seed % 8, wide=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
+
+
+def a_planned_stop_fails_what_it_refuses(patch: pytest.MonkeyPatch) -> None:
+    def put_back(self: Calls, id_: int, now: float, out: list[ClientEffect]) -> None:
+        self.answered(id_, Fail(id_, Failure("shutting_down", "the coordinator is draining", id=id_)), now, out)
+
+    patch.setattr(Calls, "put_back", put_back)
+
+
+def calls_wait_for_an_ended_coordinator(patch: pytest.MonkeyPatch) -> None:
+    real = Calls.welcome
+
+    def welcome(self: Calls, limits: Welcome, new_epoch: bool, now: float, out: list[ClientEffect]) -> None:
+        paused = self.paused
+        real(self, limits, new_epoch, now, out)
+        self.paused = paused
+
+    patch.setattr(Calls, "welcome", welcome)
+
+
+def work_is_started_by_a_coordinator_that_ends_alone(patch: pytest.MonkeyPatch) -> None:
+    def close(group: Group) -> None:
+        """Nothing."""
+
+    patch.setattr(machine, "close", close)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        a_planned_stop_fails_what_it_refuses,
+        calls_wait_for_an_ended_coordinator,
+        work_is_started_by_a_coordinator_that_ends_alone,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_a_planned_stop_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, stops=True)
         except Failed:
             return
     pytest.fail(f"{SEEDS} schedules did not show it")

@@ -87,11 +87,19 @@ def test_external_workers_whose_links_fail_come_back_with_their_models(chunk: in
     assert events > SEEDS * 100
 
 
+@pytest.mark.parametrize("chunk", range(2))
+def test_a_coordinator_that_is_stopped_on_purpose_costs_no_call(chunk: int) -> None:
+    events = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        events += simulate(seed, 1 + seed % 8, packed=seed % 2 == 0, updates=seed % 3 == 0, stops=True).events
+    assert events > SEEDS * 100
+
+
 def test_the_schedules_show_every_answer_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):
         seen |= simulate(seed, 1 + seed % 8).answers.keys()
-    refused = {"bad_request", "busy", "unknown_group", "shutting_down"}
+    refused = {"bad_request", "busy", "unknown_group"}
     failed = {"cancelled", "deadline_exceeded", "engine_error", "poisoned", "pool_down", "closed"}
     assert seen == {"result"} | refused | failed
 

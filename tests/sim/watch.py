@@ -61,7 +61,7 @@ class Watch:
             if update is not None:
                 update.check()
                 self._in_time(update)
-            assert group.held == (update is not None and update.holds), group.name
+            assert group.held == (core.keep_workers or (update is not None and update.holds)), group.name
             for worker in group.workers.values():
                 member = update.members.get(worker.incarnation) if worker.leaving and update is not None else None
                 assert not worker.leaving or (member is not None and member.restart == "leaving"), f"{worker} leaves"

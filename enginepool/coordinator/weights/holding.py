@@ -20,15 +20,20 @@ def hold(update: Update) -> None:
     waiting = (request for request in group.cut if request.state == QUEUED and request.lane is group.queue)
     update.begun = [request for request in waiting if request.flying or request.pieces]
     update.begun.sort(key=lambda request: (request.key, request.seq))
+    close(group)
+
+
+def close(group: Group) -> None:
+    """Start nothing new in `group`."""
     group.held = True
-    # No trial starts while it is held, and begun requests may have nobody else to finish them.
+    # No trial starts while it is held, and begun requests may have no other worker to finish them.
     release_kept(group)
     _tell(group)
 
 
 def release(core: Core, group: Group) -> None:
-    """Work starts again."""
-    group.held = False
+    """Work starts again, unless the coordinator is about to end without its workers."""
+    group.held = core.keep_workers
     _tell(group)
     core.wake(group)
 
