@@ -39,6 +39,7 @@ def updates(load: Load) -> Times:
         offer = Publish((1 << 40) + version, version, transfer="relabel")
         load.handle(ev.PublishAsked(load.now, trainer, offer, [], (), version))
         update = load.machine.core.updates["g"].id
+        load.handle(ev.JournalChecked(load.now, update))
         load.handle(ev.MemberSaid(load.now, worker, Prepared(update)))
         hold = timed(load, ev.PublisherSaid(load.now, trainer, Commit(offer.id)))
         while load.running:

@@ -11,6 +11,20 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
 
 
+def os_error(error: OSError) -> str:
+    """One line for a user: the file, where the error names one, and what is wrong."""
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """As `Path.write_bytes`. Raises OSError, which names the file also where the disk is full."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
 def host_identity() -> str:
     """The same text in all processes of this host, until it is booted again, that see each other.
 

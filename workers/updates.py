@@ -161,12 +161,16 @@ class WorkerUpdates:
         self.answers.clear()
 
     def _restore(self, message: Restore) -> list[Effect]:
+        effects: list[Effect] = []
+        if self.prepare is not None and HandedOver in self.answers:
+            # Its `release` was lost with a link.
+            effects = self._release(self.prepare.update, "other weights are committed")
         if self.taking is None and self._holds(message):
             self.wanted = None
             self.changed = True
         elif message != self.taking:
             self.wanted = message
-        return []
+        return effects
 
     def _holds(self, message: Restore) -> bool:
         return (self.version, self.digest) == (message.version, message.digest)

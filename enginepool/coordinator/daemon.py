@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -27,8 +26,10 @@ from enginepool.config import PoolConfig, check_endpoint, decode_config, resolve
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.events import Link
+from enginepool.coordinator.failures import signature
 from enginepool.coordinator.gate import Gate, read_keys
-from enginepool.coordinator.journal import Journal, Record, prepare_state_dir
+from enginepool.coordinator.journal import ROOM, Journal, Record, prepare_state_dir
+from enginepool.coordinator.journal_writer import JournalWriter
 from enginepool.coordinator.log import log, say
 from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.memory import unread_bytes
@@ -49,6 +50,7 @@ from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.errors import ConfigError
 from enginepool.folders import make_private, snapshot_folders
+from enginepool.host import os_error
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Failure
@@ -112,6 +114,8 @@ class Daemon:
         self._keys_timer: asyncio.TimerHandle | None = None
         self._timer_at = float("inf")
         self._max_bytes = config.limits.max_message_bytes
+        #: failures to start a worker that were said, until a worker is started
+        self._unstarted: set[str] = set()
         #: came in and is not handled yet
         self._events: list[ev.Event] = []
         with contextlib.ExitStack() as stack:
@@ -119,8 +123,8 @@ class Daemon:
             prepare_state_dir(directory)
             self.journal = Journal(directory)
             stack.callback(self.journal.close)
-            #: one write after the other, beside the loop: syncing a disk takes long
-            self._writer = stack.enter_context(ThreadPoolExecutor(1, "journal"))
+            self._writer = JournalWriter(loop, self.journal, self.handle, log, self._paths_moved)
+            stack.callback(self._writer.close)
             self._snapshots = snapshot_folders(directory)
             # Workers find the successor of a dead coordinator at the same place, so the place is derived, not random.
             workers_endpoint = _workers_endpoint(config, directory)
@@ -155,13 +159,14 @@ class Daemon:
         if self.journal.torn:
             log("the journal was cut off in the middle of a write: what it held before holds")
         try:
-            self.journal.write(Record(epoch, self.journal.record.weights))
+            self.journal.write(Record(epoch, self.journal.record.weights), ROOM)
         except OSError as error:
-            raise ConfigError(f"{self.journal.path}: cannot be written: {error.strerror}") from None
+            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
         alive = self.supervisor.survivors()
         self.handle(ev.Started(time.monotonic(), epoch, dict(self.journal.record.weights), alive, self._snapshots))
         if self._lifeline is not None:
             self.loop.add_reader(self._lifeline, self._owner_gone)
+        self._writer.look()
         self.sockets.listen(self._from_client, self._from_worker, self._act)
         if self._gate is not None:
             self._look_at_keys(self._gate)
@@ -224,9 +229,21 @@ class Daemon:
         why = "it does not read its messages"
         self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, why, silent=True)))
 
-    def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
-        log(f"worker {incarnation} ended: {reason}")
-        self.handle(ev.WorkerExited(time.monotonic(), incarnation, reason, permanent, failed))
+    def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
+        alike = signature(reason) if unstarted else ""
+        if alike not in self._unstarted:
+            again = f"; tried again every {self.config.restart.backoff_max_s:g} s" if unstarted else ""
+            log(f"worker {incarnation}{': ' if unstarted else ' ended: '}{reason}{again}")
+        if unstarted:
+            self._unstarted.add(alike)
+        self.handle(ev.WorkerExited(time.monotonic(), incarnation, reason, permanent, failed, unstarted))
+
+    def _paths_moved(self) -> None:
+        """Paths of the state directory were removed or renamed: what else lies there is made again."""
+        self.supervisor.restore_folders()
+        for router in (self.sockets.clients, self.sockets.workers):
+            if line := router.bind_again():
+                log(line)
 
     def _signalled(self) -> None:
         core = self.machine.core
@@ -325,12 +342,15 @@ class Daemon:
 
     def _perform(self, effect: ef.Effect) -> None:
         if type(effect) is ef.StartWorker:
-            log(f"starting worker {effect.incarnation}")
-            self.supervisor.start(effect.group, effect.index, effect.incarnation, effect.weights)
+            if self.supervisor.start(effect.group, effect.index, effect.incarnation, effect.weights):
+                log(f"starting worker {effect.incarnation}")
+                self._unstarted.clear()
         elif type(effect) is ef.KillWorker:
             self.supervisor.kill(effect.incarnation, effect.reason)
+        elif type(effect) is ef.CheckJournal:
+            self._writer.check(effect)
         elif type(effect) is ef.WriteJournal:
-            self._writer.submit(self._commit, effect)
+            self._writer.commit(effect)
         elif type(effect) is ef.Drained and effect.keep_workers:
             self._end_alone()
         elif type(effect) is ef.Drained:
@@ -350,20 +370,6 @@ class Daemon:
     def _finished(self) -> None:
         if not self.ended.done():
             self.ended.set_result(0)
-
-    def _commit(self, effect: ef.WriteJournal) -> None:
-        """In the writer's thread, the only one that writes after the start. A held group waits: the loop is told straight."""
-        record, why = self.journal.record, ""
-        try:
-            self.journal.write(Record(record.epoch, {**record.weights, effect.group: effect.weights}))
-        except Exception as error:  # whatever it is: a group is held until it is answered
-            why = str(error)
-        self.loop.call_soon_threadsafe(self._written, effect, why)
-
-    def _written(self, effect: ef.WriteJournal, why: str) -> None:
-        if why:
-            log(f"the journal could not be written: {why}")
-        self.handle(ev.JournalWritten(time.monotonic(), effect.update, why))
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:
@@ -433,8 +439,7 @@ async def _serve(config: PoolConfig, lifeline: int | None) -> int:
     try:
         daemon = Daemon(config, asyncio.get_running_loop(), lifeline)
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        raise ConfigError(f"cannot start: {where}{error.strerror}") from None
+        raise ConfigError(f"cannot start: {os_error(error)}") from None
     try:
         try:
             daemon.start()

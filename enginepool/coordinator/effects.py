@@ -50,6 +50,12 @@ class KillWorker(Effect):
     reason: str
 
 
+class CheckJournal(Effect):
+    """See whether the journal could take a commit now. `JournalChecked` follows. No group waits for it."""
+
+    update: tuple[int, int]
+
+
 class WriteJournal(Effect):
     """Journal the weights of `group`: the commit point of `update`. `JournalWritten` follows, in the order of these effects."""
 

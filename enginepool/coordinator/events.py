@@ -98,6 +98,13 @@ class Started(Event):
     snapshots: dict[str, str] = {}
 
 
+class JournalChecked(Event):
+    """Whether the journal could be written when the update opened; `error` names the file and says why it could not."""
+
+    update: tuple[int, int]
+    error: str = ""
+
+
 class JournalWritten(Event):
     """The journal has taken what `WriteJournal` said, and would survive a crash; or why it could not."""
 
@@ -322,12 +329,13 @@ class WorkerBroken(Event):
 
 class WorkerExited(Event):
     """A worker's process and all its children have ended. `permanent`: starting it again cannot help. `failed`: it ended by
-    itself, with an error."""
+    itself, with an error. `unstarted`: the host could not make the process, which says nothing of the worker."""
 
     incarnation: str
     reason: str
     permanent: bool = False
     failed: bool = False
+    unstarted: bool = False
 
 
 class MemberSaid(Event):

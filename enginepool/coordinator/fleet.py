@@ -378,7 +378,10 @@ class Fleet:
                     self._remember(e.incarnation)
                     if not place.last_words:
                         place.last_words = e.reason
-                    self.places.vacate(place, e.permanent or place.hopeless)
+                    if e.unstarted and not self.core.draining:
+                        self.places.postpone(place)
+                    else:
+                        self.places.vacate(place, e.permanent or place.hopeless)
                     return
 
     # --- the end -------------------------------------------------------------------------------------------------------

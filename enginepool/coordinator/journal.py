@@ -6,9 +6,14 @@ group waits for it. The queue is not journalled: clients resend.
 `journal.json` has two lines of equal length, a record in each, as JSON. A write goes over the older one, in place, and is
 synced: nothing but these bytes has to reach the disk, no directory and no new file. One that a crash has torn shows in its
 checksum, and the other line holds. What does not fit in a line goes into a new file, which takes the old one's name.
+
+Before each write the open file, its lock and its folder are compared with what their paths lead to. A path that was removed,
+renamed or replaced is made again: a successor looks there. A folder on another file system is refused, because it would be
+hidden when the first file system is mounted again.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import tempfile
@@ -22,6 +27,8 @@ from enginepool.coordinator.events import GroupWeights
 from enginepool.errors import ConfigError
 from enginepool.folders import exposed, make_private
 
+#: what one update adds at most to the text of the record
+ROOM = 8192
 #: Bytes of a slot at least, and what its size is a multiple of: no write to one slot touches a block of the other.
 BLOCK = 4096
 
@@ -67,6 +74,8 @@ class Journal:
     Attributes:
         path: of the file.
         record: what it holds.
+        moved: the path that was removed, renamed or replaced before a write, and that the write made again; "" is set by the
+            caller that has told the operator.
         torn: one of its lines is damaged, as by a crash in the middle of a write; the other one holds.
     """
 
@@ -79,22 +88,76 @@ class Journal:
         self._newest = 0
         self._sequence = 0
         self.torn = False
-        try:
-            self._lock: IO[str] = open(directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
-        except OSError as error:
-            raise ConfigError(f"state_dir = {str(directory)!r}: lock: {error.strerror}") from None
+        self.moved = ""
+        #: The last one is at its path. Those before it lie in folders that were renamed, and keep other pools out of them.
+        self._locks: list[IO[str]] = []
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._device = os.stat(directory).st_dev
+                self._lock()
             except OSError as error:
-                why = "in use by another pool (its lock is held)" if isinstance(error, BlockingIOError) else error.strerror
-                raise ConfigError(f"state_dir = {str(directory)!r}: {why}") from None
+                raise ConfigError(f"state_dir = {str(directory)!r}: {error.strerror}") from None
             try:
                 self.record = self._read()
             except OSError as error:
                 raise ConfigError(f"{self.path}: {error.strerror}") from None
             stack.pop_all()
+
+    def _lock(self) -> None:
+        """Lock the folder for this pool. Raises OSError."""
+        lock = open(self._directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            why = "in use by another pool (its lock is held)" if isinstance(error, BlockingIOError) else error.strerror
+            raise OSError(error.errno, why, str(self._directory)) from None
+        self._locks.append(lock)
+
+    def keep(self) -> None:
+        """Write what holds again where a successor would not find it.
+
+        Raises:
+            OSError: it could not be written. The error names the file.
+        """
+        if self._file is None or self._lost_path():
+            self.write(self.record)
+
+    def check(self) -> None:
+        """Write what holds again, with room for one more update: whether an update that opens now could be journalled.
+
+        Raises:
+            OSError: it could not. The error names the file.
+        """
+        self.write(self.record, ROOM)
+
+    def _lost_path(self) -> str:
+        """The path that was removed, renamed or replaced, or ""."""
+        if not _leads_to(self._directory / "lock", self._locks[-1].fileno()):
+            return str(self._directory)
+        if self._file is not None and not _leads_to(self.path, self._file):
+            return str(self.path)
+        return ""
+
+    def _return(self) -> None:
+        """Be at the paths again. Raises OSError."""
+        lost = self._lost_path()
+        if lost == str(self._directory):
+            with contextlib.suppress(FileExistsError):
+                self._directory.mkdir(mode=0o700)
+            if os.stat(self._directory).st_dev != self._device:
+                why = "it is on another file system than when the pool was started; mount that one again"
+                raise OSError(errno.EXDEV, why, lost)
+            if why := exposed(self._directory):
+                raise OSError(errno.EPERM, why, lost)
+            self._lock()
+            for lock in [lock for lock in self._locks[:-1] if os.fstat(lock.fileno()).st_nlink == 0]:
+                self._locks.remove(lock)
+                lock.close()
+        if lost and self._file is not None and not _leads_to(self.path, self._file):
+            self._leave()
+        self.moved = lost or self.moved
 
     def _read(self) -> Record:
         try:
@@ -118,28 +181,36 @@ class Journal:
         self._file = os.open(self.path, os.O_RDWR)
         return record
 
-    def write(self, record: Record) -> None:
+    def write(self, record: Record, room: int = 0) -> None:
         """Replace the content. When this returns, it survives a crash of the machine.
 
+        Args:
+            room: bytes that the next record may be longer without a new file.
+
         Raises:
-            OSError: it could not be written, and what was there before holds.
+            OSError: it could not be written, and what was there before holds. The error names the file.
         """
+        try:
+            self._return()
+            self._replace(record, room)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, error.filename or str(self.path)) from None
+        self.record = record
+
+    def _replace(self, record: Record, room: int) -> None:
         line = self._line(record)
         try:
-            if self._file is not None and os.fstat(self._file).st_nlink == 0:
-                self._leave()  # removed, as by whoever tidies /tmp: no successor would find what is written there
-            if self._file is None or len(line) > self._slot_bytes:
-                self._begin(line)
+            if self._file is None or len(line) + room > self._slot_bytes:
+                self._begin(line, room)
             else:
                 self._overwrite(self._file, line)
         except OSError:
-            # It may have reached the file nevertheless, and a successor must not find what nobody was told: what holds is
+            # It may have reached the file nevertheless, and a successor must not find what no publisher was told: what holds is
             # written again, elsewhere. If that fails, too, nothing can be promised, and the next write begins a new file.
             with contextlib.suppress(OSError):
                 self._leave()
                 self._begin(self._line(self.record))
             raise
-        self.record = record
 
     def _line(self, record: Record) -> bytes:
         self._sequence += 1
@@ -153,10 +224,10 @@ class Journal:
         os.fdatasync(file)
         self._newest = older
 
-    def _begin(self, line: bytes) -> None:
+    def _begin(self, line: bytes, room: int = 0) -> None:
         """A new file, whose lines have room for this one. All its blocks are written now, and not allocated later."""
-        if len(line) > self._slot_bytes:
-            self._slot_bytes = -(-2 * len(line) // BLOCK) * BLOCK
+        if len(line) + room > self._slot_bytes:
+            self._slot_bytes = -(-2 * (len(line) + room) // BLOCK) * BLOCK
         fresh = self.path.with_suffix(".new")
         file = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -182,9 +253,19 @@ class Journal:
             os.close(file)
 
     def close(self) -> None:
-        """Let go of the file and the lock."""
+        """Let go of the file and the locks."""
         self._leave()
-        self._lock.close()
+        while self._locks:
+            self._locks.pop().close()
+
+
+def _leads_to(path: Path, file: int) -> bool:
+    """Whether `path` is a name of the open file."""
+    try:
+        at, open_ = os.stat(path), os.fstat(file)
+    except FileNotFoundError:
+        return False
+    return (at.st_dev, at.st_ino) == (open_.st_dev, open_.st_ino)
 
 
 def _checksum(sequence: int, text: bytes) -> str:

@@ -84,6 +84,7 @@ class Machine:
             ev.PublishAsked: publishers.publish,
             ev.PublisherSaid: publishers.said,
             ev.MemberSaid: weights.answered,
+            ev.JournalChecked: weights.checked,
             ev.JournalWritten: weights.journalled,
             ev.RestoreFailed: self._restore_failed,
             ev.WeightsAsked: self._weights_asked,

@@ -2,7 +2,8 @@
 
 The life of a place is told in `state`. A successor starts only after the end of the whole process group was seen, and after a
 backoff that doubles. A place is retired by more losses within the window than the policy allows, by a failure that a restart
-cannot mend, and by two failures in a row that are the same, as long as none of its processes was ever ready.
+cannot mend, and by two failures in a row that are the same, as long as none of its processes was ever ready. A fault of the
+host, which could not make a process, retires no place.
 """
 
 from enginepool.coordinator import events as ev
@@ -62,6 +63,13 @@ class Places:
             place.state = "ending"
             place.last_words = reason if own else f"stopped by the pool, because {reason}"
             self.core.effects.append(KillWorker(place.incarnation, place.last_words))
+
+    def postpone(self, place: Place) -> None:
+        """The host could not make the process of a place: disk space, memory or descriptors ran out. That is no failure of the
+        worker, so that nothing is counted, and the place starts again after the longest backoff."""
+        place.incarnation = ""
+        place.blameless = False
+        place.state, place.until = "backoff", self.core.now + self.core.config.restart.backoff_max_s
 
     def vacate(self, place: Place, permanent: bool) -> None:
         """The process of a place has ended: wait and start again, or retire the place."""

@@ -188,6 +188,21 @@ class Router:
             raise ConfigError(f"{endpoint}: cannot listen: {why}") from None
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
+    def bind_again(self) -> str:
+        """Listen again where the file of the ipc socket was removed; links that stand are not touched. Returns why it could
+        not, or ""."""
+        endpoint = self.endpoint
+        if not endpoint.startswith("ipc://") or os.path.exists(endpoint.removeprefix("ipc://")):
+            return ""
+        if self._lock is not None:
+            self._lock.close()
+        try:
+            # The old socket stays bound as well: its end would remove the file of the new one.
+            self.bind(endpoint)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
     def peer(self, frame: zmq.Frame) -> Peer:
         """Who sent this frame."""
         return SAME_USER if self._gate is None else self._gate.peer(frame)

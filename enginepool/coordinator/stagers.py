@@ -18,7 +18,7 @@ import msgspec
 
 from enginepool.coordinator.processes import lives, made_at
 from enginepool.errors import ConfigError
-from enginepool.host import LONGEST_PATH, host_identity
+from enginepool.host import LONGEST_PATH, host_identity, write_file
 
 #: a stager that ended by itself is started again after this, and after twice as long each further time, up to the second
 AGAIN_S = (0.5, 30.0)
@@ -87,6 +87,18 @@ class Stagers:
             self._start(place)
         return path
 
+    def restore_folders(self) -> None:
+        """Write the records again, whose folder was removed. Stagers listen again by themselves."""
+        with contextlib.suppress(OSError):  # a record that is missing is written when its stager is started
+            self._directory.mkdir(exist_ok=True)
+            for place, stager in self._stagers.items():
+                if stager.pid:
+                    self._write_down(place, stager.pid)
+
+    def _write_down(self, place: str, pid: int) -> None:
+        record = _Record(place, pid, made_at(pid), host_identity())
+        write_file(self._directory / f"{place}.json", msgspec.json.encode(record))
+
     def check(self, place: str) -> None:
         """Raises ConfigError: the state directory and the group have names too long for the socket of a stager there."""
         path = self._socket(place)
@@ -143,6 +155,8 @@ class Stagers:
             return
         child: subprocess.Popen[bytes] | None = None
         try:
+            for folder in (self._directory, self._logs):
+                folder.mkdir(exist_ok=True)
             with open(self._logs / f"stager-{place}.log", "ab") as log:
                 child = subprocess.Popen(
                     [sys.executable, "-m", "enginepool.workers.stager.main"],
@@ -153,8 +167,7 @@ class Stagers:
                     start_new_session=True,
                     pass_fds=() if self._lifeline is None else (self._lifeline,),
                 )
-            record = _Record(place, child.pid, made_at(child.pid), host_identity())
-            (self._directory / f"{place}.json").write_bytes(msgspec.json.encode(record))
+            self._write_down(place, child.pid)
         except OSError:
             if child is not None:
                 child.kill()  # one that is not written down would be nobody's after the next start
@@ -190,7 +203,8 @@ class Stagers:
         if stager.connection is not None:
             stager.connection.close()
             stager.connection = None
-        (self._directory / f"{place}.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a disk that cannot be written: the record names a process that has ended
+            (self._directory / f"{place}.json").unlink(missing_ok=True)
         if self._ended:
             self._maybe_gone()
         else:

@@ -34,15 +34,18 @@ from enginepool.coordinator.processes import (
 )
 from enginepool.coordinator.stagers import Stagers
 from enginepool.gpus import allocate_gpus, visible_gpus
-from enginepool.host import host_identity
+from enginepool.host import host_identity, os_error, write_file
 
 #: logs of ended workers that are kept
 KEPT_LOGS = 20
 #: where no file descriptor is left to watch or look with, it is tried again after this
 AGAIN_S = 0.5
 
-#: (incarnation, reason, permanent, failed)
-Exited = Callable[[str, str, bool, bool], None]
+
+class Exited(Protocol):
+    """Takes the end of a worker, as `WorkerExited` has it."""
+
+    def __call__(self, incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False, /) -> None: ...
 
 
 class Supervisor(Protocol):
@@ -54,8 +57,13 @@ class Supervisor(Protocol):
         Those of places that the pool does not have any more are ended."""
         ...
 
-    def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> None:
-        """Start a worker that will register as `incarnation`, on the checkpoint of `weights`; None: on the configured model."""
+    def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> bool:
+        """Start a worker that will register as `incarnation`, on the checkpoint of `weights`; None: on the configured model.
+        Whether there is a process; if not, it is reported as exited, and `unstarted`."""
+        ...
+
+    def restore_folders(self) -> None:
+        """Write the records of running processes again, whose folder was removed: a successor finds workers by them."""
         ...
 
     def kill(self, incarnation: str, reason: str) -> None:
@@ -107,8 +115,7 @@ class LocalSupervisor:
         #: why those were killed that were
         self._killed: dict[str, str] = {}
         self._ports: dict[str, int] = {}
-        self._records.mkdir(exist_ok=True)
-        self._logs.mkdir(exist_ok=True)
+        self._make_folders()
         self._stagers = Stagers(loop, directory, lifeline, config.timing.orphan_s)
         for name, group in config.groups.items():
             if group.workers and _takes_updates(group):
@@ -139,27 +146,42 @@ class LocalSupervisor:
             path.unlink()
         return found
 
-    def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> None:
+    def _make_folders(self) -> None:
+        for folder in (self._records, self._logs):
+            folder.mkdir(exist_ok=True)
+
+    def restore_folders(self) -> None:
+        with contextlib.suppress(OSError):  # the next start of a worker names the file
+            self._make_folders()
+            for incarnation, record in self._processes.items():
+                write_file(self._path(incarnation), msgspec.json.encode(record))
+        self._stagers.restore_folders()
+
+    def start(self, group: str, index: int, incarnation: str, weights: GroupWeights | None = None) -> bool:
         child: subprocess.Popen[bytes] | None = None
         try:
+            self._make_folders()
             with open(self._log(incarnation), "wb") as log:
                 child = self._spawn(group, index, incarnation, weights, log)
             record = _Record(group, index, incarnation, child.pid, made_at(child.pid), host_identity())
-            self._path(incarnation).write_bytes(msgspec.json.encode(record))
+            write_file(self._path(incarnation), msgspec.json.encode(record))
         except OSError as error:
             # One that is not written down would be nobody's after the next start.
             if child is not None:
                 child.kill()
                 child.wait()
             self._ports.pop(incarnation, None)
-            where = f"{error.filename}: " if error.filename else ""
-            reason = f"the worker process could not be started: {where}{error.strerror}"
-            self._loop.call_soon(self._exited, incarnation, reason, False, False)
-            return
+            with contextlib.suppress(OSError):
+                self._path(incarnation).unlink(missing_ok=True)
+            reason = f"the worker process could not be started: {os_error(error)}"
+            self._loop.call_soon(self._exited, incarnation, reason, False, False, True)
+            return False
         self._processes[incarnation] = record
         self._children[incarnation] = child
         self._watch_leader(record)
-        self._tidy_logs()
+        with contextlib.suppress(OSError):  # a log that stays harms no worker
+            self._tidy_logs()
+        return True
 
     def _spawn(
         self, group: str, index: int, incarnation: str, weights: GroupWeights | None, log: IO[bytes]
@@ -297,7 +319,8 @@ class LocalSupervisor:
             return
         self._processes.pop(record.incarnation, None)
         self._ports.pop(record.incarnation, None)
-        self._path(record.incarnation).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # on a disk that cannot be written: the record names a process that has ended
+            self._path(record.incarnation).unlink(missing_ok=True)
         killed = self._killed.pop(record.incarnation, "")
         reason = killed or how_it_ended(code, self.last_line(record.incarnation))
         failed = not killed and failed_by_itself(code)
@@ -309,7 +332,7 @@ class LocalSupervisor:
             with open(self._log(incarnation), "rb") as log:
                 log.seek(max(0, os.fstat(log.fileno()).st_size - 4096))
                 return last_line(log.read())
-        except FileNotFoundError:
+        except OSError:
             return ""
 
     def _tidy_logs(self) -> None:

@@ -69,12 +69,24 @@ class UpdatePool(Pool):
     """A pool whose workers answer what an update asks of them, unless a test says otherwise."""
 
     def __init__(self, **kwargs: Any) -> None:
-        super().__init__(config(**kwargs))
         self.journal: list[ef.WriteJournal] = []
+        self._checks: list[ef.CheckJournal] = []
+        #: why the journal cannot be written
+        self.disk = ""
+        super().__init__(config(**kwargs))
 
     def other(self, effect: ef.Effect) -> None:
         if isinstance(effect, ef.WriteJournal):
             self.journal.append(effect)
+        elif isinstance(effect, ef.CheckJournal):
+            self._checks.append(effect)
+
+    def do(self, event: ev.Event) -> list[Message_]:
+        """As `Pool.do`; the journal is checked at once."""
+        out = super().do(event)
+        while self._checks:
+            out += super().do(ev.JournalChecked(0, self._checks.pop().update, self.disk))
+        return out
 
     @property
     def update(self) -> Update:

@@ -102,6 +102,7 @@ class Pool:
         offer = Publish(self.offer, version, transfer="relabel", new_run=kwargs.get("new_run", False))
         self.do(ev.PublishAsked(0, b"few", offer, [], (), 1))
         update = self.machine.core.updates["g"]
+        self.do(ev.JournalChecked(0, update.id))
         for member in list(update.members.values()):
             self.say(member.worker.link, Prepared(update.id))
 

@@ -289,6 +289,23 @@ def test_places_start_at_once_and_restart_with_growing_backoff() -> None:
     assert not pool.killed, "each had ended"
 
 
+def test_a_fault_of_the_host_retires_no_place_and_is_tried_again_after_the_longest_backoff() -> None:
+    """One that repeats more often than a worker may fail."""
+    pool = Pool(workers=1)
+    (place,) = pool.machine.core.groups["g"].places
+    restart = Restart()
+    for count in range(1, restart.max_restarts + 5):
+        at, reason = pool.now, "the worker process could not be started: /s/logs/g-0.log: No space left on device"
+        pool.do(ev.WorkerExited(0, pool.started[-1].incarnation, reason, unstarted=True))
+        assert (place.state, place.last_words, place.losses, place.repeats) == ("backoff", reason, [], 0)
+        while len(pool.started) == count:
+            pool.wait(0.25)
+        assert 0 <= pool.now - at - restart.backoff_max_s < 2 * WATCH_S
+    start(pool)
+    pool.do(ev.WorkerExited(0, place.incarnation, "exit code 1"))
+    assert place.until - pool.now == restart.backoff_s
+
+
 def backoff(pool: Pool, up_s: float, *, blameless: bool = False) -> float:
     """The process is up for so long and ends; how long its successor is waited for."""
     (place,) = pool.machine.core.groups["g"].places

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from enginepool.coordinator import journal as under_test
 from enginepool.coordinator.events import GroupWeights
-from enginepool.coordinator.journal import BLOCK, Journal, Record, prepare_state_dir
+from enginepool.coordinator.journal import BLOCK, ROOM, Journal, Record, prepare_state_dir
 from enginepool.errors import ConfigError
 
 CALLS = ("open", "pwrite", "fsync", "fdatasync", "replace", "close")
@@ -271,7 +271,7 @@ def test_a_crash_between_any_two_calls_leaves_the_last_record_or_the_one_that_wa
         except Crash:
             assert len(disk.calls) >= step
     # The process is gone, and its lock with it.
-    journal._lock.close()  # pyright: ignore[reportPrivateUsage]
+    journal._locks[0].close()  # pyright: ignore[reportPrivateUsage]
     if journal._file is not None:  # pyright: ignore[reportPrivateUsage]
         os.close(journal._file)  # pyright: ignore[reportPrivateUsage]
     disk.after_power_loss(random, directory / "found")
@@ -354,12 +354,94 @@ def test_what_is_written_after_the_file_was_removed_is_found_by_a_successor(tmp_
     assert held(tmp_path) == record(4)
 
 
-def test_nothing_is_written_where_the_directory_was_removed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["removed", "renamed", "replaced", "folder_removed", "folder_renamed", "lock_removed"])
+@pytest.mark.parametrize("call", ["write", "check", "keep"])
+def test_what_is_written_after_a_path_was_removed_or_renamed_is_found_by_a_successor(
+    tmp_path: Path, how: str, call: str
+) -> None:
+    state = tmp_path / "state"
+    prepare_state_dir(state)
+    journal = Journal(state)
+    for epoch in (1, 2):
+        journal.write(record(epoch))
+    path, old = state / "journal.json", tmp_path / "old"
+    if how.startswith("folder"):
+        state.rename(old)
+        if how == "folder_removed":
+            shutil.rmtree(old)
+    elif how == "lock_removed":
+        (state / "lock").unlink()
+    else:
+        path.rename(old)
+        if how == "replaced":
+            path.write_bytes(old.read_bytes())
+    if call == "write":
+        journal.write(record(3))
+    elif call == "check":
+        journal.check()
+    else:
+        journal.keep()
+    assert journal.moved == str(state if how.startswith("folder") or how == "lock_removed" else path)
+    with pytest.raises(ConfigError, match="in use by another pool"):
+        Journal(state)
+    if how == "folder_renamed":
+        # Its records name worker processes of this pool.
+        with pytest.raises(ConfigError, match="in use by another pool"):
+            Journal(old)
+    journal.close()
+    assert held(state) == record(3 if call == "write" else 2)
+
+
+def test_a_folder_that_another_pool_has_made_meanwhile_is_refused_by_its_name(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    prepare_state_dir(state)
+    journal = Journal(state)
+    journal.write(record(1))
+    shutil.rmtree(state)
+    prepare_state_dir(state)
+    other = Journal(state)
+    other.write(record(9))
+    for act in (journal.keep, journal.check):
+        with pytest.raises(OSError, match=r"in use by another pool.*/state'"):
+            act()
+    journal.close()
+    other.close()
+    assert held(state) == record(9)
+
+
+def test_a_folder_on_another_file_system_is_refused_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare_state_dir(tmp_path / "state")
     journal = Journal(tmp_path / "state")
-    journal.write(record(1))
     shutil.rmtree(tmp_path / "state")
-    with pytest.raises(FileNotFoundError):
+    monkeypatch.setattr(journal, "_device", -1)
+    with pytest.raises(OSError, match=r"on another file system.*/state'"):
+        journal.check()
+    journal.close()
+
+
+def test_nothing_is_written_where_the_parent_of_the_directory_was_removed(tmp_path: Path) -> None:
+    prepare_state_dir(tmp_path / "a" / "state")
+    journal = Journal(tmp_path / "a" / "state")
+    journal.write(record(1))
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(FileNotFoundError, match="/a/state"):
         journal.write(record(2))
     assert journal.record == record(1)
+    journal.close()
+
+
+def test_every_error_of_a_write_names_the_file(disk: Disk) -> None:
+    journal = Journal(disk.directory)
+    disk.last, disk.error = len(disk.calls) + 1, OSError(errno.EROFS, "Read-only file system")
+    with pytest.raises(OSError, match=r"Read-only file system: '/\S+/journal\.json'"):
+        journal.check()
+    journal.close()
+
+
+def test_after_a_check_one_more_update_needs_no_new_file(disk: Disk) -> None:
+    journal = Journal(disk.directory)
+    journal.check()
+    before = len(disk.calls)
+    journal.write(record(2, ROOM - 500))
+    assert disk.calls[before:] == ["pwrite", "fdatasync"]
     journal.close()

@@ -13,7 +13,7 @@ from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_HEADER_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import worst
-from enginepool.protocol.messages import Batch, Capabilities, Failure, Stage
+from enginepool.protocol.messages import Batch, Capabilities, Failure, Ready, Stage
 from enginepool.protocol.updates import (
     HELD,
     Abandon,
@@ -895,6 +895,51 @@ def test_nothing_is_committed_before_it_is_journalled() -> None:
     sent = pool.written("no space left on device")
     assert "no space left on device" in refusal(sent, 1).message
     assert not group.workers and group.version == 0
+
+
+def test_an_update_is_refused_at_its_opening_when_the_journal_cannot_be_written() -> None:
+    pool, trainer, links = ready()
+    pool.disk = "/state/journal.json: Read-only file system"
+    failure = refusal(trainer.publish(1, transfer="relabel"), 1)
+    assert failure.code == "update_aborted"
+    assert "phase open: the journal cannot be written: /state/journal.json: Read-only file system" in failure.message
+    assert set(pool.machine.core.groups["g"].workers) == {link.decode() for link in links} and not pool.killed
+    pool.disk = ""
+    pool.answer(pool.answer(trainer.publish(1, transfer="relabel")))
+    pool.answer(trainer.commit(), digest="")
+    pool.written()
+    assert pool.machine.core.groups["g"].version == 1
+
+
+@pytest.mark.parametrize("transfer", ["relabel", "staged", "checkpoint"])
+@pytest.mark.parametrize("published", [False, True])
+def test_a_commit_that_cannot_be_journalled_puts_engines_back_without_a_new_process(transfer: str, published: bool) -> None:
+    """Where the committed weights are those that engines start with, only a start brings them back."""
+    pool, trainer, links = ready()
+    if published:
+        pool.publish(trainer, 1, links)
+        pool.written()
+    digest = DIGEST if published else ""
+    new = digest if transfer == "relabel" else "e" * 32
+    opened = pool.answer(trainer.publish(2, transfer=transfer, path="/models/two" if transfer == "checkpoint" else ""))
+    if transfer == "staged":
+        pool.answer(opened)
+        trainer.sent(new)
+        pool.stage(links, new)
+    pool.answer(trainer.commit(), digest=new)
+    pool.submit(trainer.link, 50, work())
+    sent = pool.written("/state/journal.json: No space left on device")
+    assert "No space left on device" in refusal(sent, trainer.ids).message
+    group = pool.machine.core.groups["g"]
+    if transfer != "relabel" and not published:
+        assert not group.workers
+        return
+    assert len(of_type(sent, Release)) == 2
+    assert [(restore.version, restore.digest) for restore in of_type(sent, Restore)] == [(int(published), digest)] * 2
+    assert not pool.batches, "no work before they are back"
+    for link in links:
+        pool.tell(link, Ready(CAN, int(published), digest))
+    assert len(pool.batches) == 1 and len(group.workers) == 2
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ COORDINATOR = "enginepool/coordinator/"
 
 #: Files of the coordinator that own sockets, clocks, files or processes. All others there are pure.
 SHELL = {
-    f"{COORDINATOR}{name}.py" for name in ("daemon", "gate", "log", "sockets", "journal", "supervisor", "stagers", "processes")
+    f"{COORDINATOR}{name}.py"
+    for name in ("daemon", "gate", "log", "sockets", "journal", "journal_writer", "supervisor", "stagers", "processes")
 }
 #: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.
 PURE = {

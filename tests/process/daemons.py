@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, Literal
@@ -56,9 +56,9 @@ def sim_pool(
 
 
 class Daemon:
-    """A coordinator process. It ends, and its workers with it, when `processes` does."""
+    """A coordinator process. It ends, and its workers with it, when `processes` does. `within`: a command that runs it."""
 
-    def __init__(self, processes: Processes, config: PoolConfig) -> None:
+    def __init__(self, processes: Processes, config: PoolConfig, within: Sequence[str] = ()) -> None:
         self.config = config
         #: where clients and workers dial; as configured, until it listens
         self.address, self.workers = config.listen, config.listen_workers
@@ -71,7 +71,7 @@ class Daemon:
         processes.then(self._clean)
         try:
             self.process = processes.start(
-                [sys.executable, "-m", "enginepool.coordinator.daemon"],
+                [*within, sys.executable, "-m", "enginepool.coordinator.daemon"],
                 env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

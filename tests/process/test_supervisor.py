@@ -38,7 +38,7 @@ class Scene:
         self.processes = processes
         self.directory = directory / "state"
         self.config = sim_pool(directory, workers=1)
-        self.exited: list[tuple[str, str, bool, bool]] = []
+        self.exited: list[tuple[str, str, bool, bool, bool]] = []
         (self.directory / "workers").mkdir(parents=True)
 
     def stranger(self) -> "subprocess.Popen[str]":
@@ -65,8 +65,8 @@ class Scene:
 
         return asyncio.run(story())
 
-    def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
-        self.exited.append((incarnation, reason, permanent, failed))
+    def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
+        self.exited.append((incarnation, reason, permanent, failed, unstarted))
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_a_worker_sees_the_gpus_that_its_engine_needs(
         ended, gone = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def exited(incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
+        def exited(incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
             ended.set()
 
         supervisor = LocalSupervisor(loop, config, scene.directory, "ipc://nowhere", None, exited)
@@ -197,19 +197,41 @@ def test_a_worker_of_which_no_record_can_be_written_is_one_that_could_not_be_sta
     scene.run(lambda supervisor: supervisor.start("g", 0, "g-0.2.1"))
     [child] = children
     assert child.poll() == -signal.SIGKILL
-    [(incarnation, reason, *_)] = scene.exited
-    assert incarnation == "g-0.2.1"
+    [(incarnation, reason, *_, unstarted)] = scene.exited
+    assert incarnation == "g-0.2.1" and unstarted
     assert re.fullmatch(r"the worker process could not be started: /\S+g-0\.2\.1\.json: No space left on device", reason)
 
 
-def test_a_worker_whose_folder_of_logs_is_gone_names_the_file_that_cannot_be_made(scene: Scene) -> None:
+def test_folders_that_were_removed_are_made_again_with_the_records_of_what_runs(
+    scene: Scene, children: "list[subprocess.Popen[bytes]]"
+) -> None:
+    found: list[list[str]] = []
+
+    def start(supervisor: LocalSupervisor) -> None:
+        supervisor.start("g", 0, "g-0.2.1")
+        shutil.rmtree(scene.directory)
+        scene.directory.mkdir()
+        supervisor.start("g", 0, "g-0.2.2")
+        supervisor.restore_folders()
+        found.append(sorted(path.stem for path in (scene.directory / "workers").glob("*.json")))
+
+    scene.run(start)
+    for child in children:
+        child.kill()
+        child.wait()
+    assert scene.exited == [] and len(children) == 2
+    assert found == [["g-0.2.1", "g-0.2.2"]]
+
+
+def test_a_worker_whose_log_cannot_be_made_names_the_file_and_is_one_that_could_not_be_started(scene: Scene) -> None:
     def start(supervisor: LocalSupervisor) -> None:
         shutil.rmtree(scene.directory / "logs")
+        (scene.directory / "logs").write_text("a file")
         supervisor.start("g", 0, "g-0.2.1")
 
     scene.run(start)
-    [(_, reason, *_)] = scene.exited
-    assert reason == f"the worker process could not be started: {scene.directory}/logs/g-0.2.1.log: No such file or directory"
+    [(_, reason, *_, unstarted)] = scene.exited
+    assert reason == f"the worker process could not be started: {scene.directory}/logs: File exists" and unstarted
 
 
 def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_for_a_while(
@@ -236,8 +258,8 @@ def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_fo
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
 
-        def exited(*said: Any) -> None:
-            scene.exited.append(said)
+        def exited(incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
+            scene.exited.append((incarnation, reason, permanent, failed, unstarted))
             gone.set()
 
         supervisor = LocalSupervisor(loop, scene.config, scene.directory, "ipc://nowhere", None, exited)
@@ -248,7 +270,7 @@ def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_fo
             await gone.wait()
 
     asyncio.run(story())
-    assert scene.exited == [("g-0.1.1", "it is silent", False, False)]
+    assert scene.exited == [("g-0.1.1", "it is silent", False, False, False)]
     assert sorted(failed) == ["look", "look", "watch", "watch"]
 
 

@@ -143,6 +143,9 @@ class SimCoordinator:
                 self.world.note("coordinator", effect)
                 self._given_up(effect.incarnation, effect.reason)
                 self.cluster.kill(effect.incarnation)
+            elif type(effect) is ef.CheckJournal:
+                self._last_write = max(self._last_write, self.world.now) + self.world.between(0.0005, 0.02)
+                self.world.at(self._last_write, self._check, effect)
             elif type(effect) is ef.WriteJournal:
                 self._last_write = max(self._last_write, self.world.now) + self.world.between(0.0005, 0.02)
                 self.world.at(self._last_write, self._write, effect)
@@ -150,6 +153,18 @@ class SimCoordinator:
                 self.drained = True
                 self.world.after(0.0, self.when_drained)
         self._set_timer(self.machine.wake_at())
+
+    def _check(self, effect: ef.CheckJournal) -> None:
+        """In the same thread."""
+        if self.alive:
+            error = "no space left on device" if self.disk_full and self.world.chance(self.disk_full) else ""
+            self.world.after(self.world.between(0.0, 0.01), self._checked, effect, error)
+
+    def _checked(self, effect: ef.CheckJournal, error: str) -> None:
+        if self.alive and self.stalled:
+            self.world.after(0.1, self._checked, effect, error)
+        elif self.alive:
+            self.handle(ev.JournalChecked(self.world.now, effect.update, error))
 
     def _write(self, effect: ef.WriteJournal) -> None:
         """In a thread of its own: it goes on while the loop stands still, and ends with the process."""

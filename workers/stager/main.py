@@ -76,6 +76,12 @@ class Stager:
         self._alone_since = time.monotonic()
         self._snapshots = Snapshots(say)
         self._leaving: threading.Thread | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def listen(self) -> None:
+        """Listen at the socket, from now on."""
+        with contextlib.suppress(OSError):  # its folder is missing: tried again with the next tick
+            await asyncio.start_unix_server(self.serve, self.spec.socket)
 
     # --- connections ----------------------------------------------------------------------------------------------------
 
@@ -123,6 +129,9 @@ class Stager:
     def tick(self) -> None:
         """Called every TICK_S: whether somebody still needs this process."""
         self.loop.call_later(TICK_S, self.tick)
+        if not os.path.exists(self.spec.socket) and not self.ended.done():
+            # The coordinator makes a folder again that was removed; the next worker looks for the socket there.
+            self._listening = self.loop.create_task(self.listen())
         if not self._friends and time.monotonic() - self._alone_since > self.spec.orphan_s and not self.ended.done():
             self.ended.set_result(f"neither an owner nor a worker for {self.spec.orphan_s:g} s")
 

@@ -106,17 +106,35 @@ class Ending:
         self._end(update, code, reason, field, limit)
 
     def fail(self, update: Update, reason: str) -> None:
-        """Engines were touched, and nothing is committed: whoever was touched comes back on the committed weights."""
+        """Engines were touched, and nothing is committed: each of them comes back to the committed weights."""
         self._count(update)
         for member in update.members.values():
             self.turn_back(member)
         self._close(update)
         for member in update.members.values():
             # In an update by restart, of those on the old weights only the engine of a recalled one still has work.
-            if not member.worker.lost and (member.recalled or not update.restarts):
+            if member.worker.lost or not (member.recalled or not update.restarts):
+                continue
+            if self._returns(update, member):
+                self._take_back(update, member, reason)
+            else:
                 self._replace(member.worker, f"a weight update failed: {reason}")
         release(self.core, update.group)
         self._end(update, "update_aborted", f"no engine runs on it: {reason}")
+
+    def _returns(self, update: Update, member: Member) -> bool:
+        """Whether its engine runs on all of the new weights, and can take the committed ones without a new process."""
+        # An empty digest is that of the checkpoint, which an engine loads at its start.
+        known = bool(update.group.weights.digest) or update.offer.transfer == "relabel"
+        return member.loaded and not update.restarts and known
+
+    def _take_back(self, update: Update, member: Member, reason: str) -> None:
+        """It runs on weights that were not committed, until it says otherwise."""
+        worker, offer = member.worker, update.offer
+        self.core.effects.append(ToWorker(worker.link, Release(update.id, reason)))
+        worker.version = offer.version
+        worker.digest = worker.digest if offer.transfer == "relabel" else member.digest
+        self.restoring.take_back(worker)
 
     def turn_back(self, member: Member) -> None:
         """A member of an update by restart is wanted on the committed weights again."""

@@ -31,6 +31,13 @@ class Restoring:
         else:
             self.risen(worker)
 
+    def take_back(self, worker: Worker) -> None:
+        """A worker took weights that were not committed after all."""
+        if worker.digest == worker.group.weights.digest:
+            self._ask(worker)  # the same bytes: no engine needs to start for their version
+        else:
+            self._restore(worker)
+
     def risen(self, worker: Worker) -> None:
         """A worker says what it holds, or what is committed has changed."""
         group, weights = worker.group, worker.group.weights

@@ -6,8 +6,8 @@ engines change weights, and which version the group is on. Members are the worke
 later. Each phase waits for one answer of each member, `pending`, and has a deadline.
 
     phase       it waits for                      then                                     too late, a refusal or a loss
-    open        prepared of all                   join, or without a process group:        abort
-                                                  transfer, or (no bytes) staged
+    open        prepared of all, and the journal  join, or without a process group:        abort
+                (it could take a commit)          transfer, or (no bytes) staged
     join        joined of all                     transfer; direct: hold, after `commit`   abort
     transfer    staged of all, and `sent`         digests and findings: staged, or abort   abort; the lease: abort
     staged      `commit`                          hold; by restart: restart                abort; the lease: abort
@@ -22,7 +22,8 @@ later. Each phase waits for one answer of each member, `pending`, and has a dead
     abort waits a moment for a better reason.
 
     abort   no engine was touched: `release` to the members, `error` to the publisher, the group goes on
-    fail    every member is killed and comes back on the committed weights; `error` to the publisher
+    fail    `error` to the publisher. A member that runs on the new weights whole takes the committed ones again, where a
+            running engine can take them. Every other member is killed and comes back on the committed weights.
 
 The journal is the commit point: before it the group is on the old version, and whoever loaded the new one and ends up without a
 commit is killed; after it on the new one, and whoever did not load is killed or restored. A group is held from the hold to the
@@ -35,7 +36,7 @@ again under its id is attached.
 
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.core import Core
-from enginepool.coordinator.effects import WriteJournal
+from enginepool.coordinator.effects import CheckJournal, WriteJournal
 from enginepool.coordinator.state import Worker
 from enginepool.coordinator.weights.ending import Ending
 from enginepool.coordinator.weights.holding import hold, unfinished, working
@@ -81,6 +82,7 @@ class Weights:
         """Open a transaction: ask its members whether they can."""
         self.core.updates[update.group.name] = update
         self._enter(update, OPEN, self.core.config.timing.update_prepare_s)
+        self.core.effects.append(CheckJournal(update.id))
         self._ask_all(update)
 
     # --- the members ---------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class Weights:
         if update.broken and all(member.broken for member in update.pending.values()):
             self.ending.abort(update, "update_aborted", update.broken)
             return
-        if update.pending:
+        if update.pending or update.unchecked:
             return
         timing = self.core.config.timing
         if update.phase == OPEN:
@@ -322,6 +324,15 @@ class Weights:
         update.weights = self.ending.new_weights(update, loaded[0].digest)
         self.core.effects.append(WriteJournal(update.id, update.group.name, update.weights))
 
+    def checked(self, e: ev.JournalChecked) -> None:
+        """Whether a commit could be journalled: if not, no engine is touched."""
+        update = next((update for update in self.core.updates.values() if update.id == e.update), None)
+        if update is None:
+            return
+        update.unchecked = False
+        if e.error:
+            self.ending.abort(update, "update_aborted", f"the journal cannot be written: {e.error}")
+
     def journalled(self, e: ev.JournalWritten) -> None:
         """The commit point is passed, or could not be."""
         update = next((update for update in self.core.updates.values() if update.id == e.update), None)
@@ -364,7 +375,7 @@ class Weights:
                 self.ending.fail(update, why)
         else:
             names = ", ".join(member.worker.name for member in list(update.pending.values())[:3])
-            who = names or "the publisher"
+            who = names or ("the journal" if update.unchecked else "the publisher")
             self.ending.abort(update, "update_aborted", f"{update.phase} took too long, waiting for {who}: {why}")
 
     def _gave_out(self, member: Member, why: str) -> None:

@@ -82,6 +82,8 @@ class Update:
         self.until = float("inf")
         #: µs that phases took, as `UpdateRecord.phases` has them
         self.times: dict[str, int] = {}
+        #: whether the journal could take a commit is not known yet
+        self.unchecked = True
         #: fixed at the start, in the order of their ranks
         self.members: dict[str, Member] = {}
         #: of them, those who have not finished the phase

@@ -1,0 +1,94 @@
+"""The thread that writes the journal: a disk may take long, and the loop of the coordinator does not wait for it."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
+from enginepool.coordinator import effects as ef
+from enginepool.coordinator import events as ev
+from enginepool.coordinator.journal import Journal, Record
+from enginepool.host import os_error
+
+#: how often the paths of the state directory are looked at
+LOOK_S = 1.0
+
+
+class JournalWriter:
+    """One write after the other, in the order of the calls.
+
+    Args:
+        tell: takes the events that come of it, on the loop.
+        log: takes lines for the operator, on the loop.
+        moved: called on the loop after paths of the state directory were removed or renamed and the journal was written again.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        journal: Journal,
+        tell: Callable[[ev.Event], None],
+        log: Callable[[str], None],
+        moved: Callable[[], None],
+    ) -> None:
+        self._loop, self._journal = loop, journal
+        self._tell, self._log, self._moved = tell, log, moved
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._timer: asyncio.TimerHandle | None = None
+        #: the last error of a look, which is said once
+        self._wrong = ""
+
+    def check(self, effect: ef.CheckJournal) -> None:
+        """`JournalChecked` follows."""
+        self._submit(self._journal.check, lambda why: self._tell(ev.JournalChecked(monotonic(), effect.update, why)))
+
+    def commit(self, effect: ef.WriteJournal) -> None:
+        """`JournalWritten` follows."""
+
+        def write() -> None:
+            record = self._journal.record
+            self._journal.write(Record(record.epoch, {**record.weights, effect.group: effect.weights}))
+
+        def written(why: str) -> None:
+            if why:
+                self._log(f"the journal could not be written: {why}")
+            self._tell(ev.JournalWritten(monotonic(), effect.update, why))
+
+        self._submit(write, written)
+
+    def look(self) -> None:
+        """From now on: write the journal again where its path, or the state directory, was removed or renamed."""
+        self._submit(self._journal.keep, self._looked)
+
+    def _looked(self, why: str) -> None:
+        if why and why != self._wrong:
+            self._log(f"the journal could not be written: {why}")
+        self._wrong = why
+        self._timer = self._loop.call_later(LOOK_S, self.look)
+
+    def _submit(self, act: Callable[[], None], then: Callable[[str], None]) -> None:
+        self._thread.submit(self._run, act, then)
+
+    def _run(self, act: Callable[[], None], then: Callable[[str], None]) -> None:
+        """In the thread."""
+        why = ""
+        try:
+            act()
+        except OSError as error:
+            why = os_error(error)
+        except Exception as error:  # whatever it is: a group is held until it is answered
+            why = f"{type(error).__name__}: {error}"
+        moved, self._journal.moved = self._journal.moved, ""
+        self._loop.call_soon_threadsafe(self._done, then, why, moved)
+
+    def _done(self, then: Callable[[str], None], why: str, moved: str) -> None:
+        if moved:
+            self._log(f"{moved} was removed, renamed or replaced while the pool runs: it is written again")
+            self._moved()
+        then(why)
+
+    def close(self) -> None:
+        """Wait until everything is written that was asked for."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._thread.shutdown()
