@@ -150,6 +150,17 @@ class Status(Message, tag="status"):
     id: int = 0
 
 
+class Restart(Status, tag="restart"):
+    """Restart worker `worker` of `group`, a name of the status report, if its process still is `incarnation` ("": it has none).
+
+    Answered with a `status_report`, when the restart has begun.
+    """
+
+    group: str = ""
+    worker: str = ""
+    incarnation: str = ""
+
+
 # --- coordinator to client ---------------------------------------------------------------------------------------------
 
 
@@ -456,8 +467,9 @@ class Drain(Message, tag="drain"):
 
 
 FromClient = (
-    Hello | Score | Cancel | Ack | Goodbye | Status | Publish | Renew | Sent | Commit | Abandon | WeightsQuestion | Ping | Pong
-)
+    Hello | Score | Cancel | Ack | Goodbye | Status | Restart | Publish | Renew | Sent | Commit | Abandon | WeightsQuestion
+    | Ping | Pong
+)  # fmt: skip
 ToClient = Welcome | Result | Failure | StatusReport | Join | Phase | Published | WeightsWanted | WeightsReport | Ping | Pong
 FromWorker = (
     Register | Stage | Ready | Idle | Done | Tokenised | Bye

@@ -33,6 +33,7 @@ FROM_CLIENT: Final[dict[str, Role]] = {
     "sent": "publisher",
     "commit": "publisher",
     "abandon": "publisher",
+    "restart": "admin",
 }
 #: the same of the worker endpoint
 FROM_WORKER: Final[dict[str, Role]] = dict.fromkeys(

@@ -15,6 +15,7 @@ from enginepool.cli.doctor import doctor
 from enginepool.cli.failure import OneLineGroup
 from enginepool.cli.keys import keys as keys_command
 from enginepool.cli.ready import ready
+from enginepool.cli.restart import restart
 from enginepool.cli.score import score
 from enginepool.cli.serve import serve
 from enginepool.cli.status import status
@@ -35,6 +36,7 @@ app.command()(ready)
 app.command("keys")(keys_command)
 app.command()(score)
 app.command()(status)
+app.command()(restart)
 app.command("tiny-model")(tiny_model)
 app.add_typer(weights)
 

@@ -108,6 +108,10 @@ class BlockingPool:
         """As `Pool.status`."""
         return self.call(self._pool.status(timeout))
 
+    def restart(self, group: str = "", worker: str = "", *, report: Callable[[str], None] | None = None) -> list[str]:
+        """As `Pool.restart`; `report` is called in the pool's thread."""
+        return self.call(self._pool.restart(group, worker, report=report))
+
     def weights(self, group: str = "", *, timeout: float | None = 10.0) -> WeightsReport:
         """As `Pool.weights`."""
         return self.call(self._pool.weights(group, timeout=timeout))

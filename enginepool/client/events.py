@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Failure, Message, Result, Score, StatusReport, ToClient
+from enginepool.protocol.messages import Failure, Message, Restart, Result, Score, StatusReport, ToClient
 from enginepool.protocol.updates import Join, Phase, Publish, Published, Space, WeightsQuestion, WeightsReport
 
 
@@ -44,10 +44,11 @@ class Abandon(Event, frozen=True):
 
 
 class AskStatus(Event, frozen=True):
-    """A status report is wanted. `id` is of the same series as the ids of requests."""
+    """A status report is wanted, or a worker is to be restarted first. `id` is of the same series as the ids of requests."""
 
     id: int
     deadline: float | None = None
+    restart: Restart | None = None
 
 
 class AskWeights(Event, frozen=True):

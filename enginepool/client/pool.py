@@ -25,8 +25,9 @@ from enginepool.client.payload import Payload, check_labels, check_softmax, enco
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.results import Floats, ScoreResult, WeightReader, read_result
 from enginepool.client.unsent import publish_message, publish_unsent
+from enginepool.client.worker_restarts import restart_workers
 from enginepool.keys import key_for
-from enginepool.protocol.messages import Score, StatusReport
+from enginepool.protocol.messages import Restart, Score, StatusReport
 from enginepool.protocol.updates import InFlight, UpdateRecord, WeightsQuestion, WeightsReport
 
 if TYPE_CHECKING:
@@ -300,6 +301,32 @@ class Pool:
         now = self._connection.now()
         deadline = None if timeout is None else now + timeout
         return (await self._connection.ask(lambda id_: AskStatus(now, id_, deadline), Report)).report
+
+    async def restart(self, group: str = "", worker: str = "", *, report: Callable[[str], None] | None = None) -> list[str]:
+        """Restart worker `worker` of `group`, by its name in the status, or all workers that the pool started for the group,
+        one after the other; needs the role `admin`. A ready worker finishes its work first; a retired one is started again.
+
+        Returns the names of the restarted workers when the last one is ready. `report` is called with a line for each step;
+        without it the lines go to the log `enginepool` at level INFO.
+
+        Raises:
+            UnknownGroup: there is no such group.
+            BadRequest, Unsupported: there is no such worker, or the pool did not start it.
+            PoolDown: a worker did not become ready again; those after it were not restarted.
+        """
+
+        async def restart(group: str, worker: str, incarnation: str) -> StatusReport:
+            now = self._connection.now()
+
+            def ask(id_: int) -> AskStatus:
+                return AskStatus(now, id_, None, Restart(id_, group, worker, incarnation))
+
+            return (await self._connection.ask(ask, Report)).report
+
+        async def ask() -> StatusReport:
+            return await self.status(None)
+
+        return await restart_workers(ask, restart, check_group(group), worker, report or log.info)
 
     async def weights(self, group: str = "", *, timeout: float | None = 10.0) -> WeightsReport:  # noqa: ASYNC109
         """The committed version of a group, the version that each worker holds, and the history of updates, newest last.

@@ -148,7 +148,7 @@ class ClientSession:
 
     def _on_ask_status(self, event: AskStatus) -> None:
         if self._take_id(event.id):
-            self.questions.ask(event.id, Status(event.id), event.deadline, self._now, self._out)
+            self.questions.ask(event.id, event.restart or Status(event.id), event.deadline, self._now, self._out)
 
     def _on_ask_weights(self, event: AskWeights) -> None:
         if self._take_id(event.question.id):

@@ -199,7 +199,7 @@ class Daemon:
         elif type(event) is ev.Heard:
             if event.proof and clients.proved(link, event.proof) and link not in self.machine.core.links:
                 return  # a peer that only asks for the status: it need not say hello
-        elif type(event) is ev.StatusAsked:
+        elif isinstance(event, ev.StatusAsked):
             event.client_unread_bytes = clients.unread
             event.worker_unread_bytes = self.sockets.workers.unread
             event.pauses = (self._pauses.count, self._pauses.microseconds)

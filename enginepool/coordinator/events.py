@@ -201,6 +201,14 @@ class StatusAsked(Event):
     pauses: tuple[int, int] = (0, 0)
 
 
+class RestartAsked(StatusAsked):
+    """An operator restarts worker `worker` of `group`, if its process still is `incarnation` ("": it has none)."""
+
+    group: str = ""
+    worker: str = ""
+    incarnation: str = ""
+
+
 class PublishAsked(Event):
     """A client offers weights; the offer is checked for all that needs no knowledge of the group."""
 

@@ -18,6 +18,7 @@ from enginepool.coordinator.effects import Drained, Effect, ToClient
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.phases import QUEUED, RUNNING
 from enginepool.coordinator.places import Places
+from enginepool.coordinator.planned_restarts import PlannedRestarts
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client, Group
 from enginepool.coordinator.status import report
@@ -46,6 +47,7 @@ class Machine:
         self.places = Places(core, requests)
         self.fleet = fleet = Fleet(core, requests, self.places)
         self.watch = Watch(core, fleet, self.places)
+        self.planned = PlannedRestarts(core, fleet, self.places)
         self.restoring = Restoring(core, requests, fleet)
         self.ending = Ending(core, requests, fleet, self.restoring)
         self.weights = weights = Weights(core, self.ending)
@@ -70,6 +72,7 @@ class Machine:
             ev.ClientLeft: clients.left,
             ev.LinkCut: clients.link_cut,
             ev.StatusAsked: self._status,
+            ev.RestartAsked: self._restart,
             ev.WorkerRegistered: fleet.register,
             ev.WorkerStage: fleet.stage,
             ev.WorkerReady: fleet.ready,
@@ -143,6 +146,7 @@ class Machine:
             self._next_watch = e.now + WATCH_S
             self._punctual_until = self._next_watch + STALL_S
             self.watch.look()
+            self.planned.watch()
             self.clients.expire()
             self.restoring.watch()
             self.questions.watch()
@@ -201,6 +205,10 @@ class Machine:
     def _status(self, e: ev.StatusAsked) -> None:
         self.clients.spoke(e.link)
         self.core.effects.append(ToClient(e.link, report(self.core, e)))
+
+    def _restart(self, e: ev.RestartAsked) -> None:
+        if self.planned.asked(e):
+            self._status(e)
 
     # --- weights -------------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class Places:
         place.before, place.last_words, place.failure = place.last_words, "", ""
         place.begun = core.now
         place.until = core.now + core.config.timing.starting_s
+        place.renewal = ""
         weights = place.group.weights if place.group.weights.restart else None
         if place.trial is not None:
             place.tried, weights = True, place.trial
@@ -74,10 +75,15 @@ class Places:
     def vacate(self, place: Place, permanent: bool) -> None:
         """The process of a place has ended: wait and start again, or retire the place."""
         core, policy = self.core, self.core.config.restart
+        renewal, place.renewal = place.renewal, ""
         place.incarnation = ""
         if place.trial is not None and not place.tried and not core.draining:
             # It was ended for this: the next one starts on other weights, at once.
             place.state, place.until, place.blameless = "backoff", core.now, False
+            return
+        if renewal and not core.draining:
+            # An operator restarts it: its end counts for nothing.
+            place.state, place.until, place.blameless, place.hopeless = "backoff", core.now, False, False
             return
         if place.trial is not None:
             # What it cannot start on is not committed.

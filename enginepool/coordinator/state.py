@@ -235,7 +235,7 @@ class Worker:
         #: kept free for a trial, or in one
         self.kept = False
         self.lost = False
-        #: it is to end for an update by restart, and finishes what it has
+        #: it is to end for an update by restart, or because an operator restarts it, and finishes what it has
         self.leaving = False
         #: Its oldest batch is late. It gets nothing more until that one is done: newer work of a higher priority could keep
         #: its engine from the old one until the deadline, which would cost a healthy worker its life.
@@ -325,7 +325,7 @@ class Place:
 
     __slots__ = (
         "before", "begun", "blameless", "failure", "group", "hasty", "hopeless", "incarnation", "index", "last_words",
-        "losses", "packed", "proven", "repeats", "restarts", "retired", "signature", "state", "until",
+        "losses", "packed", "proven", "renewal", "repeats", "restarts", "retired", "signature", "state", "until",
         "trial", "tried",
     )  # fmt: skip
 
@@ -363,6 +363,9 @@ class Place:
         self.blameless = False
         #: the last one said that starting it again cannot help
         self.hopeless = False
+        #: An operator restarts it: "draining", its worker finishes what it has until `until`; "ending", its process is to end,
+        #: and the next one starts at once. "" otherwise.
+        self.renewal = ""
         #: not committed: what the next process starts on, of an update by restart; whether the present one has
         self.trial: GroupWeights | None = None
         self.tried = False
@@ -375,6 +378,8 @@ class Place:
     def check(self) -> None:
         assert self.state in ("backoff", "up", "ending", "retired"), self.state
         assert not self.retired or self.state == "retired", (self.state, self.retired)
+        assert self.renewal in ("", "draining", "ending"), self.renewal
+        assert not self.renewal or self.incarnation, (self.renewal, self.state)
         assert not self.proven or not self.repeats, (self.proven, self.repeats)
         assert (self.incarnation != "") == (self.state in ("up", "ending")), (self.state, self.incarnation)
 

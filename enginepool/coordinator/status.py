@@ -84,7 +84,9 @@ def _worker(core: Core, worker: Worker) -> WorkerStatus:
 
 
 def _stage(worker: Worker) -> str:
-    """What it says, unless it waits for the weights that are committed: nobody is served by it then."""
+    """What it says, unless it waits for the weights that are committed, or is to be restarted: nothing is served by it then."""
+    if worker.stage == "ready" and worker.place is not None and worker.place.renewal:
+        return "draining"
     waits = worker.restore_until is not None or worker.lacks is not None
     return "restoring" if worker.stage == "ready" and waits else worker.stage
 
@@ -92,7 +94,8 @@ def _stage(worker: Worker) -> str:
 def _detail(now: str, place: Place | None) -> str:
     """What it is doing, and what it is up against."""
     before = f"the last one ended: {place.before}" if place is not None and place.before and place.before != now else ""
-    return "; ".join(filter(None, (now, before)))
+    plan = "it finishes its work, and is restarted then" if place is not None and place.renewal == "draining" else ""
+    return "; ".join(filter(None, (now, plan, before)))
 
 
 def _absent(place: Place) -> WorkerStatus:

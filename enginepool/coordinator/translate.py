@@ -116,6 +116,11 @@ def _score(now: float, link: Link, score: m.Score, frames: Sequence[Buffer]) -> 
     return ev.Submit(now, link, score.id, work, score.priority, deadline, score.min_version)
 
 
+def _restart(now: float, link: Link, restart: m.Restart, frames: Sequence[Buffer]) -> ev.Event:
+    check_names(restart, "group", "worker", "incarnation")
+    return ev.RestartAsked(now, link, restart.id, group=restart.group, worker=restart.worker, incarnation=restart.incarnation)
+
+
 def _publish(now: float, link: Link, publish: m.Publish, frames: Sequence[Buffer]) -> ev.Event:
     manifest = open_publish(publish, frames)
     digest = hash((msgspec.msgpack.encode(publish), *frames))
@@ -138,6 +143,7 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Ack: lambda now, link, message, _: ev.Acked(now, link, message.ids),
     m.Goodbye: lambda now, link, message, _: ev.ClientLeft(now, link),
     m.Status: lambda now, link, message, _: ev.StatusAsked(now, link, message.id),
+    m.Restart: _restart,
     m.Publish: _publish,
     m.Renew: _said,
     m.Sent: _said,

@@ -18,6 +18,9 @@ def main() -> int:
     parser.add_argument("--wide", action="store_true", help="headers and answers are large, and bounds are tight")
     parser.add_argument("--external", action="store_true", help="other programs start most workers, and their links fail")
     parser.add_argument("--stops", action="store_true", help="the coordinator is stopped on purpose and started again")
+    parser.add_argument(
+        "--faulty", action="store_true", help="internal errors in the coordinator; an operator restarts workers"
+    )
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -38,6 +41,7 @@ def main() -> int:
                 wide=args.wide,
                 external=args.external,
                 stops=args.stops,
+                faulty=args.faulty,
             )
         except Failed as failure:
             out(f"{failure}\n")

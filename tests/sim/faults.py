@@ -43,6 +43,8 @@ class Faults:
             publishers = [publisher for publisher in self.simulation.publishers if not publisher.gone]
             if publishers:
                 self._publisher(self.world.random.choice(publishers), rest)
+        elif room == "operator":
+            self._operator()
         elif room in ("stager", "take"):
             self._weights(room, rest)
         else:
@@ -166,6 +168,17 @@ class Faults:
                 dealer.not_before = world.now + self._lasts(1.0, 15.0)
             self.simulation.network.cut(link)
 
+    def _operator(self) -> None:
+        """A worker is restarted, or a retired one revived."""
+        coordinator = self.simulation.coordinator
+        if coordinator.alive and not coordinator.stalled and not coordinator.machine.core.draining:
+            places = [place for group in coordinator.machine.core.groups.values() for place in group.places]
+            if places:
+                place = self.world.random.choice(places)
+                asked = ev.RestartAsked(self.world.now, b"operator", 1)
+                asked.group, asked.worker, asked.incarnation = place.group.name, place.name, place.incarnation
+                coordinator.handle(asked)
+
     # --- the coordinator -----------------------------------------------------------------------------------------------
 
     def _coordinator(self, what: str) -> None:
@@ -177,6 +190,8 @@ class Faults:
             world.after(self._lasts(1.0, 12.0), coordinator.go_on)
         elif what == "stop":
             self._stop_coordinator(coordinator)
+        elif what == "raise":
+            coordinator.raises = self._kill_coordinator
         elif world.chance(0.5):
             coordinator.doomed = self._kill_coordinator
         else:
@@ -205,7 +220,7 @@ class Faults:
     def heal(self) -> None:
         """Nothing new goes wrong from here on."""
         world = self.world
-        self.simulation.coordinator.doomed = None
+        self.simulation.coordinator.doomed = self.simulation.coordinator.raises = None
         self.simulation.coordinator.disk_full = 0.0
         self.simulation.cluster.unstartable = 0.0
         for publisher in self.simulation.publishers:

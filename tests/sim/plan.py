@@ -68,6 +68,7 @@ class Plan:
         wide: Random | None = None,
         external: Random | None = None,
         stops: Random | None = None,
+        faulty: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -144,6 +145,8 @@ class Plan:
             self._detach(external)
         if stops is not None:
             self._stop(stops)
+        if faulty is not None:
+            self._err(faulty)
 
     def _detach(self, random: Random) -> None:
         """Let other programs start most workers, and let the links of workers fail, for long enough to lose them."""
@@ -162,6 +165,13 @@ class Plan:
     def _stop(self, random: Random) -> None:
         """Let the coordinator be stopped on purpose, and started again."""
         self.faults += [(self.span * random.random(), "coordinator_stop") for _ in range(random.randint(1, 4))]
+        self.faults.sort()
+
+    def _err(self, random: Random) -> None:
+        """Let the coordinator have internal errors, and an operator restart workers."""
+        span = self.span + 5.0
+        for kind, most in (("coordinator_raise", 4), ("operator_restarts", 8)):
+            self.faults += [(span * random.random(), kind) for _ in range(random.randint(1, most))]
         self.faults.sort()
 
     def _restart(self, random: Random) -> None:

@@ -10,6 +10,7 @@ from enginepool.config import PoolConfig
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.story import story
 from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
@@ -22,8 +23,15 @@ from tests.sim.sim_stager import content_of
 from tests.sim.watch import Watch
 
 
+class Planted(Exception):
+    """An internal error, as a bug would be one."""
+
+
 class SimCoordinator:
     """One incarnation of the coordinator."""
+
+    #: the mistake that a test plants: it goes on after an internal error
+    goes_on = False
 
     def __init__(
         self, network: Network, cluster: Cluster, oracle: Oracle, config: PoolConfig, turn_s: float, prompt: bool
@@ -48,6 +56,8 @@ class SimCoordinator:
         self._held: list[tuple[Link, Sequence[Buffer]]] = []
         #: what kills it in the middle of its next effects
         self.doomed: Callable[[], None] | None = None
+        #: an internal error is due: what kills it then
+        self.raises: Callable[[], None] | None = None
         self._ended: set[str] = set()
         self._exits: list[tuple[str, str, bool, bool]] = []
         #: what came in within one turn of the loop
@@ -116,7 +126,9 @@ class SimCoordinator:
         for event in events:
             self.world.note("coordinator", event)
             self.watch.oracle.leases.came(event)
-        effects = self.machine.handle(*events)
+        effects = self._effects(events)
+        if effects is None:
+            return
         self.watch.after(len(events), effects)
         for event in events:
             if type(event) is ev.WorkerRegistered:
@@ -165,6 +177,34 @@ class SimCoordinator:
             self.world.after(0.1, self._checked, effect, error)
         elif self.alive:
             self.handle(ev.JournalChecked(self.world.now, effect.update, error))
+
+    def _effects(self, events: Sequence[ev.Event]) -> Sequence[ef.Effect] | None:
+        """What the machine decides about `events`; None: an internal error has ended this coordinator meanwhile."""
+        end = self.raises
+        if end is None or not self.world.chance(0.3):
+            return self.machine.handle(*events)
+        on = self.machine._on  # pyright: ignore[reportPrivateUsage] (a fault is planted inside)
+        kind, halfway = type(self.world.random.choice(events)), self.world.chance(0.5)
+        right = on[kind]
+
+        def wrong(event: ev.Event) -> None:
+            if halfway:
+                right(event)
+            raise Planted(kind.__name__)
+
+        on[kind] = wrong
+        try:
+            self.machine.handle(*events)
+        except Planted as error:
+            for text in story(error, self.machine.core):
+                self.world.note("coordinator", text)
+        on[kind] = right
+        if self.goes_on:
+            self._set_timer(self.machine.wake_at())
+        else:
+            self.raises = None
+            end()
+        return None
 
     def _write(self, effect: ef.WriteJournal) -> None:
         """In a thread of its own: it goes on while the loop stands still, and ends with the process."""
@@ -254,5 +294,5 @@ class SimCoordinator:
         self.world.note("coordinator", "killed")
         self.alive = False
         self.stalled = False
-        self.doomed = None
+        self.doomed = self.raises = None
         self.network.stop_server()

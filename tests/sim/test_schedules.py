@@ -68,6 +68,15 @@ def test_engines_that_never_load_are_given_up_and_every_call_is_answered(chunk: 
     assert events > SEEDS * 100
 
 
+@pytest.mark.parametrize("chunk", range(3))
+def test_internal_errors_of_the_coordinator_and_planned_restarts_lose_nothing_either(chunk: int) -> None:
+    events = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        packed, updates, restarts = seed % 4 == 0, seed % 2 == 0, seed % 6 == 0
+        events += simulate(seed, 1 + seed % 8, packed=packed, updates=updates, restarts=restarts, faulty=True).events
+    assert events > SEEDS * 100
+
+
 @pytest.mark.parametrize("chunk", range(4))
 def test_large_headers_and_answers_stay_within_tight_bounds(chunk: int) -> None:
     events, answers = 0, set[str]()

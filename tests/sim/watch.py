@@ -64,7 +64,8 @@ class Watch:
             assert group.held == (core.keep_workers or (update is not None and update.holds)), group.name
             for worker in group.workers.values():
                 member = update.members.get(worker.incarnation) if worker.leaving and update is not None else None
-                assert not worker.leaving or (member is not None and member.restart == "leaving"), f"{worker} leaves"
+                planned = worker.place is not None and worker.place.renewal == "draining"
+                assert not worker.leaving or planned or (member is not None and member.restart == "leaving"), f"{worker} leaves"
         for batch in new:
             update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"

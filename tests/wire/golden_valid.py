@@ -208,6 +208,13 @@ def _from_client() -> list[Valid]:
         Valid("ack-many", way, "many at once, in any order", {"type": "ack", "ids": [3, 128, 2, 65536, MAX_ID]}),
         Valid("goodbye", way, "the client leaves for good", {"type": "goodbye"}),
         Valid("status", way, "what is the pool doing?", {"type": "status", "id": 7}),
+        Valid(
+            "restart",
+            way,
+            "restart this worker, if it still is this process",
+            {"type": "restart", "id": 8, "group": "policy", "worker": "policy-0", "incarnation": "policy-0.1f.3"},
+        ),
+        Valid("restart-retired", way, "start a worker that has no process", {"type": "restart", "id": 9, "worker": "policy-1"}),
         Valid("ping-from-client", way, "are you there?", {"type": "ping", "at": 123456}),
         Valid("pong-from-client", way, "a client answers a ping", {"type": "pong", "at": 99}),
     ]

@@ -1,0 +1,32 @@
+"""`enginepool restart`: workers restarted, one after the other, or started again after they were given up."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
+
+
+def restart(
+    target: Annotated[str, typer.Argument(metavar="GROUP[/WORKER]", help="A group, or one of its workers, as in the status.")],
+    connect: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Restart the workers of a group, or one worker.
+
+    Workers are restarted one after the other, and a retired one is started again. A ready worker finishes its work first,
+    and is ready again before the next one ends. Needs the role admin. Exit code 1 if a worker does not become ready again;
+    those after it are not restarted.
+
+    \b
+    Examples:
+      enginepool restart judge
+      enginepool restart judge/judge-0
+    """
+    group, _, worker = target.partition("/")
+    asyncio.run(_restart(connect, group, worker))
+
+
+async def _restart(address: str, group: str, worker: str) -> None:
+    async with open_pool(address) as pool:
+        await pool.restart(group, worker, report=typer.echo)
