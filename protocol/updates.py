@@ -29,8 +29,8 @@ MAX_SPACES = 1024
 #: checkpoint: each worker reads a directory that it can see.
 #: relabel: the weights stay; only their version changes.
 Transfer = Literal["staged", "direct", "handles", "checkpoint", "relabel"]
-#: What happens to work in flight when the group is held. drain: begun requests finish, for at most `drain_ms`; then as abort.
-#: abort: it is put back into the queue at once, and runs again on the new weights.
+#: What happens to batches in flight when the group is held. drain: they finish, for at most `drain_ms`; then as abort.
+#: abort: they are put back into the queue at once, and run again on the new weights.
 InFlight = Literal["drain", "abort"]
 #: open: members are asked whether they can. join: the process group forms. transfer: rank 0 sends. staged: all members hold
 #: verified bytes and wait for `commit`. restart: engines that take weights only at their start are started on them. hold: no
@@ -164,7 +164,7 @@ class UpdateRecord(msgspec.Struct, omit_defaults=True):
 
     Parts of `hold`, one after the other, never to be added to it:
 
-        drain       until work that had begun was answered or put back
+        drain       until batches in flight were answered or put back
         hand_over   until every engine had taken the weights; in `direct` the bytes are broadcast here
         journal     until the commit was on the disk
 

@@ -140,9 +140,10 @@ def publish(
     connect: Address = DEFAULT_ADDRESS,
     group: Group = "",
     drain: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, max=3600, help="How long begun requests may take; then they run again.")
+        float,
+        typer.Option(metavar="SECONDS", min=0, max=3600, help="How long batches in flight may take; then they run again."),
     ] = 10.0,
-    abort: Annotated[bool, typer.Option("--abort", help="Run begun requests again on the new weights, at once.")] = False,
+    abort: Annotated[bool, typer.Option("--abort", help="Run batches in flight again on the new weights, at once.")] = False,
     new_run: NewRun = False,
 ) -> None:
     """Let all workers load a checkpoint.

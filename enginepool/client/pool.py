@@ -410,7 +410,7 @@ class Pool:
 
         Args:
             path: a relative one is of this program's folder if there is such a directory, else of each worker's.
-            in_flight: requests that an engine has begun finish before (`drain`), or run again on the new weights (`abort`).
+            in_flight: batches in flight finish before (`drain`), or run again on the new weights (`abort`).
             drain: seconds that `drain` waits for at most; then as `abort`.
             new_run, timeout: as in `relabel`.
 

@@ -217,8 +217,7 @@ class WeightPublisher:
                 memory on this publisher's `device`, as large as all tensors together, out of which the engines copy them. For
                 that the workers are on the same host, and their engines see that GPU: a trainer that shares GPUs with its
                 engines.
-            in_flight: at the hand-over, requests that an engine has begun finish (`drain`), or run again on the new weights
-                (`abort`).
+            in_flight: before the engines load, batches in flight finish (`drain`), or run again on the new weights (`abort`).
             drain: seconds that `drain` waits for at most; then as `abort`.
             partial: names of the model may be missing.
             new_run: versions begin again, for an operator who starts another training in the same pool.

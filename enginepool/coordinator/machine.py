@@ -24,7 +24,7 @@ from enginepool.coordinator.state import Client, Group
 from enginepool.coordinator.status import report
 from enginepool.coordinator.watch import Watch
 from enginepool.coordinator.weights.ending import Ending
-from enginepool.coordinator.weights.holding import close, finish_begun, release
+from enginepool.coordinator.weights.holding import hold, release
 from enginepool.coordinator.weights.publishers import Publishers
 from enginepool.coordinator.weights.questions import Questions
 from enginepool.coordinator.weights.restoring import Restoring
@@ -118,8 +118,6 @@ class Machine:
             group.woken = False
             if not group.held:
                 pump(core, group)
-            elif (update := core.update_of(group)) is not None and not update.forward:
-                finish_begun(core, update)
         core.woken.clear()
         if core.draining:
             self._draining()
@@ -168,7 +166,7 @@ class Machine:
             self._drain_until = e.now + e.within
             if core.keep_workers:
                 for group in core.groups.values():
-                    close(group)
+                    hold(group)
             self.clients.tell_all("shutting_down", "the coordinator is shutting down; send again what it does not answer")
         elif core.keep_workers and not e.keep_workers:
             core.keep_workers = False

@@ -577,22 +577,41 @@ def test_a_drain_finishes_what_was_begun_and_starts_nothing_new() -> None:
     assert [batch.link for batch in pool.batches], "what waited runs on the new weights"
 
 
-def test_a_drain_lets_the_rest_of_a_begun_request_start() -> None:
+def test_a_drain_finishes_what_is_in_flight_and_not_the_rest_of_a_large_request() -> None:
     pool, trainer, links = ready(1)
-    pool.submit(trainer.link, 50, work(30, 10))
+    pool.submit(trainer.link, 50, work(400, 10))
     assert len(pool.batches) == 2
     to_transfer(pool, trainer)
     trainer.sent()
     pool.stage(links)
-    trainer.commit()
-    seen = 0
-    sent: list[Any] = []
-    while pool.batches:
-        seen += 1
+    sent = trainer.commit()
+    finished = 0
+    while not of_type(sent, HandOver):
+        finished += 1
         sent = pool.finish(pool.batches[0])
-    assert seen > 2
-    assert results(sent)[50].version == 0
-    assert of_type(sent, HandOver)
+    assert finished == 2 and not pool.batches
+    pool.answer(sent)
+    pool.written()
+    answers: dict[int, Any] = {}
+    while pool.batches:
+        answers |= results(pool.finish(pool.batches[0], version=1))
+    assert answers[50].version == 1
+    assert len(answers[50].forwards) == 50 + finished, "its rows of the old version ran again"
+
+
+def test_rows_that_were_computed_count_when_the_version_stays() -> None:
+    pool, trainer, links = ready(1)
+    pool.submit(trainer.link, 50, work(40, 10))
+    to_transfer(pool, trainer)
+    trainer.sent()
+    pool.stage(links)
+    trainer.commit()
+    pool.finish(pool.batches[0])
+    trainer.say(Abandon(1, "the gather failed"))
+    answers: dict[int, Any] = {}
+    while pool.batches:
+        answers |= results(pool.finish(pool.batches[0]))
+    assert len(answers[50].forwards) == 5
 
 
 def test_a_drain_does_not_wait_for_a_worker_that_is_kept_for_a_trial() -> None:

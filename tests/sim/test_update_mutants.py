@@ -1,6 +1,6 @@
 """The simulator finds what it is for in weight updates too: each bug that is planted here is seen within a few schedules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from random import Random
 from typing import Any
 
@@ -12,7 +12,7 @@ from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.phases import QUEUED
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.state import Group, Place, Request, Worker
-from enginepool.coordinator.weights import ending, holding, publishers
+from enginepool.coordinator.weights import ending, publishers
 from enginepool.coordinator.weights import transaction as weights
 from enginepool.coordinator.weights.publishers import Publishers
 from enginepool.coordinator.weights.restarts import Restarts
@@ -210,18 +210,13 @@ def recalled_work_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("enginepool.coordinator.requests.Requests.returned", returned)
 
 
-def a_drained_group_begins_new_requests(patch: pytest.MonkeyPatch) -> None:
-    real = holding.hold
+def a_held_group_finishes_requests_that_were_cut(patch: pytest.MonkeyPatch) -> None:
+    real = weights.working
 
-    def hold(update: Update) -> None:
-        real(update)
-        update.begun = update.group.queue.waiting()
+    def working(workers: Iterable[Worker]) -> bool:
+        return real(workers) or any(request.state == QUEUED for worker in workers for request in worker.group.cut)
 
-    def begun(update: Update) -> list[Request]:
-        return [request for request in update.begun if request.state == QUEUED]
-
-    patch.setattr(weights, "hold", hold)
-    patch.setattr(holding, "_begun", begun)
+    patch.setattr(weights, "working", working)
 
 
 def a_lease_is_not_renewed(patch: pytest.MonkeyPatch) -> None:
@@ -345,7 +340,7 @@ def test_an_abort_without_a_reason_is_found_where_nothing_but_links_breaks(
         nobody_says_where_lent_memory_is,
         early_requests_are_forgotten,
         recalled_work_is_not_put_back,
-        a_drained_group_begins_new_requests,
+        a_held_group_finishes_requests_that_were_cut,
     ],
     ids=lambda mutate: mutate.__name__,
 )

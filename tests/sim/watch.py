@@ -7,6 +7,7 @@ worker beside waiting work, bounded memory, and every 1,000 events the whole mac
 from array import array
 from collections.abc import Sequence
 
+from enginepool.coordinator.answers import OVERHEAD
 from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.effects import Effect, ToWorker
 from enginepool.coordinator.machine import Machine
@@ -70,9 +71,7 @@ class Watch:
             update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"
             assert update is None or not update.forward, f"{batch} was sent during a hand-over"
-            if update is not None and update.holds:
-                begun = [request for request, _, _ in batch.slices if request.flying > batch.rows or request.pieces]
-                assert len(begun) == len(batch.slices), f"{batch} was begun although its group is held"
+            assert update is None or not update.holds, f"{batch} was sent although its group is held"
         if new:
             for group in core.groups.values():
                 if not group.held:
@@ -112,6 +111,8 @@ class Watch:
         self.machine.requests.blame = count
 
     def _in_time(self, update: Update) -> None:
+        members = [member.worker for member in update.members.values()]
+        assert update.phase != "hold" or any(w.batches or w.texts for w in members), f"held for nothing in flight: {update}"
         moving = [member for member in update.members.values() if member.restart in ("leaving", "starting")]
         assert len(moving) <= 1 or update.at_once, f"several workers are restarted at the same time: {update}"
         if self.punctual and update.phase == "hold":
@@ -132,26 +133,21 @@ class Watch:
             assert group.trial is not None or group.suspects.head(class_) is None, f"{worker} is idle beside a suspect"
 
     def _in_order(self, group: Group, batches: Sequence[Batch]) -> None:
-        """Each batch was headed by what was first in line, and nobody of its signature was passed over."""
-        last = {PLAIN: (float("-inf"), 0), PACKED: (float("-inf"), 0)}
-        for batch in batches:
-            head, class_ = _place(batch.slices[0][0]), batch.worker.class_
-            assert all(request.classes & class_ for request, _, _ in batch.slices), f"{batch} is for another class"
-            if not batch.trial:
-                assert head >= last[class_], f"{batch} was sent after a later one"
-                last[class_] = head
-            else:
-                assert len(batch.slices) == 1 and len(batch.worker.batches) == 1 and not batch.worker.texts, batch
+        """No request was passed over by a later one of its client, and where priority is strict, by a lower one."""
         waiting = group.queue.waiting()
-        if batches and waiting:
-            for batch in batches:
-                mine = [request for request in waiting if request.classes & batch.worker.class_]
-                first = min(map(_place, mine), default=None)
-                assert first is None or _place(batch.slices[0][0]) <= first, f"{batch} was sent before {first}"
-                last_in = max(_place(request) for request, _, _ in batch.slices)
-                head = batch.slices[0][0]
-                same = [_place(r) for r in mine if (r.work.hidden, r.classes) == (head.work.hidden, head.classes)]
-                assert not same or last_in <= min(same), f"{batch} passed over one of its own signature"
+        for batch in batches:
+            class_, slices = batch.worker.class_, batch.slices
+            assert all(request.classes & class_ for request, _, _ in slices), f"{batch} is for another class"
+            if batch.trial:
+                assert len(slices) == 1 and len(batch.worker.batches) == 1 and not batch.worker.texts, batch
+                continue
+            oldest = {_flow(request): request for request in sorted(waiting, key=lambda request: -request.seq)}
+            for request, _, _ in slices:
+                first = oldest.get(_flow(request), request)
+                assert first.seq >= request.seq, f"{batch} passed over {first}, which is of the client of {request}"
+            first = min((request for request in waiting if request.classes & class_), key=_rank, default=None)
+            if first is not None and group.config.ageing_s is None:
+                assert _rank(slices[0][0]) <= _rank(first), f"{batch} was sent before {first}"
 
     def _trial(self, group: Group) -> None:
         """Count the workers that were lost in a trial, by call."""
@@ -178,7 +174,9 @@ class Watch:
         limits = core.config.limits
         kept = core.answers.nbytes
         guessed = any(request.group.sizes is None for c in core.clients.values() for request in c.live.values())
-        assert guessed or core.live_bytes + kept <= limits.buffer_bytes, (core.live_bytes, kept)
+        # The end of an update is kept without room for it: its publisher asks for it again.
+        most = limits.buffer_bytes + OVERHEAD * len(core.groups)
+        assert guessed or core.live_bytes + kept <= most, (core.live_bytes, kept)
         for client in core.clients.values():
             assert len(client.live) <= limits.window_requests, client
             assert guessed or client.nbytes <= limits.window_bytes, client
@@ -215,11 +213,14 @@ class Watch:
                 assert not worker.kept, worker
 
 
-def _place(request: Request) -> tuple[float, int]:
-    """Where a request stands in line: priority and waiting by the group's exchange rate, or priority alone; then arrival."""
-    ageing_s = request.group.config.ageing_s
-    key = -float(request.priority) if ageing_s is None else request.arrival - request.priority * ageing_s
-    return (key, request.seq)
+def _rank(request: Request) -> tuple[bool, int]:
+    """Smaller ones run first, where priority is strict: clients without a link are last, whatever priority they asked for."""
+    return (False, -request.priority) if request.client.link is not None else (True, 0)
+
+
+def _flow(request: Request) -> tuple[bytes, int, int, bool]:
+    """Requests of which the oldest runs first."""
+    return request.client.id, request.priority, request.classes, request.work.hidden
 
 
 def _uid(request: Request) -> int:

@@ -79,7 +79,7 @@ class Restarts:
         return True
 
     def _leave(self, update: Update, member: Member) -> None:
-        """It gets no more work. What it has begun it finishes, if that is wanted."""
+        """It gets no more work. Its batches in flight finish, if that is wanted."""
         member.restart = "leaving"
         member.worker.leaving = True
         member.worker.routing.update(member.worker)

@@ -12,7 +12,7 @@ later. Each phase waits for one answer of each member, `pending`, and has a dead
     transfer    staged of all, and `sent`         digests and findings: staged, or abort   abort; the lease: abort
     staged      `commit`                          hold; by restart: restart                abort; the lease: abort
     restart     enough members run on it          hold, or with `at_once` (held): journal  see `restarts`
-    hold        nothing in hand of members        hand_over                                drain: put back, go on; a loss: abort
+    hold        nothing in flight at members      hand_over                                drain: put back, go on; a loss: abort
     hand_over   handed_over of all                one loaded: journal; none, or all who    the member has failed
                                                   did are lost and nobody else has it: fail
                 direct: and `sent`                all loaded: journal                      fail
@@ -39,7 +39,7 @@ from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import CheckJournal, WriteJournal
 from enginepool.coordinator.state import Worker
 from enginepool.coordinator.weights.ending import Ending
-from enginepool.coordinator.weights.holding import hold, unfinished, working
+from enginepool.coordinator.weights.holding import hold, working
 from enginepool.coordinator.weights.notices import ask, say_join, say_phase
 from enginepool.coordinator.weights.restarts import Restarts
 from enginepool.coordinator.weights.ring import Ring
@@ -244,7 +244,7 @@ class Weights:
             if update.recalls:
                 self._stop_draining(update)
             members = [member.worker for member in update.members.values()]
-            if not working(members) and not unfinished(update):
+            if not working(members):
                 if update.at_once:
                     self._enter(update, RESTART)
                 else:
@@ -273,16 +273,14 @@ class Weights:
 
     def _hold(self, update: Update) -> None:
         offer = update.offer
-        hold(update)
+        hold(update.group)
         drains = offer.in_flight == "drain"
         self._enter(update, HOLD, offer.drain_ms / 1000 if drains else 0.0)
         update.recalls = not drains
-        self.core.wake(update.group)
 
     def _stop_draining(self, update: Update) -> None:
         """What members have in hand is put back, and runs on the new weights. The hand-over follows at once: until then their
         engines are fuller than the ledger says."""
-        update.begun = []
         for member in update.members.values():
             update.recalled += len(member.worker.batches)
             member.recalled += self.fleet.recall(member.worker)

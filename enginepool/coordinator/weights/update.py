@@ -102,8 +102,6 @@ class Update:
         self.spaces: list[Space] = []
         #: the publisher wants it committed
         self.commit = False
-        #: requests that had begun when the group was held
-        self.begun: list[Request] = []
         #: the drain is over, or none was wanted: what members have in hand is put back
         self.recalls = False
         #: batches that were taken back for it
