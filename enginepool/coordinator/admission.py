@@ -116,9 +116,8 @@ class Admission:
             request.state = TEXT
             group.text_waiting[request] = None
         else:
-            request.queue.push(request)
-            first = group.blocked
+            heads = request.queue.push(request)
             # The common case under load needs no look at the queue.
-            if first is not None and first.lane is group.queue and (first.key, first.seq) < (request.key, request.seq):
+            if not heads and group.blocked is not None and group.blocked.lane is group.queue:
                 return
         core.wake(group)

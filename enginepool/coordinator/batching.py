@@ -18,7 +18,7 @@ from enginepool.coordinator.effects import ToWorker
 from enginepool.coordinator.events import Buffer
 from enginepool.coordinator.filling import cut_next, fill, fill_packed, take
 from enginepool.coordinator.phases import RUNNING, TEXT
-from enginepool.coordinator.queue import Entry
+from enginepool.coordinator.queue import Lane
 from enginepool.coordinator.routing import Routing
 from enginepool.coordinator.state import Batch, Group, Request, Worker
 from enginepool.protocol.messages import Batch as BatchMessage
@@ -47,7 +47,7 @@ def pump(core: Core, group: Group) -> None:
             batch = fill(core, queue, lane, worker)
             if batch is None:
                 if not (packed.open or group.suspects.size or group.kept_worker is not None):
-                    group.blocked = lane[0][2]
+                    group.blocked = lane.head
                 break
         send_batch(core, batch)
     if group.text_waiting:
@@ -57,7 +57,7 @@ def pump(core: Core, group: Group) -> None:
 def still_blocked(core: Core, group: Group) -> bool:
     """Whether the head of the queue fits no worker, as `group.blocked` says; for tests."""
     lane, worker = group.queue.head(PLAIN), group.routing.least()
-    if lane is None or lane[0][2] is not group.blocked or group.packed_routing.open or group.suspects.size:
+    if lane is None or lane.head is not group.blocked or group.packed_routing.open or group.suspects.size:
         return False
     return worker is None or fill(core, group.queue, lane, worker) is None
 
@@ -67,10 +67,10 @@ def _try_suspect(core: Core, group: Group) -> None:
     if group.trial is not None:
         return
     kept = group.kept_worker
-    found: tuple[list[Entry[Request]], Worker] | None = None
+    found: tuple[Lane[Request], Worker] | None = None
     for class_, routing in ((PACKED, group.packed_routing), (PLAIN, group.routing)):
         lane, first = group.suspects.head(class_), group.queue.head(class_)
-        if lane is None or (first is not None and first[0] < lane[0]):
+        if lane is None or (first is not None and first.before_suspect(lane)):
             continue
         worker = _quietest(group, routing)
         mine = kept if kept is not None and kept.able and kept.routing is routing else None
@@ -90,16 +90,19 @@ def _try_suspect(core: Core, group: Group) -> None:
         group.kept_worker = worker
         return
     group.kept_worker = None
-    request = lane[0][2]
+    request = lane.head
+    assert request is not None
     if request.state == TEXT:
-        group.suspects.pop(lane)
+        group.suspects.pop(lane, request.work.tokens)
         group.trial = Batch(core.task_id(), worker, [(request, 0, 0)], 0, 0, True)
         _give_text(core, worker, group.trial.id, request)
         return
     cost, slice_ = cut_next(request, worker)
     take(core, slice_)
     if slice_[0].state == RUNNING:
-        group.suspects.pop(lane)
+        group.suspects.pop(lane, cost)
+    else:
+        group.suspects.charge(lane, cost)
     group.trial = Batch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], True)
     send_batch(core, group.trial)
 

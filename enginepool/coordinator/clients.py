@@ -36,7 +36,7 @@ class Clients:
                 return
             if client.link is not None:
                 core.links.pop(client.link, None)
-            client.link = e.link
+            self._link(client, e.link)
             client.incarnation = e.incarnation
             client.heard = e.now
         limits = core.config.limits
@@ -44,7 +44,7 @@ class Clients:
         before = core.links.get(e.link)
         core.links[e.link] = client
         if before is not None:
-            before.link = None
+            self._link(before, None)
             publishes = any(update.client is before for update in core.updates.values())
             if not before.live and not publishes and not core.answers.any_of(before):
                 # Nothing to come back for: one link cannot leave behind more clients than have asked for something.
@@ -91,7 +91,17 @@ class Clients:
         """A client's link is gone; its requests go on, and it may come back on another link."""
         client = self.core.links.pop(e.link, None)
         if client is not None and client.link == e.link:
-            client.link = None
+            self._link(client, None)
+
+    def _link(self, client: Client, link: Link | None) -> None:
+        """The newest link of `client`. Without one its requests wait behind those of all others."""
+        before, client.link = client.link, link
+        if (before is None) != (link is None) and client.live:
+            for group in self.core.groups.values():
+                group.queue.move(client)
+                group.suspects.move(client)
+                group.blocked = None
+                self.core.wake(group)
 
     def _drop(self, client: Client) -> None:
         """Nobody waits for this client's answers any more."""

@@ -16,7 +16,7 @@ from enginepool.coordinator.door import row_lengths
 from enginepool.coordinator.events import Buffer, Work
 from enginepool.coordinator.pace import Pace
 from enginepool.coordinator.phases import QUEUED, RUNNING
-from enginepool.coordinator.queue import Entry, Queue
+from enginepool.coordinator.queue import Lane, Queue
 from enginepool.coordinator.state import Batch, Request, Slice, Worker
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
@@ -98,7 +98,7 @@ def beyond_pace(worker: Worker, most: int, head: Request, follower: Request, wei
     return weight + more / 2 > most or weight + more > 2 * pace.tokens
 
 
-def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: Worker) -> Batch | None:
+def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> Batch | None:
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
@@ -108,7 +108,8 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
     free_rows = can.inflight_rows - worker.rows
     extra = can.page - 1
     each = 0.0 if pace is None else pace.row
-    head = lane[0][2]
+    head = lane.head
+    assert head is not None
     work = head.work
     rows = work.rows
     cost = work.tokens + rows * extra
@@ -129,15 +130,16 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
     most = pace_for(worker, head, core.now, weight)
     slices = [slice_]
     take(core, slice_)
-    if head.state == RUNNING:
-        queue.pop(lane)
+    if head.state != RUNNING:
+        queue.charge(lane, weight)
+    else:
+        queue.pop(lane, weight)
         header = header_bytes(work)
         free_tokens = min(free_tokens, can.batch_tokens)
         free_rows = min(free_rows, can.batch_rows)
-        while lane and cost < free_tokens and rows < free_rows:
-            next_ = lane[0][2]
+        while (next_ := lane.head) is not None and cost < free_tokens and rows < free_rows:
             if next_.state != QUEUED or next_.lane is not queue:
-                queue.pop(lane)
+                queue.drop(lane)
                 continue
             work = next_.work
             more = work.tokens + work.rows * extra
@@ -156,11 +158,11 @@ def fill(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: 
             slice_ = (next_, 0, work.rows)
             slices.append(slice_)
             take(core, slice_)
-            queue.pop(lane)
+            queue.pop(lane, weighs)
     return Batch(core.task_id(), worker, slices, cost, rows, False)
 
 
-def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], worker: Worker) -> Batch | None:
+def fill_packed(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> Batch | None:
     """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
@@ -172,10 +174,9 @@ def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], w
     slices: list[Slice] = []
     rows = most = header = 0
     most_tokens, most_rows, room = can.batch_tokens, can.batch_rows, longest(pace)
-    while lane and rows < most_rows:
-        request = lane[0][2]
+    while (request := lane.head) is not None and rows < most_rows:
         if request.state != QUEUED or request.lane is not queue:
-            queue.pop(lane)
+            queue.drop(lane)
             continue
         start, end = request.back[0] if request.back else (request.next, request.work.rows)
         weight = packing.cost + rows * each
@@ -201,8 +202,9 @@ def fill_packed(core: Core, queue: Queue[Request], lane: list[Entry[Request]], w
         rows += stop - start
         take(core, slices[-1])
         if request.flying < request.left:
+            queue.charge(lane, weighs)
             break
-        queue.pop(lane)
+        queue.pop(lane, weighs)
     return Batch(core.task_id(), worker, slices, packing.cost, rows, False)
 
 

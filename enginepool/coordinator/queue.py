@@ -1,15 +1,31 @@
-"""The queue of a group: requests in order of their constant key, a lane for each signature.
+"""The queue of a group: fair between clients, a lane for each signature.
 
-Only requests of one signature share a batch: hidden states wanted or not, and the classes of workers that can serve it. The
-number of lanes is the number of signatures in use, so the head of the queue, or of what a class can serve, is the smallest of a
-few lane heads. Within a lane, requests of one priority come in the order of their keys: each priority is a plain FIFO, and only
-the first of each stands in the lane's heap, which therefore stays as small as the number of priorities in use however long the
-queue is. Entries of requests that no longer wait are left in place, dropped when they reach the top, and swept out together
-once they are half of the queue: cancelling costs O(1) and memory stays in proportion to what waits.
+Only requests of one signature share a batch: hidden states wanted or not, and the classes of workers that can serve it. A lane
+has a line for each priority, and a line has a flow for each client: its requests, oldest first. Who is next:
+
+1. Between priorities, the line with the smallest key. `keys` of a line are those of its requests, and each request that leaves
+   takes the oldest one with it. So a priority ages as if it were first in, first out, whoever in it was served.
+2. Within a priority, the client with the smallest start (start-time fair queueing). Virtual time is counted in what a worker
+   computes: tokens, and rows in tokens. A client that is served begins that much later next time. A client that had nothing
+   waiting begins at the present virtual time: it has no credit for what it did not use. A request that was cut is charged part
+   by part, so that other clients have their turn between its parts.
+3. Within a client, the oldest request.
+
+Virtual time follows the starts of those who are served. It moves by a part of what is computed as well (`DRIFT`), or a stream
+of new clients, each of which begins at the present, would keep it, and those who wait, where they are.
+
+Requests of clients whose link was cut stand in a line of their own, behind all others, until the client says hello again.
+
+Every step costs O(log n) of the clients and priorities that wait. Entries of requests that no longer wait are left in place,
+dropped when they reach the top, and swept out together once they are half of the queue: cancelling costs O(1) and memory stays
+in proportion to what waits.
 """
 
+from bisect import bisect_left, insort
 from collections import deque
 from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
 from enginepool.coordinator.events import Work
@@ -17,6 +33,21 @@ from enginepool.coordinator.phases import DONE, QUEUED  # TEXT waits too: in the
 
 #: every class of workers
 ANY = -1
+#: stands for the priority of all requests of clients without a link; below every other one
+AWAY = -(1 << 20)
+#: virtual time moves by at least this part of a fair share of what is computed
+DRIFT = 0.25
+#: so many clients of one priority are remembered before those who used no more than the others are forgotten
+REMEMBERED = 64
+
+_arrival = attrgetter("seq")
+
+
+class Peer(Protocol):
+    """What a queue reads of a client."""
+
+    @property
+    def link(self) -> object | None: ...
 
 
 class Waits(Protocol):
@@ -31,59 +62,118 @@ class Waits(Protocol):
     state: int
     lane: "Queue[Any] | Early[Any] | None"
 
+    @property
+    def client(self) -> Peer: ...
+
 
 R = TypeVar("R", bound=Waits)
 
+#: (start, arrival number, the waiting requests of one client): whose turn it is in a line
+Turn = tuple[float, int, deque[R]]
 
-class Fifo(deque[R]):
-    """Requests of one priority behind the one that stands in the heap, in the order of their arrival numbers."""
 
-    __slots__ = ("last", "open")
+class Level:
+    """What clients have used of one priority, over all lanes."""
+
+    __slots__ = ("most", "starts", "virtual")
+
+    def __init__(self) -> None:
+        #: the latest virtual time of its lines
+        self.virtual = 0.0
+        #: by client: where its next service begins, unless virtual time is further; others begin at the virtual time
+        self.starts: dict[Peer, float] = {}
+        #: when to forget those who are not further than the virtual time
+        self.most = REMEMBERED
+
+    def enter(self, client: Peer, virtual: float) -> float:
+        """The start of a client that had nothing waiting in a line of this virtual time."""
+        starts = self.starts
+        start = starts.get(client, virtual)
+        if start < virtual:
+            start = virtual
+        starts[client] = start
+        if len(starts) > self.most:
+            self.starts = {client: start for client, start in starts.items() if start > self.virtual}
+            self.most = 2 * len(self.starts) + REMEMBERED
+        return start
+
+
+class Line(list[Turn[R]]):
+    """The requests of one priority in a lane: a heap of the clients' turns."""
+
+    __slots__ = ("flows", "keys", "level", "priority", "virtual")
+
+    def __init__(self, priority: int, level: Level) -> None:
+        super().__init__()
+        self.priority = priority
+        self.level = level
+        self.virtual = 0.0
+        #: by client: its requests in the order of their arrival; none is empty
+        self.flows: dict[Peer, deque[R]] = {}
+        #: as many as there are requests, smallest first
+        self.keys: deque[float] = deque()
+
+    def key_of(self, request: R) -> float:
+        return inf if self.priority == AWAY else request.key
+
+    def forget(self, request: R) -> None:
+        """`request` leaves without being served: the key goes that is least above its own."""
+        at = bisect_left(self.keys, self.key_of(request))
+        del self.keys[min(at, len(self.keys) - 1)]
+
+
+class Lane(list[tuple[float, int, Line[R]]]):
+    """A heap of lines by (smallest key, -priority)."""
+
+    __slots__ = ("head", "lines")
 
     def __init__(self) -> None:
         super().__init__()
-        #: its first request stands in the heap
-        self.open = False
-        #: arrival number of its newest request, in the heap or here
-        self.last = 0
+        #: the request whose turn it is, waiting or stale; None: the lane is empty
+        self.head: R | None = None
+        #: by priority; some are empty
+        self.lines: dict[int, Line[R]] = {}
 
+    def before(self, other: "Lane[R]") -> bool:
+        """Whether its head is before that of `other`, a lane of the same queue."""
+        if self[0][1] == other[0][1]:
+            return self[0][2][0] < other[0][2][0]
+        return self[0] < other[0]
 
-#: (key, seq, request, the fifo whose first it is; None when it came back and stands alone)
-Entry = tuple[float, int, R, Fifo[R] | None]
+    def before_suspect(self, other: "Lane[R]") -> bool:
+        """Whether its head is before that of `other`, a lane of suspects. Those were first in their priority once already."""
+        return self[0][1] != other[0][1] and self[0] < other[0]
 
-
-class Lane(list[Entry[R]]):
-    """A heap of the first entries; `lane[0]` is the first of all."""
-
-    __slots__ = ("fifos",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: by priority
-        self.fifos: dict[int, Fifo[R]] = {}
+    def order(self) -> None:
+        """Build the heap anew: keys have become smaller, or a line that is not the first has changed."""
+        self[:] = [(line.keys[0], -line.priority, line) for line in self.lines.values() if line]
+        heapify(self)
+        self.head = self[0][2][0][2][0] if self else None
 
     def requests(self) -> list[R]:
         """All of them, waiting or stale, in no order."""
-        return [entry[2] for entry in self] + [request for fifo in self.fifos.values() for request in fifo]
+        return [request for line in self.lines.values() for flow in line.flows.values() for request in flow]
 
 
 class Queue(Generic[R]):
-    """Requests that wait, smallest (key, seq) first. `request.lane` names the queue where its entry counts."""
+    """Requests that wait. `request.lane` names the queue where its entry counts."""
 
-    __slots__ = ("_lanes", "_stale", "size")
+    __slots__ = ("_lanes", "_levels", "_stale", "size")
 
     def __init__(self) -> None:
         #: by signature: the classes' bits, shifted, and whether hidden states are wanted
         self._lanes: dict[int, Lane[R]] = {}
+        #: by priority
+        self._levels: dict[int, Level] = {}
         #: entries in all lanes, waiting or stale
         self.size = 0
         #: roughly as many of them are stale
         self._stale = 0
 
-    def push(self, request: R) -> None:
-        """Add `request`, unless its entry stands here already: the key is constant, so that entry is right."""
+    def push(self, request: R) -> bool:
+        """Add `request`, unless it stands here already. Whether it is now the head of its lane."""
         if request.lane is self:
-            return
+            return False
         if request.lane is not None:
             request.lane.forget()
         request.lane = self
@@ -92,49 +182,103 @@ class Queue(Generic[R]):
         lane = self._lanes.get(signature)
         if lane is None:
             lane = self._lanes[signature] = Lane()
-        fifo = lane.fifos.get(request.priority)
-        if fifo is None:
-            fifo = lane.fifos[request.priority] = Fifo()
-        if not fifo.open:
-            fifo.open = True
-            fifo.last = request.seq
-            heappush(lane, (request.key, request.seq, request, fifo))
-        elif request.seq > fifo.last:
-            fifo.last = request.seq
-            fifo.append(request)
+        client = request.client
+        priority = request.priority if client.link is not None else AWAY
+        line = lane.lines.get(priority)
+        if line is None:
+            line = lane.lines[priority] = Line(priority, self._levels.setdefault(priority, Level()))
+        flow = line.flows.get(client)
+        if flow is None:
+            level = line.level
+            if not line and line.virtual < level.virtual:
+                line.virtual = level.virtual
+            flow = line.flows[client] = deque((request,))
+            heappush(line, (level.enter(client, line.virtual), request.seq, flow))
+        elif request.seq > flow[-1].seq:
+            flow.append(request)
         else:
             # It came back: its place is before some that arrived after it.
-            heappush(lane, (request.key, request.seq, request, None))
+            flow.insert(bisect_left(flow, request.seq, key=_arrival), request)
+        keys = line.keys
+        key = request.key if priority != AWAY else inf
+        if not keys:
+            keys.append(key)
+            heappush(lane, (key, -priority, line))
+        elif key >= keys[-1]:
+            keys.append(key)
+        else:
+            insort(keys, key)
+            if keys[0] == key:
+                lane.order()
+        lane.head = head = lane[0][2][0][2][0]
+        return head is request
 
-    def head(self, classes: int = ANY) -> list[Entry[R]] | None:
+    def head(self, classes: int = ANY) -> Lane[R] | None:
         """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits."""
-        best: list[Entry[R]] | None = None
+        best: Lane[R] | None = None
         bits = classes << 1
         for signature, lane in self._lanes.items():
-            while lane and signature & bits:
-                request = lane[0][2]
-                if request.state <= QUEUED and request.lane is self:
-                    if best is None or lane[0] < best[0]:
-                        best = lane
-                    break
-                self.pop(lane)
-                if self._stale:
-                    self._stale -= 1
+            if signature & bits:
+                while (request := lane.head) is not None:
+                    if request.state <= QUEUED and request.lane is self:
+                        if best is None or lane.before(best):
+                            best = lane
+                        break
+                    self.drop(lane)
         return best
 
-    def pop(self, lane: list[Entry[R]]) -> None:
-        """Drop the head of `lane`."""
-        _, _, request, fifo = lane[0]
-        if fifo:
-            follower = fifo.popleft()
-            heapreplace(lane, (follower.key, follower.seq, follower, fifo))
-        else:
-            heappop(lane)
-            if fifo is not None:
-                fifo.open = False
+    def pop(self, lane: Lane[R], weight: float) -> None:
+        """The head of `lane` was given to a worker, for which it weighs so much: it leaves."""
+        key, priority, line = lane[0]
+        start, _, flow = line[0]
+        request = flow.popleft()
         if request.lane is self:
             request.lane = None
         self.size -= 1
+        after = self._charge(line, request.client, start, weight)
+        if flow:
+            heapreplace(line, (after, flow[0].seq, flow))
+        else:
+            heappop(line)
+            del line.flows[request.client]
+        keys = line.keys
+        keys.popleft()
+        if not keys:
+            heappop(lane)
+        elif keys[0] != key:
+            heapreplace(lane, (keys[0], priority, line))
+        lane.head = lane[0][2][0][2][0] if lane else None
+
+    def charge(self, lane: Lane[R], weight: float) -> None:
+        """A part of the head of `lane` was given to a worker, for which it weighs so much: the next part waits its turn."""
+        line = lane[0][2]
+        start, seq, flow = line[0]
+        heapreplace(line, (self._charge(line, flow[0].client, start, weight), seq, flow))
+        lane.head = line[0][2][0]
+
+    @staticmethod
+    def _charge(line: Line[R], client: Peer, start: float, weight: float) -> float:
+        """`client`, whose turn began at `start`, is served: where its next turn begins."""
+        level = line.level
+        virtual = line.virtual + DRIFT * weight / len(line)
+        if virtual < start:
+            virtual = start
+        line.virtual = virtual
+        if level.virtual < virtual:
+            level.virtual = virtual
+        starts = level.starts
+        after = starts[client] = starts.get(client, start) + weight
+        return after
+
+    def drop(self, lane: Lane[R]) -> None:
+        """The head of `lane` no longer waits: drop its entry."""
+        line, request = lane[0][2], lane.head
+        assert request is not None
+        line.forget(request)
+        line.keys.appendleft(lane[0][0])
+        self.pop(lane, 0.0)
+        if self._stale:
+            self._stale -= 1
 
     def forget(self) -> None:
         """A request that stood here no longer waits. Sweeps when half of the entries may be stale."""
@@ -147,7 +291,30 @@ class Queue(Generic[R]):
         requests = [request for lane in self._lanes.values() for request in lane.requests()]
         self._lanes.clear()
         self.size = self._stale = 0
-        requests.sort(key=lambda request: request.seq)
+        self._push_again(requests)
+
+    def move(self, client: Peer) -> None:
+        """The link of `client` was cut, or it has one again: its requests go behind all others, or back among them."""
+        moved: list[R] = []
+        for lane in self._lanes.values():
+            before = len(moved)
+            for line in lane.lines.values():
+                flow = line.flows.pop(client, None)
+                if flow is not None:
+                    moved += flow
+                    for request in flow:
+                        line.forget(request)
+                    line[:] = [turn for turn in line if turn[2] is not flow]
+                    heapify(line)
+            if len(moved) > before:
+                lane.order()
+        self.size -= len(moved)
+        self._stale -= min(self._stale, sum(request.state > QUEUED or request.lane is not self for request in moved))
+        self._push_again(moved)
+
+    def _push_again(self, requests: list[R]) -> None:
+        """Of requests whose entries were taken out, those that wait come back."""
+        requests.sort(key=_arrival)
         for request in requests:
             if request.lane is self:
                 request.lane = None
@@ -166,21 +333,33 @@ class Queue(Generic[R]):
     def check(self) -> None:
         assert self.size == sum(len(lane.requests()) for lane in self._lanes.values()), self.size
         for signature, lane in self._lanes.items():
-            for i, entry in enumerate(lane):
-                assert i == 0 or lane[(i - 1) // 2][:2] <= entry[:2], (i, entry)
-                assert entry[:2] == (entry[2].key, entry[2].seq), entry
-            for request in lane.requests():
-                if request.lane is self and request.state <= QUEUED:
-                    assert signature == request.classes << 1 | request.work.hidden, (signature, request)
-            for priority, fifo in lane.fifos.items():
-                assert fifo.open == any(entry[3] is fifo for entry in lane), priority
-                assert fifo.open or not fifo, priority
-                first = [entry[:2] for entry in lane if entry[3] is fifo]
-                order = first + [(request.key, request.seq) for request in fifo]
-                assert order == sorted(order), (priority, order)
-                assert not fifo or fifo.last == fifo[-1].seq, (priority, fifo.last)
+            _check_heap(lane)
+            assert {line.priority for _, _, line in lane} == {line.priority for line in lane.lines.values() if line}, signature
+            assert lane.head is (lane[0][2][0][2][0] if lane else None), lane.head
+            for key, priority, line in lane:
+                assert (key, priority) == (line.keys[0], -line.priority), (key, priority, line.keys[0])
+            for priority, line in lane.lines.items():
+                _check_heap(line)
+                assert {id(flow) for _, _, flow in line} == {id(flow) for flow in line.flows.values()}, priority
+                assert len(line) == len(line.flows) and all(line.flows.values()), priority
+                assert len(line.keys) == sum(map(len, line.flows.values())), priority
+                assert list(line.keys) == sorted(line.keys), priority
+                assert line.virtual <= line.level.virtual and line.level is self._levels[priority], priority
+                for client, flow in line.flows.items():
+                    order = [request.seq for request in flow]
+                    assert order == sorted(order), (priority, order)
+                    for request in flow:
+                        if request.lane is self and request.state <= QUEUED:
+                            mine = request.priority if client.link is not None else AWAY
+                            assert request.client is client and priority == mine, (priority, request)
+                            assert signature == request.classes << 1 | request.work.hidden, (signature, request)
         seen = [request.seq for request in self.waiting()]
         assert len(seen) == len(set(seen)), "a request stands twice in a queue"
+
+
+def _check_heap(heap: list[Any]) -> None:
+    for i, entry in enumerate(heap):
+        assert i == 0 or heap[(i - 1) // 2][:2] <= entry[:2], (i, entry)
 
 
 class Early(Generic[R]):

@@ -24,6 +24,8 @@ from enginepool.protocol.messages import (
 
 CAN = Capabilities("causal", 1000, 100, batch_tokens=100, batch_rows=8, inflight_tokens=200, inflight_rows=16)
 EPOCH = 7
+#: columns of hidden states
+HIDDEN = 4
 
 
 def work(
@@ -181,7 +183,11 @@ class Pool:
             scores = np.stack([items[starts], lengths], axis=1).astype(np.float32)
             columns = len(part.labels) or 2
             scores = np.pad(scores, ((0, 0), (0, max(columns - 2, 0))))[:, :columns]
-            outcomes.append(ev.Outcome([FrameSpec("scores", "float32", scores.shape)], [scores.tobytes()]))
+            specs, out = [FrameSpec("scores", "float32", scores.shape)], [scores.tobytes()]
+            if sent.message.hidden:
+                specs.append(FrameSpec("hidden", "float32", (len(lengths), HIDDEN)))
+                out.append(bytes(4 * HIDDEN * len(lengths)))
+            outcomes.append(ev.Outcome(specs, out))
         return self.do(ev.BatchDone(0, sent.link, sent.message.batch, outcomes, version, forwards, int(run_s * 1e6)))
 
     def finish_all(self) -> list[Sent]:

@@ -37,8 +37,8 @@ def test_followers_of_other_callers_fill_what_is_left() -> None:
     pool.submit(a, 2, work(3))
     pool.submit(b, 2, work(1))
     pool.worker()
-    # 8 rows to a batch: 3 + 2 + 3; the fourth request opens the next batch.
-    assert [rows(s) for s in pool.batches] == [[3, 2, 3], [1]]
+    # 8 rows to a batch, in turn: three of a, two of b and its next one; three more of a would be nine.
+    assert [rows(s) for s in pool.batches] == [[3, 2, 1], [3]]
 
 
 def test_other_signatures_do_not_share_a_batch() -> None:

@@ -1,4 +1,7 @@
-"""The queue and the heap of those who wait for a version, against lists that are searched anew each time."""
+"""The queue and the heap of those who wait for a version, against lists that are searched anew each time.
+
+The model of fairness is told which of the waiting clients began where, and computes for itself who is next.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +19,18 @@ class Content:
 
 
 @dataclass(eq=False)
+class Asks:
+    """What a queue reads of a client."""
+
+    number: int
+    link: bytes | None = b"l"
+
+
+@dataclass(eq=False)
 class Waiting:
     """What a queue reads of a request."""
 
+    client: Asks
     work: Any
     classes: int
     priority: int
@@ -39,6 +51,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.early: Early[Waiting] = Early()
         self.version = 0
         self.requests: list[Waiting] = []
+        self.clients = [Asks(number) for number in range(4)]
         #: taken by a worker; they may come back
         self.taken: list[Waiting] = []
 
@@ -50,14 +63,16 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(
         number=st.integers(1, 40),
+        client=st.integers(0, 3),
         priority=st.integers(-1, 1),
         classes=st.integers(1, 3),
         hidden=st.booleans(),
         later=st.integers(0, 3),
     )
-    def submit(self, number: int, priority: int, classes: int, hidden: bool, later: int) -> None:
+    def submit(self, number: int, client: int, priority: int, classes: int, hidden: bool, later: int) -> None:
         for _ in range(number):
-            request = Waiting(Content(hidden), classes, priority, len(self.requests), self.version + later)
+            who, version = self.clients[client], self.version + later
+            request = Waiting(who, Content(hidden), classes, priority, len(self.requests), version)
             self.requests.append(request)
             self.place(request).push(request)
 
@@ -70,19 +85,33 @@ class AnyOrder(RuleBasedStateMachine):
                 request.state = DONE
                 request.lane.forget()
 
-    @rule(classes=st.sampled_from([-1, 1, 2]), number=st.integers(1, 10))
-    def take(self, classes: int, number: int) -> None:
+    @rule(classes=st.sampled_from([-1, 1, 2]), number=st.integers(1, 10), weight=st.integers(1, 100), whole=st.booleans())
+    def take(self, classes: int, number: int, weight: int, whole: bool) -> None:
         for _ in range(number):
             lane = self.queue.head(classes)
             mine = [r for r in self.live() if r.lane is self.queue and r.classes & classes]
             assert (lane is None) == (not mine)
             if lane is None:
                 return
-            request = lane[0][2]
-            assert request is min(mine, key=lambda r: (r.key, r.seq))
-            self.queue.pop(lane)
+            request = lane.head
+            assert request is not None
+            rank = min((r.client.link is None, r.key) for r in mine)
+            assert rank == (request.client.link is None, request.key) or rank[0], "the highest priority, of those who are here"
+            same = [r for r in mine if (r.classes, r.work.hidden) == (request.classes, request.work.hidden)]
+            older = [r for r in same if r.client is request.client and r.key == request.key and r.seq < request.seq]
+            assert not older or request.client.link is None, "the oldest of its client"
+            if not whole:
+                self.queue.charge(lane, weight)
+                continue
+            self.queue.pop(lane, weight)
             request.state = RUNNING
             self.taken.append(request)
+
+    @rule(client=st.integers(0, 3))
+    def cut_or_hello(self, client: int) -> None:
+        asks = self.clients[client]
+        asks.link = b"l" if asks.link is None else None
+        self.queue.move(asks)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())

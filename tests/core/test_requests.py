@@ -529,7 +529,7 @@ def test_a_goodbye_lets_others_start_who_waited_behind_it() -> None:
     pool.worker()
     for number, length in ((1, 100), (2, 60), (3, 90)):
         pool.submit(leaving, number, work(1, length))
-    pool.submit(staying, 4, work(1, 30))
+    pool.submit(staying, 4, work(1, 30), priority=-1)
     assert len(pool.batches) == 2
     pool.do(ev.ClientLeft(0, leaving))
     assert len(pool.batches) == 3, "what stood before it did not fit, and is gone"

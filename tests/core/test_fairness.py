@@ -1,0 +1,150 @@
+"""Promises about fairness: within a priority, clients share by what workers compute for them."""
+
+import pytest
+
+from enginepool.coordinator import events as ev
+from enginepool.protocol.messages import Result
+from tests.core.machines import CAN, Pool, Sent, work
+
+#: batches of `machines.CAN` that are in flight at one worker
+IN_FLIGHT = 2
+
+
+def answers(sent: list[Sent], client: bytes) -> int:
+    """How many of them are answers to `client`."""
+    return sum(one.link == client and isinstance(one.message, Result) for one in sent)
+
+
+def answered_after(pool: Pool, client: bytes, most: int = 2000) -> int:
+    """Finish batches, oldest first, until `client` has an answer; how many were finished."""
+    for finished in range(1, most):
+        if answers(pool.finish(pool.batches[0]), client):
+            return finished
+    raise AssertionError(f"no answer in {most} batches")
+
+
+def test_one_item_waits_for_what_is_in_flight_behind_a_request_of_10_000() -> None:
+    pool = Pool()
+    pool.worker()
+    greedy, light = pool.client(), pool.client()
+    pool.submit(greedy, 1, work(10_000))
+    pool.submit(light, 1, work(1))
+    assert answered_after(pool, light) <= IN_FLIGHT + 1
+
+
+def test_one_item_waits_for_what_is_in_flight_behind_a_client_with_many_requests() -> None:
+    pool = Pool()
+    pool.worker()
+    greedy, light = pool.client(), pool.client()
+    for number in range(200):
+        pool.submit(greedy, number, work(8))
+    pool.submit(light, 1, work(1))
+    assert answered_after(pool, light) <= IN_FLIGHT + 1
+
+
+@pytest.mark.parametrize("greedy", [1, 8, 64])
+def test_a_light_client_waits_for_one_batch_of_each_competing_client(greedy: int) -> None:
+    """Its later items as well: it never uses its share."""
+    pool = Pool()
+    pool.worker()
+    links = [pool.client() for _ in range(greedy)]
+    light = pool.client()
+    for number in range(30):
+        for link in links:
+            pool.submit(link, number, work(20 if number % 3 else 8))
+    for number in range(5):
+        pool.submit(light, number, work(1))
+        assert answered_after(pool, light) <= IN_FLIGHT + greedy
+    for _ in range(2 * greedy):
+        pool.finish(pool.batches[0])
+    pool.submit(light, 9, work(1))
+    assert answered_after(pool, light) <= IN_FLIGHT + 2, "the present virtual time is where most of the others are"
+
+
+def test_two_busy_clients_get_the_same_whatever_the_size_of_their_requests() -> None:
+    pool = Pool()
+    large, small = pool.client(), pool.client()
+    pool.submit(large, 1, work(400))
+    for number in range(400):
+        pool.submit(small, number, work(1))
+    pool.worker()
+    for _ in range(50):
+        pool.finish(pool.batches[0])
+    done = answers(pool.sent, small)
+    assert 180 <= done <= 220, "of 400 rows that were computed half are its own"
+
+
+def test_a_client_is_not_charged_for_what_was_never_computed() -> None:
+    pool = Pool()
+    a, b = pool.client(), pool.client()
+    pool.submit(a, 1, work(10_000))
+    pool.do(ev.CancelAsked(0, a, 1))
+    for number in range(20):
+        pool.submit(b, number, work(8))
+    pool.submit(a, 2, work(8))
+    pool.worker()
+    assert answered_after(pool, a) <= IN_FLIGHT + 1
+
+
+def test_a_client_has_no_credit_for_what_it_did_not_use() -> None:
+    pool = Pool()
+    pool.worker()
+    a, b = pool.client(), pool.client()
+    for number in range(100):
+        pool.submit(a, number, work(8))
+    for _ in range(50):
+        pool.finish(pool.batches[0])
+    for number in range(40):
+        pool.submit(b, number, work(8))
+    before = answers(pool.sent, a)
+    for _ in range(40):
+        pool.finish(pool.batches[0])
+    assert answers(pool.sent, a) - before >= 18
+
+
+def test_a_stream_of_new_clients_does_not_starve_a_busy_one() -> None:
+    pool = Pool()
+    pool.worker()
+    busy = pool.client()
+    pool.submit(busy, 1, work(80))
+    for _ in range(4):
+        pool.submit(pool.client(), 1, work(8))
+    finished = 1
+    while not answers(pool.finish(pool.batches[0]), busy):
+        finished += 1
+        pool.submit(pool.client(), 1, work(8))
+        assert finished < 10 * 6 * 5, "each of ten parts waits for at most six times as many others as wait with it"
+
+
+def test_clients_of_several_signatures_have_one_share() -> None:
+    can = CAN.__class__("classifier", 1000, 100, 100, 8, 200, 16, labels=2, hidden=4)
+    pool = Pool()
+    both, one = pool.client(), pool.client()
+    for number in range(0, 200, 2):
+        pool.submit(both, number, work(8, labels=()))
+        pool.submit(both, number + 1, work(8, labels=(), hidden=True))
+    for number in range(100):
+        pool.submit(one, number, work(8, labels=()))
+    pool.worker(can=can)
+    for _ in range(60):
+        pool.finish(pool.batches[0])
+    done = answers(pool.sent, one)
+    assert 26 <= done <= 34, "half of what was computed"
+
+
+def test_requests_of_a_client_whose_link_was_cut_wait_behind_all_others() -> None:
+    pool = Pool()
+    pool.worker()
+    gone, here = pool.client(), pool.client()
+    for number in range(20):
+        pool.submit(gone, number, work(8), priority=5)
+    pool.do(ev.LinkCut(0, gone))
+    for number in range(10):
+        pool.submit(here, number, work(8))
+    for _ in range(IN_FLIGHT + 10):
+        pool.finish(pool.batches[0])
+    assert answers(pool.sent, here) == 10
+    assert pool.machine.core.groups["g"].answered == IN_FLIGHT + 10
+    while pool.batches:
+        pool.finish(pool.batches[0])
+    assert pool.machine.core.groups["g"].answered == 30, "nothing is thrown away"
