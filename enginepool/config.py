@@ -31,7 +31,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: The one total of the coordinator's buffers: requests that are queued or running, with the whole answers that they will
     #: have, answers that are kept, and what was sent and is not read yet. All other bounds in bytes are parts of it.
     buffer_bytes: int = 1 << 30
-    #: score items queued or running, over all groups
+    #: score items queued or running, over all groups; one client has at most half of them
     queue_items: int = 1_000_000
     #: unanswered requests that one client may have; what they, their answers and what it has not read take of the total
     window_requests: int = 4096
@@ -307,11 +307,12 @@ def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
             zero_ok = key == "max_restarts"
             need(0 < value < 1e15 or (zero_ok and value == 0), f"{part}.{key}", value, "more than 0 and less than 1e15")
     need(
-        config.limits.max_message_bytes <= config.limits.window_bytes <= config.limits.buffer_bytes,
+        config.limits.max_message_bytes <= config.limits.window_bytes <= config.limits.buffer_bytes // 2,
         "limits.window_bytes",
         config.limits.window_bytes,
-        "at least limits.max_message_bytes and at most limits.buffer_bytes",
+        "at least limits.max_message_bytes and at most half of limits.buffer_bytes",
     )
+    need(config.limits.queue_items > 1, "limits.queue_items", config.limits.queue_items, "2 or more: a client has half of them")
     need(
         config.timing.ping_s * 2 <= config.timing.silence_s, "timing.ping_s", config.timing.ping_s, "at most half of silence_s"
     )

@@ -2,6 +2,13 @@
 
 The order of the checks in `submit` is a promise: who are you (link), have I answered this already (duplicate), can anybody
 serve it (group, limits), is there room (window, queue). So a resend is attached to its request even while the pool is full.
+
+Who gets room, in items and in bytes:
+
+1. A client may have as much as is left when it has it, not counting requests of lower priorities. So n clients that want all
+   have a share of 1/(n + 1) each, and as much is left for the next one; a client that has more waits while others take up
+   what becomes free.
+2. Where that is so and the queue is full of lower priorities, requests of those are shed that no engine was given.
 """
 
 from enginepool.coordinator import events as ev
@@ -12,6 +19,7 @@ from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.filling import RECENT_S
 from enginepool.coordinator.memory import charge, too_large
 from enginepool.coordinator.phases import TEXT
+from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client, Group, Request
 from enginepool.protocol.messages import Failure
 
@@ -19,8 +27,9 @@ from enginepool.protocol.messages import Failure
 class Admission:
     """The way in."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, requests: Requests) -> None:
         self.core = core
+        self.requests = requests
 
     def submit(self, e: ev.Submit) -> None:
         core = self.core
@@ -44,10 +53,11 @@ class Admission:
         limits = core.config.limits
         can = group.plain or group.packed
         answer, held = work.charge or charge(work, can)
-        if work.rows > limits.queue_items:
-            # Waiting would not help: it is more than an empty queue takes.
-            text = f"items: {work.rows}; at most {limits.queue_items} in one request"
-            core.refuse(e.link, e.id, "bad_request", text, field="items", limit=str(limits.queue_items))
+        if 2 * work.rows > limits.queue_items:
+            # Waiting would not help: it is more than an empty queue takes of one client.
+            most = str(limits.queue_items // 2)
+            text = f"items: {work.rows}; at most {most} in one request"
+            core.refuse(e.link, e.id, "bad_request", text, field="items", limit=most)
         elif (answer > client.max_message or held > limits.window_bytes or work.text) and (
             wrong := too_large(work, can, client.max_message, limits)
         ):
@@ -56,12 +66,33 @@ class Admission:
             self._busy(e, group, "window_requests", limits.window_requests)
         elif client.nbytes + e.unread + held > limits.window_bytes:
             self._busy(e, group, "window_bytes", limits.window_bytes)
-        elif core.live_rows + work.rows > limits.queue_items:
-            self._busy(e, group, "queue_items", limits.queue_items)
-        elif not core.make_room(held, e.outboxes):
-            self._busy(e, group, "buffer_bytes", limits.buffer_bytes)
+        elif bound := self._full(client, e, held):
+            self._busy(e, group, bound, getattr(limits, bound))
         else:
+            core.make_room(held, e.outboxes)
             self._accept(client, group, e, classes, answer, held)
+
+    def _full(self, client: Client, e: ev.Submit, held: int) -> str:
+        """The bound that has no room for the request, or "". Requests of lower priorities make room for it."""
+        core, limits, rows = self.core, self.core.config.limits, e.work.rows
+        free_rows = limits.queue_items - core.live_rows - rows
+        free_bytes = limits.buffer_bytes - core.live_bytes - e.outboxes - held
+        my_rows, my_bytes = client.rows + rows, client.nbytes + e.unread + held
+        if my_rows <= free_rows and my_bytes <= free_bytes:
+            return ""
+        lower_rows, lower_bytes = core.levels.below(e.priority)
+        if my_rows > free_rows + lower_rows:
+            return "queue_items"
+        if my_bytes > free_bytes + lower_bytes:
+            return "buffer_bytes"
+        if free_rows < 0 or free_bytes < 0:
+            for request in core.levels.take(e.priority, -free_rows, -free_bytes):
+                free_rows += request.work.rows
+                free_bytes += request.held
+                bound = "queue_items" if free_bytes >= 0 else "buffer_bytes"
+                text = f"{bound}: a request of a higher priority has taken the room of this one"
+                self.requests.shed(request, _busy(request.id, request.group, bound, getattr(limits, bound), text))
+        return "queue_items" if free_rows < 0 else "buffer_bytes" if free_bytes < 0 else ""
 
     def _known_already(self, client: Client, e: ev.Submit) -> bool:
         """Attach a resend to its request or its answer; refuse another content under the same id."""
@@ -81,12 +112,9 @@ class Admission:
         return True
 
     def _busy(self, e: ev.Submit, group: Group, field: str, limit: int) -> None:
-        wait = group.rate * group.tokens / max(1, group.routing.open + group.packed_routing.open) / 2
-        retry_after_ms = round(1000 * min(max(wait, 0.02), 5.0))
-        failure = Failure(
-            "busy", f"{field}: {limit} is reached", e.id, field=field, limit=str(limit), retry_after_ms=retry_after_ms
-        )
-        self.core.effects.append(ToClient(e.link, failure))
+        what = "of this client" if field.startswith("window") else "of all clients"
+        text = f"{field}: no room for {e.work.rows} more items within the {limit} {what}"
+        self.core.effects.append(ToClient(e.link, _busy(e.id, group, field, limit, text)))
 
     def _accept(self, client: Client, group: Group, e: ev.Submit, classes: int, answer: int, held: int) -> None:
         core = self.core
@@ -102,8 +130,10 @@ class Admission:
         else:
             group.classify(request, classes)
         client.nbytes += held
+        client.rows += work.rows
         core.live_rows += work.rows
         core.live_bytes += held
+        core.levels.add(request)
         group.waiting += 1
         group.tokens += work.tokens
         if e.priority >= group.peak or core.now - group.peak_at > RECENT_S:
@@ -121,3 +151,10 @@ class Admission:
             if not heads and group.blocked is not None and group.blocked.lane is group.queue:
                 return
         core.wake(group)
+
+
+def _busy(id: int, group: Group, field: str, limit: int, text: str) -> Failure:
+    """To be sent again when about half of what waits is done, in 20 ms at the earliest and 5 s at the latest."""
+    wait = group.rate * group.tokens / max(1, group.routing.open + group.packed_routing.open) / 2
+    retry_after_ms = round(1000 * min(max(wait, 0.02), 5.0))
+    return Failure("busy", text, id, field=field, limit=str(limit), retry_after_ms=retry_after_ms)

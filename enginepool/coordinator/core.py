@@ -7,6 +7,7 @@ from enginepool.coordinator.answers import Answers
 from enginepool.coordinator.effects import Effect, ToClient
 from enginepool.coordinator.events import Event, Link
 from enginepool.coordinator.phases import DONE
+from enginepool.coordinator.shedding import Levels
 from enginepool.coordinator.state import Client, Group, Request, Worker
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol.messages import MAX_HEADER_BYTES, Failure, TaskId
@@ -61,8 +62,8 @@ class Core:
 
     __slots__ = (
         "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "fallen", "groups",
-        "header_bytes", "keep_workers", "links", "live_bytes", "live_rows", "now", "outboxes", "returned", "risen", "seq",
-        "started", "touched", "updates", "woken", "worker_links",
+        "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "returned", "risen",
+        "seq", "started", "touched", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -88,6 +89,8 @@ class Core:
         #: rows of all live requests, and the sum of their `held`
         self.live_rows = 0
         self.live_bytes = 0
+        #: the same by priority, and what a full queue gives up
+        self.levels = Levels()
         #: bytes that were sent and that no peer has read yet, as the shell said last
         self.outboxes = 0
         #: arrival numbers of requests

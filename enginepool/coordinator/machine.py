@@ -42,7 +42,7 @@ class Machine:
     def __init__(self, config: PoolConfig, *, checked: bool = False) -> None:
         self.core = core = Core(config)
         self.requests = requests = Requests(core)
-        admission = Admission(core)
+        self.admission = admission = Admission(core, requests)
         self.clients = clients = Clients(core, requests)
         self.places = Places(core, requests)
         self.fleet = fleet = Fleet(core, requests, self.places)
@@ -265,6 +265,7 @@ class Machine:
         live = [request for client in core.clients.values() for request in client.live.values()]
         assert core.live_rows == sum(r.work.rows for r in live)
         assert core.live_bytes == sum(r.held for r in live)
+        core.levels.check(live)
         core.answers.check()
         for client in core.clients.values():
             client.check()

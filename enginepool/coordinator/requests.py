@@ -74,8 +74,10 @@ class Requests:
     def _charge(self, request: Request) -> None:
         """What the request and its answer take is known better now."""
         request.answer, held = charge(request.work, request.group.sizes)
-        request.client.nbytes += held - request.held
-        self.core.live_bytes += held - request.held
+        more = held - request.held
+        request.client.nbytes += more
+        self.core.live_bytes += more
+        self.core.levels.recharge(request, more)
         request.held = held
 
     def texts_lost(self, worker: Worker, reason: str) -> None:
@@ -212,7 +214,24 @@ class Requests:
         failure = Failure(code, message, request.id, field=field, limit=limit, evidence=list(evidence))
         self._finish(request, failure, ())
 
+    def shed(self, request: Request, failure: Failure) -> None:
+        """Take back the admission of a request: its client is told to send it again, and nothing of it is kept."""
+        self._release(request)
+        if request.client.link is not None:
+            self.core.effects.append(ToClient(request.client.link, failure))
+        self.core.wake(request.group)
+
     def _finish(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
+        core, client = self.core, request.client
+        self._release(request)
+        core.answers.add(client, request.id, request.work.digest, message, frames, core.now)
+        if core.live_bytes + core.outboxes + core.answers.nbytes > core.config.limits.buffer_bytes:
+            core.make_room(0, core.outboxes)
+        if client.link is not None:
+            core.effects.append(ToClient(client.link, message, frames))
+
+    def _release(self, request: Request) -> None:
+        """A live request leaves every list that it is in, and its charge is given back."""
         core, client, group, work = self.core, request.client, request.group, request.work
         state, request.state = request.state, DONE
         if state == RUNNING:
@@ -233,15 +252,12 @@ class Requests:
             listed.pop(request, None)
         held = request.held
         client.nbytes -= held
+        client.rows -= work.rows
         core.live_rows -= work.rows
         core.live_bytes -= held
+        core.levels.remove(request)
         if request.deadline is not None:
             core.deadlines.forget()
-        core.answers.add(client, request.id, work.digest, message, frames, core.now)
-        if core.live_bytes + core.outboxes + core.answers.nbytes > core.config.limits.buffer_bytes:
-            core.make_room(0, core.outboxes)
-        if client.link is not None:
-            core.effects.append(ToClient(client.link, message, frames))
         if core.touched is not None:
             core.touched += (client, request, group)
 

@@ -41,7 +41,7 @@ HISTORY = 64
 class Client:
     """A client object somewhere, over all its links."""
 
-    __slots__ = ("heard", "id", "incarnation", "link", "live", "max_message", "nbytes", "token")
+    __slots__ = ("heard", "id", "incarnation", "link", "live", "max_message", "nbytes", "rows", "token")
 
     def __init__(self, id: bytes, token: bytes, incarnation: int, link: Link, now: float) -> None:
         self.id = id
@@ -54,11 +54,14 @@ class Client:
         self.live: dict[int, Request] = {}
         #: equals the sum of `held` over `live`
         self.nbytes = 0
+        #: items of all of `live`
+        self.rows = 0
         #: bytes of the longest message that it takes
         self.max_message = 0
 
     def check(self) -> None:
         assert self.nbytes == sum(r.held for r in self.live.values()), self
+        assert self.rows == sum(r.work.rows for r in self.live.values()), self
         for id_, request in self.live.items():
             assert request.id == id_ and request.client is self and request.state != DONE, (self, request)
 

@@ -52,7 +52,7 @@ def _group(core: Core, group: Group) -> GroupStatus:
         needs_weights=group.needs,
         halvings=group.halvings,
         workers=[_worker(core, worker) for worker in group.workers.values()] + absent,
-        limits=limits_of(group.plain, group.packed, group.expected, core.config.limits.queue_items),
+        limits=limits_of(group.plain, group.packed, group.expected, core.config.limits.queue_items // 2),
     )
 
 

@@ -126,7 +126,7 @@ def test_the_status_names_the_limits_of_a_group_once_they_are_known() -> None:
     assert limits() is None
     pool.worker("p", can=PACKED)
     pool.worker("w", can=sizes(inflight_tokens=100, batch_tokens=100, page=8))
-    assert limits() == GroupLimits("causal", 1000, 93, 1_000_000)
+    assert limits() == GroupLimits("causal", 1000, 93, 500_000)
 
 
 def rows(sent: Sent) -> list[int]:

@@ -314,8 +314,8 @@ def test_ids_are_scoped_to_the_client() -> None:
     [
         (Limits(window_requests=2), "window_requests"),
         (Limits(max_message_bytes=1000, window_bytes=2 * HELD), "window_bytes"),
-        (Limits(queue_items=2), "queue_items"),
-        (Limits(max_message_bytes=1000, window_bytes=2 * HELD, buffer_bytes=2 * HELD), "window_bytes"),
+        (Limits(queue_items=4), "queue_items"),
+        (Limits(max_message_bytes=1000, window_bytes=2 * HELD, buffer_bytes=4 * HELD), "window_bytes"),
     ],
 )
 def test_past_a_bound_the_answer_is_busy_and_names_the_bound(limits: Limits, field: str) -> None:
@@ -333,7 +333,7 @@ def test_past_a_bound_the_answer_is_busy_and_names_the_bound(limits: Limits, fie
 
 
 def test_a_request_that_not_even_an_empty_queue_would_take_is_refused_instead_of_told_to_wait() -> None:
-    pool = Pool(config(limits=Limits(queue_items=2)))
+    pool = Pool(config(limits=Limits(queue_items=4)))
     client = pool.client()
     (failure,) = failures(pool.submit(client, 1, work(rows=3))).values()
     assert (failure.code, failure.field, failure.limit) == ("bad_request", "items", "2")
@@ -342,7 +342,7 @@ def test_a_request_that_not_even_an_empty_queue_would_take_is_refused_instead_of
 
 
 def test_buffer_bytes_bound_all_clients_together() -> None:
-    pool = Pool(config(limits=Limits(max_message_bytes=1000, window_bytes=HELD, buffer_bytes=2 * HELD)))
+    pool = Pool(config(limits=Limits(max_message_bytes=1000, window_bytes=HELD, buffer_bytes=3 * HELD)))
     assert codes(pool.submit(pool.client(), 1, work())) == []
     assert codes(pool.submit(pool.client(), 1, work())) == []
     (failure,) = failures(pool.submit(pool.client(), 1, work())).values()

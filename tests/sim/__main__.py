@@ -21,6 +21,7 @@ def main() -> int:
     parser.add_argument(
         "--faulty", action="store_true", help="internal errors in the coordinator; an operator restarts workers"
     )
+    parser.add_argument("--crowded", action="store_true", help="clients ask for more than the queue holds")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -42,6 +43,7 @@ def main() -> int:
                 external=args.external,
                 stops=args.stops,
                 faulty=args.faulty,
+                crowded=args.crowded,
             )
         except Failed as failure:
             out(f"{failure}\n")

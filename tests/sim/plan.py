@@ -69,6 +69,7 @@ class Plan:
         external: Random | None = None,
         stops: Random | None = None,
         faulty: Random | None = None,
+        crowded: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -147,6 +148,8 @@ class Plan:
             self._stop(stops)
         if faulty is not None:
             self._err(faulty)
+        if crowded is not None:
+            self._crowd(crowded)
 
     def _detach(self, random: Random) -> None:
         """Let other programs start most workers, and let the links of workers fail, for long enough to lose them."""
@@ -206,8 +209,25 @@ class Plan:
             window_requests=1000,
             max_message_bytes=random.choice((20_000, 30_000)),
             window_bytes=random.choice((30_000, 60_000)),
-            buffer_bytes=random.choice((60_000, 100_000)),
-            answers_bytes=random.choice((3_000, 50_000)),
+            buffer_bytes=random.choice((120_000, 160_000)),
+            answers_bytes=random.choice((3_000, 100_000)),
+        )
+        self.config = msgspec.structs.replace(self.config, limits=limits)
+
+    def _crowd(self, random: Random) -> None:
+        """More clients, more calls at a time and more priorities than the queue has room for."""
+        self.bounded = True
+        self.clients = random.randint(3, 8)
+        self.calls = random.randint(100, 250)
+        self.bursts = random.choice((1, 2))
+        self.mix.priorities = random.choice([(0,), (-1, 0, 1), tuple(range(-10, 11))])
+        limits = msgspec.structs.replace(
+            self.config.limits,
+            queue_items=random.choice((80, 120)),
+            window_requests=1000,
+            max_message_bytes=40_000,
+            window_bytes=40_000,
+            buffer_bytes=random.choice((90_000, 1 << 20)),
         )
         self.config = msgspec.structs.replace(self.config, limits=limits)
 
@@ -348,8 +368,8 @@ class Plan:
         )
         if self.bounded:
             limits = Limits(
-                queue_items=random.choice((60, 300)),
-                buffer_bytes=random.choice((60_000, 1 << 20)),
+                queue_items=random.choice((90, 300)),
+                buffer_bytes=random.choice((90_000, 1 << 20)),
                 window_requests=random.choice((3, 10, 1000)),
                 window_bytes=40_000,
                 max_message_bytes=40_000,

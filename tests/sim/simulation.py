@@ -295,12 +295,14 @@ def simulate(
     external: bool = False,
     stops: bool = False,
     faulty: bool = False,
+    crowded: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
     with `restarts`, all engines take weights only at their start; with `wide`, headers and answers are large, and bounds are
     tight; with `external`, other programs start most workers, and their links fail; with `stops`, the coordinator is stopped on
-    purpose and started again; with `faulty`, the coordinator has internal errors, and an operator restarts workers.
+    purpose and started again; with `faulty`, the coordinator has internal errors, and an operator restarts workers; with
+    `crowded`, clients ask for more than the queue holds.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -318,6 +320,7 @@ def simulate(
         Random(seed + 6) if external else None,
         Random(seed + 7) if stops else None,
         Random(seed + 8) if faulty else None,
+        Random(seed + 9) if crowded else None,
     )
     simulation = Simulation(world, plan)
     try:
@@ -330,5 +333,6 @@ def simulate(
             f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''}"
             f"{' --updates' if updates else ''}{' --paced' if paced else ''}"
             f"{' --unloadable' if unloadable else ''}{' --wide' if wide else ''}"
-            f"{' --external' if external else ''}{' --stops' if stops else ''}{' --faulty' if faulty else ''} --trace"
+            f"{' --external' if external else ''}{' --stops' if stops else ''}{' --faulty' if faulty else ''}"
+            f"{' --crowded' if crowded else ''} --trace"
         ) from error

@@ -8,13 +8,14 @@ import pytest
 from enginepool.client.calls import Call, Calls
 from enginepool.client.events import Effect as ClientEffect
 from enginepool.client.events import Fail
-from enginepool.coordinator import admission, batching, door, filling, machine, places, requests
+from enginepool.coordinator import admission, batching, door, filling, machine, places, requests, shedding
 from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.queue import Queue
 from enginepool.coordinator.requests import Requests
+from enginepool.coordinator.shedding import Levels
 from enginepool.coordinator.state import Batch, Client, Group, Place, Request, Worker
 from enginepool.protocol.messages import Capabilities, Expired, Failure, FrameSpec, TaskId, Tokenise, Welcome
 from enginepool.protocol.packing import Packing
@@ -393,6 +394,63 @@ def test_a_planted_bug_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch)
     for seed in range(1, SEEDS + 1):
         try:
             simulate(seed, 1 + seed % 8)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
+
+
+def a_full_queue_sheds_nothing(patch: pytest.MonkeyPatch) -> None:
+    def take(_: Levels, _priority: int, _rows: int, _nbytes: int) -> list[Request]:
+        return []
+
+    patch.setattr(Levels, "take", take)
+
+
+def one_client_may_fill_the_queue(patch: pytest.MonkeyPatch) -> None:
+    def below(_: Levels, _priority: int) -> tuple[int, int]:
+        return 1 << 50, 1 << 50
+
+    patch.setattr(Levels, "below", below)
+
+
+def what_an_engine_was_given_is_shed(patch: pytest.MonkeyPatch) -> None:
+    def untouched(_: Request) -> bool:
+        return True
+
+    patch.setattr(shedding, "_untouched", untouched)
+
+
+def what_is_shed_is_not_told(patch: pytest.MonkeyPatch) -> None:
+    def shed(self: Requests, request: Request, _: Failure) -> None:
+        self._release(request)  # pyright: ignore[reportPrivateUsage]
+
+    patch.setattr(Requests, "shed", shed)
+
+
+def busy_is_kept_as_the_answer(patch: pytest.MonkeyPatch) -> None:
+    def shed(self: Requests, request: Request, failure: Failure) -> None:
+        self._finish(request, failure, ())  # pyright: ignore[reportPrivateUsage]
+        self.core.wake(request.group)
+
+    patch.setattr(Requests, "shed", shed)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        a_full_queue_sheds_nothing,
+        one_client_may_fill_the_queue,
+        what_an_engine_was_given_is_shed,
+        what_is_shed_is_not_told,
+        busy_is_kept_as_the_answer,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_admission_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, crowded=True)
         except Failed:
             return
     pytest.fail(f"{SEEDS} schedules did not show it")

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.config import GroupConfig, Limits, PoolConfig, Timing
 from enginepool.protocol.messages import Capabilities
 from tests.sim.network import Conditions
 from tests.sim.plan import Plan
@@ -15,8 +15,10 @@ from tests.sim.world import World
 FORWARD_S = 0.05
 
 
-def calm(ageing_s: float | None, in_flight: int, fifo: bool, forward_s: float = 5.0) -> Simulation:
-    """One worker that takes one row a forward, one client, a good network, and no calls yet."""
+def calm(
+    ageing_s: float | None, in_flight: int, fifo: bool, forward_s: float = 5.0, clients: int = 1, limits: Limits | None = None
+) -> Simulation:
+    """One worker that takes one row a forward, some clients, a good network, and no calls yet."""
     world = World(1)
     plan = Plan(Random(1), 1)
     plan.kinds = {"a": "causal"}
@@ -24,32 +26,36 @@ def calm(ageing_s: float | None, in_flight: int, fifo: bool, forward_s: float = 
     plan.external = {"a": 0}
     plan.versions = {"a": 0}
     plan.capabilities = {"a": Capabilities("causal", 300, 64, 64, 1, 64 * in_flight, in_flight)}
-    plan.config = PoolConfig({"a": GroupConfig("sim", "sim", ageing_s=ageing_s)}, timing=Timing(forward_s=forward_s))
+    plan.config = PoolConfig(
+        {"a": GroupConfig("sim", "sim", ageing_s=ageing_s)}, timing=Timing(forward_s=forward_s), limits=limits or Limits()
+    )
     plan.conditions = Conditions(0.0005)
-    plan.clients = 1
+    plan.clients = clients
+    plan.bounded = limits is not None
     plan.calls = 0
     plan.faults = []
     simulation = Simulation(world, plan)
     profile = simulation.cluster.profiles["a"]
     profile.forward_s, profile.token_s, profile.load_s, profile.load_fails, profile.fifo = FORWARD_S, 0.0, 0.1, 0.0, fifo
     world.at(0.0, simulation.coordinator.start, 1, simulation.journal)
-    world.at(0.0, simulation.clients[0].start)
+    for client in simulation.clients:
+        world.at(0.0, client.start)
     return simulation
 
 
-def ask(simulation: Simulation, at: float, priority: int) -> Call:
+def ask(simulation: Simulation, at: float, priority: int, client: int = 0) -> Call:
     """A call of one row."""
     random = Random(0)
     mix = Mix(random)
     mix.text = mix.poison = mix.choking = mix.refused = mix.bad = mix.deadline = mix.cancel = mix.large = mix.impatient = 0.0
-    call = Call(len(simulation.oracle.calls), 0, at)
+    call = Call(len(simulation.oracle.calls), client, at)
     while True:
         make_call(random, call, "a", simulation.plan.capabilities["a"], mix, False)
         if len(call.prompts) == 1:
             break
     call.score.priority = priority
     simulation.oracle.add(call)
-    simulation.world.at(at, simulation.clients[0].submit, call)
+    simulation.world.at(at, simulation.clients[client].submit, call)
     return call
 
 
@@ -111,3 +117,33 @@ def test_a_worker_that_stands_still_for_less_than_the_silence_is_kept() -> None:
     world.run_until(60.0)
     assert [call.outcome for call in calls] == ["result"] * 20
     assert simulation.oracle.workers_lost == 0
+
+
+def refused(simulation: Simulation, client: int) -> int:
+    """How often calls of a client that have no answer were answered `busy`."""
+    return sum(call.refusals for call in simulation.clients[client].session.calls.by_id.values())
+
+
+@pytest.mark.parametrize("greedy", [1, 8])
+def test_a_full_queue_takes_a_high_priority_at_once_and_a_light_client_too(greedy: int) -> None:
+    """Greedy clients send ten times what the queue holds. A call of a higher priority is answered within a few forwards; calls
+    of a light client of their own priority are never refused, though each waits behind what is queued."""
+    simulation = calm(1.0, 2, True, clients=greedy + 2, limits=Limits(queue_items=40))
+    world, high, light = simulation.world, greedy, greedy + 1
+    for client in range(greedy):
+        for _ in range(400 // greedy):
+            ask(simulation, 1.0, 0, client)
+    urgent = [ask(simulation, 5.0 + i / 2, 1000, high) for i in range(10)]
+    others = [ask(simulation, 5.2 + 2 * i, 0, light) for i in range(3)]
+    answered: dict[int, float] = {}
+    while world.now < 12.0:
+        world.run_until(world.now + FORWARD_S / 5)
+        assert not refused(simulation, high), "a high priority was refused"
+        assert not refused(simulation, light), "a light client was refused"
+        for call in (*urgent, *others):
+            if call.outcome and call.uid not in answered:
+                answered[call.uid] = world.now - call.arrival
+    assert [call.outcome for call in (*urgent, *others)] == ["result"] * 13
+    assert max(answered[call.uid] for call in urgent) < 5 * FORWARD_S, answered
+    assert max(answered[call.uid] for call in others) < 42 * FORWARD_S, answered
+    assert simulation.oracle.counts["result"] > 150, "the greedy ones are served meanwhile"

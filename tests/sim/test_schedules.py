@@ -123,3 +123,12 @@ def test_the_schedules_show_every_end_of_an_update_that_there_is() -> None:
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + 20))
 def test_with_a_thousand_workers_too(seed: int) -> None:
     assert simulate(seed, 1000, updates=seed % 5 != 0).events > 10_000
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_a_queue_that_is_too_small_for_all_loses_nothing_either(chunk: int) -> None:
+    answers = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        outcome = simulate(seed, 1 + seed % 8, packed=seed % 2 == 0, updates=seed % 3 == 0, crowded=True)
+        answers += outcome.answers.get("result", 0)
+    assert answers > SEEDS * 50

@@ -17,6 +17,7 @@ from enginepool.coordinator.state import Batch, Group, Request
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol import messages as m
 from enginepool.protocol.frames import Buffer, encode_header
+from tests.sim.admitting import watch_admission
 from tests.sim.oracle import Oracle
 from tests.sim.scores import prompts_of
 from tests.sim.traffic import TEXT_OFFSET, uid_of
@@ -30,6 +31,7 @@ class Watch:
 
     def __init__(self, machine: Machine, oracle: Oracle) -> None:
         self.machine = machine
+        watch_admission(machine)
         self.oracle = oracle
         self.events = 0
         self._sent: set[m.TaskId] = set()
@@ -90,6 +92,12 @@ class Watch:
             assert real <= limits.window_bytes, f"{client} may be sent {real} bytes"
             total += real
         assert total <= limits.buffer_bytes, f"all clients may be sent {total} bytes"
+        core = self.machine.core
+        kept = core.answers.nbytes
+        guessed = any(request.group.sizes is None for c in core.clients.values() for request in c.live.values())
+        # The end of an update is kept without room for it: its publisher asks for it again.
+        most = limits.buffer_bytes + OVERHEAD * len(core.groups)
+        assert guessed or core.live_bytes + kept <= most, (core.live_bytes, kept)
 
     def only_committed(self) -> None:
         """From now on an answer is of the weights that are committed when it is given."""
@@ -172,11 +180,7 @@ class Watch:
         live = sum(len(client.live) for client in core.clients.values())
         assert core.live_rows <= core.config.limits.queue_items, core.live_rows
         limits = core.config.limits
-        kept = core.answers.nbytes
         guessed = any(request.group.sizes is None for c in core.clients.values() for request in c.live.values())
-        # The end of an update is kept without room for it: its publisher asks for it again.
-        most = limits.buffer_bytes + OVERHEAD * len(core.groups)
-        assert guessed or core.live_bytes + kept <= most, (core.live_bytes, kept)
         for client in core.clients.values():
             assert len(client.live) <= limits.window_requests, client
             assert guessed or client.nbytes <= limits.window_bytes, client

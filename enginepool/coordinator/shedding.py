@@ -1,0 +1,99 @@
+"""Live requests by priority: which of them a full queue gives up for a request of a higher priority. Pure.
+
+Only requests that no engine was ever given are shed: the newest of the lowest priority first, because it has waited least.
+A request that was given to an engine leaves its list when it is met there, so it is met once: the cost of shedding does not
+grow with the queue.
+"""
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from enginepool.coordinator.state import Request
+
+#: requests that one request displaces at most, which bounds the time of one `submit`
+MOST = 4096
+
+
+class Level:
+    """The live requests of one priority."""
+
+    __slots__ = ("nbytes", "requests", "rows")
+
+    def __init__(self) -> None:
+        #: sums over all live requests of this priority
+        self.rows = 0
+        self.nbytes = 0
+        #: those that no engine was given, and some that an engine was given since, oldest first
+        self.requests: OrderedDict[Request, None] = OrderedDict()
+
+
+class Levels:
+    """All live requests by priority. There are as many levels as priorities were ever in use, at most 2,001."""
+
+    __slots__ = ("_levels",)
+
+    def __init__(self) -> None:
+        self._levels: dict[int, Level] = {}
+
+    def add(self, request: "Request") -> None:
+        """A request was admitted; `held` is its charge."""
+        level = self._levels.get(request.priority)
+        if level is None:
+            level = self._levels[request.priority] = Level()
+        level.rows += request.work.rows
+        level.nbytes += request.held
+        level.requests[request] = None
+
+    def remove(self, request: "Request") -> None:
+        """A request has its final answer, or was shed."""
+        level = self._levels[request.priority]
+        level.rows -= request.work.rows
+        level.nbytes -= request.held
+        level.requests.pop(request, None)
+
+    def recharge(self, request: "Request", more: int) -> None:
+        """The charge of a live request changes by so many bytes."""
+        self._levels[request.priority].nbytes += more
+
+    def below(self, priority: int) -> tuple[int, int]:
+        """(items, bytes) of the live requests of lower priorities."""
+        rows = nbytes = 0
+        for key, level in self._levels.items():
+            if key < priority:
+                rows += level.rows
+                nbytes += level.nbytes
+        return rows, nbytes
+
+    def take(self, priority: int, rows: int, nbytes: int) -> list["Request"]:
+        """Requests of lower priorities that free so many items and bytes together; none where all of them would not.
+
+        Where `MOST` of them free less, these are returned: the next attempt of the same request finds more room.
+        """
+        found: list[Request] = []
+        for key in sorted(key for key in self._levels if key < priority):
+            requests = self._levels[key].requests
+            while requests and (rows > 0 or nbytes > 0) and len(found) < MOST:
+                request, _ = requests.popitem()
+                if _untouched(request):
+                    found.append(request)
+                    rows -= request.work.rows
+                    nbytes -= request.held
+        if (rows > 0 or nbytes > 0) and len(found) < MOST:
+            for request in reversed(found):
+                self._levels[request.priority].requests[request] = None
+            return []
+        return found
+
+    def check(self, live: list["Request"]) -> None:
+        for key, level in self._levels.items():
+            mine = [request for request in live if request.priority == key]
+            assert level.rows == sum(request.work.rows for request in mine), key
+            assert level.nbytes == sum(request.held for request in mine), key
+            assert level.requests.keys() <= set(mine), key
+            assert {request for request in mine if _untouched(request)} <= level.requests.keys(), key
+
+
+def _untouched(request: "Request") -> bool:
+    """No engine was ever given any of it; a tokenizer may have its text."""
+    return not (request.started or request.suspect)
