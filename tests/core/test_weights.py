@@ -1561,10 +1561,27 @@ def test_a_member_that_takes_weights_says_so_and_is_ready_after() -> None:
     assert worker.able
 
 
+def test_links_with_many_questions_make_room_for_others() -> None:
+    """Four links may not take every place: each further link gets one, until no link has two more than another."""
+    pool, trainer, _ = ready(1)
+    greedy = [b"asker%d" % (number // OPEN_EACH) for number in range(OPEN)]
+    for number, asker in enumerate(greedy, 1):
+        pool.do(ev.WeightsAsked(0, asker, WeightsQuestion(number, what="digest")))
+    given_up: list[int | None] = []
+    for number in range(100, 112):
+        sent = pool.do(ev.WeightsAsked(0, b"late%d" % number, WeightsQuestion(number, what="digest")))
+        assert of_type(sent, Inspect), "the late one is asked at once"
+        (failure,) = (s for s in sent if isinstance(s.message, Failure))
+        assert failure.link in greedy and failure.message.code == "busy"
+        given_up.append(failure.message.id)
+    assert sorted(id_ for id_ in given_up if id_ is not None) == [n for n in range(1, OPEN + 1) if n % OPEN_EACH != 1]
+    assert refusal(trainer.say(WeightsQuestion(99, what="digest")), 99).code == "busy", "now each link has one"
+
+
 def test_a_question_that_finds_too_many_open_is_told_when_to_ask_again() -> None:
     pool, trainer, _ = ready(1)
     for number in range(1, OPEN + 1):
-        asker = b"asker%d" % (number // OPEN_EACH)
+        asker = b"asker%d" % number
         assert of_type(pool.do(ev.WeightsAsked(0, asker, WeightsQuestion(number, what="digest"))), Inspect)
     refused = refusal(trainer.say(WeightsQuestion(99, what="digest")), 99)
     assert (refused.code, refused.limit, refused.retry_after_ms) == ("busy", str(OPEN), AGAIN_MS)

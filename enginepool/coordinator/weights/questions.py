@@ -1,5 +1,6 @@
 """Questions about weights: what each worker holds, and what is in its engine, put together into one report."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from enginepool.coordinator import events as ev
@@ -52,20 +53,12 @@ class Questions:
             report.workers = [_of(worker) for worker in group.workers.values()]
             core.effects.append(ToClient(e.link, report))
             return
-        if len(self.open) >= OPEN:
-            why = f"{OPEN} questions about weights are open"
-            busy = Failure("busy", why, message.id, limit=str(OPEN), retry_after_ms=AGAIN_MS)
-            core.effects.append(ToClient(e.link, busy))
-            return
-        if sum(question.link == e.link for question in self.open) >= OPEN_EACH:
-            why = f"{OPEN_EACH} questions about weights of this link are open"
-            busy = Failure("busy", why, message.id, limit=str(OPEN_EACH), retry_after_ms=AGAIN_MS)
-            core.effects.append(ToClient(e.link, busy))
-            return
         for field in ("offset", "count"):
             if not 0 <= (value := getattr(message, field)) <= MAX_ID:
                 core.refuse(e.link, message.id, "bad_request", f"{field}: {value} is outside 0..{MAX_ID}", field=field)
                 return
+        if not self._make_room(e.link, message.id):
+            return
         question = Question(e.link, group, message, e.now + core.config.timing.update_inspect_s)
         ready = [worker for worker in group.workers.values() if worker.capabilities is not None and worker.stage == "ready"]
         if message.what == "tensor":
@@ -76,6 +69,26 @@ class Questions:
             self._post(question, task, worker)
         self.open.append(question)
         self._close_if_done(question)
+
+    def _make_room(self, link: Link, id: int) -> bool:
+        """Whether one more question of `link` may be open. A link with at least two more than that one gives one up."""
+        counts = Counter(question.link for question in self.open)
+        if counts[link] >= OPEN_EACH:
+            self._busy(link, id, OPEN_EACH, f"{OPEN_EACH} questions about weights of this link are open")
+            return False
+        if len(self.open) < OPEN:
+            return True
+        other, most = counts.most_common(1)[0]
+        if most <= counts[link] + 1:
+            self._busy(link, id, OPEN, f"{OPEN} questions about weights are open")
+            return False
+        newest = next(question for question in reversed(self.open) if question.link == other)
+        self.open.remove(newest)
+        self._busy(other, newest.message.id, OPEN, f"{OPEN} questions about weights are open, of this link the most")
+        return True
+
+    def _busy(self, link: Link, id: int, limit: int, why: str) -> None:
+        self.core.effects.append(ToClient(link, Failure("busy", why, id, limit=str(limit), retry_after_ms=AGAIN_MS)))
 
     def _post(self, question: Question, task: TaskId, worker: Worker) -> None:
         message = Inspect(task, "digest", question.message.name)
