@@ -26,6 +26,8 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_CHUNK = 1 << 20
 #: Maps and arrays in frame 0 that lie in each other, with the map that it is.
 MAX_NESTING = 32
+#: Values in frame 0 of a client's message: the keys and entries of its maps and arrays, without those of `labels` and `ids`.
+MAX_VALUES = 32_768
 
 # What a request and its answer count in the window and in the coordinator's total, in bytes ("Window and `busy`").
 #: a request without its payload, and each of its labels

@@ -11,7 +11,7 @@ import msgspec
 
 from enginepool.protocol.errors import WireError, brief
 from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_NESTING, MAX_TEXT, FrameSpec, Message
-from enginepool.protocol.nesting import deeper
+from enginepool.protocol.nesting import TooManyValues, deeper
 
 Buffer = bytes | memoryview
 
@@ -52,12 +52,13 @@ def _shortened(value: Any, most: int, name: str = "") -> Any:
     return value
 
 
-def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer) -> Any:
-    """The message in frame 0.
+def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer, values: int = MAX_HEADER_BYTES) -> Any:
+    """The message in frame 0, with at most so many `values`.
 
     Raises:
-        WireError: `too_large` over MAX_HEADER_BYTES, `malformed` for bytes that are no msgpack map or nested over
-            MAX_NESTING, `unsupported` for an unknown `type`, `bad_request` with the field's name for a value of the wrong kind.
+        WireError: `too_large` over MAX_HEADER_BYTES, `malformed` for bytes that are no msgpack map, are nested over
+            MAX_NESTING or hold too many values, `unsupported` for an unknown `type`, `bad_request` with the field's name for a
+            value of the wrong kind.
     """
     if len(frame) > MAX_HEADER_BYTES:
         raise WireError(
@@ -69,11 +70,14 @@ def decode_header(decoder: "msgspec.msgpack.Decoder[Any]", frame: Buffer) -> Any
     try:
         message = decoder.decode(frame)
         # A key that is unknown is looked at here only: it may still be no UTF-8.
-        nested = deeper(frame, MAX_NESTING)
+        nested = deeper(frame, MAX_NESTING, values)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except RecursionError:
         raise _nested() from None
+    except TooManyValues:
+        text = f"frame 0 has more than {values} values in its maps and arrays"
+        raise WireError("malformed", text, field="frame 0", limit=str(values)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError("malformed", f"frame 0 is not msgpack: {error}", field="frame 0") from None
     if nested:

@@ -24,6 +24,7 @@ from enginepool.protocol.basis import MAX_NESTING as MAX_NESTING
 from enginepool.protocol.basis import MAX_PRIORITY as MAX_PRIORITY
 from enginepool.protocol.basis import MAX_SIDES as MAX_SIDES
 from enginepool.protocol.basis import MAX_TEXT as MAX_TEXT
+from enginepool.protocol.basis import MAX_VALUES as MAX_VALUES
 from enginepool.protocol.basis import PROTOCOL_VERSION, FrameSpec, Message, TaskId
 from enginepool.protocol.basis import Dtype as Dtype
 from enginepool.protocol.updates import (

@@ -1,7 +1,7 @@
 """How deep a header is nested: what one receiver reads, all must read, and a decoder that recurses has to end somewhere.
 
 A decoder skips what it does not know, however deep that is. So depth is looked at apart. Most headers have fewer bytes that
-could begin a container than the bound, and need no further look.
+could begin a container than the bound, and need no further look. That look goes from value to value: values are bounded, too.
 """
 
 import msgspec
@@ -32,19 +32,29 @@ _SIZES = bytes(
 _fields = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
 
 
-def deeper(header: Buffer, levels: int) -> bool:
+class TooManyValues(Exception):
+    """A header holds more values than its receiver looks at."""
+
+
+def deeper(header: Buffer, levels: int, values: int) -> bool:
     """Whether containers in `header`, a whole msgpack map with keys of text, lie in each other for more than `levels`; the map
-    itself is the first."""
+    itself is the first. Raises TooManyValues where more than `values` would have to be looked at."""
     if _openings(header) <= levels:
         return False
+    if (count := _count(header)) > values:
+        raise TooManyValues
     fields = _fields.decode(header)
-    if len(fields) < _count(header):
-        return _deeper(header, levels)  # A key stands there twice: only its last value is among the fields.
-    return any(
-        name not in _FLAT and _openings(value) >= levels and _deeper(value, levels - 1)
-        for name, raw in fields.items()
-        for value in (bytes(raw),)
-    )
+    if len(fields) < count:
+        # A key stands there twice: only its last value is among the fields.
+        return _deeper(header, levels, values) is None
+    for name, raw in fields.items():
+        value = bytes(raw)
+        if name not in _FLAT and _openings(value) >= levels:
+            left = _deeper(value, levels - 1, values)
+            if left is None:
+                return True
+            values = left
+    return False
 
 
 def _openings(value: Buffer) -> int:
@@ -60,16 +70,20 @@ def _count(header: Buffer) -> int:
     return int.from_bytes(header[1 : 3 if first == 0xDE else 5], "big")
 
 
-def _deeper(value: Buffer, levels: int) -> bool:
+def _deeper(value: Buffer, levels: int, values: int) -> int | None:
+    """None for yes; for no, what is left of `values`."""
     at, left = 0, 1
     #: values that are still to come in each container around
     around: list[int] = []
     while True:
         while not left:
             if not around:
-                return False
+                return values
             left = around.pop()
         left -= 1
+        values -= 1
+        if values < 0:
+            raise TooManyValues
         first = value[at]
         if size := _SIZES[first]:
             at += size
@@ -79,7 +93,7 @@ def _deeper(value: Buffer, levels: int) -> bool:
         else:
             around.append(left)
             if len(around) > levels:
-                return True
+                return None
             if first < 0xA0:
                 left, at = first & 0x0F, at + 1
             else:

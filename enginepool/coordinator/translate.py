@@ -51,7 +51,7 @@ def client_event(
     size = sum(map(len, frames))
     if size > max_bytes:
         raise WireError("too_large", f"the message has {size} bytes; at most {max_bytes}", field="frames", limit=str(max_bytes))
-    message: m.Message = decode_header(_from_client, frames[0])
+    message: m.Message = decode_header(_from_client, frames[0], m.MAX_VALUES)
     make = _CLIENT.get(type(message))
     if make is None:
         raise WireError("unsupported", f"type: {type(message).__name__.lower()} is not for a coordinator", field="type")

@@ -1571,9 +1571,9 @@ def test_links_with_many_questions_make_room_for_others() -> None:
     for number in range(100, 112):
         sent = pool.do(ev.WeightsAsked(0, b"late%d" % number, WeightsQuestion(number, what="digest")))
         assert of_type(sent, Inspect), "the late one is asked at once"
-        (failure,) = (s for s in sent if isinstance(s.message, Failure))
-        assert failure.link in greedy and failure.message.code == "busy"
-        given_up.append(failure.message.id)
+        ((link, failure),) = ((s.link, s.message) for s in sent if isinstance(s.message, Failure))
+        assert link in greedy and failure.code == "busy"
+        given_up.append(failure.id)
     assert sorted(id_ for id_ in given_up if id_ is not None) == [n for n in range(1, OPEN + 1) if n % OPEN_EACH != 1]
     assert refusal(trainer.say(WeightsQuestion(99, what="digest")), 99).code == "busy", "now each link has one"
 

@@ -102,6 +102,13 @@ def _unreadable() -> list[Invalid]:
             "malformed",
             at,
         ),
+        _frame0(
+            "header-many-values",
+            "an unknown key holds a million empty arrays",
+            [unknown_key.hex(), "dd000f4240", {"hex": "90", "times": 1_000_000}],
+            "malformed",
+            at,
+        ),
         _frame0("header-too-large", "frame 0 is over 1 MiB, by an unknown key", padded, "too_large", at),
         _frame0("type-missing", "a map without type", pack({"id": 1}), "bad_request", "type"),
         _frame0(

@@ -1,6 +1,7 @@
 """The depth of a header is found exactly, and what nests no deeper than the bound is never refused."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -35,7 +36,7 @@ def depth(value: Any) -> int:
 
 @given(st.dictionaries(st.text(max_size=3), VALUES, max_size=20), st.integers(1, 8))
 def test_depth_is_found_exactly(header: dict[str, Any], levels: int) -> None:
-    assert deeper(msgspec.msgpack.encode(header), levels) == (depth(header) > levels)
+    assert deeper(msgspec.msgpack.encode(header), levels, 1 << 20) == (depth(header) > levels)
 
 
 def nested(levels: int) -> Any:
@@ -67,11 +68,52 @@ def test_a_value_is_seen_although_its_key_comes_again() -> None:
 def test_extensions_are_passed_over() -> None:
     for data in (b"", b"\x91", b"\x91" * 16, b"\x91" * 40, b"\x91" * 300, b"\x91" * 70_000):
         value = msgspec.msgpack.encode({"a": msgspec.msgpack.Ext(5, data), "b": [[1]]})
-        assert not deeper(value, 3)
-        assert deeper(value, 2)
+        assert not deeper(value, 3, 1 << 20)
+        assert deeper(value, 2, 1 << 20)
 
 
 def test_a_request_with_many_labels_is_not_read_value_by_value() -> None:
     score = m.Score(1, [], labels=[0x9191 + i for i in range(m.MAX_LABELS)])
     header = msgspec.msgpack.encode(score)
     assert cost_of(lambda: decode_header(DECODER, header)).steps < 1000
+
+
+EMPTY = b"\x90"
+MANY = 900_000
+
+
+UNKNOWN: list[Mapping[str, Any]] = [
+    {"later": msgspec.Raw(b"\xdd" + MANY.to_bytes(4, "big") + EMPTY * MANY)},
+    {"later": [1] * MANY, "more": [[]] * 40},
+    {"later": [[1] * MANY, [[]] * 40]},
+    {"later": msgspec.Raw(b"\xdd" + (MANY // 2).to_bytes(4, "big") + b"\xcc\x90" * (MANY // 2))},
+    {f"later{i}": [[]] * 40 for i in range(18_000)},
+    {f"later{i}": None for i in range(60_000)} | {"more": [[]] * 40},
+]
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    UNKNOWN,
+    ids=["empty arrays", "integers", "integers beside arrays", "integers like arrays", "fields", "empty fields"],
+)
+def test_a_header_of_a_client_is_not_read_value_by_value_without_end(unknown: Mapping[str, Any]) -> None:
+    """In any message, under keys that the receiver does not know."""
+    header = msgspec.msgpack.encode({"type": "ping", "at": 1, **unknown})
+    assert len(header) <= m.MAX_HEADER_BYTES
+
+    def read() -> None:
+        with suppress(WireError):
+            decode_header(DECODER, header, m.MAX_VALUES)
+
+    assert cost_of(read).steps < 100 * m.MAX_VALUES
+
+
+def test_a_header_with_too_many_values_is_malformed_and_one_with_as_many_is_read() -> None:
+    def header(count: int) -> bytes:
+        return msgspec.msgpack.encode({"type": "cancel", "id": 1, "later": [[]] * count})
+
+    assert decode_header(DECODER, header(m.MAX_VALUES - 1), m.MAX_VALUES) == m.Cancel(1)
+    with pytest.raises(WireError, match="values") as caught:
+        decode_header(DECODER, header(m.MAX_VALUES), m.MAX_VALUES)
+    assert (caught.value.code, caught.value.field, caught.value.limit) == ("malformed", "frame 0", str(m.MAX_VALUES))
