@@ -33,6 +33,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     buffer_bytes: int = 1 << 30
     #: score items queued or running, over all groups; one client has at most half of them
     queue_items: int = 1_000_000
+    #: clients that may be connected; fewer where RLIMIT_NOFILE leaves fewer descriptors
+    clients: int = 10_000
     #: unanswered requests that one client may have; what they, their answers and what it has not read take of the total
     window_requests: int = 4096
     window_bytes: int = 256 << 20

@@ -91,6 +91,8 @@ class ClientSession:
         self.updates = Updates(settings)
         #: why it ended
         self.end: Failure | None = None
+        #: why the last hello that may be repeated was refused
+        self._refused = ""
         self._now = -inf
         self._out: list[Effect] = []
         self._last_id = 0
@@ -264,6 +266,7 @@ class ClientSession:
         code = failure.code
         if code != "superseded":
             if code in CODES and CODES[code].retry:
+                self._refused = f": {failure.message}"
                 self._out.append(Complaint(failure))
             else:
                 self._finish(failure)
@@ -296,7 +299,7 @@ class ClientSession:
         self.calls.tick(now, self._out)
         due = self.link.due(now)
         if due == "never_answered":
-            self._finish(Failure("connect", "no coordinator answered"))
+            self._finish(Failure("connect", f"no coordinator answered{self._refused}"))
         elif due:
             self._greet(open_link=due == "silent")
         self.link.ping(now, self._out)

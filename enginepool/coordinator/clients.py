@@ -13,6 +13,9 @@ from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client
 from enginepool.protocol.messages import PROTOCOL_VERSION, Failure, Pong, Welcome
 
+#: when a client for which there was no room says hello again
+FULL_MS = 1000
+
 
 class Clients:
     """All clients of one coordinator."""
@@ -25,6 +28,14 @@ class Clients:
         """A link says whose it is. The newest incarnation of a client wins; its secret proves that it is the same client."""
         core = self.core
         client = core.clients.get(e.client)
+        if (
+            (client is None or client.link is None)
+            and e.link not in core.links
+            and len(core.links) >= core.config.limits.clients
+        ):
+            text = f"hello: {len(core.links)} clients are connected, as many as limits.clients allows"
+            self._refuse(e, "busy", text, "limits.clients", FULL_MS)
+            return
         if client is None:
             client = core.clients[e.client] = Client(e.client, e.token, e.incarnation, e.link, e.now)
         else:
@@ -62,8 +73,9 @@ class Clients:
         )
         core.effects.append(ToClient(e.link, welcome))
 
-    def _refuse(self, e: ev.ClientHello, code: str, message: str, field: str) -> None:
-        self.core.effects.append(ToClient(e.link, Failure(code, message, field=field, incarnation=e.incarnation)))
+    def _refuse(self, e: ev.ClientHello, code: str, message: str, field: str, retry_after_ms: int | None = None) -> None:
+        failure = Failure(code, message, field=field, incarnation=e.incarnation, retry_after_ms=retry_after_ms)
+        self.core.effects.append(ToClient(e.link, failure))
 
     def tell_all(self, code: str, message: str) -> None:
         """Send an error without an id to every client that has a link."""

@@ -19,23 +19,28 @@ import time
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
+import msgspec
 import uvloop
 
 from enginepool.address import default_address
 from enginepool.config import PoolConfig, check_endpoint, decode_config, resolve_roots
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.connections import raise_open_files, shares
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.failures import signature
 from enginepool.coordinator.gate import Gate, read_keys
+from enginepool.coordinator.host_memory import bounds
 from enginepool.coordinator.journal import ROOM, Journal, Record, prepare_state_dir
 from enginepool.coordinator.journal_writer import JournalWriter
 from enginepool.coordinator.log import log, say
 from enginepool.coordinator.machine import Machine
-from enginepool.coordinator.memory import unread_bytes
+from enginepool.coordinator.memory import misfit, unread_bytes
 from enginepool.coordinator.patience import FEW
+from enginepool.coordinator.requests import NO_MEMORY_MS
 from enginepool.coordinator.sockets import (
     CLIENT_PROOF,
+    LOST,
     WORKER_PROOF,
     Frame,
     Router,
@@ -43,7 +48,6 @@ from enginepool.coordinator.sockets import (
     check_socket_folder,
     context,
     pid_of,
-    raise_open_files,
 )
 from enginepool.coordinator.story import story
 from enginepool.coordinator.supervisor import LocalSupervisor
@@ -104,7 +108,19 @@ class Daemon:
     """One coordinator on one loop."""
 
     def __init__(self, config: PoolConfig, loop: asyncio.AbstractEventLoop, lifeline: int | None) -> None:
-        self.config = config = resolve_roots(config)
+        config = resolve_roots(config)
+        files = raise_open_files()
+        self._shares = connections = shares(files, config.limits.clients, sum(g.workers for g in config.groups.values()))
+        if connections.welcome < (wanted := config.limits.clients):
+            log(f"limits.clients = {wanted}: with RLIMIT_NOFILE = {files} at most {connections.welcome} clients can connect")
+            if not connections.proven:
+                log(
+                    "a burst of connections can take all descriptors, and end this process: raise RLIMIT_NOFILE to 4096 or more"
+                )
+            limits = msgspec.structs.replace(config.limits, clients=connections.welcome)
+            config = msgspec.structs.replace(config, limits=limits)
+        _check_memory(config)
+        self.config = config
         self.loop = loop
         self.machine = Machine(config)
         self.ended: asyncio.Future[int] = loop.create_future()
@@ -133,9 +149,11 @@ class Daemon:
             most, timing = 2 * limits.max_message_bytes, config.timing
             # A client's window bounds what it will be sent for its requests; what else it asks for is little.
             window = limits.window_bytes * 9 // 8
-            clients = stack.enter_context(Router(most, CLIENT_PROOF, window, timing.client_silence_s, self._client_cut))
+            clients = stack.enter_context(
+                Router(most, CLIENT_PROOF, window, timing.client_silence_s, self._client_cut, connections.clients)
+            )
             workers = stack.enter_context(
-                Router(most, WORKER_PROOF, limits.buffer_bytes, timing.client_silence_s, self._worker_cut)
+                Router(most, WORKER_PROOF, limits.buffer_bytes, timing.client_silence_s, self._worker_cut, connections.workers)
             )
             self._gate = Gate(folder, context()) if (folder := _keys_folder(config)) else None
             if self._gate is not None:
@@ -168,6 +186,9 @@ class Daemon:
             self.loop.add_reader(self._lifeline, self._owner_gone)
         self._writer.look()
         self.sockets.listen(self._from_client, self._from_worker, self._act)
+        for router in (self.sockets.clients, self.sockets.workers):
+            self.loop.add_reader(router.connections.fd, self._connected, router)
+            self._connected(router)
         if self._gate is not None:
             self._look_at_keys(self._gate)
         gc.collect()
@@ -185,6 +206,8 @@ class Daemon:
         try:
             if not frames:
                 raise WireError("malformed", "the message has no frame 0", field="frame 0")
+            if frames[-1] is LOST:
+                raise MemoryError
             peer = self.sockets.clients.peer(frame)
             event = client_event(time.monotonic(), link, frames, self._max_bytes, peer, lambda: pid_of(frame))
         except WireError as error:
@@ -192,6 +215,16 @@ class Daemon:
             if error.code == "unauthorised":
                 # Its key was taken away: nothing more is done for it.
                 self._events.append(ev.ClientLeft(time.monotonic(), link))
+            return
+        except MemoryError:
+            header = frames[0]
+            frames.clear()
+            failure = refusal(
+                header, WireError("busy", "frames: the coordinator has no memory for this message", field="frames")
+            )
+            failure.retry_after_ms = NO_MEMORY_MS
+            self.sockets.clients.send(link, [encode_header(failure)])
+            log("no memory for a message of a client: it is told to send it again", "client")
             return
         clients = self.sockets.clients
         if type(event) is ev.Submit:
@@ -221,6 +254,15 @@ class Daemon:
         """Everything that came in together, at once."""
         events, self._events = self._events, []
         self._handle(*events)
+
+    def _connected(self, router: Router) -> None:
+        """Connections came or went."""
+        if router.connections.read():
+            what = "limits.clients" if router is self.sockets.clients else "a quarter of RLIMIT_NOFILE"
+            text = (
+                f"{router.endpoint}: {router.connections.most} connections are open; by {what} further ones are closed at once"
+            )
+            log(text, "client")
 
     def _client_cut(self, link: Link) -> None:
         self.loop.call_soon(lambda: self.handle(ev.LinkCut(time.monotonic(), link)))
@@ -393,6 +435,8 @@ class Daemon:
             gc.callbacks.remove(self._pauses)
         if self._gate is not None:
             self._gate.close()
+        for router in (self.sockets.clients, self.sockets.workers):
+            self.loop.remove_reader(router.connections.fd)
         self.sockets.close()
         self._stack.close()
 
@@ -421,12 +465,21 @@ def _keys_folder(config: PoolConfig) -> Path | None:
     return Path(config.keys).expanduser() if config.keys else None
 
 
+def _check_memory(config: PoolConfig) -> None:
+    what, impossible = misfit(config.limits, bounds())
+    if impossible:
+        raise ConfigError(what)
+    if what:
+        log(what)
+
+
 def check_host(config: PoolConfig) -> None:
-    """Refuse what `run` would refuse of the state directory, the keys and the folders of sockets, but for those in use.
+    """Refuse what `run` would refuse of memory, the state directory, the keys and the folders of sockets, but for those in use.
 
     Raises:
         ConfigError: one line says what cannot be used.
     """
+    _check_memory(config)
     directory = _home_known(config.state_dir)
     prepare_state_dir(directory)
     if folder := _keys_folder(config):
@@ -466,7 +519,6 @@ def run(config: PoolConfig) -> int:
         ConfigError: an endpoint or the state directory is in use, or cannot be used; one line says which.
     """
     fd = os.environ.get(LIFELINE_VARIABLE)
-    raise_open_files()
     give_memory_back()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(config, int(fd) if fd else None))

@@ -5,6 +5,9 @@ which is known by then. Its client's window and the pool's `buffer_bytes` bound 
 that clients can count along.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from enginepool.config import Limits
 from enginepool.coordinator.events import Work
 from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
@@ -14,6 +17,17 @@ from enginepool.protocol.messages import Capabilities
 #: columns of a classifier's scores, and of hidden states, are taken to be so many until a worker says how many they are
 UNKNOWN_LABELS = 1024
 UNKNOWN_HIDDEN = 16_384
+#: of a bound of the process's memory, the part above which it is close
+CLOSE = 0.8
+
+
+class Bound(NamedTuple):
+    """A bound of the memory of this process, in bytes."""
+
+    name: str
+    most: int
+    #: what counts against it already
+    used: int
 
 
 def request_bytes(work: Work) -> int:
@@ -63,6 +77,24 @@ def unread_bytes(live: int, limits: Limits) -> int:
     may turn out to be more than they were charged at first, and peers that read must not be disconnected for that.
     """
     return max(limits.buffer_bytes * 21 // 20 - live, limits.buffer_bytes // 10)
+
+
+def misfit(limits: Limits, bounds: Sequence[Bound]) -> tuple[str, bool]:
+    """(what is wrong with `limits.buffer_bytes` under the tightest of these bounds or "", whether it cannot fit at all).
+
+    Besides the buffers a message is received, and another one put together.
+    """
+    more = 2 * limits.max_message_bytes
+    for bound in sorted(bounds, key=lambda bound: bound.most - bound.used):
+        wanted = bound.used + limits.buffer_bytes + more
+        if wanted <= CLOSE * bound.most:
+            continue
+        what = f"limits.buffer_bytes = {limits.buffer_bytes}: with {more} bytes for two messages and {bound.used} in use it "
+        if wanted > bound.most:
+            most = max(bound.most - bound.used - more, 0)
+            return f"{what}does not fit {bound.name}, {bound.most} bytes; at most {most}", True
+        return f"{what}is close to {bound.name}, {bound.most} bytes", False
+    return "", False
 
 
 def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: Limits) -> WireError | None:

@@ -16,6 +16,9 @@ from enginepool.coordinator.state import Batch, Group, Request, Worker
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Failure, FrameSpec, Message, Result, Timings, Usage
 
+#: when a request that found no memory is sent again
+NO_MEMORY_MS = 1000
+
 
 class Requests:
     """The requests without an answer."""
@@ -42,6 +45,9 @@ class Requests:
         old = request.work
         try:
             work = with_ids(old, e.specs, e.frames)
+        except MemoryError:
+            self._no_memory(request)
+            return
         except WireError as error:
             self.fail(request, "engine_error", error.message)
             return
@@ -123,7 +129,11 @@ class Requests:
             else:
                 request.pieces = [piece]
             if not request.left:
-                specs, frames = _join(request)
+                try:
+                    specs, frames = _join(request)
+                except MemoryError:
+                    self._no_memory(request)
+                    continue
                 self._answer(request, e.version, specs, frames)
 
     def _start_over(self, request: Request) -> None:
@@ -220,6 +230,11 @@ class Requests:
         if request.client.link is not None:
             self.core.effects.append(ToClient(request.client.link, failure))
         self.core.wake(request.group)
+
+    def _no_memory(self, request: Request) -> None:
+        """The process has no memory for what this request needs now; its client sends it again."""
+        text = "buffer_bytes: the coordinator has no memory for this request"
+        self.shed(request, Failure("busy", text, request.id, field="buffer_bytes", retry_after_ms=NO_MEMORY_MS))
 
     def _finish(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
         core, client = self.core, request.client

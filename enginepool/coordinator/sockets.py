@@ -15,7 +15,6 @@ import errno
 import fcntl
 import os
 import re
-import resource
 import secrets
 import socket as sockets
 import time
@@ -25,6 +24,7 @@ from typing import IO, Self, cast
 
 import zmq
 
+from enginepool.coordinator.connections import OPEN_FILES, Connections
 from enginepool.coordinator.events import Buffer, Link
 from enginepool.coordinator.gate import Gate
 from enginepool.coordinator.outbox import Outbox
@@ -54,8 +54,9 @@ CLIENT_PROOF, WORKER_PROOF = 128 * 1024, 1024 * 1024
 SWEEP_S = 1.0
 #: how libzmq names an ipc peer: HOST:UID:GID:PID
 _IPC_PEER = re.compile(r"[^:]*:[0-9]+:[0-9]+:([0-9]+)", re.ASCII)
-#: as many files are open at a time, if the system allows it
-OPEN_FILES = 65_536
+
+#: stands for a frame that there was no memory for, of a message with a frame 0
+LOST = b"lost"
 
 # The plain methods under pyzmq's own, with plain ints for flags: half of the time that a small frame takes is in the wrapper.
 Frame = zmq.Frame
@@ -103,16 +104,6 @@ def _disconnect(outbox: Outbox) -> None:
             connection.shutdown(sockets.SHUT_RDWR)
 
 
-def raise_open_files() -> None:
-    """A connection of each client and worker is a file, of which a process may by default have 1,024 although it may ask for
-    more. Where none is left, nobody can connect and no worker can be started."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def check_socket_folder(endpoint: str) -> None:
     """Refuse an ipc socket in a directory that is missing or that other users can reach. Raises ConfigError."""
     if not endpoint.startswith("ipc://"):
@@ -134,9 +125,18 @@ class Router:
         max_unread: bytes that one peer may leave unread before it is cut.
         max_silence: seconds after which a peer is cut that does not say whether it has read what it was sent.
         cut: called with the link of a peer that was cut, or is found to be gone.
+        most: connections that may be open.
     """
 
-    def __init__(self, max_frame: int, proof: int, max_unread: int, max_silence: float, cut: Callable[[Link], None]) -> None:
+    def __init__(
+        self,
+        max_frame: int,
+        proof: int,
+        max_unread: int,
+        max_silence: float,
+        cut: Callable[[Link], None],
+        most: int = OPEN_FILES,
+    ) -> None:
         self._socket: zmq.Socket[bytes] = context().socket(zmq.ROUTER)
         socket = self._socket
         socket.setsockopt(zmq.LINGER, 500)
@@ -146,6 +146,7 @@ class Router:
         socket.setsockopt(zmq.SNDHWM, 1000)
         socket.setsockopt(zmq.RCVHWM, UNHANDLED)
         socket.setsockopt(zmq.BACKLOG, 1024)
+        self.connections = Connections(context(), socket, most)
         self._lock: IO[str] | None = None
         self._gate: Gate | None = None
         self._proof = proof
@@ -232,11 +233,19 @@ class Router:
                 return count
             link = frame.bytes
             frames: list[bytes] = []
+            lost = False
             while frame.more:
                 frame = recv(socket, NOBLOCK, False)
-                data = frame.bytes
+                try:
+                    data = frame.bytes
+                except MemoryError:
+                    # The rest of the message is received all the same: what follows would be taken for another one.
+                    frames[1:] = []
+                    data, lost = LOST, True
                 nbytes += len(data)
                 frames.append(data)
+            if lost:
+                frames[1:] = [LOST]
             outbox = self._outboxes.get(link)
             if outbox is None or outbox.fd == -1:
                 self._meet(link, frame)
@@ -380,6 +389,7 @@ class Router:
 
     def close(self) -> None:
         """Idempotent. What was sent lingers for half a second at most."""
+        self.connections.close()
         self._socket.close()
         if self._lock is not None:
             self._lock.close()

@@ -4,8 +4,10 @@ import pytest
 
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
+from enginepool.coordinator import requests
 from enginepool.coordinator.memory import charge
-from tests.core.machines import Pool, codes, config, failures, results, text, work
+from enginepool.protocol.messages import Tokenise
+from tests.core.machines import Pool, codes, config, failures, results, text, texts, work
 
 #: what one item of `work` is charged with
 HELD = charge(work(), None)[1]
@@ -132,3 +134,37 @@ def test_a_request_whose_client_is_away_is_shed_and_taken_again_on_the_next_link
     pool.finish_all()
     assert codes(pool.submit(back, 1, work(2))) == []
     assert 1 in results(pool.finish_all())
+
+
+def test_an_answer_that_finds_no_memory_is_busy_and_the_next_attempt_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    pool.worker()
+    link = pool.client()
+
+    def join(_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "_join", join)
+        assert codes(pool.submit(link, 1, work(20))) == []
+        (failure,) = failures(pool.finish_all()).values()
+    assert (failure.id, failure.code, failure.retry_after_ms) == (1, "busy", requests.NO_MEMORY_MS)
+    assert pool.machine.core.live_bytes == 0
+    assert codes(pool.submit(link, 1, work(20))) == []
+    assert 1 in results(pool.finish_all())
+
+
+def test_text_whose_ids_find_no_memory_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool()
+    worker = pool.worker()
+    link = pool.client()
+
+    def with_ids(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(requests, "with_ids", with_ids)
+    (asked,) = texts(pool.submit(link, 1, text("q", ["x"])))
+    assert isinstance(asked.message, Tokenise)
+    sent = pool.do(ev.TextTokenised(0, worker, asked.message.task, [], []))
+    assert failures(sent)[1].code == "busy"
+    assert pool.machine.core.live_bytes == 0

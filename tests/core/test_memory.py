@@ -1,5 +1,8 @@
 """Answers are charged when their requests are admitted: to the client's window, and to the pool's one total."""
 
+import os
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -8,7 +11,8 @@ from hypothesis import strategies as st
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.answers import Answers
-from enginepool.coordinator.memory import answer_bytes, request_bytes, unread_bytes
+from enginepool.coordinator.host_memory import bounds
+from enginepool.coordinator.memory import Bound, answer_bytes, misfit, request_bytes, unread_bytes
 from enginepool.coordinator.state import Client
 from enginepool.protocol.basis import RESULT_BYTES
 from enginepool.protocol.frames import encode_header
@@ -226,3 +230,36 @@ def test_a_limit_below_the_longest_header_is_refused(nbytes: int) -> None:
     with pytest.raises(WireError) as caught:
         client_event(0.0, b"link", [encode_header(hello)], MB)
     assert caught.value.field == "max_message_bytes"
+
+
+# --- the memory of the process -----------------------------------------------------------------------------------------
+
+
+def test_buffers_are_held_to_the_tightest_bound_of_the_process() -> None:
+    limits = Limits(max_message_bytes=MB, window_bytes=10 * MB, buffer_bytes=100 * MB)
+    assert misfit(limits, []) == ("", False)
+    assert misfit(limits, [Bound("RLIMIT_AS", 1000 * MB, 100 * MB)]) == ("", False)
+    what, impossible = misfit(limits, [Bound("RLIMIT_AS", 220 * MB, 100 * MB), Bound("a group", 1000 * MB, 0)])
+    assert not impossible and "close to RLIMIT_AS" in what
+    what, impossible = misfit(limits, [Bound("a group", 220 * MB, 100 * MB), Bound("RLIMIT_AS", 150 * MB, 100 * MB)])
+    assert impossible and "does not fit RLIMIT_AS" in what and what.endswith(f"at most {48 * MB}")
+
+
+def test_the_limits_of_control_groups_are_found(tmp_path: Path) -> None:
+    def put(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    put("proc/self/statm", "1000 200 100 1 0 50 0\n")
+    put("proc/self/cgroup", "4:memory:/outer/inner\n3:cpu:/\n0::/a/b\n")
+    put("sys/fs/cgroup/memory/outer/memory.limit_in_bytes", "5000000\n")
+    put("sys/fs/cgroup/memory/outer/inner/memory.limit_in_bytes", "9223372036854771712\n")
+    put("sys/fs/cgroup/a/memory.max", "7000000\n")
+    put("sys/fs/cgroup/a/b/memory.max", "max\n")
+    page = os.sysconf("SC_PAGE_SIZE")
+    found = [(bound.name, bound.most, bound.used) for bound in bounds(tmp_path) if bound.name != "RLIMIT_AS"]
+    assert found == [
+        ("the memory limit of /sys/fs/cgroup/memory/outer/memory.limit_in_bytes", 5_000_000, 200 * page),
+        ("the memory limit of /sys/fs/cgroup/a/memory.max", 7_000_000, 200 * page),
+    ]
+    assert bounds(tmp_path / "nowhere") == []

@@ -21,7 +21,19 @@ COORDINATOR = "enginepool/coordinator/"
 #: Files of the coordinator that own sockets, clocks, files or processes. All others there are pure.
 SHELL = {
     f"{COORDINATOR}{name}.py"
-    for name in ("daemon", "gate", "log", "sockets", "journal", "journal_writer", "supervisor", "stagers", "processes")
+    for name in (
+        "daemon",
+        "gate",
+        "log",
+        "sockets",
+        "journal",
+        "journal_writer",
+        "supervisor",
+        "stagers",
+        "processes",
+        "connections",
+        "host_memory",
+    )
 }
 #: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.
 PURE = {
@@ -85,6 +97,7 @@ ONLY = {
         "enginepool/keepalive.py",
         "enginepool/keys.py",
         f"{COORDINATOR}gate.py",
+        f"{COORDINATOR}connections.py",
         f"{COORDINATOR}sockets.py",
         "workers/link.py",
     },

@@ -1,0 +1,140 @@
+"""Connections of the listening sockets: how many there may be, and the end of those above that.
+
+libzmq accepts connections until its process has no descriptor left. Then, on TCP, it tries again without a pause, which takes a
+whole core; on ipc it ends the process (`Too many open files (src/ipc_listener.cpp)`). So each accepted connection is counted
+here, by libzmq's monitor, and those above a limit are closed at once. libzmq waits while `AHEAD` events are not read, so it
+accepts no more connections than that ahead of this count. The limits leave descriptors for those, and for journals, logs and
+processes.
+"""
+
+import contextlib
+import itertools
+import resource
+import socket as sockets
+import struct
+from typing import NamedTuple, cast
+
+import zmq
+
+from enginepool.errors import ConfigError
+
+#: as many files are open at a time, if the system allows it
+OPEN_FILES = 65_536
+#: descriptors for what is no connection, and for each worker that this pool starts
+RESERVE, EACH_WORKER = 64, 4
+#: connections of clients above `limits.clients`, at most: these are told why they are refused, others are closed
+TOLD = 256
+#: events of one socket that wait, at most: libzmq's default for a socket that sends, and one here
+AHEAD = 1001
+_EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+_EVENT = struct.Struct("=hi")
+_numbers = itertools.count()
+
+
+class Shares(NamedTuple):
+    """How many connections may be open."""
+
+    clients: int
+    workers: int
+    #: clients that may be connected: `clients`, without those that are told why they are refused
+    welcome: int
+    #: so many connections at once cannot take all descriptors
+    proven: bool
+
+
+def raise_open_files() -> int:
+    """A connection of each client and worker is a file, of which a process may by default have 1,024 although it may ask for
+    more. Returns how many it may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
+def shares(files: int, clients: int, workers: int) -> Shares:
+    """What `limits.clients` and the workers that a pool starts get of so many open files. Up to half of them is for connections
+    that were accepted and not counted yet; a quarter of the rest is for links of workers.
+
+    Raises:
+        ConfigError: not even one client could connect.
+    """
+    ahead = min(2 * AHEAD, files // 2)
+    room = files - ahead - RESERVE - EACH_WORKER * workers
+    links = room // 4
+    room -= links
+    told = min(TOLD, room // 8)
+    welcome = min(clients, room - told)
+    if welcome < 1:
+        least = 2 * (RESERVE + EACH_WORKER * workers + 2) + 2
+        raise ConfigError(f"RLIMIT_NOFILE is {files}: a pool of {workers} workers needs {least} or more (ulimit -n)")
+    return Shares(welcome + told, links, welcome, ahead == 2 * AHEAD)
+
+
+class Connections:
+    """The connections of one listening socket. Make it before the socket is bound.
+
+    Args:
+        most: connections that may be open; the latest ones above that are closed.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: "zmq.Socket[bytes]", most: int) -> None:
+        self.most = most
+        #: descriptors of those that are open
+        self._open: set[int] = set()
+        self._full = False
+        self._socket = socket
+        name = f"inproc://connections-{next(_numbers)}"
+        socket.monitor(name, _EVENTS)
+        self._events = context.socket(zmq.PAIR)
+        self._events.setsockopt(zmq.LINGER, 0)
+        self._events.setsockopt(zmq.RCVHWM, 1)
+        self._events.connect(name)
+
+    @property
+    def fd(self) -> int:
+        return int(self._events.getsockopt(zmq.FD))
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def read(self) -> bool:
+        """Take in what has happened. True: the limit is reached, for the first time since there were a tenth fewer."""
+        while True:
+            try:
+                event, *_ = self._events.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            kind, descriptor = cast("tuple[int, int]", _EVENT.unpack(event))
+            if kind == zmq.EVENT_DISCONNECTED:
+                self._open.discard(descriptor)
+                continue
+            self._open.add(descriptor)
+            if len(self._open) > self.most:
+                _shut(descriptor)
+        if len(self._open) < self.most * 9 // 10:
+            self._full = False
+        elif len(self._open) >= self.most and not self._full:
+            self._full = True
+            return True
+        return False
+
+    def close(self) -> None:
+        """Idempotent."""
+        if not self._events.closed:
+            # libzmq's thread may wait for these to be read, and would then not let the monitor go.
+            self.read()
+            self._socket.disable_monitor()
+            self._events.close()
+
+
+def _shut(descriptor: int) -> None:
+    """Shut a connection down; libzmq sees its end and closes it. No descriptor is made for that: there may be none."""
+    with contextlib.suppress(OSError):
+        connection = sockets.socket(fileno=descriptor)
+        try:
+            connection.shutdown(sockets.SHUT_RDWR)
+        finally:
+            connection.detach()
