@@ -45,7 +45,7 @@ ROUND_BYTES = 1 << 20
 #: rounds before the loop may do something else
 ROUNDS = 8
 #: messages of one peer that ZeroMQ holds before they are received; behind them the peer waits
-UNHANDLED = 64
+UNHANDLED = 16
 RETRY_S = 0.005
 #: bytes unread for which a client, or a worker, is asked to prove that it has read them. A worker's count to no window; it is
 #: sent whole requests, so that many fewer would be a question for each few of them.
