@@ -96,10 +96,10 @@ def steps(depth: int, repetitions: int) -> list[Row]:
         (leavers, idle, kept),
         (cuts, Load(0, 1), f"{ROWS:,} rows"),
     )
-    for source, load, beside in sources:
+    for source, load, amount in sources:
         times: dict[str, list[float]] = {}
         for name, seconds in islice(source(load), 2 * repetitions):
             times.setdefault(name, []).append(1000 * seconds)
         for name, found in times.items():
-            rows.append(Row(name, beside, statistics.median(found), "ms", None, (min(found), max(found))))
+            rows.append(Row(name, amount, statistics.median(found), "ms", None, (min(found), max(found))))
     return rows

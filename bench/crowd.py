@@ -1,4 +1,4 @@
-"""Does a coordinator stay under its one total, `limits.buffer_bytes`, whatever its clients do?
+"""Does a coordinator stay under its one total, `limits.buffer_bytes`, even with greedy clients?
 
     python -m bench.crowd [--quick] [--json FILE]
 

@@ -1,8 +1,8 @@
 """The load of the wire benchmark: `python -m bench.load {enginepool,zmq,http} ADDRESS` runs the phases named on its stdin.
 
 A command is a JSON line: {"phase": "closed", "in_flight": 64, "seconds": 2} keeps so many requests unanswered;
-{"phase": "open", "rate": 70, "seconds": 3} sends them at random moments (Poisson), whatever is answered. What comes back is a
-`Phase`.
+{"phase": "open", "rate": 70, "seconds": 3} sends them at random moments (Poisson), without waiting for answers. What
+comes back is a `Phase`.
 """
 
 import argparse

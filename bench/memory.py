@@ -23,7 +23,7 @@ from enginepool.protocol.messages import Batch, FrameSpec, Result, Score
 
 CLIENTS = 16
 WORKERS = 4
-#: requests waiting beside those in flight
+#: requests waiting in addition to those in flight
 DEPTH = 1000
 ANSWERS_BYTES = 16 << 20
 

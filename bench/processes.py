@@ -141,7 +141,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody uses now, and that the system gives to nobody who asks for any port."""
+    """An unused TCP port of the loopback interface, outside the range from which the system assigns ports."""
     first = int(EPHEMERAL.read_text().split()[0])
     for port in random.SystemRandom().sample(range(min(10_000, first // 2), first), 100):
         with socket.socket() as probe:

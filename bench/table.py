@@ -38,7 +38,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A target beside what was measured; `found` is None, and `met` False, when there is no such row."""
+    """A target and what was measured; `found` is None, and `met` False, when there is no such row."""
 
     target: Target
     found: float | None

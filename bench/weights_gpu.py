@@ -1,4 +1,4 @@
-"""How fast do new weights reach a pool, and what do its clients notice? Beside raw NCCL and SGLang's own updates, in one run.
+"""How fast do new weights reach a pool, and what do its clients notice? One run, with raw NCCL and SGLang's own updates.
 
     python -m bench.weights_gpu [--quick] [--device cpu] [--sizes 4b] [--receivers 1] [--time 480] [--json FILE] [--plot FILE]
 
@@ -39,7 +39,7 @@ ROOM = {"mem_fraction_static": 0.6, "max_total_tokens": 100_000}
 
 
 def say(line: str) -> None:
-    """Tell whoever waits."""
+    """Report the progress."""
     sys.stderr.write(f"bench.weights_gpu: {line}\n")
     sys.stderr.flush()
 
@@ -125,7 +125,7 @@ def bars(rows: Sequence[Row], settings: Sequence[str], bucket: str) -> dict[str,
 
 
 def compared(rows: Sequence[Row], settings: Sequence[tuple[str, int, str]]) -> list[Row]:
-    """Transfer to several receivers beside that to one, where both were measured."""
+    """Transfer to several receivers and to one, where both were measured."""
     found = {(row.what, row.who): row for row in rows}
     more: list[Row] = []
     alone = {size: setting for size, receivers, setting in settings if receivers == 1}

@@ -102,7 +102,7 @@ def saturate(load: Child, measured: dict[str, Callable[[], list[int]]], seconds:
 
 
 def say(line: str) -> None:
-    """Tell whoever waits."""
+    """Report the progress."""
     sys.stderr.write(f"bench.wire: {line}\n")
 
 

@@ -20,9 +20,9 @@ def missing() -> str:
 
 
 def start(scratch: Path, stack: ExitStack) -> Contestant:
-    """The daemon, two workers that dial in, a load generator of prepared messages and one that uses the Python client."""
+    """The daemon, two workers that connect, a load generator of prepared messages and one that uses the Python client."""
     listen = f"tcp://127.0.0.1:{free_port()}"
-    # Where a pool's own workers dial in by default.
+    # Where a pool's own workers connect by default.
     listen_workers = f"ipc://{scratch / 'workers.sock'}"
     config = PoolConfig(
         groups={GROUP: GroupConfig(model="prepared answers", engine="sim", workers=0)},

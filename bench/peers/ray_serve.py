@@ -164,7 +164,7 @@ def serve(port: int, scratch: str) -> None:
 
 
 def coordinator(host: Child) -> dict[str, list[int]]:
-    """Process ids by role: HAProxy itself, and the actors beside it."""
+    """Process ids by role: HAProxy itself, and the actors."""
     found: dict[str, list[int]] = {"haproxy": [], "actors": []}
     for process in psutil.Process(host.pid).children(recursive=True):
         name = process.name()

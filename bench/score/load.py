@@ -3,7 +3,8 @@
     python -m bench.score.load {pool,http} ADDRESS
 
 A command is a JSON line. `closed` keeps so many requests unanswered; `open` sends them at random moments (Poisson) drawn from
-a fixed seed, whatever is answered, and counts latency from the moment at which a request was due; `check` returns scores.
+a fixed seed, without waiting for answers, and counts latency from the moment at which a request was due; `check` returns
+scores.
 """
 
 import asyncio

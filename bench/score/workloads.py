@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ids = npt.NDArray[np.int32]
-#: Different requests that are sent in turn, so that nobody profits from a prompt seen a moment ago; each phase begins so many
+#: Different requests that are sent in turn, so that no contestant profits from a recent prompt; each phase begins so many
 #: further on, so that none is of the phase before.
 VARIANTS = 2048
 STRIDE = 512

@@ -43,14 +43,14 @@ class Burden:
 class Scale:
     """How much is measured.
 
-    `beside_s`: seconds for which updates follow each other without pause. `engine`, `options`: of the pool's group.
+    `continuous_s`: seconds for which updates follow each other without pause. `engine`, `options`: of the pool's group.
     """
 
     buckets: tuple[int, ...]
     burdens: tuple[Burden, ...]
     idle: int = 5
     direct: int = 4
-    beside_s: float = 3.0
+    continuous_s: float = 3.0
     engine: str = "sglang"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -123,7 +123,7 @@ class Field:
         return daemon
 
     def engines(self) -> list[Child]:
-        """SGLang's engines without a pool, one beside each of its workers, once they have started."""
+        """SGLang's engines without a pool, one on the GPU of each of its workers, once they have started."""
         wanted = {"model": str(self._model), "device": self._device, "options": dict(self.scale.options)}
         argv = ["-m", "bench.peers.bare_updates", msgspec.json.encode(wanted).decode()]
         started = [self._child(argv, 1 + i) for i in range(self.count)]
@@ -132,7 +132,7 @@ class Field:
         return started
 
     def ready(self) -> None:
-        """Wait until all is started: nobody who still starts disturbs a measurement."""
+        """Wait until all is started, so that no start disturbs a measurement."""
         self.ask(self.load, START_S, do="connect")
         while len(self.workers(0)) < self.count:
             if time.monotonic() - self._began > START_S:

@@ -16,7 +16,7 @@ OURS_STAGED, OURS_DIRECT = "enginepool, staged", "enginepool, direct"
 RAW, PER_TENSOR, FLAT = "raw NCCL broadcast", "SGLang, tensor by tensor", "SGLang, flattened buckets"
 LOADED = "enginepool, staged, under load"
 ALONE = "its bytes alone, staged"
-CEASELESS = "beside bytes that never cease"
+CEASELESS = "during continuous transfers"
 #: burdens on a GPU: of the first one its engine's host has as much to do as the GPU, of the second one the GPU alone
 SHORT, LONG = "short requests", "requests of 10 x 300 tokens"
 #: phases in the order in which they come, and as they are called here
@@ -57,7 +57,7 @@ class Update(msgspec.Struct, frozen=True):
         return (self.phases.get("hand_over", 0) + self.phases.get("journal", 0)) / 1e3
 
 
-class Beside(NamedTuple):
+class Continuous(NamedTuple):
     """A time in which so many updates, or their bytes, followed each other, and quiet ones around it."""
 
     window: Window
@@ -102,11 +102,11 @@ def wrong_versions(answers: Sequence[Answer], updates: Sequence[Update], before:
     return wrong
 
 
-def taken_ms(answers: Sequence[Answer], beside: Beside) -> float:
+def taken_ms(answers: Sequence[Answer], continuous: Continuous) -> float:
     """What each of the updates took of its engine's time, by what was not computed meanwhile."""
-    normal, during = items_per_second(answers, beside.quiet), items_per_second(answers, [beside.window])
-    first, last = beside.window
-    return 1000 * (1 - during / normal) * (last - first) / beside.updates if normal else 0.0
+    normal, during = items_per_second(answers, continuous.quiet), items_per_second(answers, [continuous.window])
+    first, last = continuous.window
+    return 1000 * (1 - during / normal) * (last - first) / continuous.updates if normal else 0.0
 
 
 def gigabytes(nbytes: int, seconds: float) -> float:
@@ -155,17 +155,17 @@ def load_rows(setting: str, answers: Sequence[Answer], failures: int, updates: S
     """What clients saw of updates under load. The load ran undisturbed until the first of them."""
     asked = min((answer.answered for answer in answers), default=0.0)
     quiet = (asked, updates[0].began)
-    beside = Beside((updates[0].began, updates[-1].ended), (quiet,), len(updates))
-    normal, during = items_per_second(answers, beside.quiet), items_per_second(answers, [beside.window])
+    continuous = Continuous((updates[0].began, updates[-1].ended), (quiet,), len(updates))
+    normal, during = items_per_second(answers, continuous.quiet), items_per_second(answers, [continuous.window])
     who = LOADED
     usual = longest_gap_ms(answers, quiet)
     gaps = [longest_gap_ms(answers, (update.flowing, update.ended + 1.0)) for update in updates]
     return [
         Row(f"{setting}: scoring before updates", who, normal, "items/s"),
         Row(f"{setting}: scoring while they follow each other", who, during, "items/s", during / normal if normal else None),
-        Row(f"{setting}: seconds of it", who, beside.window[1] - beside.window[0], "s"),
-        Row(f"{setting}: updates in it", who, beside.updates, ""),
-        Row(f"{setting}: an update takes of its engine, with drain and hold", who, taken_ms(answers, beside), "ms"),
+        Row(f"{setting}: seconds of it", who, continuous.window[1] - continuous.window[0], "s"),
+        Row(f"{setting}: updates in it", who, continuous.updates, ""),
+        Row(f"{setting}: an update takes of its engine, with drain and hold", who, taken_ms(answers, continuous), "ms"),
         Row(f"{setting}: longest time without an answer", who, median(gaps), "ms"),
         Row(f"{setting}: longest time without an answer, normally", who, usual, "ms"),
         Row(f"{setting}: answers", who, len(answers), ""),
@@ -174,18 +174,20 @@ def load_rows(setting: str, answers: Sequence[Answer], failures: int, updates: S
     ]  # fmt: skip
 
 
-def beside_rows(setting: str, answers: Sequence[Answer], beside: Beside, speed: float, raw: float | None) -> list[Row]:
-    """What a pool that is asked all the time does beside bytes of updates that never cease, and beside nothing.
+def continuous_rows(
+    setting: str, answers: Sequence[Answer], continuous: Continuous, speed: float, raw: float | None
+) -> list[Row]:
+    """What a pool that is asked all the time does during continuous transfers, and alone.
 
     `speed`, `raw`: GB/s of those bytes, and of the raw broadcast.
     """
-    normal, during = items_per_second(answers, beside.quiet), items_per_second(answers, [beside.window])
+    normal, during = items_per_second(answers, continuous.quiet), items_per_second(answers, [continuous.window])
     return [
-        Row(f"{setting}: scoring beside nothing", ALONE, normal, "items/s"),
+        Row(f"{setting}: scoring alone", ALONE, normal, "items/s"),
         Row(f"{setting}: scoring {CEASELESS}", ALONE, during, "items/s", during / normal if normal else None),
-        Row(f"{setting}: seconds of it", ALONE, beside.window[1] - beside.window[0], "s"),
-        Row(f"{setting}: transfer beside scoring", ALONE, speed, "GB/s", speed / raw if raw else None),
-        Row(f"{setting}: an update takes of its engine", ALONE, taken_ms(answers, beside), "ms"),
+        Row(f"{setting}: seconds of it", ALONE, continuous.window[1] - continuous.window[0], "s"),
+        Row(f"{setting}: transfer during scoring", ALONE, speed, "GB/s", speed / raw if raw else None),
+        Row(f"{setting}: an update takes of its engine", ALONE, taken_ms(answers, continuous), "ms"),
     ]
 
 

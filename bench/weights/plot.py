@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Bar(NamedTuple):
-    """One way of transfer. `hold`: ms by phase, in their order; empty where nobody says."""
+    """One way of transfer. `hold`: ms by phase, in their order; empty where they are not known."""
 
     who: str
     speed: float

@@ -16,10 +16,10 @@ from bench.weights.figures import (
     OURS_STAGED,
     PER_TENSOR,
     RAW,
-    Beside,
+    Continuous,
     Passed,
     Window,
-    beside_rows,
+    continuous_rows,
     gigabytes,
     load_rows,
     longest_gap_ms,
@@ -31,7 +31,7 @@ from bench.weights.figures import (
 from bench.weights.parts import EVERYTHING, NO_LOOK, PARTS, Without
 from enginepool.protocol.layout import ALIGNMENT
 
-#: load runs so long before anything is measured beside it
+#: load runs so long before anything is measured under it
 STEADY_S = 2.0
 #: between two updates of which each is timed alone
 REST_S = 0.02
@@ -41,9 +41,9 @@ ROUNDS, TURN = 4, 3
 PIECES = 8
 #: what is measured, in this order, and seconds that a step may take: with fewer left it is not begun
 STEPS = {
-    "raw": 10, "staged": 20, "loaded": 40, "beside": 30, "parts": 40, "direct": 15, "kill": 120, "digests": 15, "bare": 90,
+    "raw": 10, "staged": 20, "loaded": 40, "continuous": 30, "parts": 40, "direct": 15, "kill": 120, "digests": 15, "bare": 90,
 }  # fmt: skip
-#: those that nobody has to ask for
+#: those that run by default
 USUAL = tuple(step for step in STEPS if step != "parts")
 
 
@@ -74,7 +74,7 @@ class Steps:
             field.add(f"{size_of(bucket)}, repeated: transfer takes", RAW, 1000 * seconds, "ms")
 
     def staged(self) -> None:
-        """Updates of a pool that nobody asks anything, and what its engines say then."""
+        """Updates of an idle pool, and what its engines say then."""
         field = self._field
         for bucket in field.scale.buckets:
             updates = [field.publish("staged", bucket) for _ in range(1 + field.scale.idle)]
@@ -105,9 +105,9 @@ class Steps:
             field.keep([row for row in rows if ", first: " not in row.what])
             field.keep(load_rows(whole, answers, failures, updates, before))
 
-    def beside(self) -> None:
+    def continuous(self) -> None:
         """Bytes of updates that follow each other, sent and received as a publisher and a stager do it, and nothing around
-        them: alone, and for seconds beside engines that are asked all the time. An update alone is too short to be noticed."""
+        them: alone, and for seconds while the engines are asked all the time. An update alone is too short to be noticed."""
         field, raw = self._field, self._raw.get(self._bucket)
         for without in (EVERYTHING, NO_LOOK):
             self._streamed(2, without=without)  # makes ready
@@ -120,19 +120,19 @@ class Steps:
             time.sleep(STEADY_S)
             quiet, streams = [self._quiet()], list[tuple[Window, list[float]]]()
             for without in (EVERYTHING, NO_LOOK):
-                streams.append(self._streamed(max(2, math.ceil(field.scale.beside_s / seconds)), without=without))
+                streams.append(self._streamed(max(2, math.ceil(field.scale.continuous_s / seconds)), without=without))
                 quiet.append(self._quiet())
             answers, _ = field.stopped()
-            beside, unlooked = (Beside(window, quiet[k : k + 2], len(took)) for k, (window, took) in enumerate(streams))
+            continuous, unlooked = (Continuous(window, quiet[k : k + 2], len(took)) for k, (window, took) in enumerate(streams))
             speed = gigabytes(field.nbytes, float(np.median(streams[0][1])))
-            field.keep(beside_rows(whole, answers, beside, speed, raw))
+            field.keep(continuous_rows(whole, answers, continuous, speed, raw))
             what = f"{burden.name}: an update takes of its engine, without a look at its bytes"
             field.add(what, ALONE, taken_ms(answers, unlooked), "ms")
 
     def _quiet(self) -> Window:
-        """A time with load and nothing beside it."""
+        """A time with load alone."""
         began = time.monotonic()
-        time.sleep(self._field.scale.beside_s / 2)  # what is measured is a length of time
+        time.sleep(self._field.scale.continuous_s / 2)  # what is measured is a length of time
         return began, time.monotonic()
 
     def parts(self) -> None:
@@ -184,14 +184,14 @@ class Steps:
 
     def _killed(self, transfer: str, who: str) -> None:
         field, bucket = self._field, self._bucket
-        # Of what went straight into the engines nobody keeps a copy.
+        # There is no copy of what went straight into the engines.
         field.publish("staged", bucket)
         committed = field.version
         field.begin(field.scale.burdens[0])
         time.sleep(STEADY_S)
         name, victim = next(iter(field.workers(committed).items()))
         small = min(bucket, math.ceil(field.nbytes / PIECES / ALIGNMENT) * ALIGNMENT)
-        # This version is nobody's, now and later.
+        # This version is never used again.
         field.version += 1
         order = {"version": field.version, "which": "other", "transfer": transfer, "bucket_bytes": small, "victim": victim}
         said = field.ask(field.trainer, START_S, do="kill", **order)

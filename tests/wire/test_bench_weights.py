@@ -26,10 +26,10 @@ from bench.weights.figures import (
     RAW,
     SHORT,
     Answer,
-    Beside,
+    Continuous,
     Passed,
     Update,
-    beside_rows,
+    continuous_rows,
     items_per_second,
     load_rows,
     longest_gap_ms,
@@ -108,12 +108,12 @@ def test_load_while_updates_follow_each_other_is_held_against_load_before_them()
 
 def test_scoring_beside_bytes_is_held_against_times_without_them() -> None:
     answers = [Answer(at - 0.1, at, 0.1, 0, 10) for at in (1.1, 1.2, 1.3, 1.4, 2.2, 2.4, 3.2, 3.3, 3.4, 3.5)]
-    beside = Beside((2.0, 2.5), ((1.0, 1.4), (3.1, 3.5)), 25)
-    rows = {row.what: row for row in beside_rows("x", answers, beside, 150.0, 300.0)}
-    assert rows["x: scoring beside nothing"].value == pytest.approx(100)
-    assert rows["x: scoring beside bytes that never cease"].ratio == pytest.approx(0.4)
+    continuous = Continuous((2.0, 2.5), ((1.0, 1.4), (3.1, 3.5)), 25)
+    rows = {row.what: row for row in continuous_rows("x", answers, continuous, 150.0, 300.0)}
+    assert rows["x: scoring alone"].value == pytest.approx(100)
+    assert rows["x: scoring during continuous transfers"].ratio == pytest.approx(0.4)
     assert rows["x: seconds of it"].value == pytest.approx(0.5)
-    assert rows["x: transfer beside scoring"].ratio == pytest.approx(0.5)
+    assert rows["x: transfer during scoring"].ratio == pytest.approx(0.5)
     assert rows["x: an update takes of its engine"].value == pytest.approx(0.6 * 500 / 25)
 
 
@@ -146,7 +146,7 @@ def sim_field(directory: Path, receivers: int, stack: ExitStack) -> Field:
     tensors = {name: torch.randn(shape, generator=generator).to(getattr(torch, dtype)) for name, dtype, shape in TENSORS}
     safetensors.save_file(tensors, str(directory / "model.safetensors"))
     burdens = (Burden(SHORT, Shape(3, 2, 4, vocab=50), 3, 2), Burden(LONG, Shape(3, 4, 4, vocab=50), 3, 1))
-    scale = Scale((BUCKET,), burdens, idle=2, direct=1, beside_s=1.0, engine="sim", options={**SIM, "tensors": TENSORS})
+    scale = Scale((BUCKET,), burdens, idle=2, direct=1, continuous_s=1.0, engine="sim", options={**SIM, "tensors": TENSORS})
     logs = directory / "logs"
     logs.mkdir()
     return Field("sim", directory, "cpu", [], receivers, scale, logs, stack, lambda _line: None)
@@ -178,7 +178,7 @@ def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
     assert rows["sim, short requests: answers", LOADED].value > 0
     assert rows[f"{warm}: transfer", ALONE].ratio is not None
     assert rows["sim, short requests: seconds of it", ALONE].value > 0
-    assert rows["sim, short requests: transfer beside scoring", ALONE].value > 0
+    assert rows["sim, short requests: transfer during scoring", ALONE].value > 0
     assert ("sim, short requests: an update takes of its engine, without a look at its bytes", ALONE) in rows
     for what in ("short requests: answers of a wrong version", "short requests: requests without an answer"):
         assert rows[f"sim, {what}", LOADED].value == 0
@@ -207,7 +207,7 @@ def test_a_step_that_fails_is_named_and_the_others_are_measured(
 ) -> None:
     class Standing:
         def __init__(self, *_: object) -> None:
-            self.rows = [Row("ready", "nobody", 1.0, "")]
+            self.rows = [Row("ready", "none", 1.0, "")]
 
         def ready(self) -> None:
             pass
@@ -220,7 +220,7 @@ def test_a_step_that_fails_is_named_and_the_others_are_measured(
             raise RuntimeError("no luck")
 
         def direct(self) -> None:
-            self.rows.append(Row("direct", "nobody", 2.0, ""))
+            self.rows.append(Row("direct", "none", 2.0, ""))
 
     monkeypatch.setattr(weights_gpu, "Field", Standing)
     monkeypatch.setattr(weights_gpu, "Steps", Broken)
