@@ -14,6 +14,8 @@ MAX_FRAMES, MAX_SIDES = 16, 2
 #: Names in `capabilities` of a `hello`.
 MAX_CAPABILITIES = 256
 MAX_ID = 2**63 - 1
+#: The largest epoch that a coordinator with a lower one follows: above it there is room for all starts to come.
+MAX_EPOCH = 2**62
 #: Characters of a text for people, where the message would not fit frame 0 with all of it.
 MAX_TEXT = 500
 #: Findings in one message.

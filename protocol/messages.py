@@ -14,6 +14,7 @@ import msgspec
 from enginepool.protocol.basis import MAX_ACKS as MAX_ACKS
 from enginepool.protocol.basis import MAX_CAPABILITIES as MAX_CAPABILITIES
 from enginepool.protocol.basis import MAX_CHUNK as MAX_CHUNK
+from enginepool.protocol.basis import MAX_EPOCH as MAX_EPOCH
 from enginepool.protocol.basis import MAX_FINDINGS as MAX_FINDINGS
 from enginepool.protocol.basis import MAX_FRAMES as MAX_FRAMES
 from enginepool.protocol.basis import MAX_HEADER_BYTES as MAX_HEADER_BYTES
@@ -95,7 +96,8 @@ class Hello(Message, tag="hello"):
 
     `client` is 16 random bytes made once per client object; `token` 16 secret bytes made with it, which prove on a later
     link that it is the same client; `incarnation` grows with each new link, and the highest wins. `max_message_bytes`: the
-    longest message, all frames together, that the client takes (0: whatever `welcome` says).
+    longest message, all frames together, that the client takes (0: whatever `welcome` says). `epoch`: the highest one that the
+    client has heard (0: none).
     """
 
     client: bytes
@@ -105,6 +107,7 @@ class Hello(Message, tag="hello"):
     agent: str = ""
     capabilities: Annotated[list[str], msgspec.Meta(max_length=MAX_CAPABILITIES)] = []
     max_message_bytes: int = 0
+    epoch: int = 0
 
 
 class Score(Message, tag="score"):

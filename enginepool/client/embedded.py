@@ -188,7 +188,7 @@ class EmbeddedCoordinator:
             self._lost(self._failure("ended before it answered", code))
             return
         if code == STOPPED:
-            text = "the pool was stopped: its coordinator was told to end with the workers, by SIGTERM or `enginepool stop`"
+            text = "the pool was stopped: its coordinator was told to end with the workers (SIGTERM)"
             self._lost(Failure("pool_down", text, evidence=self._last_lines()))
             return
         wait = 0.0 if code == RESTART else self._policy.after_death(self._loop.time())

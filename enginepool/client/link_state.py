@@ -6,7 +6,8 @@ The link goes new → greeting → welcomed, and back to greeting whenever the c
 `hello_required`, or speaks of a higher epoch) or says nothing for `silence_s`; at last it is ended. Silence counts from the
 first ping without an answer, and a tick that comes late forgives it, so a client that was itself stopped does not take its own
 pause for the coordinator's. Each Hello has a higher incarnation than the one before. Silence also opens a new socket: what is
-queued on the old one would otherwise arrive some day. What a coordinator of a lower epoch says does not count.
+queued on the old one would otherwise arrive some day. What a coordinator of a lower epoch says does not count;
+a Hello tells the epoch, and that coordinator goes above it.
 """
 
 from math import inf
@@ -78,7 +79,8 @@ class LinkState:
         self._time()
         if open_link:
             out.append(OpenLink())
-        out.append(Send(Hello(client=self._client, token=self._token, incarnation=self.incarnation, agent=self._agent)))
+        hello = Hello(client=self._client, token=self._token, incarnation=self.incarnation, agent=self._agent, epoch=self.epoch)
+        out.append(Send(hello))
 
     def forgotten(self, now: float) -> bool:
         """The coordinator says that it does not know this link: whether it is to be greeted again. What is said within the gap

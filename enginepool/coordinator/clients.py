@@ -8,6 +8,7 @@ import hmac
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient
+from enginepool.coordinator.epochs import RAISES_BY_CLIENTS, rise_above
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Client
@@ -36,12 +37,17 @@ class Clients:
             text = f"hello: {len(core.links)} clients are connected, as many as limits.clients allows"
             self._refuse(e, "busy", text, "limits.clients", FULL_MS)
             return
+        if client is not None and not hmac.compare_digest(client.token, e.token):
+            self._refuse(e, "unauthorised", "hello: the token is not this client's", "token")
+            return
+        if e.epoch > core.epoch and not core.draining:
+            # It takes no word from this epoch; with the next one, this coordinator answers its next hello.
+            if why := rise_above(core, e.epoch, f"client {e.client.hex()}", RAISES_BY_CLIENTS):
+                self._refuse(e, "bad_request", f"epoch: {why}", "epoch")
+            return
         if client is None:
             client = core.clients[e.client] = Client(e.client, e.token, e.incarnation, e.link, e.now)
         else:
-            if not hmac.compare_digest(client.token, e.token):
-                self._refuse(e, "unauthorised", "hello: the token is not this client's", "token")
-                return
             if e.incarnation < client.incarnation:
                 self._refuse(e, "superseded", "hello: a newer link of this client exists", "incarnation")
                 return

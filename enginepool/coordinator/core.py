@@ -62,13 +62,15 @@ class Core:
 
     __slots__ = (
         "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "fallen", "groups",
-        "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "returned", "risen",
-        "seq", "started", "touched", "updates", "woken", "worker_links",
+        "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "raises", "returned",
+        "risen", "seq", "started", "touched", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
         self.config = config
         self.epoch = 0
+        #: how often peers have raised the epoch of this journal
+        self.raises = 0
         self.now = 0.0
         self.started = 0.0
         #: what is handled now; None once all events in hand were, and work is dispatched

@@ -31,7 +31,7 @@ from enginepool.coordinator.events import Link
 from enginepool.coordinator.failures import signature
 from enginepool.coordinator.gate import Gate, read_keys
 from enginepool.coordinator.host_memory import bounds
-from enginepool.coordinator.journal import ROOM, Journal, Record, prepare_state_dir
+from enginepool.coordinator.journal import ROOM, Journal, prepare_state_dir
 from enginepool.coordinator.journal_writer import JournalWriter
 from enginepool.coordinator.log import log, say
 from enginepool.coordinator.machine import Machine
@@ -125,6 +125,8 @@ class Daemon:
         self.machine = Machine(config)
         self.ended: asyncio.Future[int] = loop.create_future()
         self._lifeline = lifeline
+        #: the epoch that is being journalled because a peer has heard a higher one
+        self._raised_to = 0
         self._pauses = Pauses()
         self._timer: asyncio.TimerHandle | None = None
         self._keys_timer: asyncio.TimerHandle | None = None
@@ -177,11 +179,12 @@ class Daemon:
         if self.journal.torn:
             log("the journal was cut off in the middle of a write: what it held before holds")
         try:
-            self.journal.write(Record(epoch, self.journal.record.weights), ROOM)
+            self.journal.write(msgspec.structs.replace(self.journal.record, epoch=epoch), ROOM)
         except OSError as error:
             raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
         alive = self.supervisor.survivors()
-        self.handle(ev.Started(time.monotonic(), epoch, dict(self.journal.record.weights), alive, self._snapshots))
+        weights, raises = dict(self.journal.record.weights), self.journal.record.raises
+        self.handle(ev.Started(time.monotonic(), epoch, weights, alive, self._snapshots, raises))
         if self._lifeline is not None:
             self.loop.add_reader(self._lifeline, self._owner_gone)
         self._writer.look()
@@ -393,6 +396,8 @@ class Daemon:
             self._writer.check(effect)
         elif type(effect) is ef.WriteJournal:
             self._writer.commit(effect)
+        elif type(effect) is ef.RaiseEpoch:
+            self._raise_epoch(effect)
         elif type(effect) is ef.Drained and effect.keep_workers:
             self._end_alone()
         elif type(effect) is ef.Drained:
@@ -412,6 +417,18 @@ class Daemon:
     def _finished(self) -> None:
         if not self.ended.done():
             self.ended.set_result(0)
+
+    def _raise_epoch(self, effect: ef.RaiseEpoch) -> None:
+        if effect.epoch > self._raised_to:
+            self._raised_to = effect.epoch
+            log(effect.reason)
+            self._writer.raise_epoch(effect.epoch, self._epoch_written)
+
+    def _epoch_written(self, why: str) -> None:
+        if why:
+            self._raised_to = 0  # the peer says it again
+        elif not self.ended.done() and not self.machine.core.draining:
+            self.ended.set_result(RESTART)
 
     def _set_timer(self, at: float) -> None:
         if self._timer is not None:

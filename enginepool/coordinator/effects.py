@@ -64,6 +64,14 @@ class WriteJournal(Effect):
     weights: GroupWeights
 
 
+class RaiseEpoch(Effect):
+    """Journal `epoch`, and start again under a higher one: a peer has heard a higher epoch than this coordinator's."""
+
+    epoch: int
+    #: why, for the operator
+    reason: str
+
+
 class Drained(Effect):
     """All work is answered and every worker of ours has ended: the process may end. With `keep_workers`, the workers run on."""
 

@@ -96,6 +96,8 @@ class Started(Event):
     weights: dict[str, GroupWeights]
     alive: Sequence[LiveProcess] = ()
     snapshots: dict[str, str] = {}
+    #: how often peers have raised the epoch of this journal
+    raises: int = 0
 
 
 class JournalChecked(Event):
@@ -131,13 +133,14 @@ class DrainAsked(Event):
 
 
 class ClientHello(Event):
-    """A client opened a link. `incarnation` grows with each link of the same client."""
+    """A client opened a link. `incarnation` grows with each link of the same client; `epoch` is the highest one it heard."""
 
     link: Link
     client: bytes
     token: bytes
     incarnation: int
     max_message_bytes: int = 0
+    epoch: int = 0
 
 
 class Submit(Event):

@@ -12,6 +12,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.batching import post_batch, post_text, take_text
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToWorker
+from enginepool.coordinator.epochs import RAISES_BY_WORKERS, rise_above
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.fit import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.halving import halve, shrink
@@ -53,6 +54,11 @@ class Fleet:
             return
         if e.incarnation in self._refused:
             self._give_up(e.link, e.incarnation, "it was given up before")
+            return
+        if e.epoch > core.epoch and not core.draining:
+            # It takes no word from this epoch; with the next one, this coordinator accepts its next registration.
+            if why := rise_above(core, e.epoch, f"worker {e.incarnation}", RAISES_BY_WORKERS):
+                self._refuse(e.link, "superseded", why)
             return
         worker = group.workers.get(e.incarnation)
         before = core.worker_links.get(e.link)

@@ -54,10 +54,11 @@ def prepare_state_dir(directory: Path) -> None:
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The content of the journal. `weights`: what is committed, by group."""
+    """The content of the journal. `weights`: what is committed, by group. `raises`: how often peers have raised the epoch."""
 
     epoch: int = 0
     weights: dict[str, GroupWeights] = {}
+    raises: int = 0
 
 
 class _Slot(msgspec.Struct, frozen=True):

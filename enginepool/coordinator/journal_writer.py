@@ -5,9 +5,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
+import msgspec
+
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
-from enginepool.coordinator.journal import Journal, Record
+from enginepool.coordinator.journal import Journal
 from enginepool.host import os_error
 
 #: how often the paths of the state directory are looked at
@@ -47,12 +49,27 @@ class JournalWriter:
 
         def write() -> None:
             record = self._journal.record
-            self._journal.write(Record(record.epoch, {**record.weights, effect.group: effect.weights}))
+            weights = {**record.weights, effect.group: effect.weights}
+            self._journal.write(msgspec.structs.replace(record, weights=weights))
 
         def written(why: str) -> None:
             if why:
                 self._log(f"the journal could not be written: {why}")
             self._tell(ev.JournalWritten(monotonic(), effect.update, why))
+
+        self._submit(write, written)
+
+    def raise_epoch(self, epoch: int, then: Callable[[str], None]) -> None:
+        """Write a higher epoch, and call `then` on the loop with "", or with why it could not be written."""
+
+        def write() -> None:
+            record = self._journal.record
+            self._journal.write(msgspec.structs.replace(record, epoch=epoch, raises=record.raises + 1))
+
+        def written(why: str) -> None:
+            if why:
+                self._log(f"the journal could not be written: {why}")
+            then(why)
 
         self._submit(write, written)
 

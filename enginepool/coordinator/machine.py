@@ -131,7 +131,7 @@ class Machine:
 
     def _started(self, e: ev.Started) -> None:
         core = self.core
-        core.epoch = e.epoch
+        core.epoch, core.raises = e.epoch, e.raises
         core.started = e.now
         self._punctual_until = e.now + WATCH_S + STALL_S
         for name, config in core.config.groups.items():

@@ -107,7 +107,9 @@ def _hello(now: float, link: Link, hello: m.Hello, frames: Sequence[Buffer]) -> 
     if most and most < m.MAX_HEADER_BYTES:
         text = f"max_message_bytes: {most}; 0, or at least {m.MAX_HEADER_BYTES}, which is the longest header"
         raise WireError("bad_request", text, field="max_message_bytes", limit=str(m.MAX_HEADER_BYTES))
-    return ev.ClientHello(now, link, hello.client, hello.token, hello.incarnation, most)
+    if not 0 <= hello.epoch <= m.MAX_ID:
+        raise WireError("bad_request", f"epoch: {hello.epoch}; 0 to {m.MAX_ID}", field="epoch", limit=str(m.MAX_ID))
+    return ev.ClientHello(now, link, hello.client, hello.token, hello.incarnation, most, hello.epoch)
 
 
 def _score(now: float, link: Link, score: m.Score, frames: Sequence[Buffer]) -> ev.Event:

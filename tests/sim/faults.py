@@ -188,6 +188,9 @@ class Faults:
         if what == "stall":
             coordinator.stall()
             world.after(self._lasts(1.0, 12.0), coordinator.go_on)
+        elif what == "set_back":
+            self._kill_coordinator()
+            self.simulation.set_epoch_back()
         elif what == "stop":
             self._stop_coordinator(coordinator)
         elif what == "raise":

@@ -166,8 +166,9 @@ class Plan:
         self.faults.sort()
 
     def _stop(self, random: Random) -> None:
-        """Let the coordinator be stopped on purpose, and started again."""
-        self.faults += [(self.span * random.random(), "coordinator_stop") for _ in range(random.randint(1, 4))]
+        """Let the coordinator be stopped on purpose and started again, and its epoch be set back."""
+        self.faults += [(self.span * random.random(), "coordinator_stop") for _ in range(random.randint(0, 4))]
+        self.faults += [(self.span * random.random(), "coordinator_set_back") for _ in range(random.choice((0, 1, 2)))]
         self.faults.sort()
 
     def _err(self, random: Random) -> None:

@@ -14,7 +14,7 @@ from enginepool.coordinator.story import story
 from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Expired, Failure, Message
+from enginepool.protocol.messages import Accept, Expired, Failure, Message, Welcome
 from enginepool.protocol.updates import Published
 from tests.sim.cluster import Cluster
 from tests.sim.network import Link, Network
@@ -52,6 +52,8 @@ class SimCoordinator:
         self.drained = False
         #: called once it has ended on purpose
         self.when_drained: Callable[[], None] = lambda: None
+        #: called with an epoch that it is to go above
+        self.raise_epoch: Callable[[int], None] = lambda _: None
         self.stalled = False
         self._held: list[tuple[Link, Sequence[Buffer]]] = []
         #: what kills it in the middle of its next effects
@@ -115,6 +117,11 @@ class SimCoordinator:
     def _knows(self, event: ev.WorkerRegistered) -> bool:
         return event.incarnation in self.machine.core.groups[event.group].workers
 
+    def _ahead(self, events: Sequence[ev.Event]) -> set[bytes]:
+        """Links of peers that have heard a higher epoch."""
+        said = [event for event in events if isinstance(event, ev.WorkerRegistered | ev.ClientHello)]
+        return {event.link for event in said if event.epoch > self.machine.core.epoch and not self.machine.core.draining}
+
     def _link_cut(self, link: bytes) -> None:
         if self.alive:
             self.handle(ev.LinkCut(self.world.now, link))
@@ -126,9 +133,13 @@ class SimCoordinator:
         for event in events:
             self.world.note("coordinator", event)
             self.watch.oracle.leases.came(event)
+        ahead = self._ahead(events)
         effects = self._effects(events)
         if effects is None:
             return
+        for effect in effects:
+            if isinstance(effect, ef.ToClient | ef.ToWorker) and isinstance(effect.message, Accept | Welcome):
+                assert effect.link not in ahead, f"it takes no word from this epoch: {effect}"
         self.watch.after(len(events), effects)
         for event in events:
             if type(event) is ev.WorkerRegistered:
@@ -161,6 +172,9 @@ class SimCoordinator:
             elif type(effect) is ef.WriteJournal:
                 self._last_write = max(self._last_write, self.world.now) + self.world.between(0.0005, 0.02)
                 self.world.at(self._last_write, self._write, effect)
+            elif type(effect) is ef.RaiseEpoch:
+                self.world.note("coordinator", effect)
+                self.world.after(self.world.between(0.001, 0.02), self.raise_epoch, effect.epoch)
             elif type(effect) is ef.Drained:
                 self.drained = True
                 self.world.after(0.0, self.when_drained)

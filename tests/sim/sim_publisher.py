@@ -157,7 +157,7 @@ class SimPublisher:
     def _hello(self) -> None:
         self.incarnation += 1
         self.welcomed = False
-        self._say(Hello(self.id, self.id, incarnation=self.incarnation))
+        self._say(Hello(self.id, self.id, incarnation=self.incarnation, epoch=self.epoch))
 
     def _say(self, message: Message, frames: tuple[bytes, ...] = ()) -> None:
         assert self.dealer is not None

@@ -29,6 +29,8 @@ from tests.sim.world import World, line
 
 #: after all is healed some call has its answer within this, again and again until none is left
 PATIENCE_S = 120.0
+#: of the first coordinator, and from each one to the next: more than what a raised epoch is above the one that was heard
+FIRST_EPOCH = 1 << 21
 
 
 class Failed(AssertionError):
@@ -88,14 +90,16 @@ class Simulation:
         self.publishers = [SimPublisher(self.network, self.oracle, self.cluster.disks, i) for i in range(plan.publishers)]
         self._triggers = list(plan.triggers)
         self.coordinator = self.new_coordinator()
-        self.epoch = 1
+        self.epoch = FIRST_EPOCH
         self.events = 0
+        self._set_back = 0
         self.faults = Faults(self)
         self._healed = False
 
     def new_coordinator(self) -> SimCoordinator:
         coordinator = SimCoordinator(self.network, self.cluster, self.oracle, self.plan.config, self.plan.turn_s, self.prompt)
         coordinator.base = self.plan.versions
+        coordinator.raise_epoch = lambda epoch: self._raise_epoch(coordinator, epoch)
         coordinator.machine.core.header_bytes = self.plan.header_bytes
         if not self.plan.retires:
             coordinator.watch.steadfast = {name: self.plan.unloadable.get(name, 0) for name in self.plan.kinds}
@@ -106,10 +110,21 @@ class Simulation:
             coordinator.watch.punctual = "coordinator_stall" not in kinds
         return coordinator
 
+    def set_epoch_back(self) -> None:
+        """The epoch in the journal is lost and the clock is set back, for the next coordinator. No epoch comes twice."""
+        self._set_back += 1
+        self.epoch = self._set_back - FIRST_EPOCH
+
+    def _raise_epoch(self, coordinator: SimCoordinator, epoch: int) -> None:
+        if coordinator.alive and not coordinator.machine.core.draining:
+            self.epoch = max(self.epoch, epoch)
+            coordinator.kill()
+            self.world.after(self.world.between(0.1, 1.0), self.restart_coordinator)
+
     def restart_coordinator(self) -> None:
         """A successor takes over."""
         self.events += self.coordinator.watch.events
-        self.epoch += 1
+        self.epoch += FIRST_EPOCH
         self.coordinator = self.new_coordinator()
         self.coordinator.start(self.epoch, self.journal)
 
@@ -266,7 +281,10 @@ class Simulation:
 
     def _drain(self) -> None:
         """The pool ends in time, and leaves no process behind."""
-        world, coordinator = self.world, self.coordinator
+        world = self.world
+        while not self.coordinator.alive:  # it starts again under a higher epoch
+            world.run_until(world.now + 0.5)
+        coordinator = self.coordinator
         self.oracle.draining = True
         self.cluster.external = False
         within = world.between(0.1, 10.0)
@@ -301,8 +319,8 @@ def simulate(
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
     with `restarts`, all engines take weights only at their start; with `wide`, headers and answers are large, and bounds are
     tight; with `external`, other programs start most workers, and their links fail; with `stops`, the coordinator is stopped on
-    purpose and started again; with `faulty`, the coordinator has internal errors, and an operator restarts workers; with
-    `crowded`, clients ask for more than the queue holds.
+    purpose and started again, and its epoch is set back; with `faulty`, the coordinator has internal errors, and an operator
+    restarts workers; with `crowded`, clients ask for more than the queue holds.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.

@@ -10,6 +10,7 @@ from enginepool.client.events import Effect as ClientEffect
 from enginepool.client.events import Fail
 from enginepool.coordinator import admission, batching, door, filling, machine, places, requests, shedding
 from enginepool.coordinator.admission import Admission
+from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.places import Places
@@ -332,11 +333,31 @@ def calls_wait_for_an_ended_coordinator(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Calls, "welcome", welcome)
 
 
+def epochs_that_workers_have_heard_do_not_matter(patch: pytest.MonkeyPatch) -> None:
+    real = Fleet.register
+
+    def register(self: Fleet, e: Any) -> None:
+        e.epoch = min(e.epoch, self.core.epoch)
+        real(self, e)
+
+    patch.setattr(Fleet, "register", register)
+
+
+def epochs_that_clients_have_heard_do_not_matter(patch: pytest.MonkeyPatch) -> None:
+    real = Clients.hello
+
+    def hello(self: Clients, e: Any) -> None:
+        e.epoch = 0
+        real(self, e)
+
+    patch.setattr(Clients, "hello", hello)
+
+
 def work_is_started_by_a_coordinator_that_ends_alone(patch: pytest.MonkeyPatch) -> None:
-    def close(group: Group) -> None:
+    def hold(group: Group) -> None:
         """Nothing."""
 
-    patch.setattr(machine, "close", close)
+    patch.setattr(machine, "hold", hold)
 
 
 @pytest.mark.parametrize(
@@ -345,6 +366,8 @@ def work_is_started_by_a_coordinator_that_ends_alone(patch: pytest.MonkeyPatch) 
         a_planned_stop_fails_what_it_refuses,
         calls_wait_for_an_ended_coordinator,
         work_is_started_by_a_coordinator_that_ends_alone,
+        epochs_that_workers_have_heard_do_not_matter,
+        epochs_that_clients_have_heard_do_not_matter,
     ],
     ids=lambda mutate: mutate.__name__,
 )

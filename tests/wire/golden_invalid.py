@@ -530,6 +530,8 @@ def _link() -> list[Invalid]:
         hello("hello-token-empty", "0 bytes", bad, "token", token=b""),
         hello("hello-version-unknown", "a version of the future", "protocol_version", "protocol", protocol=2),
         hello("hello-version-0", "a version that never was", "protocol_version", "protocol", protocol=0),
+        hello("hello-epoch-negative", "an epoch below 0", bad, "epoch", epoch=-1),
+        hello("hello-epoch-large", "an epoch above MAX_ID", bad, "epoch", epoch=2**63),
         Invalid(
             "register-version-unknown",
             "worker-coordinator",

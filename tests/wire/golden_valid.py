@@ -70,6 +70,7 @@ def _from_client() -> list[Valid]:
                 "agent": "example/0.1 (C++)",
                 "capabilities": ["something-new"],
                 "max_message_bytes": 8388608,
+                "epoch": EPOCH,
             },
         ),
         Valid("score", way, "two items of 2 and 1 ids behind a query of 3", _SCORE, (QUERY, ITEMS, ITEM_LENGTHS)),

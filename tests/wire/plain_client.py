@@ -166,7 +166,14 @@ class PlainClient:
         self.incarnation += 1
         self.pinged = time.monotonic()
         self.send(
-            {"type": "hello", "client": self.client, "token": self.token, "incarnation": self.incarnation, "agent": "plain"}
+            {
+                "type": "hello",
+                "client": self.client,
+                "token": self.token,
+                "incarnation": self.incarnation,
+                "agent": "plain",
+                "epoch": self.epoch,
+            }
         )
 
     def post(self, id_: int) -> None:
