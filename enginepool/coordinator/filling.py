@@ -82,6 +82,11 @@ def _once(work: Work, rows: int, can: Capabilities) -> bool:
     return rows > 1 and 0 < can.cached_query <= work.shared
 
 
+def row_share(can: Capabilities) -> float:
+    """Tokens that a row counts at least between clients: a batch that is full of short rows is a whole one."""
+    return can.batch_tokens / can.batch_rows
+
+
 def longest(pace: Pace | None) -> float:
     """What a batch of several rows may weigh: two forwards at the worker's pace."""
     return inf if pace is None else 2 * pace.tokens
@@ -128,12 +133,13 @@ def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker)
     if cost > free_tokens or rows > free_rows:
         return None
     most = pace_for(worker, head, core.now, weight)
+    least = row_share(can)
     slices = [slice_]
     take(core, slice_)
     if head.state != RUNNING:
-        queue.charge(lane, weight)
+        queue.charge(lane, max(weight, rows * least))
     else:
-        queue.pop(lane, weight)
+        queue.pop(lane, max(weight, rows * least))
         header = header_bytes(work)
         free_tokens = min(free_tokens, can.batch_tokens)
         free_rows = min(free_rows, can.batch_rows)
@@ -158,7 +164,7 @@ def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker)
             slice_ = (next_, 0, work.rows)
             slices.append(slice_)
             take(core, slice_)
-            queue.pop(lane, weighs)
+            queue.pop(lane, max(weighs, work.rows * least))
     return Batch(core.task_id(), worker, slices, cost, rows, False)
 
 
@@ -183,6 +189,7 @@ def fill_packed(core: Core, queue: Queue[Request], lane: Lane[Request], worker: 
         bounds = (most_tokens - packing.cost, each, room - weight)
         stop, cost, length = _pack(packing, request, start, end, most_rows - rows, bounds, follows=bool(slices))
         weighs = cost + (stop - start) * each
+        charged = max(weighs, (stop - start) * row_share(can))
         header += header_bytes(request.work)
         if slices and (
             request.next
@@ -202,9 +209,9 @@ def fill_packed(core: Core, queue: Queue[Request], lane: Lane[Request], worker: 
         rows += stop - start
         take(core, slices[-1])
         if request.flying < request.left:
-            queue.charge(lane, weighs)
+            queue.charge(lane, charged)
             break
-        queue.pop(lane, weighs)
+        queue.pop(lane, charged)
     return Batch(core.task_id(), worker, slices, packing.cost, rows, False)
 
 

@@ -6,9 +6,10 @@ has a line for each priority, and a line has a flow for each client: its request
 1. Between priorities, the line with the smallest key. `keys` of a line are those of its requests, and each request that leaves
    takes the oldest one with it. So a priority ages as if it were first in, first out, whoever in it was served.
 2. Within a priority, the client with the smallest start (start-time fair queueing). Virtual time is counted in what a worker
-   computes: tokens, and rows in tokens. A client that is served begins that much later next time. A client that had nothing
-   waiting begins at the present virtual time: it has no credit for what it did not use. A request that was cut is charged part
-   by part, so that other clients have their turn between its parts.
+   computes, in tokens: a row weighs at least as many as it has of a batch that is full of rows. A client that is served begins
+   that much later next time, in each lane. A client that had nothing waiting begins at the present virtual time: it has no
+   credit for what it did not use. A request that was cut is charged part by part, so that other clients have their turn
+   between its parts.
 3. Within a client, the oldest request.
 
 Virtual time follows the starts of those who are served. It moves by a part of what is computed as well (`DRIFT`), or a stream
@@ -144,6 +145,17 @@ class Lane(list[tuple[float, int, Line[R]]]):
         """Whether its head is before that of `other`, a lane of suspects. Those were first in their priority once already."""
         return self[0][1] != other[0][1] and self[0] < other[0]
 
+    def defer(self) -> bool:
+        """Whether the client whose turn it is was served in another lane since: then this turn begins later, too."""
+        line = self[0][2]
+        start, seq, flow = line[0]
+        later = line.level.starts.get(flow[0].client, start)
+        if later <= start:
+            return False
+        heapreplace(line, (later, seq, flow))
+        self.head = line[0][2][0]
+        return True
+
     def order(self) -> None:
         """Build the heap anew: keys have become smaller, or a line that is not the first has changed."""
         self[:] = [(line.keys[0], -line.priority, line) for line in self.lines.values() if line]
@@ -217,10 +229,13 @@ class Queue(Generic[R]):
         """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits."""
         best: Lane[R] | None = None
         bits = classes << 1
-        for signature, lane in self._lanes.items():
+        lanes = self._lanes
+        for signature, lane in lanes.items():
             if signature & bits:
                 while (request := lane.head) is not None:
                     if request.state <= QUEUED and request.lane is self:
+                        if len(lanes) > 1 and lane.defer():
+                            continue
                         if best is None or lane.before(best):
                             best = lane
                         break

@@ -132,6 +132,31 @@ def test_clients_of_several_signatures_have_one_share() -> None:
     assert 26 <= done <= 34, "half of what was computed"
 
 
+def test_a_client_has_one_turn_where_its_requests_have_several_signatures() -> None:
+    can = CAN.__class__("classifier", 1000, 100, 100, 8, 200, 16, labels=2, hidden=4)
+    pool = Pool()
+    both, light = pool.client(), pool.client()
+    pool.submit(both, 1, work(8, labels=(), hidden=True))
+    pool.submit(both, 2, work(8, labels=()))
+    pool.submit(light, 1, work(1, labels=()))
+    pool.worker(can=can)
+    assert answered_after(pool, light) == 2, "after one batch of the other client, not one of each signature"
+
+
+@pytest.mark.parametrize("max_item", [0, 90])
+def test_a_batch_of_short_rows_counts_as_a_whole_batch(max_item: int) -> None:
+    pool = Pool()
+    short, long = pool.client(), pool.client()
+    for number in range(200):
+        pool.submit(short, number, work(8, 1, query=1))
+        pool.submit(long, number, work(8, 8, query=1))
+    pool.worker(can=CAN.__class__("causal", 1000, 100, 100, 8, 200, 16, max_item=max_item))
+    for _ in range(100):
+        pool.finish(pool.batches[0])
+    done = answers(pool.sent, long)
+    assert 45 <= done <= 55, "of 100 batches half are its own"
+
+
 def test_requests_of_a_client_whose_link_was_cut_wait_behind_all_others() -> None:
     pool = Pool()
     pool.worker()

@@ -14,7 +14,7 @@ from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.places import Places
-from enginepool.coordinator.queue import Queue
+from enginepool.coordinator.queue import Lane, Level, Queue
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.shedding import Levels
 from enginepool.coordinator.state import Batch, Client, Group, Place, Request, Worker
@@ -477,3 +477,49 @@ def test_a_bug_planted_in_admission_is_found(mutate: Mutate, monkeypatch: pytest
         except Failed:
             return
     pytest.fail(f"{SEEDS} schedules did not show it")
+
+
+def clients_are_served_first_in_first_out(patch: pytest.MonkeyPatch) -> None:
+    def charge(_line: Any, _client: Any, start: float, _weight: float) -> float:
+        return start
+
+    patch.setattr(Queue, "_charge", staticmethod(charge))
+    patch.setattr(Level, "enter", lambda *_: 0.0)
+
+
+def a_cut_request_does_not_yield(patch: pytest.MonkeyPatch) -> None:
+    def charge(_self: Queue[Any], _lane: Any, _weight: float) -> None:
+        """Its next part is next."""
+
+    patch.setattr(Queue, "charge", charge)
+
+
+def each_signature_has_a_turn_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Lane, "defer", lambda _: False)
+
+
+def short_rows_weigh_their_tokens_alone(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(filling, "row_share", lambda *_: 0.0)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        clients_are_served_first_in_first_out,
+        a_cut_request_does_not_yield,
+        each_signature_has_a_turn_of_its_own,
+        short_rows_weigh_their_tokens_alone,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_fair_queueing_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8)
+        except Failed as failed:
+            found = str(failed)
+            break
+    else:
+        pytest.fail(f"{SEEDS} schedules did not show it")
+    assert " batches before " in found, "it is the invariant of fairness that finds it"

@@ -20,6 +20,7 @@ from enginepool.protocol.frames import Buffer, encode_header
 from tests.sim.admitting import watch_admission
 from tests.sim.oracle import Oracle
 from tests.sim.scores import prompts_of
+from tests.sim.shares import Shares
 from tests.sim.traffic import TEXT_OFFSET, uid_of
 
 #: all invariants are checked every so many events
@@ -36,6 +37,7 @@ class Watch:
         self.events = 0
         self._sent: set[m.TaskId] = set()
         self._trials: dict[str, Batch] = {}
+        self._shares = Shares()
         #: a hold must end in time: the coordinator itself never stands still
         self.punctual = False
         #: of a group, the first place whose workers can always be started again, as those after it
@@ -56,6 +58,7 @@ class Watch:
         for group in core.groups.values():
             self._no_idle_worker(group)
             self._trial(group)
+            self._shares.after(group, [batch for batch in new if batch.worker.group is group])
             if group.down or group.gone:
                 self.oracle.down.add(group.name)
             if group.needs:

@@ -1,0 +1,88 @@
+"""Fairness, read off a coordinator's state from outside.
+
+A request of a client that uses less than its share waits for at most the batches in flight and one batch of each competing
+client of its priority. Here batches are counted, not time: from the moment a request waits until its first rows are sent, each
+other client opens at most one batch that could have been its.
+
+A client certainly uses less than its share when the request is its only one, and it was never served, or others of its priority
+were served many times as much since. Left out are groups with packed and plain workers: of two classes that both serve some
+requests, one may be behind the other for good reasons. Where waiting counts, batches of another signature are left out: which
+signature is next depends on how long requests of other priorities wait in it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from enginepool.coordinator.phases import QUEUED
+from enginepool.coordinator.state import Batch, Client, Group, Request
+
+#: a client is in no debt once others were served so many times as much as it was served last
+FORGIVEN = 40
+#: of one group, one priority
+Level = tuple[str, int]
+
+
+@dataclass
+class Wait:
+    """A request of a light client that waits."""
+
+    request: Request
+    #: batches that others opened meanwhile
+    opened: dict[Client, int] = field(default_factory=dict[Client, int])
+
+
+class Shares:
+    """Looks at the groups of one machine after each event."""
+
+    def __init__(self) -> None:
+        self._newest: dict[str, int] = {}
+        self._waits: dict[str, list[Wait]] = {}
+        #: tokens that were sent to workers; of each client, how many that were when it was served last, and how many were its
+        self._sent: dict[Level, int] = {}
+        self._served: dict[tuple[Level, Client], tuple[int, int]] = {}
+
+    def after(self, group: Group, batches: Sequence[Batch]) -> None:
+        """These batches were sent."""
+        mixed = group.plain and group.packed
+        waits = [] if mixed else [wait for wait in self._waits.get(group.name, ()) if _waits(wait.request)]
+        for batch in batches:
+            opener = batch.slices[0][0]
+            for wait in waits:
+                request = wait.request
+                if batch.trial or request.client is opener.client or request.priority != opener.priority:
+                    continue
+                if not request.classes & batch.worker.class_:
+                    continue
+                if group.config.ageing_s is not None and request.work.hidden != opener.work.hidden:
+                    continue
+                count = wait.opened[opener.client] = wait.opened.get(opener.client, 0) + 1
+                assert count <= 1, f"{opener.client} opened {count} batches before {request}: {batch}"
+            for request, start, end in batch.slices:
+                level = group.name, request.priority
+                tokens = max(1, batch.cost * (end - start) // batch.rows)
+                self._sent[level] = self._sent.get(level, 0) + tokens
+                self._served[level, request.client] = self._sent[level], tokens
+        self._waits[group.name] = waits + self._new(group)
+
+    def _new(self, group: Group) -> list[Wait]:
+        newest = self._newest.get(group.name, 0)
+        found: list[Wait] = []
+        for request in reversed(group.live):
+            if request.seq <= newest:
+                break
+            self._newest[group.name] = max(self._newest.get(group.name, 0), request.seq)
+            if _waits(request) and self._light(request):
+                found.append(Wait(request))
+        return found
+
+    def _light(self, request: Request) -> bool:
+        level = request.group.name, request.priority
+        mine = [one for one in request.client.live.values() if one.group is request.group and one.priority == request.priority]
+        at, tokens = self._served.get((level, request.client), (0, 0))
+        return len(mine) == 1 and self._sent.get(level, 0) - at >= FORGIVEN * tokens
+
+
+def _waits(request: Request) -> bool:
+    """Whether none of its rows was ever sent, and nothing but its turn keeps them."""
+    whole = not request.next and not request.back
+    return request.state == QUEUED and whole and request.lane is request.group.queue and request.client.link is not None
