@@ -1,7 +1,8 @@
 """`enginepool status`: what a running pool is doing, as a table or as JSON."""
 
 import asyncio
-from typing import TYPE_CHECKING, Annotated
+import json
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -51,9 +52,7 @@ async def _status(address: str, every: float | None, as_json: bool) -> None:
             while True:
                 report = await _ask(pool, address)
                 if as_json:
-                    import msgspec
-
-                    typer.echo(msgspec.json.encode(report).decode())
+                    typer.echo(json.dumps(whole(report)))
                 else:
                     console.print(tables(report))
                 if every is None:
@@ -70,6 +69,13 @@ async def _ask(pool: "Pool", address: str) -> "StatusReport":
         return await pool.status(ANSWER_S)
     except TimeoutError:
         raise CommandFailed(f"{address}: no answer for {ANSWER_S:.0f} s; is the pool still running?", RUN_FAILED) from None
+
+
+def whole(value: Any) -> Any:
+    """A report for JSON with every key, also those whose values are zero or empty: on the wire they are left out."""
+    if hasattr(value, "__struct_fields__"):
+        return {name: whole(getattr(value, name)) for name in value.__struct_fields__}
+    return [whole(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def tables(report: "StatusReport") -> "Group":

@@ -92,6 +92,7 @@ class Admission:
                 bound = "queue_items" if free_bytes >= 0 else "buffer_bytes"
                 text = f"{bound}: a request of a higher priority has taken the room of this one"
                 self.requests.shed(request, _busy(request.id, request.group, bound, getattr(limits, bound), text))
+                self.core.refuse_for_room(bound, getattr(limits, bound))
         return "queue_items" if free_rows < 0 else "buffer_bytes" if free_bytes < 0 else ""
 
     def _known_already(self, client: Client, e: ev.Submit) -> bool:
@@ -115,6 +116,8 @@ class Admission:
         what = "of this client" if field.startswith("window") else "of all clients"
         text = f"{field}: no room for {e.work.rows} more items within the {limit} {what}"
         self.core.effects.append(ToClient(e.link, _busy(e.id, group, field, limit, text)))
+        if field in ("queue_items", "buffer_bytes"):
+            self.core.refuse_for_room(field, limit)
 
     def _accept(self, client: Client, group: Group, e: ev.Submit, classes: int, answer: int, held: int) -> None:
         core = self.core

@@ -108,6 +108,9 @@ class Clients:
     def link_cut(self, e: ev.LinkCut) -> None:
         """A client's link is gone; its requests go on, and it may come back on another link."""
         client = self.core.links.pop(e.link, None)
+        if e.reason:
+            who = client.id.hex()[:8] if client is not None else f"on link {e.link.hex()[:16]}"
+            self.core.log(f"client {who} is cut: {e.reason}", "client")
         if client is not None and client.link == e.link:
             self._link(client, None)
 
@@ -140,4 +143,7 @@ class Clients:
         core.answers.expire(core.now)
         limit = core.now - core.config.timing.client_silence_s
         for client in [c for c in core.clients.values() if c.heard < limit and c not in publishers]:
+            if count := len(client.live):
+                what = f"{count} request{'s are' if count > 1 else ' is'} cancelled"
+                core.log(f"client {client.id.hex()[:8]} was silent for {core.now - client.heard:.0f} s: {what}", "client")
             self._drop(client)

@@ -4,7 +4,7 @@ from heapq import heapify, heappop, heappush
 
 from enginepool.config import PoolConfig
 from enginepool.coordinator.answers import Answers
-from enginepool.coordinator.effects import Effect, ToClient
+from enginepool.coordinator.effects import Effect, LogLine, ToClient
 from enginepool.coordinator.events import Event, Link
 from enginepool.coordinator.phases import DONE
 from enginepool.coordinator.shedding import Levels
@@ -14,6 +14,8 @@ from enginepool.protocol.messages import MAX_HEADER_BYTES, Failure, TaskId
 
 #: what the parts of a batch may add to its header
 HEADER_BYTES = MAX_HEADER_BYTES - 1024
+#: seconds without a refusal after which the queue is not full any more
+ROOM_S = 1.0
 
 
 class Deadlines:
@@ -57,13 +59,24 @@ class Deadlines:
         return len(self._heap)
 
 
+class Full:
+    """An episode in which the queue is full: how many requests were refused, and since when."""
+
+    __slots__ = ("last", "refused", "since")
+
+    def __init__(self) -> None:
+        #: of this episode; 0: the queue is not full
+        self.refused = 0
+        self.since = self.last = 0.0
+
+
 class Core:
     """The shared state of one coordinator."""
 
     __slots__ = (
-        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "fallen", "groups",
-        "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "raises", "returned",
-        "risen", "seq", "started", "touched", "updates", "woken", "worker_links",
+        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "fallen", "full",
+        "groups", "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "raises",
+        "returned", "risen", "seq", "started", "touched", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -85,6 +98,7 @@ class Core:
         self.links: dict[Link, Client] = {}
         self.worker_links: dict[Link, Worker] = {}
         self.answers = Answers(config.limits.answers_s, config.limits.answers_bytes)
+        self.full = Full()
         self.deadlines = Deadlines()
         #: what the parts of a batch may add to its header
         self.header_bytes = HEADER_BYTES
@@ -114,6 +128,10 @@ class Core:
     def update_of(self, group: Group) -> Update | None:
         """The open transaction of `group`."""
         return self.updates.get(group.name)
+
+    def log(self, text: str, kind: str = "") -> None:
+        """A line for the operator."""
+        self.effects.append(LogLine(text, kind))
 
     def wake(self, group: Group) -> None:
         """Something happened in `group` for which work may have to be dispatched."""
@@ -153,6 +171,24 @@ class Core:
             self.refuse(link, id, "pool_down", group.down)
             return None
         return group
+
+    def refuse_for_room(self, field: str, limit: int) -> None:
+        """A request was refused, because bound `field` of all clients together is reached."""
+        full = self.full
+        if not full.refused:
+            full.since = self.now
+            self.log(f"the queue is full: limits.{field} = {limit} is reached; requests are refused with busy", "queue")
+        full.refused += 1
+        full.last = self.now
+
+    def watch_room(self) -> None:
+        """The episode is over once nothing was refused for a while."""
+        full = self.full
+        if full.refused and self.now - full.last > ROOM_S:
+            count = f"{full.refused} request{'s were' if full.refused > 1 else ' was'}"
+            seconds = full.last - full.since
+            self.log(f"the queue has room again: {count} refused with busy in {seconds:.1f} s", "queue")
+            full.refused = 0
 
     def unknown_group(self, link: Link, id: int, name: str) -> None:
         """Refuse a name that means no group."""

@@ -267,11 +267,11 @@ class Daemon:
             )
             log(text, "client")
 
-    def _client_cut(self, link: Link) -> None:
-        self.loop.call_soon(lambda: self.handle(ev.LinkCut(time.monotonic(), link)))
+    def _client_cut(self, link: Link, why: str = "") -> None:
+        self.loop.call_soon(lambda: self.handle(ev.LinkCut(time.monotonic(), link, why)))
 
-    def _worker_cut(self, link: Link) -> None:
-        why = "it does not read its messages"
+    def _worker_cut(self, link: Link, why: str) -> None:
+        why = why or "it does not read its messages"
         self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, why, silent=True)))
 
     def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
@@ -353,7 +353,7 @@ class Daemon:
 
     def _look_at_keys(self, gate: Gate) -> None:
         for line in gate.refused():
-            log(line)
+            log(line, "refused")
         if line := gate.reload():
             log(line)
         self._keys_timer = self.loop.call_later(KEYS_S, self._look_at_keys, gate)
@@ -386,7 +386,9 @@ class Daemon:
             self._set_timer(wake_at)
 
     def _perform(self, effect: ef.Effect) -> None:
-        if type(effect) is ef.StartWorker:
+        if type(effect) is ef.LogLine:
+            log(effect.text, effect.kind)
+        elif type(effect) is ef.StartWorker:
             if self.supervisor.start(effect.group, effect.index, effect.incarnation, effect.weights):
                 log(f"starting worker {effect.incarnation}")
                 self._unstarted.clear()

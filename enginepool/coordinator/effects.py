@@ -72,6 +72,13 @@ class RaiseEpoch(Effect):
     reason: str
 
 
+class LogLine(Effect):
+    """One line for the operator's log. `kind`: its budget there; lines that peers can cause have budgets of their own."""
+
+    text: str
+    kind: str = ""
+
+
 class Drained(Effect):
     """All work is answered and every worker of ours has ended: the process may end. With `keep_workers`, the workers run on."""
 

@@ -189,9 +189,10 @@ class ClientLeft(Event):
 
 
 class LinkCut(Event):
-    """The link of a client is gone, or was cut because its outbox ran over. The client may come back on another one."""
+    """The link of a client is gone, or was cut for a `reason`. The client may come back on another one."""
 
     link: Link
+    reason: str = ""
 
 
 class StatusAsked(Event):

@@ -50,10 +50,13 @@ class Fleet:
         group = core.groups.get(e.group)
         if group is None:
             names = ", ".join(core.groups)
-            self._refuse(e.link, "unknown_group", f"group: {e.group!r} is none of: {names}")
+            wrong = f"group: {e.group!r} is none of: {names}"
+            self._refuse(e.link, "unknown_group", wrong)
+            core.log(f"worker {e.incarnation} of {e.host} is refused: {wrong}", "refused")
             return
         if e.incarnation in self._refused:
             self._give_up(e.link, e.incarnation, "it was given up before")
+            core.log(f"worker {e.incarnation} of {e.host} is refused: it was given up before", "refused")
             return
         if e.epoch > core.epoch and not core.draining:
             # It takes no word from this epoch; with the next one, this coordinator accepts its next registration.
@@ -144,6 +147,9 @@ class Fleet:
             self.lose(worker, f"it does not fit: {wrong}", kill=True)
             return
         alone = alone_in_class(worker, can)
+        if worker.capabilities is None:
+            where = f"process {worker.pid} on {worker.host}, weight version {e.version}"
+            self.core.log(f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
         worker.declared, worker.capabilities = e.capabilities, can
         forward_s = can.forward_ms / 1000
         if worker.pace is None or (worker.pace.said, worker.pace.forward_s) != (can.pace, forward_s):
@@ -339,6 +345,11 @@ class Fleet:
         core, group = self.core, worker.group
         worker.lost = True
         core.fallen.append((worker, reason))
+        count = len(worker.batches)
+        core.log(
+            f"worker {worker.name} is lost: {reason} "
+            f"(incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'})"
+        )
         del group.workers[worker.incarnation]
         core.worker_links.pop(worker.link, None)
         worker.routing.update(worker)

@@ -11,7 +11,7 @@ import sys
 import time
 
 #: kind of line -> how many may come at once, and how many per second after that; "" is for every other kind
-BUDGETS: dict[str, tuple[int, float]] = {"": (1000, 2.0), "client": (50, 0.2), "queue": (50, 0.2)}
+BUDGETS: dict[str, tuple[int, float]] = {"": (1000, 2.0), "client": (50, 0.2), "refused": (50, 0.2), "queue": (50, 0.2)}
 #: characters of a line
 LONGEST = 1000
 #: control characters, which would make two lines of one, or command a terminal

@@ -140,11 +140,13 @@ class Machine:
         self.ending.snapshots = e.snapshots
 
     def _tick(self, e: ev.Tick) -> None:
+        core = self.core
         if e.now >= self._next_watch:
             self._next_watch = e.now + WATCH_S
             self._punctual_until = self._next_watch + STALL_S
             self.watch.look()
             self.planned.watch()
+            core.watch_room()
             self.clients.expire()
             self.restoring.watch()
             self.questions.watch()
@@ -154,6 +156,7 @@ class Machine:
     def _stood_still(self) -> None:
         """Every deadline that there is moves by the time of the stall. What is done from here on has deadlines of its own."""
         gap = self.core.now - (self._punctual_until - STALL_S)
+        self.core.log(f"the coordinator stood still for {gap:.1f} s: every deadline is moved by that")
         self.watch.extend(gap)
         self.weights.extend(gap)
         self._punctual_until += gap

@@ -107,6 +107,7 @@ class Places:
             place.retired = f"ended more than {most} times within {span:g} s, the last time: {place.last_words}"
         if core.draining or place.retired:
             place.state = "retired"
+            self._log_retired(place)
             self._retire_neighbors(place)
             self.maybe_down(place.group)
             return
@@ -136,6 +137,12 @@ class Places:
             if other.state == "backoff" and other.repeats and other.signature == place.signature:
                 other.retired = _alike(other, place)
                 other.state = "retired"
+                self._log_retired(other)
+
+    def _log_retired(self, place: Place) -> None:
+        if place.retired:
+            command = f"`enginepool restart {place.group.name}/{place.name}`"
+            self.core.log(f"worker {place.name} is given up: {place.retired}; {command} starts it again")
 
     def maybe_down(self, group: Group) -> None:
         """When nothing will ever run in `group` again, or on one class of its workers, its requests are told so."""

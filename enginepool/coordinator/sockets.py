@@ -71,6 +71,8 @@ get: Callable[..., int] = cast("Callable[..., int]", zmq.backend.Socket.get)
 
 #: link, frames, and the last of them as it came: it knows what the transport has proved of the peer
 Receive = Callable[[Link, list[bytes], zmq.Frame], None]
+#: link, and why it was cut; "" where its peer is gone
+Cut = Callable[[Link, str], None]
 
 
 def context() -> "zmq.Context[zmq.Socket[bytes]]":
@@ -124,7 +126,7 @@ class Router:
         proof: bytes unread for which a peer is asked to prove that it has read them.
         max_unread: bytes that one peer may leave unread before it is cut.
         max_silence: seconds after which a peer is cut that does not say whether it has read what it was sent.
-        cut: called with the link of a peer that was cut, or is found to be gone.
+        cut: called with the link of a peer that was cut, and why, or that is found to be gone.
         most: connections that may be open.
     """
 
@@ -134,7 +136,7 @@ class Router:
         proof: int,
         max_unread: int,
         max_silence: float,
-        cut: Callable[[Link], None],
+        cut: Cut,
         most: int = OPEN_FILES,
     ) -> None:
         self._socket: zmq.Socket[bytes] = context().socket(zmq.ROUTER)
@@ -277,7 +279,7 @@ class Router:
         if not outbox.token:
             self._ask(link, outbox)
         if outbox.unread > self._max_unread and link in self._outboxes:
-            self.cut(link)
+            self.cut(link, f"it has {outbox.unread} bytes unread, and at most {self._max_unread} are allowed")
 
     def _put(self, link: Link, outbox: Outbox, frames: Sequence[Buffer]) -> bool:
         if not outbox.parked:
@@ -317,7 +319,7 @@ class Router:
                 if error.errno != errno.EHOSTUNREACH:
                     raise
                 self._forget(link)
-                self._cut(link)
+                self._cut(link, "")
                 continue
             del self._parked[link]
         return bool(self._parked)
@@ -349,7 +351,7 @@ class Router:
         for link, outbox in list(self._outboxes.items()):
             if outbox.token:
                 if now - outbox.asked_at > self._max_silence:
-                    self.cut(link)
+                    self.cut(link, f"it did not say for {self._max_silence:g} s whether it reads what it is sent")
             elif outbox.unread != outbox.swept:
                 outbox.swept = outbox.unread
             elif outbox.unread:
@@ -359,20 +361,21 @@ class Router:
 
     def cut_largest(self) -> None:
         """Cut the link on which most is unread."""
-        self.cut(max(self._outboxes, key=self.unread_of))
+        link = max(self._outboxes, key=self.unread_of)
+        self.cut(link, f"it has {self.unread_of(link)} bytes unread, the most of all, and there is no memory for more")
 
-    def cut(self, link: Link) -> None:
+    def cut(self, link: Link, why: str) -> None:
         """End a connection, and forget all that waits for it here and in ZeroMQ."""
         outbox = self._outboxes[link]
         self._forget(link)
         if outbox.fd >= 0:
             _disconnect(outbox)
-        self._cut(link)
+        self._cut(link, why)
 
     def _ask(self, link: Link, outbox: Outbox) -> None:
         outbox.ask(secrets.randbits(62) | 1, time.monotonic())
         if not self._put(link, outbox, [encode_header(Ping(outbox.token))]):
-            self._cut(link)
+            self._cut(link, "")
 
     def _forget(self, link: Link) -> None:
         self.unread -= self._outboxes.pop(link).unread

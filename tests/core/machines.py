@@ -102,6 +102,9 @@ class Pool:
         self.batches: list[Sent] = []
         self.started: list[ef.StartWorker] = []
         self.killed: list[str] = []
+        #: lines of the log, and the kind of each
+        self.logged: list[str] = []
+        self.kinds: list[str] = []
         #: why, of each of them
         self.reasons: list[str] = []
         self.drained = self.kept = False
@@ -123,6 +126,9 @@ class Pool:
             elif isinstance(effect, ef.KillWorker):
                 self.killed.append(effect.incarnation)
                 self.reasons.append(effect.reason)
+            elif isinstance(effect, ef.LogLine):
+                self.logged.append(effect.text)
+                self.kinds.append(effect.kind)
             elif isinstance(effect, ef.Drained):
                 self.drained, self.kept = True, effect.keep_workers
             else:

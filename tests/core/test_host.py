@@ -40,7 +40,7 @@ def test_a_pool_listens_where_the_path_is_as_long_as_can_be(folder: Path) -> Non
         return PoolConfig(groups={"a": GroupConfig(model="m")}, listen=f"ipc://{path_of(length, folder)}")
 
     config = check_config(listening(LONGEST_PATH), where="test")
-    router = Router(1 << 20, 1 << 16, 1 << 20, 1.0, lambda link: None)
+    router = Router(1 << 20, 1 << 16, 1 << 20, 1.0, lambda link, why: None)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.DEALER) as peer:
         router.bind(config.listen)

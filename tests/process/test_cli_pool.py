@@ -80,6 +80,14 @@ def test_status_shows_groups_and_workers(served: Served) -> None:
     assert [group["name"] for group in json.loads(out)["groups"]] == ["policy"]
 
 
+def test_the_json_of_a_status_has_every_key(served: Served) -> None:
+    report = json.loads(call("status", "--json", "--connect", served.address)[1])
+    (group,) = report["groups"]
+    for found, struct in ((report, StatusReport), (group, GroupStatus), (group["workers"][0], WorkerStatus)):
+        assert list(found) == list(struct.__struct_fields__)
+    assert (report["draining"], group["poisoned"], group["down"], group["workers"][0]["restarts"]) == (False, 0, "", 0)
+
+
 def test_ready_waits_for_workers_and_says_what_they_do(processes: Processes, tmp_path: Path) -> None:
     daemon = Daemon(processes, sim_pool(tmp_path, workers=1, options={"load_s": 1.0})).listening()
     code, out, err = call("ready", "--timeout", PATIENCE_S, env={"ENGINEPOOL_ADDRESS": daemon.address})

@@ -145,6 +145,9 @@ class SimCoordinator:
             if type(event) is ev.WorkerRegistered:
                 assert event.incarnation not in self._ended or not self._knows(event), f"a dead process is back: {event}"
         for effect in effects:
+            if type(effect) is ef.LogLine:
+                self.world.note("log", effect.text)
+                continue
             if self.doomed and self.world.chance(0.5):
                 self.doomed()
                 return

@@ -25,8 +25,8 @@ class Bench:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, quiet: bool, transport: str = "tcp") -> None:
         self.cut: list[Link] = []
-        self.clients = Router(1 << 20, CLIENT_PROOF, MOST, 1.0, self.cut.append)
-        self.workers = Router(1 << 20, CLIENT_PROOF, MOST, 1.0, self.cut.append)
+        self.clients = Router(1 << 20, CLIENT_PROOF, MOST, 1.0, self._cut)
+        self.workers = Router(1 << 20, CLIENT_PROOF, MOST, 1.0, self._cut)
         self.taken: list[tuple[str, Link, list[bytes]]] = []
         self.acted = 0
         self.sockets = Sockets(loop, self.clients, self.workers, lambda: quiet)
@@ -39,6 +39,9 @@ class Bench:
             peer.setsockopt(zmq.LINGER, 0)
             peer.connect(router.endpoint)
             self.peers.append(peer)
+
+    def _cut(self, link: Link, why: str) -> None:
+        self.cut.append(link)
 
     def act(self) -> None:
         self.acted += 1
@@ -236,7 +239,7 @@ CROWDED = """
 import sys, time, zmq
 from enginepool.coordinator.sockets import Router
 
-router = Router(1 << 20, 1 << 16, 1 << 20, 30.0, lambda link: None)
+router = Router(1 << 20, 1 << 16, 1 << 20, 30.0, lambda link, why: None)
 router.bind(sys.argv[1])
 context = zmq.Context()
 peer = context.socket(zmq.DEALER)

@@ -184,6 +184,9 @@ class Ending:
         record.phases = update.times
         record.aborted_batches = update.recalled
         update.group.history.append(record)
+        why = f": {message}" if message else ""
+        how = f"{offer.transfer}, {record.members} worker{'' if record.members == 1 else 's'}"
+        core.log(f"update of {update.group.name} to version {offer.version} ({how}): {outcome}{why}")
         return record
 
     def _end(self, update: Update, code: str, reason: str, field: str = "", limit: str = "") -> None:
