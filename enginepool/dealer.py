@@ -34,3 +34,21 @@ def connect(socket: "zmq.Socket[Any]", address: str, key: Key | None, *, again_m
     if "[" in address:
         socket.setsockopt(zmq.IPV6, 1)
     socket.connect(address)
+
+
+def ask(address: str, key: Key | None, question: bytes, wait_s: float) -> bytes | None:
+    """Connect, send the header `question`, and return the header of the first answer; None: there is none within `wait_s`.
+
+    Raises:
+        OSError: ZeroMQ cannot connect to such an address.
+    """
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        try:
+            connect(socket, address, key, again_ms=100)
+        except zmq.ZMQError as error:
+            raise OSError(error.errno, error.strerror or str(error)) from None
+        wait_ms = int(wait_s * 1000)
+        if not socket.poll(wait_ms, zmq.POLLOUT):
+            return None
+        socket.send(question)
+        return socket.recv_multipart()[0] if socket.poll(wait_ms, zmq.POLLIN) else None

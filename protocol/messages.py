@@ -358,6 +358,13 @@ class Register(Message, tag="register"):
     capabilities: list[str] = []
 
 
+class AskSettings(Message, tag="ask_settings"):
+    """What are the settings of the workers of `group`? Asked before there is a worker, on a link that registers none. ""  means
+    the group of a pool that has one. Answered by `settings`."""
+
+    group: str = ""
+
+
 class Stage(Message, tag="stage"):
     """What the worker is doing: `starting`, `loading`, `compiling`, `ready`, `draining`; one line of detail."""
 
@@ -429,6 +436,19 @@ class Accept(Message, tag="accept"):
     halvings: int = 0
 
 
+class Settings(Message, tag="settings"):
+    """With what the workers of `group` are started. `settings`: JSON with the keys of the pool's file. `path`: the checkpoint
+    directory that an engine starts on in place of the model, where the committed weights can be had in no other way; they are
+    `version`, and `digest` is theirs. `drain_s`: seconds that begun work has to finish when a worker drains."""
+
+    group: str
+    settings: str
+    drain_s: float = 10.0
+    path: str = ""
+    digest: str = ""
+    version: int = 0
+
+
 class Expired(Message, tag="expired"):
     """The coordinator gave up `incarnation` because its link was silent. The worker is not to blame: it drops all work, takes a
     new incarnation and registers again, with its engine as it is."""
@@ -476,11 +496,12 @@ FromClient = (
 )  # fmt: skip
 ToClient = Welcome | Result | Failure | StatusReport | Join | Phase | Published | WeightsWanted | WeightsReport | Ping | Pong
 FromWorker = (
-    Register | Stage | Ready | Idle | Done | Tokenised | Bye
+    Register | AskSettings | Stage | Ready | Idle | Done | Tokenised | Bye
     | Prepared | Joined | Staged | HandedOver | Restored | Inspected | Failure | Ping | Pong
 )  # fmt: skip
 ToWorker = (
     Accept
+    | Settings
     | Expired
     | Batch
     | Tokenise

@@ -38,8 +38,8 @@ FROM_CLIENT: Final[dict[str, Role]] = {
 #: the same of the worker endpoint
 FROM_WORKER: Final[dict[str, Role]] = dict.fromkeys(
     (
-        "register", "stage", "ready", "idle", "done", "tokenised", "prepared", "joined", "staged", "handed_over", "restored",
-        "inspected", "bye", "error", "ping", "pong",
+        "register", "ask_settings", "stage", "ready", "idle", "done", "tokenised", "prepared", "joined", "staged",
+        "handed_over", "restored", "inspected", "bye", "error", "ping", "pong",
     ),
     "worker",
 )  # fmt: skip

@@ -21,6 +21,7 @@ from enginepool.cli.serve import serve
 from enginepool.cli.status import status
 from enginepool.cli.tiny_model import tiny_model
 from enginepool.cli.weights import weights
+from enginepool.cli.worker import worker
 
 app = typer.Typer(
     name="enginepool",
@@ -39,6 +40,7 @@ app.command()(status)
 app.command()(restart)
 app.command("tiny-model")(tiny_model)
 app.add_typer(weights)
+app.command()(worker)
 
 
 def _show_version(wanted: bool) -> None:

@@ -251,6 +251,13 @@ class WorkerRegistered(Event):
     epoch: int = 0
 
 
+class SettingsAsked(Event):
+    """Somebody who starts workers wants the settings of a group."""
+
+    link: Link
+    group: str
+
+
 class WorkerStage(Event):
     """A worker says what it is doing."""
 

@@ -8,6 +8,8 @@ says when a worker is late enough to be lost.
 
 from collections import deque
 
+import msgspec
+
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.batching import post_batch, post_text, take_text
 from enginepool.coordinator.core import Core
@@ -22,7 +24,7 @@ from enginepool.coordinator.places import Places
 from enginepool.coordinator.requests import Requests
 from enginepool.coordinator.state import Batch, Request, Worker
 from enginepool.protocol.halving import halved
-from enginepool.protocol.messages import Accept, Drain, Expired, Failure, Pong
+from enginepool.protocol.messages import Accept, Drain, Expired, Failure, Pong, Settings
 
 #: how many refused incarnations of workers that dialled in are remembered
 REFUSED = 65_536
@@ -49,9 +51,7 @@ class Fleet:
         core = self.core
         group = core.groups.get(e.group)
         if group is None:
-            names = ", ".join(core.groups)
-            wrong = f"group: {e.group!r} is none of: {names}"
-            self._refuse(e.link, "unknown_group", wrong)
+            wrong = self._unknown_group(e.link, e.group)
             core.log(f"worker {e.incarnation} of {e.host} is refused: {wrong}", "refused")
             return
         if e.incarnation in self._refused:
@@ -97,6 +97,24 @@ class Fleet:
         core.returned.append(worker)
         if core.touched is not None:
             core.touched.append(worker)
+
+    def settings(self, e: ev.SettingsAsked) -> None:
+        """A program that starts workers wants to know with what."""
+        group = self.core.group_of(e.group)
+        if group is None:
+            self._unknown_group(e.link, e.group)
+            return
+        weights = group.weights if group.weights.restart else ev.GroupWeights()
+        settings = msgspec.json.encode(group.config).decode()
+        drain_s = self.core.config.timing.drain_s
+        answer = Settings(group.name, settings, drain_s, weights.path, weights.digest, weights.version)
+        self.core.effects.append(ToWorker(e.link, answer))
+
+    def _unknown_group(self, link: Link, name: str) -> str:
+        """Refuse the message; returns what is wrong with it."""
+        wrong = f"group: {name!r} is none of: {', '.join(self.core.groups)}"
+        self._refuse(link, "unknown_group", wrong)
+        return wrong
 
     def _refuse(self, link: Link, code: str, message: str) -> None:
         self.core.effects.append(ToWorker(link, Failure(code, message)))

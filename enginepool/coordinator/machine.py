@@ -74,6 +74,7 @@ class Machine:
             ev.StatusAsked: self._status,
             ev.RestartAsked: self._restart,
             ev.WorkerRegistered: fleet.register,
+            ev.SettingsAsked: fleet.settings,
             ev.WorkerStage: fleet.stage,
             ev.WorkerReady: fleet.ready,
             ev.WorkerIdle: fleet.idle,

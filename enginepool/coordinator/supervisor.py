@@ -101,7 +101,18 @@ class LocalSupervisor:
         endpoint: str,
         lifeline: int | None,
         exited: Exited,
+        *,
+        key: str = "",
+        external: bool = False,
     ) -> None:
+        """
+        Args:
+            key: the file with the key of the workers, if it is not the pool's own.
+            external: the coordinator at `endpoint` is another process, perhaps on another host. The workers end with
+                `lifeline`, and their stagers wait for successors.
+        """
+        self._key = key or (str(Path(config.keys).expanduser().absolute() / "worker.key") if config.keys else "")
+        self._external = external
         self._loop = loop
         self._config = config
         self._records = directory / "workers"
@@ -116,7 +127,7 @@ class LocalSupervisor:
         self._killed: dict[str, str] = {}
         self._ports: dict[str, int] = {}
         self._make_folders()
-        self._stagers = Stagers(loop, directory, lifeline, config.timing.orphan_s)
+        self._stagers = Stagers(loop, directory, None if external else lifeline, config.timing.orphan_s)
         for name, group in config.groups.items():
             if group.workers and _takes_updates(group):
                 self._stagers.check(f"{name}.{group.workers - 1}")
@@ -205,7 +216,8 @@ class LocalSupervisor:
             "nccl_port": self._free_port(incarnation) if config.engine == "sglang" else None,
             "reserve_staging": config.reserve_staging,
             "checkpoint_roots": config.checkpoint_roots,
-            "keys": str(Path(self._config.keys).expanduser().absolute() / "worker.key") if self._config.keys else "",
+            "keys": self._key,
+            "external": self._external,
             "lifeline_fd": self._lifeline,
             "orphan_s": timing.orphan_s,
             "drain_s": timing.drain_s,
@@ -268,6 +280,12 @@ class LocalSupervisor:
             except OSError:  # the rest of the session is looked for when its leader has ended
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(record.pid, signal.SIGKILL)
+
+    def drain(self) -> None:
+        """Ask all workers to finish what they have begun and to end."""
+        for record in self._processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(record.pid, signal.SIGTERM)
 
     def kill_all(self) -> None:
         self._kill_workers()

@@ -195,6 +195,7 @@ def _inspected(now: float, link: Link, inspected: m.Inspected, frames: Sequence[
 
 _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Register: _register,
+    m.AskSettings: lambda now, link, message, _: ev.SettingsAsked(now, link, message.group),
     m.Stage: lambda now, link, message, _: ev.WorkerStage(now, link, message.stage, message.detail),
     m.Ready: lambda now, link, message, _: ev.WorkerReady(now, link, message.capabilities, message.version, message.digest),
     m.Idle: lambda now, link, message, _: ev.WorkerIdle(now, link, message.epoch),

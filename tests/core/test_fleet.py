@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from enginepool.config import Restart
+from enginepool.config import GroupConfig, Restart
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.fleet import GOODBYE_S
 from enginepool.coordinator.machine import WATCH_S
 from enginepool.coordinator.places import STEADY_S
-from enginepool.protocol.messages import Accept, Batch, Drain, Expired, Failure, FrameSpec, Ping, StatusReport
+from enginepool.protocol.messages import Accept, Batch, Drain, Expired, Failure, FrameSpec, Ping, Settings, StatusReport
 from tests.core.machines import CAN, EPOCH, Pool, accepts, codes, config, failures, results, work
 
 
@@ -686,3 +686,14 @@ def test_a_new_incarnation_on_the_link_of_the_old_one_is_not_told_to_end() -> No
     told = pool.do(ev.WorkerRegistered(0, b"outside", "g", "outside+2", 1, "host", EPOCH))
     assert [type(s.message) for s in told] == [Accept]
     assert list(pool.machine.core.groups["g"].workers) == ["outside+2"]
+
+
+def test_a_program_that_starts_workers_hears_the_settings_of_their_group() -> None:
+    pool = Pool(groups=("a", "b"))
+    [sent] = pool.do(ev.SettingsAsked(0, b"unit", "b"))
+    assert isinstance(sent.message, Settings) and sent.message.group == "b"
+    group = msgspec.json.decode(sent.message.settings, type=GroupConfig)
+    assert group == pool.machine.core.config.groups["b"]
+    assert codes(pool.do(ev.SettingsAsked(0, b"unit", "c"))) == ["unknown_group"]
+    assert codes(pool.do(ev.SettingsAsked(0, b"unit", ""))) == ["unknown_group"], "two groups: it has to say which"
+    assert not pool.machine.core.worker_links

@@ -33,6 +33,7 @@ SHELL = {
         "processes",
         "connections",
         "host_memory",
+        "unit",
     )
 }
 #: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.

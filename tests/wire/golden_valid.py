@@ -474,6 +474,8 @@ def _from_worker() -> list[Valid]:
                 "capabilities": ["something-new"],
             },
         ),
+        Valid("ask-settings", way, "before there is a worker", {"type": "ask_settings", "group": "policy"}),
+        Valid("ask-settings-bare", way, "of the only group", {"type": "ask_settings"}),
         Valid("stage", way, "loading", {"type": "stage", "stage": "loading", "detail": "shard 2 of 4"}),
         Valid("stage-bare", way, "without detail", {"type": "stage", "stage": "compiling"}),
         Valid(
@@ -634,6 +636,26 @@ def _to_worker() -> list[Valid]:
         Valid("accept", way, "the answer to register", {"type": "accept", "epoch": EPOCH}),
         Valid("accept-halvings", way, "engines ran out of memory twice", {"type": "accept", "epoch": EPOCH, "halvings": 2}),
         Valid("accept-orphan", way, "with another patience", {"type": "accept", "epoch": EPOCH + 1, "orphan_s": 2.5}),
+        Valid(
+            "settings",
+            way,
+            "the group's settings, as in the pool's file",
+            {"type": "settings", "group": "policy", "settings": '{"model":"m","engine":"sim"}'},
+        ),
+        Valid(
+            "settings-checkpoint",
+            way,
+            "an engine that takes weights only at its start starts on the committed checkpoint",
+            {
+                "type": "settings",
+                "group": "policy",
+                "settings": '{"model":"m"}',
+                "drain_s": 2.5,
+                "path": "/models/7",
+                "digest": "00ff",
+                "version": 7,
+            },
+        ),
         Valid(
             "expired",
             way,
