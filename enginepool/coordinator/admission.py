@@ -147,7 +147,7 @@ class Admission:
             core.touched += (client, request, group)
         if work.text:
             request.state = TEXT
-            group.text_waiting[request] = None
+            request.queue.push(request)
         else:
             heads = request.queue.push(request)
             # The common case under load needs no look at the queue.

@@ -121,6 +121,7 @@ class Clients:
             for group in self.core.groups.values():
                 group.queue.move(client)
                 group.suspects.move(client)
+                group.texts.move(client)
                 group.blocked = None
                 self.core.wake(group)
 

@@ -318,10 +318,8 @@ class Fleet:
 
     def _text_back(self, text: Request) -> None:
         """A text waits for a tokenizer again."""
-        if text.state == TEXT and text.suspect:
-            text.group.suspects.push(text)
-        elif text.state == TEXT:
-            text.group.text_waiting[text] = None
+        if text.state == TEXT:
+            text.queue.push(text)
 
     # --- loss ----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from enginepool.coordinator.door import with_ids
 from enginepool.coordinator.effects import ToClient
 from enginepool.coordinator.events import Buffer
 from enginepool.coordinator.memory import charge, too_large
-from enginepool.coordinator.phases import DONE, QUEUED, RUNNING, TEXT
+from enginepool.coordinator.phases import DONE, QUEUED, RUNNING
 from enginepool.coordinator.queue import ANY
 from enginepool.coordinator.state import Batch, Group, Request, Worker
 from enginepool.protocol.errors import WireError
@@ -87,14 +87,19 @@ class Requests:
         request.held = held
 
     def texts_lost(self, worker: Worker, reason: str) -> None:
-        """A worker is lost with text in hand: like rows, that text runs alone from now on."""
+        """A worker is lost with texts: the one that it tokenized runs alone from now on, the others wait again.
+
+        The worker may have begun with the second one, and the answer to the first one be lost with it. So a text that waited
+        there is a suspect when it is lost with a second worker.
+        """
         trial = worker.group.trial
-        for task in list(worker.texts):
+        for place, task in enumerate(list(worker.texts)):
             request = take_text(worker, task)
             if request is None or request.state == DONE:
                 continue
-            request.suspect = True
-            request.group.suspects.push(request)
+            request.suspect = request.suspect or place == 0 or request.bystander
+            request.bystander = True
+            request.queue.push(request)
             if trial is not None and trial.id == task:
                 self.died_alone(request, reason)
 
@@ -180,7 +185,6 @@ class Requests:
             if request.state == DONE:
                 continue
             if not request.suspect:
-                request.group.text_waiting.pop(request, None)
                 request.suspect = True
                 # It was taken back and its group is held: it waits, and for no later version.
                 request.group.suspects.push(request)
@@ -256,8 +260,6 @@ class Requests:
             group.waiting -= 1
             if request.lane is not None:
                 request.lane.forget()
-            elif state == TEXT:
-                group.text_waiting.pop(request, None)
         group.tokens -= work.tokens
         del client.live[request.id]
         del group.live[request]
@@ -330,6 +332,7 @@ class Requests:
         if moved:
             group.queue.sort()
             group.suspects.sort()
+            group.texts.sort()
 
     def refit(self, group: Group) -> None:
         """Budgets are smaller than they were: what no worker takes any more is told so, also while it runs, or it would wait

@@ -27,7 +27,7 @@ from enginepool.coordinator.classes import PACKED, PLAIN, may_pack
 from enginepool.coordinator.door import Offsets
 from enginepool.coordinator.events import Buffer, GroupWeights, Link, Work
 from enginepool.coordinator.pace import Pace
-from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING
+from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.queue import Early, Queue
 from enginepool.coordinator.routing import Routing
 from enginepool.coordinator.weights.ring import Ring
@@ -73,9 +73,9 @@ class Request:
     """A score request until its final answer."""
 
     __slots__ = (
-        "answer", "arrival", "attempts", "back", "classes", "client", "deadline", "evidence", "flying", "forwards", "group",
-        "held", "id", "key", "lane", "left", "min_version", "next", "offsets", "pieces", "priority", "run_us", "seq",
-        "started", "state", "suspect", "version", "work",
+        "answer", "arrival", "attempts", "back", "bystander", "classes", "client", "deadline", "evidence", "flying",
+        "forwards", "group", "held", "id", "key", "lane", "left", "min_version", "next", "offsets", "pieces",
+        "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +119,8 @@ class Request:
         self.started = 0.0
         #: it was with a worker that was lost: from now on it runs alone
         self.suspect = False
+        #: its text waited for the tokenizer of a worker that was lost: the next time, it is a suspect
+        self.bystander = False
         #: deaths of workers while it ran alone, and what was said of each
         self.attempts = 0
         self.evidence: Sequence[str] = ()
@@ -131,6 +133,8 @@ class Request:
     def queue(self) -> "Queue[Request] | Early[Request]":
         """Where it waits, when it does."""
         group = self.group
+        if self.state == TEXT:
+            return group.suspects if self.suspect else group.texts
         if self.min_version > group.version:
             return group.early
         return group.suspects if self.suspect else group.queue
@@ -154,6 +158,8 @@ class Request:
             assert self.waiting_rows() > 0, self
         assert (self.version is not None) == bool(self.pieces), (self, self.version)
         if self.state == QUEUED:
+            assert self.lane is self.queue, self
+        if self.state == TEXT and self.lane is not None:
             assert self.lane is self.queue, self
         assert self in self.group.live, self
         if self.flying < self.left and (self.flying or self.pieces):
@@ -200,7 +206,7 @@ class Worker:
         "batches", "capabilities", "cost", "declared", "detail", "digest", "done", "group", "halvings", "heard", "host", "idle",
         "incarnation", "kept", "lacks", "late", "leaving",
         "link", "lost", "order", "pace", "pid", "place", "restore_until", "routing",
-        "rows", "since", "stage", "stamp", "texts", "version",
+        "rows", "since", "stage", "stamp", "text_bytes", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
@@ -247,9 +253,11 @@ class Worker:
         #: sums over `batches`; never over the declared inflight_tokens and inflight_rows
         self.cost = 0
         self.rows = 0
-        #: text requests that it tokenises now, in the order in which it got them, and when it must have done so; of the first
-        #: one that counts
+        #: text requests that it has, in the order in which it got them and tokenizes them, and when each must be done: that of
+        #: the first one counts
         self.texts: OrderedDict[TaskId, tuple[Request, float]] = OrderedDict()
+        #: bytes of `texts`
+        self.text_bytes = 0
         self.done = 0
         #: number of its newest entry in the routing; 0: none is valid
         self.stamp = 0
@@ -298,6 +306,7 @@ class Worker:
         assert (self.stamp != 0) == self.open, (self, self.stamp)
         if self.pace is not None:
             self.pace.check()
+        assert self.text_bytes == sum(request.work.nbytes for request, _ in self.texts.values()), self
         if self.lost:
             assert not self.batches and not self.texts, self
         if self.batches:
@@ -394,7 +403,7 @@ class Group:
         "answered", "batches", "blocked", "config", "cut", "down", "early", "expected", "failed", "first", "forwards", "gone",
         "halvings", "held", "history", "kept_worker", "live", "lost_batches", "name", "needs", "needy", "only", "packed",
         "packed_routing", "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running",
-        "running_tokens", "spent_s", "spent_tokens", "split_batches", "suspects", "text_turn", "text_waiting", "tokens",
+        "running_tokens", "spent_s", "spent_tokens", "split_batches", "suspects", "texts", "tokens",
         "trial", "version", "waiting", "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
@@ -449,9 +458,8 @@ class Group:
         #: the highest priority of late, and when a request last came with it
         self.peak = -MAX_PRIORITY
         self.peak_at = 0.0
-        #: text requests that no worker tokenises yet, in order
-        self.text_waiting: dict[Request, None] = {}
-        self.text_turn = 0
+        #: text requests that no worker tokenizes yet, suspects aside
+        self.texts: Queue[Request] = Queue()
         #: it stands in `Core.woken`
         self.woken = False
         #: why nothing will ever run here, or ""
@@ -516,6 +524,7 @@ class Group:
     def check(self) -> None:
         self.queue.check()
         self.suspects.check()
+        self.texts.check()
         self.early.check()
         assert self.cut.keys() <= self.live.keys(), self.cut
         for classes in (PLAIN, PACKED):
@@ -536,4 +545,4 @@ class Group:
             assert self.trial.worker.kept, self.trial
             assert self.trial.id in self.trial.worker.batches or self.trial.id in self.trial.worker.texts, self.trial
         if self.down:
-            assert self.queue.head() is None and self.suspects.head() is None and not self.text_waiting, self.down
+            assert self.queue.head() is None and self.suspects.head() is None and self.texts.head() is None, self.down

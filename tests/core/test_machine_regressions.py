@@ -5,7 +5,9 @@ import pytest
 
 from enginepool.config import Restart, Timing
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.batching import MOST_TEXTS, TEXT_BYTES
 from enginepool.coordinator.effects import ToWorker
+from enginepool.coordinator.phases import TEXT
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Tokenise
 from tests.core.machines import CAN, EPOCH, Pool, Sent, codes, config, failures, results, text, texts, work
 
@@ -152,14 +154,53 @@ def test_text_that_came_during_a_trial_is_tokenised_after_it() -> None:
     assert [task.link for task in texts(pool.finish(trial))] == [b"a"]
 
 
+def test_an_urgent_text_waits_behind_a_few_and_not_behind_all_that_came_before_it() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    for id_ in range(1000):
+        pool.submit(client, id_, text("q", ["x"]))
+    pool.submit(client, 1000, text("q", ["urgent"]), priority=100)
+    done = 0
+    while not any(task.frames[1] == b"urgent" for task in texts(pool.sent)):
+        tokenise(pool, texts(pool.sent)[done])
+        done += 1
+    before = next(i for i, task in enumerate(texts(pool.sent)) if task.frames[1] == b"urgent")
+    assert before == MOST_TEXTS and done == 1
+
+
+def test_long_texts_are_with_a_worker_two_at_a_time() -> None:
+    pool = Pool()
+    client = pool.client()
+    pool.worker("a")
+    for id_ in range(10):
+        pool.submit(client, id_, text("q", ["x" * TEXT_BYTES]))
+    assert len(texts(pool.sent)) == 2
+    tokenise(pool, texts(pool.sent)[0])
+    assert len(texts(pool.sent)) == 3
+
+
+def test_only_the_text_that_was_tokenized_is_suspected_of_a_loss() -> None:
+    pool = Pool()
+    client = pool.client()
+    lost = pool.worker("lost")
+    for id_ in range(1, 6):
+        pool.submit(client, id_, text("q", [str(id_)]))
+    tokenise(pool, texts(pool.sent)[0])
+    lose(pool, lost)
+    group = pool.machine.core.groups["g"]
+    assert [request.id for request in group.suspects.waiting() if request.state == TEXT] == [2]
+    assert sorted(request.id for request in group.texts.waiting()) == [3, 4, 5]
+
+
 def test_text_that_kills_its_worker_is_found_and_its_neighbours_are_tokenised() -> None:
-    """Several texts are always in hand together: without trials the guilty one would never be alone."""
+    """Four texts are with a worker together. The first one is suspected, and the next time what was behind it."""
     pool = Pool(config(restart=Restart(max_attempts=2)))
     client = pool.client()
     for id_ in range(1, 5):
         pool.submit(client, id_, text("q", ["bad" if id_ % 2 else "good"]))
     deaths = 0
-    for _ in range(1 + 2 * 2 + 1):
+    for _ in range(2 + 2 * 2 + 1):
         seen = len(pool.sent)
         link = pool.worker(f"w{deaths}")
         while tasks := texts(pool.sent[seen:]):
@@ -171,7 +212,7 @@ def test_text_that_kills_its_worker_is_found_and_its_neighbours_are_tokenised() 
             for task in tasks:
                 tokenise(pool, task)
             pool.finish_all()
-    assert deaths == 1 + 2 * 2
+    assert deaths == 2 + 2 * 2
     assert {id_: failure.code for id_, failure in failures(pool.sent).items() if id_} == {1: "poisoned", 3: "poisoned"}
     assert sorted(results(pool.sent)) == [2, 4]
 
@@ -263,4 +304,4 @@ def test_text_that_was_cancelled_while_no_worker_was_there_does_not_stay_in_memo
         pool.submit(client, id_, text("q", ["x"]))
         pool.do(ev.CancelAsked(0, client, id_))
     pool.submit(client, 100, text("q", ["x"]))
-    assert [request.id for request in pool.machine.core.groups["g"].text_waiting] == [100]
+    assert [request.id for request in pool.machine.core.groups["g"].texts.waiting()] == [100]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.answers import OVERHEAD, Answers
+from enginepool.coordinator.batching import MOST_TEXTS
 from enginepool.coordinator.door import open_score
 from enginepool.coordinator.memory import answer_bytes, request_bytes
 from enginepool.coordinator.state import Client
@@ -692,18 +693,19 @@ def test_many_texts_at_once_have_time_each() -> None:
     pool = Pool()
     link = pool.worker()
     client = pool.client()
-    for number in range(80):
+    for number in range(MOST_TEXTS):
         pool.submit(client, number, text("q", ["a"]))
     asked = texts(pool.sent)
-    assert len(asked) == 80
-    for number, one in enumerate(asked[:60]):
-        pool.do(ev.WorkerHeard(0, link))
-        pool.do(ev.Heard(0, client))
-        pool.finish_all()
-        pool.wait(1.0)
+    assert len(asked) == MOST_TEXTS
+    for number, one in enumerate(asked[:6]):
+        for _ in range(10):
+            pool.do(ev.WorkerHeard(0, link))
+            pool.do(ev.Heard(0, client))
+            pool.finish_all()
+            pool.wait(1.0)
         ids(pool, one, [[number]])
     assert pool.machine.core.groups["g"].workers
-    for one in asked[61:]:
+    for one in asked[7:]:
         ids(pool, one, [[1]])
     for _ in range(29):
         pool.do(ev.WorkerHeard(0, link))

@@ -855,7 +855,7 @@ def test_rows_and_text_that_never_left_an_engine_run_alone_from_then_on(cancelle
     pool.live(61.0)
     group = pool.machine.core.groups["g"]
     assert sorted(request.id for request in group.suspects.waiting()) == ([50] if cancelled else [50, 51])
-    assert not group.text_waiting and not group.queue.waiting()
+    assert not group.texts.waiting() and not group.queue.waiting()
     pool.batches.clear()
     for name in ("a", "b"):
         pool.worker(name)
@@ -1331,7 +1331,7 @@ def test_weights_are_missing_where_the_other_class_of_workers_is_gone_for_good()
     plain, link = pool.worker("plain"), pool.worker("packed", can=packed)
     pool.submit(client, 1, text("Is it? ", ["yes"]))
     group = pool.machine.core.groups["g"]
-    assert [request.classes for request in group.text_waiting] == [PLAIN | PACKED]
+    assert [request.classes for request in group.texts.waiting()] == [PLAIN | PACKED]
     pool.do(ev.WorkerBroken(0, plain, "it is lost"))
     group.gone[PLAIN] = "no plain worker is left"
     pool.tell(link, Restored(3, "needs_weights", "no snapshot"))

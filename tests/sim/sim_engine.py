@@ -1,10 +1,12 @@
 """A simulated engine: one forward at a time in virtual time, faults on demand, and a strict eye on its own budget."""
 
 from array import array
+from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
+from enginepool.coordinator.batching import MOST_TEXTS
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Capabilities, FrameSpec, PartDone, TaskId, Tokenise
 from enginepool.protocol.packing import sequences
@@ -86,6 +88,8 @@ class SimEngine:
         self._waiting: list[tuple[int, int, Task]] = []
         self._order = 0
         self._busy = False
+        #: with the tokenizer, which takes one after the other
+        self._texts: deque[RunTokenise] = deque()
 
     def become(self, version: int) -> None:
         """Answer from other weights from now on, without being asked to."""
@@ -206,13 +210,25 @@ class SimEngine:
     # --- text ----------------------------------------------------------------------------------------------------------
 
     def tokenise(self, run: RunTokenise) -> None:
-        """Tokenising happens beside forwards."""
-        if not self.dead:
-            self.world.after(self.slow * self.world.between(0.0001, 0.005), self._tokenised, run)
+        """A tokenizer takes one text after the other, beside forwards."""
+        if self.dead:
+            return
+        texts, epoch = self._texts, run.task.task[0]
+        texts.append(run)
+        mine = sum(one.task.task[0] == epoch for one in texts)
+        assert mine <= MOST_TEXTS, f"{self.host.name}: {mine} texts"
+        if len(texts) == 1:
+            self._next_text()
 
-    def _tokenised(self, run: RunTokenise) -> None:
+    def _next_text(self) -> None:
+        self.world.after(self.slow * self.world.between(0.0001, 0.005), self._tokenised)
+
+    def _tokenised(self) -> None:
         if self.dead or self.hangs:
             return
+        run = self._texts.popleft()
+        if self._texts:
+            self._next_text()
         rows = texts_of(run.task, run.frames, self.profile.can.separator)
         flat = [token for row in rows for token in row]
         now, task = self.world.now, run.task.task

@@ -13,6 +13,7 @@ from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.fleet import Fleet
+from enginepool.coordinator.phases import TEXT
 from enginepool.coordinator.places import Places
 from enginepool.coordinator.queue import Lane, Level, Queue
 from enginepool.coordinator.requests import Requests
@@ -87,6 +88,28 @@ def rows_in_flight_are_not_counted(patch: pytest.MonkeyPatch) -> None:
         real(core, batch)
 
     patch.setattr(batching, "send_batch", send_batch)
+
+
+def texts_are_first_in_first_out(patch: pytest.MonkeyPatch) -> None:
+    real = Queue[Request].push
+
+    def push(self: Queue[Request], request: Request) -> Any:
+        if request.state != TEXT:
+            return real(self, request)
+        before, request.priority, request.key = (request.priority, request.key), 0, request.arrival
+        try:
+            return real(self, request)
+        finally:
+            request.priority, request.key = before
+
+    patch.setattr(Queue, "push", push)
+
+
+def a_worker_gets_any_number_of_texts(patch: pytest.MonkeyPatch) -> None:
+    def takes_text(_: Worker) -> bool:
+        return True
+
+    patch.setattr(batching, "takes_text", takes_text)
 
 
 def priority_is_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -405,6 +428,8 @@ def test_a_bug_planted_in_packing_is_found(mutate: Mutate, monkeypatch: pytest.M
         neighbours_are_blamed,
         rows_in_flight_are_not_counted,
         priority_is_forgotten,
+        texts_are_first_in_first_out,
+        a_worker_gets_any_number_of_texts,
         deadlines_come_early,
         answers_are_passed_on_twice,
         nothing_is_sent_again,

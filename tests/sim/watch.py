@@ -8,12 +8,13 @@ from array import array
 from collections.abc import Sequence
 
 from enginepool.coordinator.answers import OVERHEAD
+from enginepool.coordinator.batching import LEAST_TEXTS, TEXT_BYTES, takes_text
 from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.effects import Effect, ToWorker
 from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.phases import DONE, QUEUED, TEXT
 from enginepool.coordinator.queue import Queue
-from enginepool.coordinator.state import Batch, Group, Request
+from enginepool.coordinator.state import Batch, Group, Request, Worker
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol import messages as m
 from enginepool.protocol.frames import Buffer, encode_header
@@ -49,7 +50,12 @@ class Watch:
         self.events += events
         core = self.machine.core
         new: list[Batch] = []
+        texts: list[tuple[Worker, Request]] = []
         for effect in effects:
+            if type(effect) is ToWorker and type(effect.message) is m.Tokenise and effect.message.task not in self._sent:
+                self._sent.add(effect.message.task)
+                worker = core.worker_links[effect.link]
+                texts.append((worker, worker.texts[effect.message.task][0]))
             if type(effect) is ToWorker and type(effect.message) is m.Batch and effect.message.batch not in self._sent:
                 self._sent.add(effect.message.batch)
                 header = len(encode_header(effect.message))
@@ -81,6 +87,8 @@ class Watch:
             for group in core.groups.values():
                 if not group.held:
                     self._in_order(group, [batch for batch in new if batch.worker.group is group])
+        for worker, request in texts:
+            self._text_in_order(worker, request)
         if self.oracle.bounded:
             self.within_windows()
         if self.events // EVERY > before // EVERY:
@@ -136,12 +144,22 @@ class Watch:
             if worker is None:
                 continue
             assert worker.class_ == class_, worker
-            assert not group.text_waiting, f"text waits beside an open worker: {worker}"
+            first = group.texts.head()
+            assert first is None or not takes_text(worker), f"a text waits beside {worker}"
             if worker.batches or worker.texts:
                 continue
             first = group.queue.head(class_)
             assert first is None, f"{worker} is idle beside {first}"
             assert group.trial is not None or group.suspects.head(class_) is None, f"{worker} is idle beside a suspect"
+
+    def _text_in_order(self, worker: Worker, request: Request) -> None:
+        """A text was given to a worker: what that has is bounded, and no text of a higher priority waits."""
+        others = worker.text_bytes - request.work.nbytes
+        assert len(worker.texts) <= LEAST_TEXTS or others < 2 * TEXT_BYTES, f"{worker} has {worker.text_bytes} bytes of text"
+        group = request.group
+        if group.config.ageing_s is None and not request.suspect:
+            first = min(group.texts.waiting(), key=_rank, default=request)
+            assert _rank(request) <= _rank(first), f"the text of {request} was given to a worker before that of {first}"
 
     def _in_order(self, group: Group, batches: Sequence[Batch]) -> None:
         """No request was passed over by a later one of its client, and where priority is strict, by a lower one."""
@@ -191,9 +209,9 @@ class Watch:
         for group in core.groups.values():
             for place in group.places[self.steadfast.get(group.name, len(group.places)) :]:
                 assert not place.retired, f"given up: {place.name} {place.retired}"
-            for queue in (group.queue, group.suspects):
+            for queue in (group.queue, group.suspects, group.texts):
                 _bounded(queue)
-            assert all(r.state == TEXT for r in group.text_waiting), group.text_waiting
+            assert all(r.state == TEXT for r in group.texts.waiting()), group.texts.waiting()
             waiting = [r for client in core.clients.values() for r in client.live.values() if r.state == QUEUED]
             listed = {id(r) for queue in (group.queue, group.suspects, group.early) for r in queue.waiting()}
             assert all(id(r) in listed for r in waiting if r.group is group), "a request waits in no queue"
