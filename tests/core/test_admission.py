@@ -5,8 +5,9 @@ import pytest
 from enginepool.config import Limits
 from enginepool.coordinator import events as ev
 from enginepool.coordinator import requests
+from enginepool.coordinator.batching import MOST_TEXTS
 from enginepool.coordinator.memory import charge
-from enginepool.protocol.messages import Tokenise
+from enginepool.protocol.messages import FrameSpec, Tokenise
 from tests.core.machines import Pool, codes, config, failures, results, text, texts, work
 
 #: what one item of `work` is charged with
@@ -104,6 +105,36 @@ def test_text_is_shed_also_while_a_tokenizer_has_it(tokenizer: bool) -> None:
     assert codes(pool.submit(a, 1, text("q", ["x", "y"]))) == []
     assert codes(pool.submit(b, 2, text("q", ["x"]))) == []
     assert list(failures(pool.submit(high, 3, work(2), priority=1))) == [2]
+
+
+@pytest.mark.parametrize("how", ["shed", "cancelled"])
+def test_a_text_without_a_request_leaves_the_count_of_its_worker_when_that_has_tokenized_it(how: str) -> None:
+    """The worker has it until then: a client that cancels in a loop does not fill a tokenizer."""
+    pool = Pool(config(limits=Limits(queue_items=32)))
+    pool.worker()
+    low = pool.client()
+    for id_ in range(MOST_TEXTS):
+        assert codes(pool.submit(low, id_, text("q", ["x"]))) == []
+    given = texts(pool.sent)
+    (worker,) = pool.machine.core.groups["g"].workers.values()
+    if how == "cancelled":
+        for id_ in range(MOST_TEXTS):
+            assert codes(pool.do(ev.CancelAsked(0, low, id_))) == ["cancelled"]
+    else:
+        high = [sent for i in range(1, 33) for sent in pool.submit(pool.client(), 1, work(), priority=i)]
+        assert {id_ for sent in high if sent.link == low for id_ in failures([sent])} == set(range(MOST_TEXTS))
+        pool.finish_all()
+    assert pool.machine.core.live_rows == 0
+    for id_ in range(100, 100 + 2 * MOST_TEXTS):
+        assert codes(pool.submit(low, id_, text("q", ["y"]))) == []
+    assert len(worker.texts) == len(given) == len(texts(pool.sent)) == MOST_TEXTS
+    specs = [FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
+    for count, sent in enumerate(given, 1):
+        assert isinstance(sent.message, Tokenise)
+        pool.do(ev.TextTokenised(0, sent.link, sent.message.task, specs, [b"\1\0\0\0", b"\1\0\0\0"]))
+        assert len(texts(pool.sent)) == MOST_TEXTS + count
+    assert {request.id for request, _ in worker.texts.values()} == set(range(100, 100 + MOST_TEXTS))
+    assert worker.text_bytes == MOST_TEXTS * text("q", ["y"]).nbytes
 
 
 def test_one_client_may_send_low_ones_and_then_a_high_one() -> None:
