@@ -373,11 +373,13 @@ class Stage(Message, tag="stage"):
 
 
 class Ready(Message, tag="ready"):
-    """The engine is loaded and warm, and holds `version` of the weights; `digest` is theirs ("": its checkpoint's own)."""
+    """The engine is loaded and warm, and holds `version` of the weights; `digest` is theirs ("": its checkpoint's own).
+    `committed`: the run and the version of the weights that a coordinator called committed last; (0, 0): none."""
 
     capabilities: Capabilities
     version: int = 0
     digest: str = ""
+    committed: tuple[int, int] = (0, 0)
 
 
 class Idle(Message, tag="idle"):

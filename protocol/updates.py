@@ -295,16 +295,18 @@ class HandOver(Message, tag="hand_over"):
 class Committed(Message, tag="committed"):
     """The update is journalled. What a stager holds is now what a successor of this worker gets; `snapshot`: a file in which to
     keep it, in the background, when it is not there yet. Said again, with `update` (0, 0), to a worker that is ready with it.
+    `run`: how often versions have begun again.
     """
 
     update: TaskId
     version: int
     digest: str
     snapshot: str = ""
+    run: int = 0
 
 
 class Release(Message, tag="release"):
-    """The update is aborted: forget it. Never sent after `hand_over`."""
+    """The update is aborted: forget it. After `hand_over` only where the commit could not be journalled; `restore` follows."""
 
     update: TaskId
     reason: str = ""
@@ -319,6 +321,7 @@ class Restore(Message, tag="restore"):
     digest: str
     snapshot: str = ""
     path: str = ""
+    run: int = 0
 
 
 class Inspect(Message, tag="inspect"):

@@ -305,7 +305,7 @@ class WorkerMachine:
             self.updates.changed = True
             return Send(Stage("loading", "takes weights"))
         if self.stage == "ready" and self.capabilities is not None:
-            return Send(Ready(self.capabilities, self.updates.version, self.updates.digest))
+            return Send(Ready(self.capabilities, self.updates.version, self.updates.digest, self.updates.committed))
         return Send(Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
 
     def _engine_stage(self, event: ev.EngineStage) -> list[Effect]:

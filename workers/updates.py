@@ -49,6 +49,8 @@ class WorkerUpdates:
         #: of the weights in the engine; "" for those of its checkpoint
         self.version = 0
         self.digest = ""
+        #: run and version of what a coordinator called committed last
+        self.committed: tuple[int, int] = (0, 0)
         #: `version` or `digest` changed in a way that the coordinator has to hear by `ready`
         self.changed = False
         #: the open update
@@ -142,6 +144,7 @@ class WorkerUpdates:
             return []
         # Of a checkpoint the coordinator may know a better name than the engine.
         self.digest = message.digest
+        self.committed = message.run, message.version
         prepare = self.prepare
         if prepare is not None and (prepare.update == message.update or HandedOver in self.answers):
             # A `committed` that was lost with its link is said again without the update's name.
@@ -166,8 +169,7 @@ class WorkerUpdates:
             # Its `release` was lost with a link.
             effects = self._release(self.prepare.update, "other weights are committed")
         if self.taking is None and self._holds(message):
-            self.wanted = None
-            self.changed = True
+            self._restored(message)
         elif message != self.taking:
             self.wanted = message
         return effects
@@ -175,11 +177,16 @@ class WorkerUpdates:
     def _holds(self, message: Restore) -> bool:
         return (self.version, self.digest) == (message.version, message.digest)
 
+    def _restored(self, message: Restore) -> None:
+        """Its engine holds them already."""
+        self.wanted = None
+        self.committed = message.run, message.version
+        self.changed = True
+
     def take(self) -> list[Effect]:
         """The engine is empty: what waited for that begins."""
         if isinstance(self.wanted, Restore) and self.taking is None and self._holds(self.wanted):
-            self.wanted = None
-            self.changed = True
+            self._restored(self.wanted)
         if self.wanted is None or self.taking is not None:
             return []
         self.taking, self.wanted = self.wanted, None
@@ -211,6 +218,8 @@ class WorkerUpdates:
 
     def taken(self, version: int, digest: str) -> None:
         """A restore was done."""
+        if isinstance(self.taking, Restore):
+            self.committed = self.taking.run, self.taking.version
         self.taking = None
         self.version, self.digest = version, digest
         self.changed = True

@@ -273,6 +273,7 @@ class WorkerReady(Event):
     capabilities: Capabilities
     version: int
     digest: str = ""
+    committed: tuple[int, int] = (0, 0)
 
 
 class WorkerIdle(Event):

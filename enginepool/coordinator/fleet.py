@@ -173,7 +173,7 @@ class Fleet:
         if worker.pace is None or (worker.pace.said, worker.pace.forward_s) != (can.pace, forward_s):
             worker.pace = Pace(can.pace, forward_s) if can.pace else None
         worker.routing = group.packed_routing if can.packed else group.routing
-        worker.version, worker.digest = e.version, e.digest
+        worker.version, worker.digest, worker.committed = e.version, e.digest, e.committed
         worker.stage, worker.detail, worker.since = "ready", "", e.now
         known = group.packed if can.packed else group.plain
         if alone:

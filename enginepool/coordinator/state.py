@@ -203,10 +203,9 @@ class Worker:
     """One incarnation of a worker process, on its newest link."""
 
     __slots__ = (
-        "batches", "capabilities", "cost", "declared", "detail", "digest", "done", "group", "halvings", "heard", "host", "idle",
-        "incarnation", "kept", "lacks", "late", "leaving",
-        "link", "lost", "order", "pace", "pid", "place", "restore_until", "routing",
-        "rows", "since", "stage", "stamp", "text_bytes", "texts", "version",
+        "batches", "capabilities", "committed", "cost", "declared", "detail", "digest", "done", "group", "halvings", "heard",
+        "host", "idle", "incarnation", "kept", "lacks", "late", "leaving", "link", "lost", "order", "pace", "pid", "place",
+        "restore_until", "routing", "rows", "since", "stage", "stamp", "text_bytes", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
@@ -232,9 +231,10 @@ class Worker:
         self.halvings = group.halvings
         #: of its class; it is told what changes here
         self.routing = group.routing
-        #: of the weights in its engine, as it says
+        #: of the weights in its engine, as it says; run and version of those that a coordinator called committed last
         self.version = 0
         self.digest = ""
+        self.committed: tuple[int, int] = (0, 0)
         #: while it restores the committed weights: when it must have done so
         self.restore_until: float | None = None
         #: why it could not, and when it tries again; None: it could, or never had to
@@ -287,8 +287,15 @@ class Worker:
 
     @property
     def holds(self) -> bool:
-        """The weights in its engine are the committed ones."""
-        return self.version == self.group.version and self.digest == self.group.weights.digest
+        """The weights in its engine are the committed ones, as far as the journal can say."""
+        group = self.group
+        return self.version == group.version and self.digest == group.weights.digest and not group.behind
+
+    @property
+    def holds_lost(self) -> bool:
+        """The weights in its engine are committed ones that the journal does not have."""
+        heard = self.group.heard_committed
+        return self.group.behind and (self.committed, self.version) == (heard, heard[1])
 
     @property
     def open(self) -> bool:
@@ -401,10 +408,10 @@ class Group:
 
     __slots__ = (
         "answered", "batches", "blocked", "config", "cut", "down", "early", "expected", "failed", "first", "forwards", "gone",
-        "halvings", "held", "history", "kept_worker", "live", "lost_batches", "name", "needs", "needy", "only", "packed",
-        "packed_routing", "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing", "running",
-        "running_tokens", "spent_s", "spent_tokens", "split_batches", "suspects", "texts", "tokens",
-        "trial", "version", "waiting", "weights", "woken", "workers", "zeros",
+        "halvings", "heard_committed", "held", "history", "kept_worker", "live", "lost_batches", "name", "needs", "needy",
+        "only", "packed", "packed_routing", "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing",
+        "running", "running_tokens", "spent_s", "spent_tokens", "split_batches", "suspects", "texts", "tokens", "trial",
+        "version", "waiting", "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
@@ -413,6 +420,8 @@ class Group:
         #: the committed weights; workers that hold others get no work. version == weights.version
         self.weights = weights
         self.version = weights.version
+        #: the highest run and version that a worker heard to be committed
+        self.heard_committed: tuple[int, int] = (0, 0)
         #: no new work starts, because engines are about to take the weights of the open transaction
         self.held = False
         #: the process group of the last update that was committed; None when nobody can be in it any more
@@ -476,6 +485,11 @@ class Group:
         self.running_tokens = 0
         self.answered = self.failed = self.poisoned = 0
         self.batches = self.forwards = self.split_batches = self.lost_batches = 0
+
+    @property
+    def behind(self) -> bool:
+        """Workers heard of a commit that the journal does not have: it was lost, or is an old one."""
+        return self.heard_committed > (self.weights.run, self.weights.version)
 
     @property
     def rate(self) -> float:

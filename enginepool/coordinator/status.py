@@ -87,7 +87,7 @@ def _stage(worker: Worker) -> str:
     """What it says, unless it waits for the weights that are committed, or is to be restarted: nothing is served by it then."""
     if worker.stage == "ready" and worker.place is not None and worker.place.renewal:
         return "draining"
-    waits = worker.restore_until is not None or worker.lacks is not None
+    waits = worker.restore_until is not None or worker.lacks is not None or worker.group.behind
     return "restoring" if worker.stage == "ready" and waits else worker.stage
 
 

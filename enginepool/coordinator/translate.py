@@ -193,11 +193,17 @@ def _inspected(now: float, link: Link, inspected: m.Inspected, frames: Sequence[
     return ev.WorkerInspected(now, link, inspected, tuple(frames))
 
 
+def _ready(now: float, link: Link, ready: m.Ready, frames: Sequence[Buffer]) -> ev.Event:
+    if not all(0 <= number <= m.MAX_ID for number in ready.committed):
+        raise WireError("malformed", f"committed: {list(ready.committed)} is outside 0..{m.MAX_ID}", field="committed")
+    return ev.WorkerReady(now, link, ready.capabilities, ready.version, ready.digest, ready.committed)
+
+
 _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Register: _register,
     m.AskSettings: lambda now, link, message, _: ev.SettingsAsked(now, link, message.group),
     m.Stage: lambda now, link, message, _: ev.WorkerStage(now, link, message.stage, message.detail),
-    m.Ready: lambda now, link, message, _: ev.WorkerReady(now, link, message.capabilities, message.version, message.digest),
+    m.Ready: _ready,
     m.Idle: lambda now, link, message, _: ev.WorkerIdle(now, link, message.epoch),
     m.Done: _done,
     m.Tokenised: _tokenised,

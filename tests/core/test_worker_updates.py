@@ -109,7 +109,7 @@ def test_the_straight_path() -> None:
     assert said(worker.answer(HandedOver(UPDATE, 1, "d"))) == [HandedOver(UPDATE, 1, "d")]
     committed = Committed(UPDATE, 1, "d", "/snapshot")
     assert given(worker.hear(committed)) == [committed]
-    assert [m for m in worker.again() if isinstance(m, Ready)] == [Ready(CAN, 1, "d")]
+    assert [m for m in worker.again() if isinstance(m, Ready)] == [Ready(CAN, 1, "d", (0, 1))]
 
 
 @pytest.mark.parametrize(("question", "answer"), [(PREPARE, Prepared(UPDATE, "me")), (JOIN, Joined(UPDATE))])
@@ -255,8 +255,8 @@ def test_a_restore_takes_the_engine_and_ends_in_ready() -> None:
     assert given(worker.hear(restore)) == []
     assert given(worker.do(BatchDone(0, (7, 10), [], ()))) == [restore]
     assert worker.hear(restore) == [], "it is at it"
-    assert said(worker.do(WeightsTaken(0, 3, "d"))) == [Ready(CAN, 3, "d")]
-    assert said(worker.hear(restore)) == [Ready(CAN, 3, "d")], "it has them"
+    assert said(worker.do(WeightsTaken(0, 3, "d"))) == [Ready(CAN, 3, "d", (0, 3))]
+    assert said(worker.hear(restore)) == [Ready(CAN, 3, "d", (0, 3))], "it has them"
 
 
 def test_a_restore_that_fails_is_told() -> None:
@@ -274,7 +274,7 @@ def test_a_restore_waits_for_the_one_before() -> None:
     taken = worker.do(WeightsTaken(0, 3, "d"))
     assert given(taken) == [Restore(4, "e")]
     assert not any(isinstance(message, Ready) for message in said(taken))
-    assert said(worker.do(WeightsTaken(0, 4, "e"))) == [Ready(CAN, 4, "e")]
+    assert said(worker.do(WeightsTaken(0, 4, "e"))) == [Ready(CAN, 4, "e", (0, 4))]
 
 
 def test_a_question_is_asked_once_and_answered() -> None:

@@ -156,8 +156,8 @@ class Worker:
         self.tell(HandOver(self.update, version))
         return await self.answer(HandedOver)
 
-    async def restore(self, version: int, digest: str, **places: str) -> Event:
-        self.tell(Restore(version, digest, **places))
+    async def restore(self, version: int, digest: str, snapshot: str = "", path: str = "") -> Event:
+        self.tell(Restore(version, digest, snapshot, path))
         return await self.event()
 
 

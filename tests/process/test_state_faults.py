@@ -138,6 +138,40 @@ def test_what_is_committed_after_the_journal_was_renamed_is_found_by_a_successor
     run(story)
 
 
+@pytest.mark.parametrize("version", [11, 12])
+def test_workers_that_hold_more_than_a_lost_journal_wait_for_an_operator(
+    processes: Processes, tmp_path: Path, version: int
+) -> None:
+    config = pool_of(tmp_path)
+    daemon = Daemon(processes, config).listening()
+
+    async def story() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await both_serve(pool, 0)
+            await pool.relabel(11)
+            before = await both_serve(pool, 11)
+            await asyncio.to_thread(daemon.kill)
+            os.rename(f"{config.state_dir}/journal.json", tmp_path / "old.json")
+            successor = Daemon(processes, config)
+            line = await asyncio.to_thread(successor.wait_for, "the journal is behind")
+            assert "the committed weight version 11 of group 'g', and the journal knows version 0" in line
+            with pytest.raises(errors.NeedsWeights, match="the journal is behind"):
+                await pool.score([1], [[2]], label_token_ids=[3])
+
+            async def wait() -> bool:
+                group = (await pool.status()).groups[0]
+                assert "the journal is behind" in group.needs_weights
+                return {worker.stage for worker in group.workers} == {"restoring"}
+
+            await until(wait)
+            with pytest.raises(errors.VersionBackwards, match="11"):
+                await pool.relabel(10)
+            await pool.relabel(version)
+            assert await both_serve(pool, version) == before
+
+    run(story)
+
+
 @needs_mounts
 def test_a_disk_without_room_retires_no_worker_and_is_said_once_by_the_name_of_the_file(
     processes: Processes, tmp_path: Path

@@ -365,12 +365,24 @@ def _to_worker() -> list[Valid]:
             "keep them",
             {"type": "committed", "update": UPDATE, "version": 4, "digest": DIGEST, "snapshot": SNAPSHOT},
         ),
+        Valid(
+            "committed-new-run",
+            way,
+            "versions have begun again once",
+            {"type": "committed", "update": UPDATE, "version": 0, "digest": DIGEST, "snapshot": SNAPSHOT, "run": 1},
+        ),
         Valid("release", way, "forget them", {"type": "release", "update": UPDATE, "reason": "policy-1 was lost"}),
         Valid(
             "restore",
             way,
             "become what the group is",
             {"type": "restore", "version": 4, "digest": DIGEST, "snapshot": SNAPSHOT, "path": "/models/policy-4"},
+        ),
+        Valid(
+            "restore-new-run",
+            way,
+            "versions have begun again once",
+            {"type": "restore", "version": 0, "digest": DIGEST, "snapshot": SNAPSHOT, "path": "/models/policy-4", "run": 1},
         ),
         Valid("inspect", way, "what is in your engine?", {"type": "inspect", "task": [EPOCH, 13], "what": "digest"}),
         Valid(

@@ -543,6 +543,13 @@ def _from_worker() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "ready-committed",
+            way,
+            "a worker that heard that its weights are committed, in the second run of versions",
+            {"type": "ready", "capabilities": CAUSAL, "version": 3, "digest": "d" * 32, "committed": [1, 3]},
+            exact=False,
+        ),
+        Valid(
             "ready-halved",
             way,
             "a worker whose budgets were halved once",

@@ -33,8 +33,8 @@ class Ending:
         """What is committed if all goes well. `digest`: of what engines took."""
         group, offer = update.group, update.offer
         before = group.weights
-        run = before.run + offer.new_run
-        if offer.transfer == "relabel":
+        run = max(before.run, group.heard_committed[0]) + offer.new_run
+        if offer.transfer == "relabel" and not group.behind:
             return GroupWeights(offer.version, before.digest, before.snapshot, before.path, run, before.restart)
         if update.restarts:
             return GroupWeights(offer.version, digest, path=offer.path, run=run, restart=True)
@@ -42,7 +42,8 @@ class Ending:
             # Nobody's bytes are all of it: whoever holds less than both must not be asked to restore it.
             return GroupWeights(offer.version, layered(before.digest, digest), run=run)
         folder = self.snapshots.get(group.config.snapshot, "")
-        keeps = bool(folder) and offer.transfer == "staged"
+        # A relabel takes up weights that the journal has lost: a stager may hold them, and its snapshot may be there.
+        keeps = bool(folder) and offer.transfer in ("staged", "relabel")
         # Versions of different runs cannot be compared, and a stager removes what is older than what it writes.
         name = f"{group.name}+{run}" if run else group.name
         snapshot = f"{folder}/{name}-{digest}" if keeps else ""
@@ -58,7 +59,8 @@ class Ending:
         group.zeros = _zeros(update)
         if update.ring is not None:
             group.ring = update.ring
-        group.needs, group.needy = "", 0
+        if not group.behind:
+            group.needs, group.needy = "", 0
         self._close(update)
         loaded = [member for member in update.members.values() if member.loaded]
         record = self._record(update, "committed", _note(update))
@@ -78,7 +80,7 @@ class Ending:
             if worker.lacks is not None:
                 worker.detail = ""
             worker.lacks = worker.restore_until = None
-            message = Committed(update.id, weights.version, weights.digest, weights.snapshot)
+            message = Committed(update.id, weights.version, weights.digest, weights.snapshot, weights.run)
             self.core.effects.append(ToWorker(worker.link, message))
         for worker in list(group.workers.values()):
             if worker.incarnation not in update.members and worker.capabilities is not None:
@@ -126,6 +128,8 @@ class Ending:
         """Whether its engine runs on all of the new weights, and can take the committed ones without a new process."""
         # An empty digest is that of the checkpoint, which an engine loads at its start.
         known = bool(update.group.weights.digest) or update.offer.transfer == "relabel"
+        if update.group.behind:
+            known = update.offer.transfer == "relabel"
         return member.loaded and not update.restarts and known
 
     def _take_back(self, update: Update, member: Member, reason: str) -> None:
@@ -134,7 +138,8 @@ class Ending:
         self.core.effects.append(ToWorker(worker.link, Release(update.id, reason)))
         worker.version = offer.version
         worker.digest = worker.digest if offer.transfer == "relabel" else member.digest
-        self.restoring.take_back(worker)
+        if not worker.group.behind:
+            self.restoring.take_back(worker)
 
     def turn_back(self, member: Member) -> None:
         """A member of an update by restart is wanted on the committed weights again."""

@@ -41,10 +41,12 @@ class Publishers:
             core.refuse(e.link, offer.id, "publishing", text, field="group", limit=name)
             return
         # What is lost may be published again as what it was; what lies over present weights is something else.
-        least = group.version if group.needs and not _over(offer) else group.version + 1
+        present = group.heard_committed[1] if group.behind else group.version
+        again = group.behind or (group.needs and not _over(offer))
+        least = present if again else present + 1
         if offer.version < least and not offer.new_run:
-            text = f"version: {offer.version}, and {group.version} is committed; at least {least}, or a new run"
-            core.refuse(e.link, offer.id, "version_backwards", text, field="version", limit=str(group.version))
+            text = f"version: {offer.version}, and {present} is committed; at least {least}, or a new run"
+            core.refuse(e.link, offer.id, "version_backwards", text, field="version", limit=str(present))
             return
         self._begin(client, group, e)
 
@@ -72,7 +74,7 @@ class Publishers:
     def _begin(self, client: Client, group: Group, e: ev.PublishAsked) -> None:
         core, offer = self.core, e.message
         over = _over(offer)
-        workers = [w for w in group.workers.values() if _may_take(w) and (w.holds or not over)]
+        workers = [w for w in group.workers.values() if _may_take(w) and (not over or _present(w, offer))]
         if not workers:
             what = "is ready with the committed weights" if over else "is ready"
             core.refuse(e.link, offer.id, "update_aborted", f"no worker of group {group.name!r} {what}")
@@ -119,6 +121,11 @@ class Publishers:
 def _over(offer: Publish) -> bool:
     """It is laid over the present weights, and needs them there."""
     return offer.partial or offer.transfer == "relabel"
+
+
+def _present(worker: Worker, offer: Publish) -> bool:
+    """Whether its engine has the weights that the offer is laid over. A relabel takes up weights that the journal has lost."""
+    return worker.holds_lost and offer.transfer == "relabel" if worker.group.behind else worker.holds
 
 
 def _renew(update: Update, now: float) -> None:

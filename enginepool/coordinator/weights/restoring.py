@@ -4,10 +4,14 @@ It is told where they may lie: with its stager, in a snapshot, in a checkpoint. 
 again after a while. When every worker of a class has said so and none is still to come, the weights exist nowhere: requests
 that only they could serve are answered with needs_weights, and every client is asked for them, until a publish succeeds or a
 worker finds them.
+
+A worker that heard of a later commit than the journal has shows that the journal was lost, or is an old one. Its weights may be
+the only copy, and older ones must not answer: no worker of the group is restored or given work, and clients are asked for the
+weights as above, until a publisher brings them or an operator relabels what those workers hold.
 """
 
 from enginepool.coordinator import events as ev
-from enginepool.coordinator.classes import PACKED
+from enginepool.coordinator.classes import PACKED, PLAIN
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import ToClient, ToWorker
 from enginepool.coordinator.fleet import Fleet
@@ -43,6 +47,12 @@ class Restoring:
         group, weights = worker.group, worker.group.weights
         if worker.lost or worker.stage != "ready":
             return
+        if worker.committed > group.heard_committed:
+            group.heard_committed = worker.committed
+            if group.behind:
+                self._fall_behind(worker)
+        if group.behind:
+            return
         if not worker.holds:
             # Members of an open transaction are about to take other weights, or have.
             update = self.core.update_of(group)
@@ -55,9 +65,25 @@ class Restoring:
             group.needs = ""
         if weights.digest:
             # Its stager may not have heard that what it holds is committed.
-            message = Committed((0, 0), weights.version, weights.digest, weights.snapshot)
+            message = Committed((0, 0), weights.version, weights.digest, weights.snapshot, weights.run)
             self.core.effects.append(ToWorker(worker.link, message))
         worker.routing.update(worker)
+
+    def _fall_behind(self, worker: Worker) -> None:
+        """The journal does not have what `worker` heard to be committed."""
+        group, version = worker.group, worker.committed[1]
+        group.needs = (
+            f"the journal is behind: {worker.name} holds the committed weight version {version} of group {group.name!r}, "
+            f"and the journal knows version {group.version}; publish version {version} or a later one, or relabel to "
+            f"version {version} to go on with what the workers hold"
+        )
+        group.needy = PLAIN | PACKED
+        self.core.log(group.needs)
+        for other in group.workers.values():
+            other.restore_until = None
+            self.fleet.recall(other)
+            other.routing.update(other)
+        self._tell_all(group)
 
     def _restore(self, worker: Worker) -> None:
         worker.lacks = None
@@ -74,7 +100,7 @@ class Restoring:
 
     def _post(self, worker: Worker) -> None:
         weights = worker.group.weights
-        message = Restore(weights.version, weights.digest, weights.snapshot, weights.path)
+        message = Restore(weights.version, weights.digest, weights.snapshot, weights.path, weights.run)
         self.core.effects.append(ToWorker(worker.link, message))
 
     def returned(self, worker: Worker) -> None:
@@ -97,6 +123,8 @@ class Restoring:
         for group in self.core.groups.values():
             update = self.core.update_of(group)
             members = update.members if update is not None else {}
+            if group.behind:
+                continue
             for worker in group.workers.values():
                 if worker.stage != "ready" or worker.restore_until is not None or not worker.idle:
                     continue
@@ -124,6 +152,10 @@ class Restoring:
             f"weight version {group.version} of group {group.name!r} is held nowhere; publish it or a later one ({why})"
         )
         group.needy |= class_
+        self._tell_all(group)
+
+    def _tell_all(self, group: Group) -> None:
+        """Requests that only the lost weights could serve end, and clients are asked for them."""
         self.requests.fail_all(group, "needs_weights", group.needs, group.shut)
         for client in self.core.clients.values():
             self._ask_for(client, group)
@@ -137,4 +169,6 @@ class Restoring:
     def _ask_for(self, client: Client, group: Group) -> None:
         # Of all clients: a trainer that was restarted is another one than that which published them.
         if client.link is not None:
-            self.core.effects.append(ToClient(client.link, WeightsWanted(group.name, group.version)))
+            self.core.effects.append(
+                ToClient(client.link, WeightsWanted(group.name, max(group.version, group.heard_committed[1])))
+            )

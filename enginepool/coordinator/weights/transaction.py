@@ -201,6 +201,10 @@ class Weights:
 
     def _advance(self, update: Update) -> None:
         """One step, when the phase has all that it waits for."""
+        group = update.group
+        if group.behind and update.heard_committed != group.heard_committed and not update.forward:
+            self.ending.abort(update, "update_aborted", group.needs)
+            return
         if update.broken and all(member.broken for member in update.pending.values()):
             self.ending.abort(update, "update_aborted", update.broken)
             return

@@ -82,6 +82,8 @@ class Update:
         self.until = float("inf")
         #: µs that phases took, as `UpdateRecord.phases` has them
         self.times: dict[str, int] = {}
+        #: what workers had heard to be committed; more than that, and more than the journal has, ends it before the hand-over
+        self.heard_committed = group.heard_committed
         #: whether the journal could take a commit is not known yet
         self.unchecked = True
         #: fixed at the start, in the order of their ranks
@@ -168,12 +170,15 @@ class Update:
         """Why weights of this digest cannot have this version, or "". A version names one set of weights: the committed one may
         be published again when it is lost, and nothing else under its name. What is not known cannot be compared."""
         committed, offer = self.group.weights, self.offer
-        if offer.new_run or offer.version != committed.version or committed.digest in ("", digest):
+        if self.group.behind:
+            lost = [worker for worker in self.group.workers.values() if worker.holds_lost]
+            present, same = self.group.heard_committed[1], not lost or digest in {worker.digest for worker in lost}
+        else:
+            present, same = committed.version, committed.digest in ("", digest)
+        if offer.new_run or offer.version != present or same:
             return ""
         # Without the digests: a publisher that names bytes of others must not learn what they are.
-        return (
-            f"version {committed.version} is committed with other weights; publish these as {committed.version + 1} or higher"
-        )
+        return f"version {present} is committed with other weights; publish these as {present + 1} or higher"
 
     def check(self) -> None:
         assert self.phase in PHASES, self
