@@ -37,6 +37,8 @@ class Exit(IntEnum):
     UNUSABLE = 78
     #: the engine is lost; `bye` and stderr say why
     ENGINE_DIED = 70
+    #: the engine ran out of memory in a batch, or in its first ones: less at a time may help
+    OUT_OF_MEMORY = 71
     #: the owner's end of the lifeline closed
     OWNER_GONE = 72
     #: no coordinator was heard for `orphan_s`

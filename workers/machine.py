@@ -326,7 +326,7 @@ class WorkerMachine:
         worked = self.stage in ("compiling", "ready", "draining") and not self.updates.busy
         memory = worked and ran_out_of_memory(event.reason)
         bye = Send(Bye(event.reason, failed=True, permanent=event.unusable, out_of_memory=memory))
-        code = Exit.UNUSABLE if event.unusable else Exit.ENGINE_DIED
+        code = Exit.UNUSABLE if event.unusable else Exit.OUT_OF_MEMORY if memory else Exit.ENGINE_DIED
         return [bye, *self._end(code, event.reason, close=False)]
 
     # --- the end --------------------------------------------------------------------------------------------------------

@@ -274,14 +274,14 @@ class Daemon:
         why = why or "it does not read its messages"
         self.loop.call_soon(lambda: self.handle(ev.WorkerBroken(time.monotonic(), link, why, silent=True)))
 
-    def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
-        alike = signature(reason) if unstarted else ""
+    def _exited(self, event: ev.WorkerExited) -> None:
+        alike = signature(event.reason) if event.unstarted else ""
         if alike not in self._unstarted:
-            again = f"; tried again every {self.config.restart.backoff_max_s:g} s" if unstarted else ""
-            log(f"worker {incarnation}{': ' if unstarted else ' ended: '}{reason}{again}")
-        if unstarted:
+            again = f"; tried again every {self.config.restart.backoff_max_s:g} s" if event.unstarted else ""
+            log(f"worker {event.incarnation}{': ' if event.unstarted else ' ended: '}{event.reason}{again}")
+        if event.unstarted:
             self._unstarted.add(alike)
-        self.handle(ev.WorkerExited(time.monotonic(), incarnation, reason, permanent, failed, unstarted))
+        self.handle(event)
 
     def _paths_moved(self) -> None:
         """Paths of the state directory were removed or renamed: what else lies there is made again."""

@@ -349,13 +349,15 @@ class WorkerBroken(Event):
 
 class WorkerExited(Event):
     """A worker's process and all its children have ended. `permanent`: starting it again cannot help. `failed`: it ended by
-    itself, with an error. `unstarted`: the host could not make the process, which says nothing of the worker."""
+    itself, with an error. `unstarted`: the host could not make the process, which says nothing of the worker.
+    `out_of_memory`: of a batch, as `WorkerBye` says too, which may come later or not at all."""
 
     incarnation: str
     reason: str
     permanent: bool = False
     failed: bool = False
     unstarted: bool = False
+    out_of_memory: bool = False
 
 
 class MemberSaid(Event):

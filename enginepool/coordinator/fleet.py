@@ -335,12 +335,8 @@ class Fleet:
         if worker is None:
             return
         place = worker.place
-        if e.out_of_memory and halve(worker):
-            worker.group.lost_batches += len(worker.batches)
-            self.recall(worker)
-            self.requests.refit(worker.group)
-            if place is not None:
-                place.blameless = True
+        if e.out_of_memory:
+            self._out_of_memory(worker)
         if e.failed:
             _failed(worker, e.reason)
         self.lose(worker, e.reason, kill=e.failed, own=True)
@@ -349,6 +345,15 @@ class Fleet:
             place.until = e.now + GOODBYE_S
         if place is not None:
             place.hopeless = e.permanent
+
+    def _out_of_memory(self, worker: Worker) -> None:
+        """The engine of `worker` died of a batch. Where half as much may help, neither requests nor the place are blamed."""
+        if halve(worker):
+            worker.group.lost_batches += len(worker.batches)
+            self.recall(worker)
+            self.requests.refit(worker.group)
+            if worker.place is not None:
+                worker.place.blameless = True
 
     def lose(
         self, worker: Worker, reason: str, *, kill: bool, own: bool = False, silent: bool = False, tell: bool = True
@@ -406,6 +411,8 @@ class Fleet:
                     if e.failed and not place.failure and (worker is None or worker.capabilities is None):
                         place.failure = e.reason
                     if worker is not None:
+                        if e.out_of_memory:
+                            self._out_of_memory(worker)
                         self.lose(worker, e.reason, kill=False)
                     # What it said last may be read after its end was seen.
                     self._remember(e.incarnation)

@@ -9,6 +9,8 @@ import psutil
 
 #: exit code of a worker for which starting again cannot help (sysexits: EX_CONFIG)
 PERMANENT = 78
+#: exit code of a worker whose engine ran out of memory in a batch (sysexits: EX_OSERR)
+OUT_OF_MEMORY = 71
 #: exit codes of a worker that has not failed: drained, or without its owner, its coordinator, or a place in the pool
 _NO_FAILURE = (0, 72, 75, 76)
 #: signals that a process sends to itself by what it does

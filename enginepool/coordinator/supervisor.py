@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -20,8 +21,9 @@ import msgspec
 import psutil
 
 from enginepool.config import GroupConfig, PoolConfig, gpus_per_worker
-from enginepool.coordinator.events import GroupWeights, LiveProcess
+from enginepool.coordinator.events import GroupWeights, LiveProcess, WorkerExited
 from enginepool.coordinator.processes import (
+    OUT_OF_MEMORY,
     PERMANENT,
     failed_by_itself,
     how_it_ended,
@@ -40,12 +42,6 @@ from enginepool.host import host_identity, os_error, write_file
 KEPT_LOGS = 20
 #: where no file descriptor is left to watch or look with, it is tried again after this
 AGAIN_S = 0.5
-
-
-class Exited(Protocol):
-    """Takes the end of a worker, as `WorkerExited` has it."""
-
-    def __call__(self, incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False, /) -> None: ...
 
 
 class Supervisor(Protocol):
@@ -100,7 +96,7 @@ class LocalSupervisor:
         directory: Path,
         endpoint: str,
         lifeline: int | None,
-        exited: Exited,
+        exited: Callable[[WorkerExited], None],
         *,
         key: str = "",
         external: bool = False,
@@ -185,7 +181,7 @@ class LocalSupervisor:
             with contextlib.suppress(OSError):
                 self._path(incarnation).unlink(missing_ok=True)
             reason = f"the worker process could not be started: {os_error(error)}"
-            self._loop.call_soon(self._exited, incarnation, reason, False, False, True)
+            self._loop.call_soon(self._exited, WorkerExited(time.monotonic(), incarnation, reason, unstarted=True))
             return False
         self._processes[incarnation] = record
         self._children[incarnation] = child
@@ -342,7 +338,12 @@ class LocalSupervisor:
         killed = self._killed.pop(record.incarnation, "")
         reason = killed or how_it_ended(code, self.last_line(record.incarnation))
         failed = not killed and failed_by_itself(code)
-        self._exited(record.incarnation, reason, code == PERMANENT, failed)
+        permanent, out_of_memory = code == PERMANENT, code == OUT_OF_MEMORY
+        self._exited(
+            WorkerExited(
+                time.monotonic(), record.incarnation, reason, permanent=permanent, failed=failed, out_of_memory=out_of_memory
+            )
+        )
 
     def last_line(self, incarnation: str) -> str:
         """The last line in a worker's log, or nothing."""

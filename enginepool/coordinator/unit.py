@@ -19,7 +19,7 @@ import msgspec
 
 from enginepool.address import STATE_DIR
 from enginepool.config import GroupConfig, PoolConfig, Timing, check_config, check_models
-from enginepool.coordinator.events import GroupWeights
+from enginepool.coordinator.events import GroupWeights, WorkerExited
 from enginepool.coordinator.journal import prepare_state_dir
 from enginepool.coordinator.log import log
 from enginepool.coordinator.supervisor import LocalSupervisor
@@ -168,9 +168,9 @@ class Unit:
         weights = GroupWeights(settings.version, settings.digest, path=settings.path) if settings.path else None
         self._supervisor.start(settings.group, index, place.incarnation, weights)
 
-    def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
-        index = next((i for i, place in enumerate(self._places) if place.incarnation == incarnation), None)
-        log(f"worker {incarnation} ended: {reason}")
+    def _exited(self, event: WorkerExited) -> None:
+        index = next((i for i, place in enumerate(self._places) if place.incarnation == event.incarnation), None)
+        log(f"worker {event.incarnation} ended: {event.reason}")
         if index is None:
             return
         place = self._places[index]
@@ -178,10 +178,10 @@ class Unit:
         if self._stopping:
             self._maybe_stopped()
             return
-        if permanent:
-            place.given_up = reason
+        if event.permanent:
+            place.given_up = event.reason
             if all(place.given_up for place in self._places):
-                log(f"no worker can be started: {reason}")
+                log(f"no worker can be started: {event.reason}")
                 self.stop("no worker can be started", 1)
             return
         place.ends = 1 if self._loop.time() - place.began > STEADY_S else place.ends + 1

@@ -1,6 +1,7 @@
 """Promises about engines that run out of memory: less at a time from then on, for all of the group, and nobody is to blame."""
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,6 +124,32 @@ def test_an_engine_whose_first_batches_are_too_large_starts_again_with_half() ->
     pool.worker(again[0], can=halved(CAN, 1))
     assert [accept.halvings for accept in told(pool)] == [0, 0, 1]
     assert group.plain == halved(CAN, 1)
+
+
+@pytest.mark.parametrize("first", ["bye", "exit"])
+@pytest.mark.parametrize("ready", [False, True])
+def test_the_exit_of_a_worker_says_as_its_last_message_does_that_memory_ran_out(first: str, ready: bool) -> None:
+    """Which of the two is read first is up to chance, and the message may be lost with its link."""
+    pool = Pool(config(workers=1, restart=Restart(max_restarts=0)))
+    (incarnation,) = (start.incarnation for start in pool.started)
+    pool.worker(incarnation, ready=ready)
+    if ready:
+        pool.submit(pool.client(), 1, work(8, 10))
+    if first == "bye":
+        bye(pool, incarnation.encode())
+    pool.batches.clear()
+    pool.do(ev.WorkerExited(0, incarnation, "exit code 71: OutOfMemoryError", failed=True, out_of_memory=True))
+    if first == "exit":
+        bye(pool, incarnation.encode())
+    group = pool.machine.core.groups["g"]
+    assert (group.halvings, group.suspects.size, group.down) == (1, 0, "")
+    assert group.lost_batches == (1 if ready else 0)
+    pool.wait(2.0)
+    again = pool.started[-1].incarnation
+    assert again != incarnation
+    pool.worker(again, can=halved(CAN, 1))
+    assert [accept.halvings for accept in told(pool)] == [0, 1]
+    assert (1 in results(pool.finish_all())) == ready
 
 
 def test_what_is_too_large_even_in_small_batches_is_a_loss_like_any_other() -> None:

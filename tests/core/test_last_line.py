@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from enginepool.coordinator.processes import failed_by_itself, how_it_ended, last_line
+from enginepool.coordinator.processes import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
 from enginepool.workers.events import Exit
 
 
@@ -69,10 +69,14 @@ def test_how_a_worker_ended_says_why_where_that_is_known(code: int | None, why: 
     ("code", "failed"),
     [
         *[(code, False) for code in (None, Exit.DRAINED, Exit.OWNER_GONE, Exit.ORPHANED, Exit.REFUSED)],
-        *[(code, True) for code in (1, 3, Exit.ENGINE_DIED, Exit.UNUSABLE)],
+        *[(code, True) for code in (1, 3, Exit.ENGINE_DIED, Exit.OUT_OF_MEMORY, Exit.UNUSABLE)],
         *[(-number, False) for number in (signal.SIGKILL, signal.SIGTERM)],
         *[(-number, True) for number in (signal.SIGSEGV, signal.SIGABRT)],
     ],
 )
 def test_a_process_that_fails_by_itself_is_told_from_one_that_is_ended(code: int | None, failed: bool) -> None:
     assert failed_by_itself(code) == failed
+
+
+def test_the_coordinator_knows_the_exit_codes_of_workers() -> None:
+    assert (PERMANENT, OUT_OF_MEMORY) == (Exit.UNUSABLE, Exit.OUT_OF_MEMORY) == (78, 71)

@@ -358,8 +358,11 @@ def test_an_engine_that_died_of_a_batch_too_large_for_its_memory_is_told_as_that
     run(w, Connected(0.0), Received(0.0, Accept(5, halvings=2)))
     assert w.halvings == 2
     run(w, EngineReady(0.0, CAPABILITIES) if stage == "ready" else EngineStage(0.0, stage))
-    (bye,) = [message for message in sent(run(w, EngineLost(0.0, reason))) if isinstance(message, Bye)]
+    effects = run(w, EngineLost(0.0, reason))
+    (bye,) = [message for message in sent(effects) if isinstance(message, Bye)]
     assert bye.out_of_memory == told
+    (end,) = [effect for effect in effects if isinstance(effect, End)]
+    assert end.code == (Exit.OUT_OF_MEMORY if told else Exit.ENGINE_DIED), "it may be seen before the message"
 
 
 @pytest.mark.parametrize("ask", [Received(0.0, Drain()), DrainWanted(0.0, "SIGTERM")])

@@ -19,6 +19,7 @@ import pytest
 
 from enginepool.config import GroupConfig
 from enginepool.coordinator import processes as records
+from enginepool.coordinator.events import WorkerExited
 from enginepool.coordinator.stagers import Stagers
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.host import host_identity
@@ -38,7 +39,7 @@ class Scene:
         self.processes = processes
         self.directory = directory / "state"
         self.config = sim_pool(directory, workers=1)
-        self.exited: list[tuple[str, str, bool, bool, bool]] = []
+        self.exited: list[WorkerExited] = []
         (self.directory / "workers").mkdir(parents=True)
 
     def stranger(self) -> "subprocess.Popen[str]":
@@ -65,8 +66,8 @@ class Scene:
 
         return asyncio.run(story())
 
-    def _exited(self, incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
-        self.exited.append((incarnation, reason, permanent, failed, unstarted))
+    def _exited(self, event: WorkerExited) -> None:
+        self.exited.append(event)
 
 
 @pytest.fixture
@@ -131,7 +132,7 @@ def test_a_worker_sees_the_gpus_that_its_engine_needs(
         ended, gone = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
 
-        def exited(incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
+        def exited(_: WorkerExited) -> None:
             ended.set()
 
         supervisor = LocalSupervisor(loop, config, scene.directory, "ipc://nowhere", None, exited)
@@ -197,8 +198,9 @@ def test_a_worker_of_which_no_record_can_be_written_is_one_that_could_not_be_sta
     scene.run(lambda supervisor: supervisor.start("g", 0, "g-0.2.1"))
     [child] = children
     assert child.poll() == -signal.SIGKILL
-    [(incarnation, reason, *_, unstarted)] = scene.exited
-    assert incarnation == "g-0.2.1" and unstarted
+    [exited] = scene.exited
+    reason = exited.reason
+    assert exited.incarnation == "g-0.2.1" and exited.unstarted
     assert re.fullmatch(r"the worker process could not be started: /\S+g-0\.2\.1\.json: No space left on device", reason)
 
 
@@ -230,8 +232,9 @@ def test_a_worker_whose_log_cannot_be_made_names_the_file_and_is_one_that_could_
         supervisor.start("g", 0, "g-0.2.1")
 
     scene.run(start)
-    [(_, reason, *_, unstarted)] = scene.exited
-    assert reason == f"the worker process could not be started: {scene.directory}/logs: File exists" and unstarted
+    [exited] = scene.exited
+    assert exited.unstarted
+    assert exited.reason == f"the worker process could not be started: {scene.directory}/logs: File exists"
 
 
 def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_for_a_while(
@@ -258,8 +261,8 @@ def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_fo
         loop = asyncio.get_running_loop()
         gone = asyncio.Event()
 
-        def exited(incarnation: str, reason: str, permanent: bool, failed: bool, unstarted: bool = False) -> None:
-            scene.exited.append((incarnation, reason, permanent, failed, unstarted))
+        def exited(event: WorkerExited) -> None:
+            scene.exited.append(event)
             gone.set()
 
         supervisor = LocalSupervisor(loop, scene.config, scene.directory, "ipc://nowhere", None, exited)
@@ -270,7 +273,8 @@ def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_fo
             await gone.wait()
 
     asyncio.run(story())
-    assert scene.exited == [("g-0.1.1", "it is silent", False, False, False)]
+    [exited] = scene.exited
+    assert exited == WorkerExited(exited.now, "g-0.1.1", "it is silent")
     assert sorted(failed) == ["look", "look", "watch", "watch"]
 
 

@@ -22,6 +22,7 @@ def main() -> int:
         "--faulty", action="store_true", help="internal errors in the coordinator; an operator restarts workers"
     )
     parser.add_argument("--crowded", action="store_true", help="clients ask for more than the queue holds")
+    parser.add_argument("--starved", action="store_true", help="engines run out of memory")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -44,6 +45,7 @@ def main() -> int:
                 stops=args.stops,
                 faulty=args.faulty,
                 crowded=args.crowded,
+                starved=args.starved,
             )
         except Failed as failure:
             out(f"{failure}\n")

@@ -5,11 +5,11 @@ process group has ended.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Protocol
 
-from enginepool.coordinator.events import GroupWeights, LiveProcess
+from enginepool.coordinator.events import GroupWeights, LiveProcess, WorkerExited
 from enginepool.coordinator.processes import failed_by_itself
+from enginepool.workers.events import Exit
 from tests.sim.network import Network
 from tests.sim.oracle import Oracle
 from tests.sim.sim_engine import Profile
@@ -21,7 +21,7 @@ from tests.sim.world import World
 class Watcher(Protocol):
     """A coordinator that wants to hear of exits."""
 
-    def exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None: ...
+    def exited(self, event: WorkerExited) -> None: ...
 
 
 class Cluster:
@@ -119,9 +119,15 @@ class Cluster:
                 self.world.after(self.world.between(0.1, 2.0), self._again, worker.group)
             return
         watcher = self._watchers[worker.incarnation]
-        exited: Callable[..., None] = watcher.exited
-        failed = failed_by_itself(worker.code)
-        self.world.after(self.world.between(0, 0.5), exited, worker.incarnation, reason, reason == "unusable", failed)
+        exited = WorkerExited(
+            self.world.now,
+            worker.incarnation,
+            reason,
+            permanent=reason == "unusable",
+            failed=failed_by_itself(worker.code),
+            out_of_memory=worker.code == Exit.OUT_OF_MEMORY,
+        )
+        self.world.after(self.world.between(0, 0.5), watcher.exited, exited)
 
     def _again(self, group: str) -> None:
         if self.external:

@@ -70,6 +70,7 @@ class Plan:
         stops: Random | None = None,
         faulty: Random | None = None,
         crowded: Random | None = None,
+        starved: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -150,6 +151,10 @@ class Plan:
             self._err(faulty)
         if crowded is not None:
             self._crowd(crowded)
+        #: of a group, how many rows at a time an engine has memory for
+        self.memory: dict[str, int] = {}
+        if starved is not None:
+            self._starve(starved)
 
     def _detach(self, random: Random) -> None:
         """Let other programs start most workers, and let the links of workers fail, for long enough to lose them."""
@@ -303,12 +308,7 @@ class Plan:
         self.gentle = random.random() < 0.15
         calm = self.gentle or random.random() < 0.3
         if self.gentle:
-            links = ("worker_link", "client_link", "status")
-            self.faults = [fault for fault in self.faults if fault[1] in links]
-            self.mix.poison = self.mix.choking = 0.0
-            self.unusable = 0.0
-            quick = self.conditions
-            self.conditions = Conditions(min(quick.delay, 0.05), quick.repeat, quick.late, 0.3, quick.survive)
+            self._only_links()
             phases = ("open", "join", "transfer", "staged", "hold", "hand_over")
             kinds = ("worker_link", "worker_link", "publisher_link")
             self.triggers = [(random.choice(phases), random.choice(kinds), 0.03 * random.random()) for _ in range(3)]
@@ -326,6 +326,36 @@ class Plan:
                 self.triggers.append((random.choice(phases), random.choice(kinds), random.choice((0.0, 0.01, 0.1))))
             self.faults.sort()
         self.early = random.choice((0.0, 0.1))
+
+    def _only_links(self) -> None:
+        """Nothing but links breaks."""
+        links = ("worker_link", "client_link", "status")
+        self.faults = [fault for fault in self.faults if fault[1] in links]
+        self.mix.poison = self.mix.choking = 0.0
+        self.unusable = 0.0
+        quick = self.conditions
+        self.conditions = Conditions(min(quick.delay, 0.05), quick.repeat, quick.late, 0.3, quick.survive)
+
+    def _starve(self, random: Random) -> None:
+        """Let engines have too little memory for their budgets. No other worker ends, and the first loss that counts against a
+        place retires it."""
+        self.gentle, self.retires = True, False
+        self._only_links()
+        self.faults += [(self.span * random.random(), "worker_link") for _ in range(random.randint(0, 6))]
+        self.faults += [(self.span * random.random(), "coordinator_stall") for _ in range(random.choice((0, 0, 1)))]
+        self.faults.sort()
+        groups: dict[str, GroupConfig] = {}
+        for name, group in self.config.groups.items():
+            self.external[name] = 0
+            groups[name] = msgspec.structs.replace(group, workers=self.counts[name])
+            can = self.capabilities[name]
+            times = random.randint(1, 3)
+            self.memory[name] = max(1, can.inflight_rows >> times)
+            # No row is too long for a worker whose budgets were halved so many times.
+            self.capabilities[name] = msgspec.structs.replace(can, inflight_tokens=can.inflight_tokens << times)
+        restart = msgspec.structs.replace(self.config.restart, max_restarts=0)
+        timing = msgspec.structs.replace(self.config.timing, orphan_s=20.0)  # longer than any stall
+        self.config = msgspec.structs.replace(self.config, groups=groups, restart=restart, timing=timing)
 
     def _capabilities(self, kind: str) -> Capabilities:
         random = self.random

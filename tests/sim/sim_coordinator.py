@@ -61,7 +61,7 @@ class SimCoordinator:
         #: an internal error is due: what kills it then
         self.raises: Callable[[], None] | None = None
         self._ended: set[str] = set()
-        self._exits: list[tuple[str, str, bool, bool]] = []
+        self._exits: list[ev.WorkerExited] = []
         #: what came in within one turn of the loop
         self._events: list[ev.Event] = []
         self._timer_at = float("inf")
@@ -106,13 +106,14 @@ class SimCoordinator:
             events, self._events = self._events, []
             self.handle(*events)
 
-    def exited(self, incarnation: str, reason: str, permanent: bool, failed: bool) -> None:
+    def exited(self, event: ev.WorkerExited) -> None:
         """A process that this coordinator watches has ended."""
         if self.stalled and self.alive:
-            self._exits.append((incarnation, reason, permanent, failed))
+            self._exits.append(event)
         elif self.alive:
-            self._ended.add(incarnation)
-            self.handle(ev.WorkerExited(self.world.now, incarnation, reason, permanent, failed))
+            self._ended.add(event.incarnation)
+            event.now = self.world.now
+            self.handle(event)
 
     def _knows(self, event: ev.WorkerRegistered) -> bool:
         return event.incarnation in self.machine.core.groups[event.group].workers
@@ -293,13 +294,13 @@ class SimCoordinator:
         first = self.world.chance(0.5)
         if first:
             for exit_ in exits:
-                self.exited(*exit_)
+                self.exited(exit_)
         for link, frames in held:
             self.receive(link, frames)
         self._act()
         if not first:
             for exit_ in exits:
-                self.exited(*exit_)
+                self.exited(exit_)
         self._tick()
 
     def drain(self, within: float, *, keep_workers: bool = False) -> None:

@@ -45,6 +45,8 @@ class Profile:
         self.fifo = random.random() < 0.3
         self.poison = random.choice(("crash", "abort", "hang", "wrong_rows"))
         self.load_fails = random.choice((0.0, 0.0, 0.0, 0.2))
+        #: how many rows at a time it has memory for
+        self.memory = can.inflight_rows
         #: it takes other weights only when it starts
         self.only_at_start = False
 
@@ -166,7 +168,9 @@ class SimEngine:
     def _finish(self, task: "Task", fault: str, seconds: float) -> None:
         if self.dead:
             return
-        if fault == "crash":
+        if sum(inside.rows for inside in self.inside.values()) > self.profile.memory:
+            self.crash("MemoryError: too many rows")
+        elif fault == "crash":
             self.crash("the engine crashed")
         elif fault == "abort":
             self.host.kill()

@@ -45,6 +45,8 @@ class Outcome(NamedTuple):
     seconds: float
     answers: dict[str, int]
     updates: dict[str, int]
+    #: of all groups together
+    halvings: int
 
 
 class Simulation:
@@ -71,6 +73,8 @@ class Simulation:
         if plan.gentle:
             for profile in profiles.values():
                 profile.load_fails = 0.0
+        for name, rows in plan.memory.items():
+            profiles[name].memory = rows
         for name, can in plan.packed.items():
             group = plan.config.groups[name]
             profile = Profile(world, can, plan.versions[name])
@@ -101,6 +105,7 @@ class Simulation:
         coordinator.base = self.plan.versions
         coordinator.raise_epoch = lambda epoch: self._raise_epoch(coordinator, epoch)
         coordinator.machine.core.header_bytes = self.plan.header_bytes
+        coordinator.watch.fair = not self.plan.memory
         if not self.plan.retires:
             coordinator.watch.steadfast = {name: self.plan.unloadable.get(name, 0) for name in self.plan.kinds}
         if self.plan.publishers:
@@ -171,9 +176,9 @@ class Simulation:
                 self._publish_again()
             self._become_quiet()
             self._drain()
-        return Outcome(
-            world.digest, self.events + self.coordinator.watch.events, world.now, self.oracle.counts, self.oracle.updates
-        )
+        events = self.events + self.coordinator.watch.events
+        halvings = sum(group.halvings for group in self.coordinator.machine.core.groups.values())
+        return Outcome(world.digest, events, world.now, self.oracle.counts, self.oracle.updates, halvings)
 
     def _place_calls(self) -> None:
         world, plan = self.world, self.plan
@@ -314,13 +319,14 @@ def simulate(
     stops: bool = False,
     faulty: bool = False,
     crowded: bool = False,
+    starved: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
     with `restarts`, all engines take weights only at their start; with `wide`, headers and answers are large, and bounds are
     tight; with `external`, other programs start most workers, and their links fail; with `stops`, the coordinator is stopped on
     purpose and started again, and its epoch is set back; with `faulty`, the coordinator has internal errors, and an operator
-    restarts workers; with `crowded`, clients ask for more than the queue holds.
+    restarts workers; with `crowded`, clients ask for more than the queue holds; with `starved`, engines run out of memory.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -339,6 +345,7 @@ def simulate(
         Random(seed + 7) if stops else None,
         Random(seed + 8) if faulty else None,
         Random(seed + 9) if crowded else None,
+        Random(seed + 10) if starved else None,
     )
     simulation = Simulation(world, plan)
     try:
@@ -352,5 +359,5 @@ def simulate(
             f"{' --updates' if updates else ''}{' --paced' if paced else ''}"
             f"{' --unloadable' if unloadable else ''}{' --wide' if wide else ''}"
             f"{' --external' if external else ''}{' --stops' if stops else ''}{' --faulty' if faulty else ''}"
-            f"{' --crowded' if crowded else ''} --trace"
+            f"{' --crowded' if crowded else ''}{' --starved' if starved else ''} --trace"
         ) from error

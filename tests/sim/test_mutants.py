@@ -8,7 +8,7 @@ import pytest
 from enginepool.client.calls import Call, Calls
 from enginepool.client.events import Effect as ClientEffect
 from enginepool.client.events import Fail
-from enginepool.coordinator import admission, batching, door, filling, machine, places, requests, shedding
+from enginepool.coordinator import admission, batching, door, filling, fleet, machine, places, requests, shedding
 from enginepool.coordinator.admission import Admission
 from enginepool.coordinator.clients import Clients
 from enginepool.coordinator.core import Core
@@ -374,6 +374,38 @@ def epochs_that_clients_have_heard_do_not_matter(patch: pytest.MonkeyPatch) -> N
         real(self, e)
 
     patch.setattr(Clients, "hello", hello)
+
+
+def only_its_last_message_says_that_memory_ran_out(patch: pytest.MonkeyPatch) -> None:
+    real = Fleet.exited
+
+    def exited(self: Fleet, e: Any) -> None:
+        e.out_of_memory = False
+        real(self, e)
+
+    patch.setattr(Fleet, "exited", exited)
+
+
+def a_loss_for_want_of_memory_counts(patch: pytest.MonkeyPatch) -> None:
+    def halve(worker: Worker) -> bool:
+        return False
+
+    patch.setattr(fleet, "halve", halve)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [only_its_last_message_says_that_memory_ran_out, a_loss_for_want_of_memory_counts],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_losses_for_want_of_memory_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, starved=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
 
 
 def work_is_started_by_a_coordinator_that_ends_alone(patch: pytest.MonkeyPatch) -> None:

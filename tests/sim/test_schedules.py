@@ -104,6 +104,14 @@ def test_a_coordinator_that_is_stopped_on_purpose_costs_no_call(chunk: int) -> N
     assert events > SEEDS * 100
 
 
+@pytest.mark.parametrize("chunk", range(2))
+def test_engines_that_run_out_of_memory_lose_nothing_and_are_started_again(chunk: int) -> None:
+    halvings = 0
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        halvings += simulate(seed, 1 + seed % 8, starved=True).halvings
+    assert halvings > SEEDS / 4
+
+
 def test_the_schedules_show_every_answer_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):
