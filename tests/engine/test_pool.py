@@ -237,6 +237,59 @@ def test_a_scheduler_that_dies_or_hangs_costs_its_worker_and_no_request(
         np.testing.assert_allclose(result.scores[0], reference.label_scores(row, (1,), False), rtol=1e-4, atol=1e-5)
 
 
+def test_coordinators_that_are_stopped_and_started_again_cost_no_call_and_load_no_model_again(
+    daemon: Daemon, reference: Reference
+) -> None:
+    """`python -m bench.upgrade` does it ten times with 200 calls/s, on simulated engines."""
+    query, item, labels = "Is this a color? ", "red", (5, 9)
+    ids = reference.tokenizer(query + item)["input_ids"]
+
+    async def workers(pool: Pool) -> dict[str, tuple[int, int]]:
+        while True:
+            found = [worker for group in (await pool.status()).groups for worker in group.workers]
+            if all(worker.stage == "ready" for worker in found):
+                return {worker.name: (worker.pid, worker.restarts) for worker in found}
+            await asyncio.sleep(0.05)
+
+    results: list[ScoreResult] = []
+
+    async def ask(pool: Pool, stop: asyncio.Event) -> None:
+        while not stop.is_set():
+            results.extend(
+                await asyncio.gather(
+                    pool.score([], [ids], group="policy", label_token_ids=labels),
+                    pool.score(query, [item], group="policy", label_token_ids=labels),
+                )
+            )
+
+    async def more(answers: int) -> None:
+        answers += len(results)
+        while len(results) < answers:
+            await asyncio.sleep(0.01)
+
+    async def scenario() -> None:
+        stop, coordinator = asyncio.Event(), daemon
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(2 * START_S):
+            await pool.ready(timeout=START_S)
+            before = {name: pid for name, (pid, _) in (await workers(pool)).items()}
+            calls = [asyncio.create_task(ask(pool, stop)) for _ in range(4)]
+            for sign in (signal.SIGUSR1, signal.SIGKILL, signal.SIGUSR1):
+                await more(8)
+                coordinator.process.send_signal(sign)
+                await asyncio.to_thread(coordinator.process.wait, START_S)
+                coordinator = await asyncio.to_thread(coordinator.successor)
+            after = await workers(pool)
+            assert after == {name: (pid, 0) for name, pid in before.items()}, "the same processes"
+            await more(8)
+            stop.set()
+            await asyncio.gather(*calls)
+
+    asyncio.run(scenario())
+    want = reference.label_scores(ids, labels, False)
+    for result in results:
+        np.testing.assert_allclose(result.scores[0], want, rtol=1e-4, atol=1e-5)
+
+
 def test_a_scheduler_without_memory_for_a_batch_costs_its_worker_and_no_request(
     processes: Processes, models: Models, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

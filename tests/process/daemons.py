@@ -60,6 +60,7 @@ class Daemon:
 
     def __init__(self, processes: Processes, config: PoolConfig, within: Sequence[str] = ()) -> None:
         self.config = config
+        self._processes = processes
         #: where clients and workers dial; as configured, until it listens
         self.address, self.workers = config.listen, config.listen_workers
         self.lines: list[str] = []
@@ -106,6 +107,10 @@ class Daemon:
         words = self.wait_for("listening on").replace(",", " ").split()
         self.address, self.workers = words[words.index("on") + 1], words[words.index("workers") + 2]
         return self
+
+    def successor(self) -> "Daemon":
+        """The next coordinator with the same configuration; it listens."""
+        return Daemon(self._processes, self.config).listening()
 
     def last_words(self, group: str, lines: int = 60) -> str:
         """The ends of what all workers of a group have written, also of those that are gone; bars of progress are left out."""
