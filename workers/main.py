@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,10 +42,10 @@ from enginepool.workers.events import (
     WorkFailed,
 )
 from enginepool.workers.link import Link
-from enginepool.workers.log import never_fail
+from enginepool.workers.log import name_source, never_fail, report, say
 from enginepool.workers.machine import TICK_S, WorkerMachine
 from enginepool.workers.payload import decode_batch, decode_texts, encode_rows, encode_scores
-from enginepool.workers.process import end_process, say
+from enginepool.workers.process import end_process
 from enginepool.workers.sglang.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.spec import VARIABLE, SpecError, WorkerSpec, read_spec
 from enginepool.workers.weights import Weights
@@ -135,7 +134,7 @@ class Worker:
         self._spawn(self._load())
         self._spawn(self._watch())
         end = await self.end
-        say(f"{self.spec.group}/{self.spec.incarnation} ends: {end.reason}")
+        say(f"the worker of {self.spec.group} ends: {end.reason}")
         for task in self.tasks:
             task.cancel()
         if end.code not in (Exit.OWNER_GONE, Exit.REFUSED):
@@ -146,9 +145,9 @@ class Worker:
                     await self.engine.close()
             except TimeoutError:
                 say(f"the engine did not close within {CLOSE_S:g} s: killed")
-            except Exception:
+            except Exception as error:
                 # Engines raise what they like. The process ends now in any case, with the code it has; the log has the rest.
-                traceback.print_exc()
+                report(error, "the engine did not close")
         return end.code
 
     def take(self, event: Event) -> None:
@@ -159,7 +158,7 @@ class Worker:
         except Exception as error:
             # A state that nobody foresaw, so of any kind: better no worker than one that answers by chance. The coordinator
             # is told, and the log has the traceback.
-            traceback.print_exc()
+            report(error, f"at event {type(event).__name__}")
             reason = f"the worker failed at {type(event).__name__}: {_one_line(error)}"
             self.link.send(Bye(reason, failed=True))
             if not self.end.done():
@@ -238,7 +237,7 @@ class Worker:
             return
         except Exception as error:
             # Engines raise what they like. The coordinator is told in one line, and the log has the traceback.
-            traceback.print_exc()
+            report(error, "the engine did not start")
             self.feed(EngineLost(time.monotonic(), f"the engine did not start: {_one_line(error)}"))
             return
         # Engines install handlers of their own while they start.
@@ -328,7 +327,7 @@ def _failure(key: TaskId, error: Exception) -> Event:
         return EngineLost(now, str(error))
     if isinstance(error, EngineError):
         return WorkFailed(now, key, str(error))
-    traceback.print_exception(error)
+    report(error, f"work {key}")
     return WorkFailed(now, key, _one_line(error))
 
 
@@ -360,6 +359,7 @@ def main() -> NoReturn:
     never_fail()
     try:
         spec = read_spec(os.environ)
+        name_source(f"worker {spec.incarnation}")
         # An engine's children have no business with it.
         del os.environ[VARIABLE]
         if spec.lifeline_fd is not None:
@@ -372,9 +372,9 @@ def main() -> NoReturn:
     except OSError as error:
         say(f"cannot start: {error}")
         code = Exit.UNUSABLE
-    except Exception:
+    except Exception as error:
         # A bug of ours. Without this the process would wait for the threads of its engine instead of ending.
-        traceback.print_exc()
+        report(error, "the worker ends")
         code = Exit.ENGINE_DIED
     else:
         code = Exit.DRAINED

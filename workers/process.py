@@ -1,4 +1,4 @@
-"""This process: what it says to its operator, and how it ends without leaving anything behind."""
+"""How this process ends without leaving anything behind."""
 
 import contextlib
 import os
@@ -9,12 +9,6 @@ from typing import NoReturn
 import psutil
 
 from enginepool.workers.events import Exit
-
-
-def say(line: str) -> None:
-    """One line on stderr, where the supervisor keeps it."""
-    sys.stderr.write(f"enginepool worker {os.getpid()}: {line}\n")
-    sys.stderr.flush()
 
 
 def end_process(code: Exit) -> NoReturn:

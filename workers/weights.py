@@ -9,7 +9,6 @@ are done, so that the hold finds as little to do as can be.
 import asyncio
 import secrets
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -39,6 +38,7 @@ from enginepool.workers.checkpoint import CheckpointError, checkpoint_digest, ch
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, NotComparable, OnlyAtStart
 from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered
 from enginepool.workers.lent import LentError
+from enginepool.workers.log import report
 from enginepool.workers.opened import Opened
 from enginepool.workers.pending import Pending
 from enginepool.workers.restoring import restore
@@ -336,7 +336,7 @@ class Weights:
         if isinstance(error, EngineDied):
             self._feed(EngineLost(time.monotonic(), str(error)))
             return
-        traceback.print_exception(error)
+        report(error, doing)
         self._feed(EngineLost(time.monotonic(), f"{doing} failed: {error}"))
 
     # --- into the engine ------------------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ class Fleet:
         alone = alone_in_class(worker, can)
         if worker.capabilities is None:
             where = f"process {worker.pid} on {worker.host}, weight version {e.version}"
-            self.core.log(f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
+            self._log(worker, f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
         worker.declared, worker.capabilities = e.capabilities, can
         forward_s = can.forward_ms / 1000
         if worker.pace is None or (worker.pace.said, worker.pace.forward_s) != (can.pace, forward_s):
@@ -367,10 +367,8 @@ class Fleet:
         worker.lost = True
         core.fallen.append((worker, reason))
         count = len(worker.batches)
-        core.log(
-            f"worker {worker.name} is lost: {reason} "
-            f"(incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'})"
-        )
+        lost = f"(incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'})"
+        self._log(worker, f"worker {worker.name} is lost: {reason} {lost}")
         del group.workers[worker.incarnation]
         core.worker_links.pop(worker.link, None)
         worker.routing.update(worker)
@@ -393,6 +391,10 @@ class Fleet:
         core.wake(group)
         if core.touched is not None:
             core.touched += (worker, group)
+
+    def _log(self, worker: Worker, text: str) -> None:
+        """A line about a worker. An external worker can come and go at will: its lines have a budget of their own."""
+        self.core.log(text, "external" if worker.place is None else "")
 
     def _remember(self, incarnation: str, *, silent: bool = False) -> None:
         if incarnation in self._refused:

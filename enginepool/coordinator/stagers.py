@@ -74,7 +74,7 @@ class Stagers:
         if place not in self._stagers:
             spec = {
                 "socket": path,
-                "name": place,
+                "name": "-".join(place.rsplit(".", 1)),  # of its worker
                 "device": device,
                 "gpus": gpus,
                 "lifeline_fd": self._lifeline,

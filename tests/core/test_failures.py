@@ -23,7 +23,7 @@ SAME = [
     ("(Request ID: 8b7e1f7a-0b51-4a52-9a3e-0a4d3f7e9c11) 404", "(Request ID: 11111111-0b51-4a52-9a3e-0a4d3f7e9c11) 404"),
     ("m: no such model", "exit code 70: worker[g-0]: g/g-0.65a1f2c3b4d5e.3 ends: m: no such model"),
     ("exit code 1: no module x", "no module x"),
-    ("exit code 3: enginepool worker 471: loading", "exit code 3: enginepool worker 4711: loading"),
+    ("exit code 3: worker 471: loading", "exit code 3: worker 4711: loading"),
     ("cannot read tmpab12cd_x/f", "cannot read tmpzz990000/f"),
 ]
 OTHER = [

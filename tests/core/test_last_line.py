@@ -29,6 +29,7 @@ from enginepool.workers.events import Exit
         (b"Loading:  50%\rout of memory\r\n", "out of memory"),
         (b"ready\n/site/gguf.py:76: UserWarning: Only CUDA supports it\n  warnings.warn(f'Only {what}')\n", "ready"),
         (b"ready\nDeprecationWarning: raised as an error\n", "DeprecationWarning: raised as an error"),
+        (b"2026-11-23T12:00:01.123Z enginepool worker g-0.64f2ab.1: the worker of g ends: no", "the worker of g ends: no"),
         (b"\xe4\xb8 cut in the middle\nx" + 600 * b"y", "x" + 499 * "y"),
     ],
 )

@@ -31,6 +31,7 @@ def test_an_external_worker_is_named_by_its_incarnation() -> None:
         "worker outside is ready: incarnation outside, process 1 on host, weight version 0",
         "worker outside is lost: it ends (incarnation outside, 0 batches)",
     ]
+    assert pool.kinds == ["external", "external"]
 
 
 def test_a_worker_that_is_refused_is_a_line_with_the_reason() -> None:
@@ -100,6 +101,7 @@ def test_an_update_is_one_line_when_it_is_committed_and_one_with_the_reason_when
     trainer.publish(1)
     trainer.say(Abandon(trainer.ids, "the trainer changed its mind"))
     (line,) = lines(pool, "update of")
+    assert pool.kinds[-1] == "update"
     assert line.startswith("update of g to version 1 (staged, 1 worker): update_aborted: ")
     assert "the trainer changed its mind" in line
     pool.publish(trainer, 2, [worker])

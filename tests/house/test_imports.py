@@ -85,6 +85,7 @@ SHARED = (
     "enginepool.host",
     "enginepool.keepalive",
     "enginepool.keys",
+    "enginepool.log_lines",
     "enginepool.looking",
     "enginepool.model_folder",
     "enginepool.spaces",

@@ -12,11 +12,10 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from enginepool.protocol.layout import layout
-from enginepool.workers.log import never_fail
+from enginepool.workers.log import name_source, never_fail, report, say
 from enginepool.workers.stager.messages import (
     VARIABLE,
     AskHeld,
@@ -40,7 +39,7 @@ from enginepool.workers.stager.messages import (
 from enginepool.workers.stager.saving import Snapshots
 from enginepool.workers.stager.snapshot import remove_all
 from enginepool.workers.stager.state import Kept, Update
-from enginepool.workers.stager.words import say, why
+from enginepool.workers.stager.words import why
 
 if TYPE_CHECKING:
     from enginepool.group import Group
@@ -96,9 +95,9 @@ class Stager:
                     self._worker = writer
                 elif self._worker is writer:
                     await self._handle(message, writer)
-        except Exception:
-            # A worker that sends nonsense loses its connection, not the weights that are kept here; the log has the rest.
-            traceback.print_exc()
+        except Exception as error:
+            # A worker that sends an invalid message loses its connection, not the weights that are kept here.
+            report(error, "the connection of a worker ends")
         finally:
             self._friends -= 1
             self._alone_since = time.monotonic()
@@ -332,7 +331,7 @@ async def _serve(spec: StagerSpec) -> NoReturn:
     os.umask(0o077)
     server = await asyncio.start_unix_server(stager.serve, spec.socket)
     stager.tick()
-    say(f"{spec.name} ends: {await stager.ended}")
+    say(f"the stager ends: {await stager.ended}")
     server.close()
     with contextlib.suppress(FileNotFoundError):
         os.unlink(spec.socket)
@@ -347,6 +346,7 @@ def main() -> NoReturn:
     never_fail()
     try:
         spec = read_spec(os.environ)
+        name_source(f"stager {spec.name}")
         del os.environ[VARIABLE]
         if spec.lifeline_fd is not None:
             os.set_inheritable(spec.lifeline_fd, False)

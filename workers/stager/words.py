@@ -1,14 +1,6 @@
-"""What a stager says in words: to its operator, and to its worker of what went wrong."""
+"""What a stager tells its worker of what went wrong."""
 
-import os
-import sys
-import traceback
-
-
-def say(line: str) -> None:
-    """One line on stderr, where the supervisor keeps it."""
-    sys.stderr.write(f"enginepool stager {os.getpid()}: {line}\n")
-    sys.stderr.flush()
+from enginepool.workers.log import report
 
 
 def why(error: Exception) -> str:
@@ -17,5 +9,5 @@ def why(error: Exception) -> str:
 
     if isinstance(error, CollectiveError):
         return str(error)
-    traceback.print_exception(error)
+    report(error, "an update")
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

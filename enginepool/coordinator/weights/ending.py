@@ -191,7 +191,7 @@ class Ending:
         update.group.history.append(record)
         why = f": {message}" if message else ""
         how = f"{offer.transfer}, {record.members} worker{'' if record.members == 1 else 's'}"
-        core.log(f"update of {update.group.name} to version {offer.version} ({how}): {outcome}{why}")
+        core.log(f"update of {update.group.name} to version {offer.version} ({how}): {outcome}{why}", "update")
         return record
 
     def _end(self, update: Update, code: str, reason: str, field: str = "", limit: str = "") -> None:
