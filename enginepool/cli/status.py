@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -75,7 +75,7 @@ def whole(value: Any) -> Any:
     """A report for JSON with every key, also those whose values are zero or empty: on the wire they are left out."""
     if hasattr(value, "__struct_fields__"):
         return {name: whole(getattr(value, name)) for name in value.__struct_fields__}
-    return [whole(one) for one in value] if isinstance(value, list | tuple) else value
+    return [whole(one) for one in cast("list[Any]", value)] if isinstance(value, list | tuple) else value
 
 
 def tables(report: "StatusReport") -> "Group":
@@ -101,6 +101,12 @@ def tables(report: "StatusReport") -> "Group":
             lines.append(f"[red]{name} is down: {escape(group.down)}[/]")
         if group.needs_weights:
             lines.append(f"[red]{name} needs weights: {escape(group.needs_weights)}[/]")
+        if group.update:
+            lines.append(f"[yellow]{name}: update in phase {escape(group.update)}[/]")
+        if group.poisoned:
+            lines.append(f"[red]{name}: {group.poisoned} poisoned requests (each of them ended several workers)[/]")
+        if group.early:
+            lines.append(f"{name}: {group.early} of the queued requests wait for a later weight version")
         if group.halvings:
             lines.append(f"[yellow]{name}: engines ran out of memory; workers are given 1/{2**group.halvings} at a time[/]")
         split = f"[red]{group.split_batches}[/]" if group.split_batches else "0"

@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import msgspec.inspect
 import numpy as np
 import psutil
 import pytest
@@ -22,7 +24,7 @@ from enginepool.cli.demo_tables import tables
 from enginepool.client import Pool
 from enginepool.config import Restart
 from enginepool.errors import PoolDown
-from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
+from enginepool.protocol.messages import GroupLimits, GroupStatus, StatusReport, WorkerStatus
 from tests.process.commands import LIMIT_S, PROGRAM, call, end, records, start
 from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
 from tests.process.processes import Processes
@@ -80,12 +82,37 @@ def test_status_shows_groups_and_workers(served: Served) -> None:
     assert [group["name"] for group in json.loads(out)["groups"]] == ["policy"]
 
 
+def compare_keys(found: Any, kind: msgspec.inspect.Type, where: str = "report") -> set[type]:
+    """JSON has the keys of its struct, and so have the structs within, also those that this one does not know yet; returns all
+    structs that were seen."""
+    seen: set[type] = set()
+    if isinstance(kind, msgspec.inspect.StructType):
+        assert list(found) == [field.name for field in kind.fields], where
+        seen.add(kind.cls)
+        for field in kind.fields:
+            seen |= compare_keys(found[field.name], field.type, f"{where}.{field.name}")
+    elif isinstance(kind, msgspec.inspect.ListType):
+        for one in found:
+            seen |= compare_keys(one, kind.item_type, f"{where}[]")
+    elif isinstance(kind, msgspec.inspect.UnionType) and found is not None:
+        for one in kind.types:
+            if isinstance(one, msgspec.inspect.StructType):
+                seen |= compare_keys(found, one, where)
+    return seen
+
+
 def test_the_json_of_a_status_has_every_key(served: Served) -> None:
+    assert call("ready", "--timeout", PATIENCE_S, "--connect", served.address)[0] == 0
     report = json.loads(call("status", "--json", "--connect", served.address)[1])
+    assert compare_keys(report, msgspec.inspect.type_info(StatusReport)) >= {
+        StatusReport,
+        GroupStatus,
+        GroupLimits,
+        WorkerStatus,
+    }
     (group,) = report["groups"]
-    for found, struct in ((report, StatusReport), (group, GroupStatus), (group["workers"][0], WorkerStatus)):
-        assert list(found) == list(struct.__struct_fields__)
     assert (report["draining"], group["poisoned"], group["down"], group["workers"][0]["restarts"]) == (False, 0, "", 0)
+    assert group["limits"]["max_item"] == 0
 
 
 def test_ready_waits_for_workers_and_says_what_they_do(processes: Processes, tmp_path: Path) -> None:
@@ -165,10 +192,13 @@ def test_score_of_a_pipe_that_stays_silent_is_interrupted_at_once(processes: Pro
 
 def test_status_says_what_keeps_a_group_from_answering() -> None:
     lost = GroupStatus("g", needs_weights="version 3 is held nowhere", workers=[WorkerStatus("g-0", "i", "restoring")])
+    busy = GroupStatus("b", update="transfer of version 4", poisoned=2, early=3)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(status.tables(StatusReport(1, groups=[lost, GroupStatus("h", down="no such model", halvings=2)])))
+    console.print(status.tables(StatusReport(1, groups=[lost, GroupStatus("h", down="no such model", halvings=2), busy])))
     said = console.export_text()
     assert "g needs weights: version 3 is held nowhere" in said and "restoring" in said
+    assert "b: update in phase transfer of version 4" in said and "b: 2 poisoned requests" in said
+    assert "b: 3 of the queued requests wait for a later weight version" in said
     assert "h is down: no such model" in said and "h: engines ran out of memory; workers are given 1/4 at a time" in said
 
 
