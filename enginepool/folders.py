@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 _HELD = ".held"
+#: in a folder of snapshots in shared memory: the pool that it belongs to
+OWNER = "owner.json"
 
 
 class PrivateFolder:

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import shutil
 import signal
 import sys
 import time
@@ -38,6 +37,7 @@ from enginepool.coordinator.machine import Machine
 from enginepool.coordinator.memory import misfit, unread_bytes
 from enginepool.coordinator.patience import FEW
 from enginepool.coordinator.requests import NO_MEMORY_MS
+from enginepool.coordinator.snapshots import SnapshotFolders
 from enginepool.coordinator.sockets import (
     CLIENT_PROOF,
     LOST,
@@ -53,7 +53,7 @@ from enginepool.coordinator.story import story
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.coordinator.translate import client_event, refusal, worker_event
 from enginepool.errors import ConfigError
-from enginepool.folders import make_private, snapshot_folders
+from enginepool.folders import make_private
 from enginepool.host import os_error
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
@@ -143,7 +143,8 @@ class Daemon:
             stack.callback(self.journal.close)
             self._writer = JournalWriter(loop, self.journal, self.handle, log, self._paths_moved)
             stack.callback(self._writer.close)
-            self._snapshots = snapshot_folders(directory)
+            self._snapshots = SnapshotFolders(directory, lambda text: loop.call_soon_threadsafe(log, text) and None)
+            stack.callback(self._snapshots.close)
             # Workers find the successor of a dead coordinator at the same place, so the place is derived, not random.
             workers_endpoint = _workers_endpoint(config, directory)
             check_endpoint(workers_endpoint, config, "listen_workers")
@@ -184,10 +185,11 @@ class Daemon:
             raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
         alive = self.supervisor.survivors()
         weights, raises = dict(self.journal.record.weights), self.journal.record.raises
-        self.handle(ev.Started(time.monotonic(), epoch, weights, alive, self._snapshots, raises))
+        self.handle(ev.Started(time.monotonic(), epoch, weights, alive, self._snapshots.paths, raises))
         if self._lifeline is not None:
             self.loop.add_reader(self._lifeline, self._owner_gone)
         self._writer.look()
+        self._snapshots.start()
         self.sockets.listen(self._from_client, self._from_worker, self._act)
         for router in (self.sockets.clients, self.sockets.workers):
             self.loop.add_reader(router.connections.fd, self._connected, router)
@@ -323,7 +325,7 @@ class Daemon:
         self.supervisor.kill_all()
         if self._lifeline is not None:
             # A pool that ends with its program has no successor that could want weights back from the host's memory.
-            shutil.rmtree(self._snapshots["memory"], ignore_errors=True)
+            self._snapshots.remove_memory()
 
     def _end_now(self, code: int) -> None:
         self._end_all()
@@ -397,7 +399,7 @@ class Daemon:
         elif type(effect) is ef.CheckJournal:
             self._writer.check(effect)
         elif type(effect) is ef.WriteJournal:
-            self._writer.commit(effect)
+            self._writer.commit(effect, self._snapshots.committed)
         elif type(effect) is ef.RaiseEpoch:
             self._raise_epoch(effect)
         elif type(effect) is ef.Drained and effect.keep_workers:

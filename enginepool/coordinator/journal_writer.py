@@ -44,8 +44,8 @@ class JournalWriter:
         """`JournalChecked` follows."""
         self._submit(self._journal.check, lambda why: self._tell(ev.JournalChecked(monotonic(), effect.update, why)))
 
-    def commit(self, effect: ef.WriteJournal) -> None:
-        """`JournalWritten` follows."""
+    def commit(self, effect: ef.WriteJournal, committed: Callable[[str, str], None]) -> None:
+        """`JournalWritten` follows. Once it is written, `committed` is called before that, with the group and its snapshot."""
 
         def write() -> None:
             record = self._journal.record
@@ -55,6 +55,8 @@ class JournalWriter:
         def written(why: str) -> None:
             if why:
                 self._log(f"the journal could not be written: {why}")
+            else:
+                committed(effect.group, effect.weights.snapshot)
             self._tell(ev.JournalWritten(monotonic(), effect.update, why))
 
         self._submit(write, written)

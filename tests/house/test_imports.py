@@ -28,6 +28,7 @@ SHELL = {
         "sockets",
         "journal",
         "journal_writer",
+        "snapshots",
         "supervisor",
         "stagers",
         "processes",

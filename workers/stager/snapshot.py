@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.folders import exposed, make_private
+from enginepool.folders import OWNER, exposed, make_private
 from enginepool.host import unnamed_file
 from enginepool.protocol.layout import digest_text, layout
 from enginepool.protocol.manifest import Tensor
@@ -131,8 +131,11 @@ def remove_all(path: str) -> None:
     for other in _of_group(path):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(other)
+    folder = os.path.dirname(path)
     with contextlib.suppress(OSError):
-        os.rmdir(os.path.dirname(path))
+        if os.listdir(folder) == [OWNER]:
+            os.unlink(os.path.join(folder, OWNER))
+        os.rmdir(folder)
 
 
 def _of_group(path: str, more: str = "") -> list[str]:

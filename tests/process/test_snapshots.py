@@ -1,0 +1,135 @@
+"""Snapshots of weights in shared memory: one for a group at most, and none of a pool that is gone."""
+
+import asyncio
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import torch
+
+from enginepool import Pool, WeightPublisher
+from enginepool.config import PoolConfig
+from enginepool.coordinator.processes import made_at
+from enginepool.folders import OWNER, snapshot_folders
+from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
+from tests.process.processes import Processes
+
+#: MiB of the model
+SIZE = 4
+WEIGHTS = {"a": torch.ones(SIZE << 8, 1 << 10)}
+MODEL = {"tensors": [["a", "float32", [SIZE << 8, 1 << 10]], ["b", "float32", [1]]]}
+
+
+def pool_in(directory: Path) -> PoolConfig:
+    directory.mkdir(mode=0o700, exist_ok=True)
+    return sim_pool(directory, workers=1, options=MODEL, orphan_s=60.0)
+
+
+def memory_of(config: PoolConfig) -> Path:
+    return Path(snapshot_folders(Path(config.state_dir))["memory"])
+
+
+def snapshots(config: PoolConfig) -> list[Path]:
+    folder = memory_of(config)
+    return sorted(folder.glob("g*-*")) if folder.exists() else []
+
+
+def run(story: Callable[[], Awaitable[None]]) -> None:
+    async def within_time() -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            await story()
+
+    asyncio.run(within_time())
+
+
+async def publish(address: str, version: int, *, partial: bool = False) -> None:
+    async with Pool.connect(address) as pool, WeightPublisher(pool, device="cpu") as publisher:
+        await pool.ready(PATIENCE_S)
+        extra = {} if partial else {"b": torch.ones(1)}
+        await publisher.publish({"a": WEIGHTS["a"] * version, **extra}, version, partial=partial)
+
+
+def test_a_commit_removes_the_snapshots_that_the_journal_does_not_name(processes: Processes, tmp_path: Path) -> None:
+    """A journal that was lost, and versions that begin again below the lost ones, leave one snapshot, not one for each time."""
+    config = pool_in(tmp_path / "pool")
+    most = 0
+
+    async def story() -> None:
+        nonlocal most
+        for version in (9, 5, 1):
+            daemon = await asyncio.to_thread(Daemon(processes, config).listening)
+            await publish(daemon.address, version)
+            assert await asyncio.to_thread(daemon.end) == 0
+            most = max(most, len(snapshots(config)))
+            (tmp_path / "pool/state/journal.json").unlink()
+
+    run(story)
+    assert most == 1, f"{most} of {SIZE} MiB: {snapshots(config)}"
+
+
+def test_a_commit_without_a_snapshot_removes_the_one_before(processes: Processes, tmp_path: Path) -> None:
+    config = pool_in(tmp_path / "pool")
+    daemon = Daemon(processes, config).listening()
+
+    async def story() -> None:
+        await publish(daemon.address, 1)
+        while not snapshots(config):
+            await asyncio.sleep(0.02)
+        await publish(daemon.address, 2, partial=True)
+        while snapshots(config):
+            await asyncio.sleep(0.02)
+
+    run(story)
+    assert daemon.end() == 0
+
+
+def test_a_pool_removes_the_snapshots_of_a_pool_whose_state_directory_is_gone_and_of_no_other(
+    processes: Processes, tmp_path: Path
+) -> None:
+    gone, stopped, alive = (pool_in(tmp_path / name) for name in ("gone", "stopped", "alive"))
+
+    async def story() -> None:
+        for config in (gone, stopped):
+            daemon = await asyncio.to_thread(Daemon(processes, config).listening)
+            await publish(daemon.address, 1)
+            assert await asyncio.to_thread(daemon.end) == 0
+            assert len(snapshots(config)) == 1
+        shutil.rmtree(gone.state_dir)
+        daemon = await asyncio.to_thread(Daemon(processes, alive).listening)
+        assert str(memory_of(gone)) in await asyncio.to_thread(daemon.wait_for, "is removed: it has snapshots of the pool")
+        await publish(daemon.address, 1)
+        while len(snapshots(alive)) != 1:
+            await asyncio.sleep(0.02)
+
+    run(story)
+    assert not memory_of(gone).exists() and len(snapshots(stopped)) == 1
+
+
+def test_what_does_not_belong_to_a_pool_that_is_gone_stays(processes: Processes, tmp_path: Path) -> None:
+    """A folder whose owner may live, or lies on a disk that is not mounted, or that another user can write."""
+    config = pool_in(tmp_path / "pool")
+    folder = memory_of(pool_in(tmp_path / "other"))
+    first = Daemon(processes, config).listening()
+
+    async def story() -> None:
+        await publish(first.address, 1)
+
+    run(story)
+    owner = msgspec.json.decode((memory_of(config) / OWNER).read_bytes())
+    assert first.end() == 0
+    absent = {**owner, "state": str(tmp_path / "absent")}
+    for changes, mode in [
+        ({"pid": os.getpid(), "made": made_at(os.getpid())}, 0o700),
+        ({"device": -1}, 0o700),
+        ({"mounts": "mnt:[1]"}, 0o700),
+        ({"host": "another"}, 0o700),
+        ({}, 0o777),
+    ]:
+        folder.mkdir(0o700)
+        folder.chmod(mode)
+        (folder / OWNER).write_bytes(msgspec.json.encode({**absent, **changes}))
+        assert Daemon(processes, config).listening().end() == 0
+        assert (folder / OWNER).exists(), changes
+        shutil.rmtree(folder)
