@@ -167,7 +167,7 @@ class Fleet:
         alone = alone_in_class(worker, can)
         if worker.capabilities is None:
             where = f"process {worker.pid} on {worker.host}, weight version {e.version}"
-            self._log(worker, f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
+            self.log(worker, f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
         worker.declared, worker.capabilities = e.capabilities, can
         forward_s = can.forward_ms / 1000
         if worker.pace is None or (worker.pace.said, worker.pace.forward_s) != (can.pace, forward_s):
@@ -368,7 +368,7 @@ class Fleet:
         core.fallen.append((worker, reason))
         count = len(worker.batches)
         lost = f"(incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'})"
-        self._log(worker, f"worker {worker.name} is lost: {reason} {lost}")
+        self.log(worker, f"worker {worker.name} is lost: {reason} {lost}")
         del group.workers[worker.incarnation]
         core.worker_links.pop(worker.link, None)
         worker.routing.update(worker)
@@ -392,7 +392,7 @@ class Fleet:
         if core.touched is not None:
             core.touched += (worker, group)
 
-    def _log(self, worker: Worker, text: str) -> None:
+    def log(self, worker: Worker, text: str) -> None:
         """A line about a worker. An external worker can come and go at will: its lines have a budget of their own."""
         self.core.log(text, "external" if worker.place is None else "")
 

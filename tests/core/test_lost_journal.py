@@ -35,6 +35,7 @@ def test_workers_that_hold_more_than_the_journal_knows_are_neither_killed_nor_gi
     pool.live(60.0)
     group = pool.machine.core.groups["g"]
     assert [line for line in pool.logged if "behind" in line] == [failure.message], "said once"
+    assert pool.kinds[pool.logged.index(failure.message)] == "external", "what external workers cause has a budget of its own"
     assert len(group.workers) == 2 and not pool.killed and not pool.batches
     assert not of_type(pool.sent, Restore) and group.behind
     # A worker that starts meanwhile waits with them.

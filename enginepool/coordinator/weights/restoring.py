@@ -78,7 +78,7 @@ class Restoring:
             f"version {version} to go on with what the workers hold"
         )
         group.needy = PLAIN | PACKED
-        self.core.log(group.needs)
+        self.fleet.log(worker, group.needs)
         for other in group.workers.values():
             other.restore_until = None
             self.fleet.recall(other)
