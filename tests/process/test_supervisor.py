@@ -138,7 +138,9 @@ def test_a_worker_sees_the_gpus_that_its_engine_needs(
         supervisor = LocalSupervisor(loop, config, scene.directory, "ipc://nowhere", None, exited)
         supervisor.start("g", 0, "g-0.1.1")
         record = msgspec.json.decode((scene.directory / "workers" / "g-0.1.1.json").read_bytes())
-        found = psutil.Process(record["pid"]).environ()["CUDA_VISIBLE_DEVICES"]
+        while not (environment := psutil.Process(record["pid"]).environ()):  # the kernel is still in execve
+            await asyncio.sleep(0)
+        found = environment["CUDA_VISIBLE_DEVICES"]
         supervisor.finish(gone.set)
         async with asyncio.timeout(PATIENCE_S):
             await ended.wait()
