@@ -54,7 +54,9 @@ class Requests:
         request.work = work
         group.tokens += work.tokens - old.tokens
         # Its text is harmless; what its ids do to a worker is another question.
-        request.suspect = False
+        if request.suspect:
+            request.suspect = False
+            self.core.levels.readmit(request)
         request.state = QUEUED
         if self._classify(request):
             request.queue.push(request)

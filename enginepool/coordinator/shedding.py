@@ -52,6 +52,10 @@ class Levels:
         level.nbytes -= request.held
         level.requests.pop(request, None)
 
+    def readmit(self, request: "Request") -> None:
+        """The text of a suspect is harmless and no engine has its ids: it may be shed, also if it left its list."""
+        self._levels[request.priority].requests.setdefault(request)
+
     def recharge(self, request: "Request", more: int) -> None:
         """The charge of a live request changes by so many bytes."""
         self._levels[request.priority].nbytes += more

@@ -25,6 +25,7 @@ UPDATES = [
     (610357, 6, False, "work was taken back from a worker that went on with it: its weights were committed once more"),
     (410822, 33, True, "of many workers one was always being asked again, so that nobody said that the weights are missing"),
     (900758, 7, "where one class of workers was gone for good, nobody said that the weights of the other one are missing"),
+    (900793, 7, True, "a suspect text that was harmless could not be shed any more for a request of a higher priority"),
     (312925, 7, True, "a part that came back during the hand-over was given to an engine that takes weights"),
     (9900007, 6, False, "after a stall a worker had heard its coordinator later than it was, by a rounding"),
     (71030678, 7, False, "what came right before a stall was heard after it at its old time: a healthy worker was silent"),
