@@ -26,7 +26,7 @@ from enginepool.config import GroupConfig, PoolConfig, check_models, check_roots
 from enginepool.errors import ConfigError
 from enginepool.folders import PrivateFolder, snapshot_folders
 from enginepool.gpus import check_gpus
-from enginepool.host import LONGEST_PATH
+from enginepool.host import LONGEST_PATH, os_error
 from enginepool.protocol.messages import Failure
 from enginepool.restart_policy import BAD_CONFIG, RESTART, STOPPED, RestartPolicy, exit_text
 
@@ -167,7 +167,7 @@ class EmbeddedCoordinator:
                     start_new_session=True, pass_fds=(self._lifeline,),
                 )  # fmt: skip
         except OSError as error:
-            text = f"the coordinator could not be started: {error.strerror or error}"
+            text = f"the coordinator could not be started: {os_error(error)}"
             self._loop.call_soon(self._lost, Failure("pool_down", text))
             return
         self.starts += 1

@@ -262,7 +262,7 @@ def test_a_coordinator_that_cannot_be_started_is_an_error(monkeypatch: pytest.Mo
     monkeypatch.setattr(embedded, "COMMAND", ("/nonexistent/python",))
 
     async def main() -> None:
-        with pytest.raises(errors.PoolDown, match="could not be started: No such file"):
+        with pytest.raises(errors.PoolDown, match="could not be started: /nonexistent/python: No such file"):
             await Pool.start("sim", engine="sim")
 
     uvloop.run(main())
