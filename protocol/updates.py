@@ -341,6 +341,7 @@ class Prepared(Message, tag="prepared"):
     """Yes, with `ranks` ranks whose side is named `peer`, in memory of kind `staging`; or no: `code` and `message` say why.
 
     `restart`: the engine takes this checkpoint only by starting on it; `digest`: of the checkpoint's files, then.
+    `no_staging`: it only has no memory for a staged transfer. The others go on without it, and it is restored after the commit.
     """
 
     update: TaskId
@@ -351,6 +352,7 @@ class Prepared(Message, tag="prepared"):
     message: str = ""
     restart: bool = False
     digest: str = ""
+    no_staging: bool = False
 
 
 class Joined(Message, tag="joined"):

@@ -158,8 +158,8 @@ class Weights:
     # --- prepare --------------------------------------------------------------------------------------------------------
 
     async def _prepare(self, message: Prepare, frames: tuple[Frame, ...]) -> Prepared:
-        def refused(why: str) -> Prepared:
-            return Prepared(message.update, code="weights_refused", message=why)
+        def refused(why: str, *, no_staging: bool = False) -> Prepared:
+            return Prepared(message.update, code="weights_refused", message=why, no_staging=no_staging)
 
         tensors: tuple[Tensor, ...] = ()
         try:
@@ -190,6 +190,9 @@ class Weights:
             prepared = Prepared(message.update, peer=self._peer, ranks=self._engine.ranks)
         pending = Pending(message, tensors)
         if message.transfer == "staged":
+            if not self._stager.exists:
+                why = "no staged transfer: this worker has no stager"
+                return Prepared(message.update, code="unsupported", message=why, no_staging=True)
             await self._opened.close_smaller(layout(tensors).nbytes)
             try:
                 await self._stager.alive()
@@ -201,7 +204,7 @@ class Weights:
                 # Nothing is wrong with the weights: the next stager may take them.
                 return Prepared(message.update, code="update_aborted", message=f"no staged transfer: {error}")
             if not reserved.staging:
-                return refused(f"no staged transfer: {reserved.message}")
+                return refused(f"no staged transfer: {reserved.message}", no_staging=True)
             prepared = Prepared(message.update, peer=reserved.peer, staging=reserved.staging)
             pending.spaces, pending.sharded = tuple(reserved.spaces), reserved.sharded
             pending.stays = reserved.staging == "device"

@@ -1,9 +1,11 @@
 """`enginepool worker`: one command starts workers with their stagers, for a pool that runs elsewhere."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -200,3 +202,30 @@ def test_two_commands_do_not_share_a_directory(daemon: Daemon, outside: Start) -
     first.wait_for("starting worker")
     code, _, err = call("worker", "--connect", daemon.workers, "--state-dir", first.directory)
     assert code == 2 and "in use by another `enginepool worker`" in err
+
+
+def test_a_worker_without_a_stager_aborts_no_update_and_is_restored_after_it(
+    processes: Processes, daemon: Daemon, outside: Start, tmp_path: Path
+) -> None:
+    outside()
+    spec: dict[str, Any] = {
+        "endpoint": daemon.workers, "group": "g", "incarnation": "by-hand", "engine": "sim", "model": "sim", "external": True,
+        "options": {"tensors": TENSORS, "held": "float16"},
+    }  # fmt: skip
+    environment = {**os.environ, "ENGINEPOOL_WORKER": json.dumps(spec)}
+    with (tmp_path / "by-hand.log").open("wb") as log:
+        command = [sys.executable, "-m", "enginepool.workers.main"]
+        processes.start(command, env=environment, stdout=log, stderr=log)
+
+    async def scene(pool: ClientPool) -> None:
+        before = {worker.pid for worker in await ready(pool, 2)}
+        async with WeightPublisher(pool, **OPTIONS) as publisher:
+            for version in (1, 2):
+                record = await publisher.publish(some_weights(version), version)
+                assert (record.outcome, record.members) == ("committed", 1)
+                assert record.message == "restored after it: by-hand: no staged transfer: this worker has no stager"
+                workers = await ready(pool, 2)
+                assert {worker.version for worker in workers} == {version}
+                assert {worker.pid for worker in workers} == before, "a model was loaded again"
+
+    play(daemon, scene)

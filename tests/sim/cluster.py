@@ -43,6 +43,8 @@ class Cluster:
         #: somebody else keeps so many workers alive for each group
         self.external = True
         self._external_count = 0
+        #: how probably an external worker has no stager; one of each group has
+        self.unstaged = 0.0
         #: a start that cannot work, however often: probability
         self.unusable = 0.0
         #: of a group, the first so many places have an engine that never loads; whether nothing else befalls workers
@@ -79,7 +81,16 @@ class Cluster:
     def dial_in(self, group: str) -> None:
         """A worker that somebody else started."""
         self._external_count += 1
-        self._spawn(group, f"external-{group}-{self._external_count}", self.profiles[group])
+        incarnation = f"external-{group}-{self._external_count}"
+        others = (worker.stager for worker in self.workers.values() if worker.external and worker.group == group)
+        if any(stager.staging for stager in others) and self.unstaged and self.world.chance(self.unstaged):
+            self.stagers[incarnation] = Stager(self.disks, incarnation, staging=False)
+        self._spawn(group, incarnation, self.profiles[group])
+
+    def stages(self, name: str) -> bool:
+        """Whether the worker that people know by this name has staging memory."""
+        stager = self.stagers.get(name.partition("+")[0])
+        return stager is not None and stager.staging
 
     def _spawn(self, group: str, incarnation: str, profile: Profile) -> SimWorker:
         orphan_s, drain_s = self._limits

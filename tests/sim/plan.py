@@ -84,6 +84,8 @@ class Plan:
             name = list(self.kinds)[i % len(self.kinds)] if i < len(self.kinds) else random.choice(list(self.kinds))
             self.counts[name] += 1
         #: of each group, workers that dial in
+        #: how probably such a worker has no stager
+        self.unstaged = 0.0
         self.external = {name: random.randint(1, count) if random.random() < 0.2 else 0 for name, count in self.counts.items()}
         self.capabilities = {name: self._capabilities(kind) for name, kind in self.kinds.items()}
         self.versions = {name: random.choice((0, 0, 3)) for name in self.kinds}
@@ -169,6 +171,7 @@ class Plan:
         for kind in () if self.gentle else kinds:
             self.faults += [(span * random.random(), kind) for _ in range(random.randint(0, 3))]
         self.faults.sort()
+        self.unstaged = random.choice((0.0, 0.5, 0.9))
 
     def _stop(self, random: Random) -> None:
         """Let the coordinator be stopped on purpose and started again, and its epoch be set back."""

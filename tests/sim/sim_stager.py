@@ -148,7 +148,7 @@ class Disks:
 class Stager:
     """The process beside a worker that receives weights, and outlives it."""
 
-    def __init__(self, disks: Disks, name: str) -> None:
+    def __init__(self, disks: Disks, name: str, *, staging: bool = True) -> None:
         self.disks = disks
         self.world = disks.world
         self.name = name
@@ -160,6 +160,8 @@ class Stager:
         #: digest of what was staged; of what is committed, and kept for a successor
         self.staged = ""
         self.kept = ""
+        #: there is memory for a staged transfer
+        self.staging = staging
         #: the next bytes arrive damaged
         self.damaged = False
         #: a direct transfer is waited for by the engine
@@ -177,7 +179,7 @@ class Stager:
     def kill(self) -> None:
         """The process dies, and another one takes its place."""
         ring, prepare, worker, opened = self.ring, self.prepare, self.worker, self.opened
-        self.__init__(self.disks, self.name)  # type: ignore[misc]
+        self.__init__(self.disks, self.name, staging=self.staging)  # type: ignore[misc]
         self.opened = opened
         if ring is not None:
             ring.leave()
@@ -251,6 +253,11 @@ class Stager:
             return
         if message.transfer == "handles" and message.host != HOST:
             self._say(Prepared(message.update, code="unsupported", message="the publisher is on another host"))
+            return
+        if message.transfer == "staged" and not self.staging:
+            self.prepare = None  # a release of it changes nothing: process groups that stand go on
+            why = "no staged transfer: this worker has no stager"
+            self._say(Prepared(message.update, code="unsupported", message=why, no_staging=True))
             return
         self._say(Prepared(message.update, peer=self.peer, staging="host"))
 

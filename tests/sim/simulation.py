@@ -65,7 +65,7 @@ class Simulation:
         profiles = {name: Profile(world, can, plan.versions[name]) for name, can in plan.capabilities.items()}
         timing = plan.config.timing
         self.cluster = Cluster(self.network, self.oracle, profiles, timing.orphan_s, timing.drain_s)
-        self.cluster.unusable = plan.unusable
+        self.cluster.unusable, self.cluster.unstaged = plan.unusable, plan.unstaged
         self.cluster.unloadable, self.cluster.strict = plan.unloadable, plan.strict
         self.oracle.gentle = plan.gentle
         self.oracle.stops = any(kind == "coordinator_stop" for _, kind in plan.faults)
@@ -111,6 +111,7 @@ class Simulation:
         if self.plan.publishers:
             coordinator.heard = self._phase
             coordinator.watch.only_committed()
+            coordinator.watch.goes_on_without(self.cluster.stages)
             kinds = {kind for _, kind in self.plan.faults} | {kind for _, kind, _ in self.plan.triggers}
             coordinator.watch.punctual = "coordinator_stall" not in kinds
         return coordinator

@@ -293,10 +293,35 @@ def a_lost_member_ends_every_restart_as_a_success(patch: pytest.MonkeyPatch) -> 
     patch.setattr(Restarts, "advance", advance)
 
 
+def who_left_an_update_counts_as_updated(patch: pytest.MonkeyPatch) -> None:
+    """A worker without staging memory stays on the old version, and answers."""
+    real = ending.Ending.commit
+
+    def commit(self: ending.Ending, update: Update, weights: ev.GroupWeights) -> None:
+        for worker in update.group.workers.values():
+            if worker.name in update.left:
+                worker.version, worker.digest = weights.version, weights.digest
+        real(self, update, weights)
+
+    patch.setattr(ending.Ending, "commit", commit)
+
+
+def who_has_no_staging_memory_aborts(patch: pytest.MonkeyPatch) -> None:
+    def may_leave(self: Weights, update: Update, member: Member) -> bool:
+        return False
+
+    patch.setattr(Weights, "_may_leave", may_leave)
+
+
 def gentle_schedules() -> None:
     for seed in range(1, SEEDS + 1):
         if Plan(Random(seed), 1 + seed % 8, updates=Random(seed + 1)).gentle:
             simulate(seed, 1 + seed % 8, updates=True)
+
+
+def external_schedules() -> None:
+    for seed in range(1, SEEDS + 1):
+        simulate(seed, 1 + seed % 8, updates=True, external=True)
 
 
 @pytest.mark.parametrize(
@@ -372,3 +397,19 @@ def test_a_bug_planted_in_restarts_is_found(mutate: Mutate, monkeypatch: pytest.
         except Failed:
             return
     pytest.fail(f"{SEEDS} schedules did not show it")
+
+
+@pytest.mark.parametrize(
+    ("mutate", "said"),
+    [
+        (who_left_an_update_counts_as_updated, "answered on|wrong scores|no answer for"),
+        (who_has_no_staging_memory_aborts, "has no stager"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_bug_planted_in_updates_without_staging_memory_is_found(
+    mutate: Mutate, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises(Failed, match=said):
+        external_schedules()

@@ -5,7 +5,7 @@ worker beside waiting work, bounded memory, and every 1,000 events the whole mac
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from enginepool.coordinator.answers import OVERHEAD
 from enginepool.coordinator.batching import LEAST_TEXTS, TEXT_BYTES, takes_text
@@ -131,6 +131,20 @@ class Watch:
             blame(recalled, reason)
 
         self.machine.requests.blame = count
+
+    def goes_on_without(self, stages: Callable[[str], bool]) -> None:
+        """From now on a member without staging memory aborts an update only where no other one of its class has some, or the
+        update is partial. `stages`: whether the worker of this name has some."""
+        real = self.machine.ending.abort
+
+        def abort(update: Update, code: str, reason: str, *, field: str = "", limit: str = "") -> None:
+            if "has no stager" in reason and not update.offer.partial:
+                workers = [member.worker for member in update.members.values()]
+                able = {worker.class_ for worker in workers if stages(worker.name)}
+                assert any(worker.class_ not in able for worker in workers), f"aborted: {update}: {reason}"
+            real(update, code, reason, field=field, limit=limit)
+
+        self.machine.ending.abort = abort
 
     def _in_time(self, update: Update) -> None:
         members = [member.worker for member in update.members.values()]

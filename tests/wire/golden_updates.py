@@ -215,6 +215,12 @@ def _from_worker() -> list[Valid]:
             "by starting on the checkpoint alone",
             {"type": "prepared", "update": UPDATE, "restart": True, "digest": DIGEST},
         ),
+        Valid(
+            "prepared-no-staging",
+            way,
+            "it has no memory for a staged transfer, and the others go on without it",
+            {"type": "prepared", "update": UPDATE, **no, "no_staging": True},
+        ),
         Valid("prepared-refused", way, "the names do not fit", {"type": "prepared", "update": UPDATE, **no}),
         Valid("joined", way, "the group stands", {"type": "joined", "update": UPDATE}),
         Valid(

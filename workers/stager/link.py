@@ -45,6 +45,11 @@ class StagerLink:
         self._asking = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
 
+    @property
+    def exists(self) -> bool:
+        """This worker was started with a stager."""
+        return bool(self._path)
+
     async def ask(self, message: Message, kind: type[Answer], timeout_s: float = ANSWER_S) -> Answer:
         """The stager's answer of type `kind`. Raises StagerGone."""
         async with self._asking:

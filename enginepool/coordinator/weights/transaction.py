@@ -2,8 +2,9 @@
 
 How it thinks. Tensors pass by: they go from the publisher to the workers' side in a process group of their own, or lie in
 memory that it lends (`handles`), which members look at when `sent` says where. What is decided here is who takes part, when
-engines change weights, and which version the group is on. Members are the workers that are ready when it opens; nobody joins
-later. Each phase waits for one answer of each member, `pending`, and has a deadline.
+engines change weights, and which version the group is on. Members are the workers that are ready when it opens; no worker joins
+later. Each phase waits for one answer of each member, `pending`, and has a deadline. A member without memory for a staged
+transfer leaves when it says so: it serves the old version until the commit, and is then restored like a worker that returns.
 
     phase       it waits for                      then                                     too late, a refusal or a loss
     open        prepared of all, and the journal  join, or without a process group:        abort
@@ -36,7 +37,7 @@ again under its id is attached.
 
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.core import Core
-from enginepool.coordinator.effects import CheckJournal, WriteJournal
+from enginepool.coordinator.effects import CheckJournal, ToWorker, WriteJournal
 from enginepool.coordinator.state import Worker
 from enginepool.coordinator.weights.ending import Ending
 from enginepool.coordinator.weights.holding import hold, working
@@ -58,7 +59,7 @@ from enginepool.coordinator.weights.update import (
     failures,
 )
 from enginepool.coordinator.weights.verifying import Verifying
-from enginepool.protocol.updates import HandedOver, Joined, Prepared, Sent, Staged
+from enginepool.protocol.updates import HandedOver, Joined, Prepared, Release, Sent, Staged
 
 #: codes with which a member may refuse, that are the publisher's to hear; all others become `update_aborted`
 _TOLD = frozenset({"weights_refused", "unsupported", "bad_request"})
@@ -99,6 +100,9 @@ class Weights:
         if isinstance(message, Staged) and message.broken and not update.forward:
             self.broke(update, f"{worker.name}: {message.message}", member)
             return
+        if isinstance(message, Prepared) and message.no_staging and self._may_leave(update, member):
+            self._leave(update, member, message.message)
+            return
         if message.code and not update.forward:
             code = message.code if message.code in _TOLD else "update_aborted"
             self.ending.abort(update, code, f"{worker.name}: {message.message}")
@@ -115,6 +119,20 @@ class Weights:
         elif isinstance(message, HandedOver):
             self._took(update, member, message)
         del update.pending[worker.incarnation]
+
+    def _may_leave(self, update: Update, member: Member) -> bool:
+        """Whether the update goes on without a member that has no staging memory. Requests that only its class can serve need
+        another member of that class. A partial update is in no snapshot from which the worker could be restored."""
+        asked = update.phase == OPEN and member.worker.incarnation in update.pending
+        others = (other.worker.class_ for other in update.members.values() if other is not member)
+        return asked and not update.offer.partial and member.worker.class_ in others
+
+    def _leave(self, update: Update, member: Member, why: str) -> None:
+        """It is no member any more, and serves on."""
+        worker = member.worker
+        del update.members[worker.incarnation], update.pending[worker.incarnation]
+        update.left[worker.name] = why
+        self.core.effects.append(ToWorker(worker.link, Release(update.id, why)))
 
     def _took(self, update: Update, member: Member, message: HandedOver) -> None:
         """A member's engine has taken the weights, or has kept its old ones."""

@@ -86,9 +86,11 @@ class Update:
         self.heard_committed = group.heard_committed
         #: whether the journal could take a commit is not known yet
         self.unchecked = True
-        #: fixed at the start, in the order of their ranks
+        #: none joins after the start; in the order of their ranks
         self.members: dict[str, Member] = {}
-        #: of them, those who have not finished the phase
+        #: those that left, since they have no staging memory, by name; and why. They are restored after the commit.
+        self.left: dict[str, str] = {}
+        #: of the members, those who have not finished the phase
         self.pending: dict[str, Member] = {}
         #: how many had finished it when the publisher was told last
         self.told = 0

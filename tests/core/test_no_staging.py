@@ -1,0 +1,107 @@
+"""Workers without staging memory: an update goes on without them, they serve on, and the commit restores them."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from enginepool.coordinator import events as ev
+from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.updates import Committed, HandOver, Join, Prepared, Published, Release, Restore
+from tests.core.machines import CAN, failures, results, work
+from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
+
+PACKED = msgspec.structs.replace(CAN, max_item=1000)
+WHY = "no staged transfer: this worker has no stager"
+
+
+def opened(cans: tuple[Capabilities, ...] = (CAN, CAN, CAN), **changes: Any) -> tuple[UpdatePool, Trainer, list[bytes]]:
+    """A pool of three workers in which an update has begun."""
+    pool = UpdatePool()
+    trainer = Trainer(pool)
+    links = [pool.worker(f"w{i}", can=can) for i, can in enumerate(cans)]
+    trainer.publish(1, **changes)
+    return pool, trainer, links
+
+
+def unable(pool: UpdatePool, link: bytes) -> list[Any]:
+    """This worker has no staging memory."""
+    return pool.tell(link, Prepared(pool.update.id, code="unsupported", message=WHY, no_staging=True))
+
+
+def able(pool: UpdatePool, links: list[bytes]) -> list[Any]:
+    return [s for link in links for s in pool.tell(link, Prepared(pool.update.id, peer="peer", staging="host"))]
+
+
+def test_an_update_goes_on_without_a_worker_that_has_no_staging_memory() -> None:
+    pool, trainer, links = opened()
+    sent = unable(pool, links[1])
+    assert [s.link for s in sent if isinstance(s.message, Release)] == [links[1]]
+    unable(pool, links[1])  # said again on a new link
+    joins = able(pool, [links[0], links[2]])
+    assert [s.link for s in joins if isinstance(s.message, Join)] == [trainer.link, links[0], links[2]]
+    assert {join.world for join in of_type(joins, Join)} == {3}
+    pool.answer(joins)
+    trainer.sent()
+    pool.stage([links[0], links[2]])
+    handed = trainer.commit()
+    assert [s.link for s in handed if isinstance(s.message, HandOver)] == [links[0], links[2]]
+    pool.answer(handed)
+    end = pool.written()
+    assert [s.link for s in end if isinstance(s.message, Committed)] == [links[0], links[2]]
+    assert [s.link for s in end if isinstance(s.message, Restore)] == [links[1]]
+    (published,) = of_type(end, Published)
+    assert (published.record.members, published.record.committed) == (2, 2)
+    assert published.record.message == f"restored after it: w1: {WHY}"
+
+
+def test_it_serves_the_old_version_until_the_commit_and_nothing_after_until_it_is_restored() -> None:
+    pool, trainer, links = opened()
+    unable(pool, links[1])
+    pool.answer(able(pool, [links[0], links[2]]))
+    trainer.sent()
+    pool.stage([links[0], links[2]])
+    for number in (50, 51, 52):
+        pool.submit(trainer.link, number, work())
+    (mine,) = [batch for batch in pool.batches if batch.link == links[1]]
+    answered = results(pool.finish(mine))
+    assert [result.version for result in answered.values()] == [0]
+    pool.submit(trainer.link, 53, work())
+    (late,) = [batch for batch in pool.batches if batch.link == links[1]]
+    for batch in [batch for batch in pool.batches if batch.link != links[1]]:
+        pool.finish(batch)
+    pool.answer(trainer.commit())
+    pool.written()
+    assert not results(pool.finish(late)), "it was taken back: the answer is of the old version"
+    worker = pool.machine.core.worker_links[links[1]]
+    assert not worker.open and worker.restore_until is not None
+    for batch in list(pool.batches):
+        assert batch.link != links[1]
+        pool.finish(batch, version=1)
+    pool.do(ev.WorkerReady(0, links[1], CAN, 1, DIGEST))
+    assert worker.open
+
+
+def test_without_any_staging_memory_the_publisher_hears_why() -> None:
+    pool, _, links = opened()
+    sent = [s for link in links for s in unable(pool, link)]
+    failure = failures(sent)[1]
+    assert (failure.code, WHY in failure.message) == ("unsupported", True)
+
+
+@pytest.mark.parametrize(
+    ("cans", "changes"),
+    [
+        pytest.param((CAN, CAN, CAN), {"partial": True}, id="nothing could restore a part"),
+        pytest.param((CAN, PACKED, CAN), {}, id="the only worker of its class"),
+    ],
+)
+def test_a_worker_that_could_not_be_missed_aborts(cans: tuple[Capabilities, ...], changes: dict[str, Any]) -> None:
+    pool, _, links = opened(cans, **changes)
+    assert failures(unable(pool, links[1]))[1].code == "unsupported"
+
+
+def test_who_has_said_yes_cannot_leave() -> None:
+    pool, _, links = opened()
+    able(pool, links[:2])
+    assert failures(unable(pool, links[1]))[1].code == "unsupported"
