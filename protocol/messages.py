@@ -252,7 +252,8 @@ class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
 class GroupStatus(msgspec.Struct, omit_defaults=True):
     """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward;
     `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction. `halvings`: how
-    often its workers' budgets were halved, because engines ran out of memory. `limits`: None while not known.
+    often its workers' budgets were halved, because engines ran out of memory. `limits`: None while not known. `no_worker`: only
+    external workers serve it, and none is connected. `workers` has lost external workers too, for five minutes (`lost`).
     """
 
     name: str
@@ -277,6 +278,7 @@ class GroupStatus(msgspec.Struct, omit_defaults=True):
     halvings: int = 0
     workers: list[WorkerStatus] = []
     limits: GroupLimits | None = None
+    no_worker: str = ""
 
 
 class StatusReport(Message, tag="status_report"):

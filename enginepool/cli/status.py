@@ -99,6 +99,8 @@ def tables(report: "StatusReport") -> "Group":
         lines.append(f"[bold]{name}[/]: {escape(group.model)}, weights {weights}")
         if group.down:
             lines.append(f"[red]{name} is down: {escape(group.down)}[/]")
+        if group.no_worker:
+            lines.append(f"[yellow]{name}: {escape(group.no_worker)}[/]")
         if group.needs_weights:
             lines.append(f"[red]{name} needs weights: {escape(group.needs_weights)}[/]")
         if group.update:

@@ -21,6 +21,7 @@ from enginepool.client.arguments import (
 )
 from enginepool.client.connection import Connection
 from enginepool.client.events import Answer, AskStatus, AskWeights, Report, Submit, WeightsAnswer
+from enginepool.client.notices import Notices
 from enginepool.client.payload import Payload, check_labels, check_softmax, encode_pairs, encode_shared
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.results import Floats, ScoreResult, WeightReader, read_result
@@ -81,7 +82,8 @@ class Pool:
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets
     exactly one answer or error. A coordinator that is stopped on purpose is no error either: calls wait for the next one, until
     their timeout; without a timeout, as long as it takes. All errors are `enginepool.errors.EnginepoolError`. A coordinator
-    that shuts down or falls silent, and the return of one, are warnings in the log `enginepool`.
+    that shuts down or falls silent, and the return of one, are warnings in the log `enginepool`. So is, once, a group without a
+    worker for which a call without a timeout waits.
     """
 
     def __init__(self, connection: Connection | None = None) -> None:
@@ -91,6 +93,7 @@ class Pool:
         self.address = connection.address
         self._connection = connection
         self._coordinator: EmbeddedCoordinator | None = None
+        self._notices = Notices(self.address, self.status)
 
     if not TYPE_CHECKING:
 
@@ -192,6 +195,7 @@ class Pool:
 
     async def close(self) -> None:
         """Take back what is not answered, say goodbye, end what `start` started. Never hangs; twice is once."""
+        self._notices.close()
         try:
             self._connection.close()
         finally:
@@ -472,5 +476,11 @@ class Pool:
             score.id = id_
             return Submit(now, score, frames, deadline, retry)
 
-        answer = await self._connection.ask(submit, Answer, names)
+        if deadline is None:
+            self._notices.begin()
+        try:
+            answer = await self._connection.ask(submit, Answer, names)
+        finally:
+            if deadline is None:
+                self._notices.end()
         return read_result(answer.result, answer.frames)

@@ -54,6 +54,9 @@ def _is_ready(status: GroupStatus) -> bool:
 def _news(status: GroupStatus, said: dict[tuple[str, str], str]) -> list[str]:
     """Lines for workers that do something else than when last looked at."""
     lines: list[str] = []
+    if said.get((status.name, "")) != status.no_worker:
+        said[status.name, ""] = status.no_worker
+        lines += [f"{status.name}: {status.no_worker}"] if status.no_worker else []
     for worker in status.workers:
         doing = f"{worker.stage}: {worker.detail}" if worker.detail else worker.stage
         if said.get((status.name, worker.name)) != doing:
@@ -64,6 +67,6 @@ def _news(status: GroupStatus, said: dict[tuple[str, str], str]) -> list[str]:
 
 def _describe(status: GroupStatus) -> str:
     if not status.workers:
-        return f"group {status.name!r} has no worker yet"
+        return f"group {status.name!r} has no worker yet{status.no_worker and f': {status.no_worker}'}"
     doing = ", ".join(f"{w.name} {w.stage}{f' ({w.detail})' if w.detail else ''}" for w in status.workers)
-    return f"group {status.name!r}: {doing}"
+    return f"group {status.name!r}: {status.no_worker and f'{status.no_worker}; '}{doing}"

@@ -79,6 +79,7 @@ class Fleet:
             self._order += 1
             worker = Worker(e.incarnation, group, e.link, place, self._order, e.now)
             worker.pid, worker.host = e.pid, e.host
+            _forget_lost(worker)
             group.workers[e.incarnation] = worker
         worker.heard = e.now
         if e.epoch == core.epoch:
@@ -367,8 +368,10 @@ class Fleet:
         worker.lost = True
         core.fallen.append((worker, reason))
         count = len(worker.batches)
-        lost = f"(incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'})"
-        self.log(worker, f"worker {worker.name} is lost: {reason} {lost}")
+        said = f"incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'}"
+        if worker.place is None:
+            said += f", process {worker.pid} on {worker.host}, connected for {core.now - worker.joined:.0f} s"
+        self.log(worker, f"worker {worker.name} is lost: {reason} ({said})")
         del group.workers[worker.incarnation]
         core.worker_links.pop(worker.link, None)
         worker.routing.update(worker)
@@ -383,6 +386,9 @@ class Fleet:
             self.requests.lost(batch, reason)
         self._remember(worker.incarnation, silent=silent and worker.place is None)
         if worker.place is None:
+            group.lost.append((core.now, worker, reason))
+            if group.no_worker and not core.draining:
+                self.log(worker, f"group {group.name}: {group.no_worker}; requests that wait: {group.waiting}")
             if tell:
                 self._give_up(worker.link, worker.incarnation, reason)
             self.places.maybe_down(group)
@@ -434,6 +440,13 @@ class Fleet:
             if worker.place is not None:
                 self.core.effects.append(ToWorker(worker.link, Drain()))
         self.places.drain()
+
+
+def _forget_lost(worker: Worker) -> None:
+    """The process of a lost external worker is back, with another incarnation."""
+    lost = worker.group.lost
+    for entry in [entry for entry in lost if (entry[1].host, entry[1].pid) == (worker.host, worker.pid)]:
+        lost.remove(entry)
 
 
 def _failed(worker: Worker, reason: str) -> None:

@@ -36,6 +36,8 @@ from enginepool.protocol.updates import UpdateRecord
 
 #: transactions of a group that its history remembers
 HISTORY = 64
+#: lost external workers of a group that the status shows, and for how many seconds
+LOST, LOST_S = 64, 300.0
 
 
 class Client:
@@ -204,8 +206,8 @@ class Worker:
 
     __slots__ = (
         "batches", "capabilities", "committed", "cost", "declared", "detail", "digest", "done", "group", "halvings", "heard",
-        "host", "idle", "incarnation", "kept", "lacks", "late", "leaving", "link", "lost", "order", "pace", "pid", "place",
-        "restore_until", "routing", "rows", "since", "stage", "stamp", "text_bytes", "texts", "version",
+        "host", "idle", "incarnation", "joined", "kept", "lacks", "late", "leaving", "link", "lost", "order", "pace", "pid",
+        "place", "restore_until", "routing", "rows", "since", "stage", "stamp", "text_bytes", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
@@ -217,6 +219,8 @@ class Worker:
         self.host = ""
         #: creation number: iteration over workers is in this order
         self.order = order
+        #: when it registered first
+        self.joined = now
         self.stage = "starting"
         self.detail = ""
         #: when the stage began
@@ -408,10 +412,10 @@ class Group:
 
     __slots__ = (
         "answered", "batches", "blocked", "config", "cut", "down", "early", "expected", "failed", "first", "forwards", "gone",
-        "halvings", "heard_committed", "held", "history", "kept_worker", "live", "lost_batches", "name", "needs", "needy",
-        "only", "packed", "packed_routing", "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring", "routing",
-        "running", "running_tokens", "spent_s", "spent_tokens", "split_batches", "suspects", "texts", "tokens", "trial",
-        "version", "waiting", "weights", "woken", "workers", "zeros",
+        "halvings", "heard_committed", "held", "history", "kept_worker", "live", "lost", "lost_batches", "name", "needs",
+        "needy", "only", "packed", "packed_routing", "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring",
+        "routing", "running", "running_tokens", "spent_s", "spent_tokens", "split_batches", "suspects", "texts", "tokens",
+        "trial", "version", "waiting", "weights", "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
@@ -447,6 +451,8 @@ class Group:
         self.expected = PLAIN | PACKED
         self.workers: dict[str, Worker] = {}
         self.places: list[Place] = []
+        #: external workers that were lost, oldest first: when, who and why
+        self.lost: deque[tuple[float, Worker, str]] = deque(maxlen=LOST)
         #: requests without an answer, in the order of their arrival
         self.live: dict[Request, None] = {}
         #: of them, those of which a worker was given some rows and not all: what a hold lets finish is among them
@@ -490,6 +496,14 @@ class Group:
     def behind(self) -> bool:
         """Workers heard of a commit that the journal does not have: it was lost, or is an old one."""
         return self.heard_committed > (self.weights.run, self.weights.version)
+
+    @property
+    def no_worker(self) -> str:
+        """Why nothing runs in a group that only external workers serve, when none of them is connected; or ""."""
+        if self.workers or self.config.workers:
+            return ""
+        command = f"`enginepool worker --connect ADDRESS --group {self.name}`"
+        return f"no worker is connected and the pool starts none (workers = 0); {command} starts one"
 
     @property
     def rate(self) -> float:

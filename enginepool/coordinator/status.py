@@ -6,7 +6,7 @@ from enginepool.coordinator.classes import PACKED, limits_of
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.events import StatusAsked
 from enginepool.coordinator.phases import QUEUED
-from enginepool.coordinator.state import Group, Place, Worker
+from enginepool.coordinator.state import LOST_S, Group, Place, Worker
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 
 
@@ -51,7 +51,8 @@ def _group(core: Core, group: Group) -> GroupStatus:
         update=f"{update.phase} of version {update.offer.version}" if update is not None else "",
         needs_weights=group.needs,
         halvings=group.halvings,
-        workers=[_worker(core, worker) for worker in group.workers.values()] + absent,
+        no_worker=group.no_worker,
+        workers=[_worker(core, worker) for worker in group.workers.values()] + absent + _lost(core, group),
         limits=limits_of(group.plain, group.packed, group.expected, core.config.limits.queue_items // 2),
     )
 
@@ -81,6 +82,24 @@ def _worker(core: Core, worker: Worker) -> WorkerStatus:
         pace=worker.pace.tokens if worker.pace is not None else 0,
         pace_row=round(worker.pace.row) if worker.pace is not None else 0,
     )
+
+
+def _lost(core: Core, group: Group) -> list[WorkerStatus]:
+    """External workers that were lost a while ago."""
+    return [
+        WorkerStatus(
+            name=worker.name,
+            incarnation=worker.incarnation,
+            stage="lost",
+            pid=worker.pid,
+            host=worker.host,
+            done=worker.done,
+            silent_s=round(core.now - worker.heard, 3),
+            detail=reason,
+        )
+        for at, worker, reason in group.lost
+        if core.now - at < LOST_S
+    ]
 
 
 def _stage(worker: Worker) -> str:

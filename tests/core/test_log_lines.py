@@ -26,12 +26,14 @@ def test_a_worker_that_joins_and_is_lost_is_one_line_each() -> None:
 def test_an_external_worker_is_named_by_its_incarnation() -> None:
     pool = Pool()
     pool.worker("outside")
+    pool.wait(6.0)
     pool.do(ev.WorkerBye(0, b"outside", "it ends", failed=False))
-    assert lines(pool, "outside") == [
+    assert pool.logged == [
         "worker outside is ready: incarnation outside, process 1 on host, weight version 0",
-        "worker outside is lost: it ends (incarnation outside, 0 batches)",
+        "worker outside is lost: it ends (incarnation outside, 0 batches, process 1 on host, connected for 6 s)",
+        f"group g: {pool.machine.core.groups['g'].no_worker}; requests that wait: 0",
     ]
-    assert pool.kinds == ["external", "external"]
+    assert pool.kinds == ["external"] * 3
 
 
 def test_a_worker_that_is_refused_is_a_line_with_the_reason() -> None:

@@ -229,3 +229,23 @@ def test_a_worker_without_a_stager_aborts_no_update_and_is_restored_after_it(
                 assert {worker.pid for worker in workers} == before, "a model was loaded again"
 
     play(daemon, scene)
+
+
+def test_a_pool_without_a_worker_says_so_and_names_the_one_that_it_lost(daemon: Daemon, outside: Start) -> None:
+    code, _, err = call("ready", "--connect", daemon.address, "--timeout", "1")
+    assert code == 1 and "no worker is connected and the pool starts none" in err
+    command = outside()
+
+    async def scene(pool: ClientPool) -> None:
+        await ready(pool, 1)
+        command.process.kill()
+        async with asyncio.timeout(PATIENCE_S):
+            while (group := (await pool.status()).groups[0]).no_worker == "":
+                await asyncio.sleep(0.02)
+        assert [worker.stage for worker in group.workers] == ["lost"]
+
+    play(daemon, scene)
+    code, out, _ = call("status", "--connect", daemon.address)
+    assert code == 0 and "no worker is connected" in out and " lost " in out
+    [stager] = command.pids("stagers")
+    os.kill(stager, signal.SIGKILL)

@@ -367,6 +367,7 @@ def _to_client() -> list[Valid]:
                         "early": 1,
                         "update": "transfer of version 4",
                         "needs_weights": "nobody holds version 3",
+                        "no_worker": "no worker is connected",
                         "workers": [
                             {
                                 "name": "policy-0",
