@@ -185,7 +185,8 @@ class Daemon:
             raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
         alive = self.supervisor.survivors()
         weights, raises = dict(self.journal.record.weights), self.journal.record.raises
-        self.handle(ev.Started(time.monotonic(), epoch, weights, alive, self._snapshots.paths, raises))
+        history = self._writer.read_history(self.config.groups)
+        self.handle(ev.Started(time.monotonic(), epoch, weights, alive, self._snapshots.paths, raises, history))
         if self._lifeline is not None:
             self.loop.add_reader(self._lifeline, self._owner_gone)
         self._writer.look()
@@ -288,6 +289,7 @@ class Daemon:
     def _paths_moved(self) -> None:
         """Paths of the state directory were removed or renamed: what else lies there is made again."""
         self.supervisor.restore_folders()
+        self._writer.write_history()
         for router in (self.sockets.clients, self.sockets.workers):
             if line := router.bind_again():
                 log(line)
@@ -400,6 +402,8 @@ class Daemon:
             self._writer.check(effect)
         elif type(effect) is ef.WriteJournal:
             self._writer.commit(effect, self._snapshots.committed)
+        elif type(effect) is ef.KeepHistory:
+            self._writer.keep_history(effect)
         elif type(effect) is ef.RaiseEpoch:
             self._raise_epoch(effect)
         elif type(effect) is ef.Drained and effect.keep_workers:

@@ -10,6 +10,7 @@ import msgspec
 
 from enginepool.coordinator.events import Buffer, GroupWeights, Link
 from enginepool.protocol.messages import Message
+from enginepool.protocol.updates import UpdateRecord
 
 
 class Effect(msgspec.Struct, gc=False):
@@ -70,6 +71,13 @@ class RaiseEpoch(Effect):
     epoch: int
     #: why, for the operator
     reason: str
+
+
+class KeepHistory(Effect):
+    """Write the latest updates of `group` where a successor finds them. No group waits for it."""
+
+    group: str
+    records: Sequence[UpdateRecord]
 
 
 class LogLine(Effect):

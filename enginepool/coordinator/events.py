@@ -5,7 +5,7 @@ The shell makes them from sockets, timers and processes; the simulator makes the
 socket peer: it names a connection, never a client or a worker, and changes with each reconnect.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -22,6 +22,7 @@ from enginepool.protocol.updates import (
     Renew,
     Sent,
     Staged,
+    UpdateRecord,
     WeightsQuestion,
 )
 
@@ -90,7 +91,7 @@ class GroupWeights(msgspec.Struct, frozen=True):
 
 class Started(Event):
     """The first event. `weights` are the committed weights by group, from the journal; `snapshots` the folders in which
-    snapshots lie, by the group option `snapshot`."""
+    snapshots lie, by the group option `snapshot`; `history` has the latest updates by group."""
 
     epoch: int
     weights: dict[str, GroupWeights]
@@ -98,6 +99,7 @@ class Started(Event):
     snapshots: dict[str, str] = {}
     #: how often peers have raised the epoch of this journal
     raises: int = 0
+    history: Mapping[str, Sequence[UpdateRecord]] = {}
 
 
 class JournalChecked(Event):

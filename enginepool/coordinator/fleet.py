@@ -13,7 +13,7 @@ import msgspec
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.batching import post_batch, post_text, take_text
 from enginepool.coordinator.core import Core
-from enginepool.coordinator.effects import ToWorker
+from enginepool.coordinator.effects import KeepHistory, ToWorker
 from enginepool.coordinator.epochs import RAISES_BY_WORKERS, rise_above
 from enginepool.coordinator.events import Link
 from enginepool.coordinator.fit import alone_in_class, differs, impossible, misfit, stranger, usual
@@ -243,6 +243,7 @@ class Fleet:
             record, since = group.first
             record.phases["first_answer"] = int((e.now - since) * 1e6)
             group.first = None
+            self.core.effects.append(KeepHistory(group.name, list(group.history)))
         group.spent_s = 0.9 * group.spent_s + e.run_us / 1e6
         group.spent_tokens = 0.9 * group.spent_tokens + batch.cost
         if worker.pace is not None:

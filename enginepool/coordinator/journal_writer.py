@@ -1,7 +1,7 @@
 """The thread that writes the journal: a disk may take long, and the loop of the coordinator does not wait for it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 
@@ -10,7 +10,9 @@ import msgspec
 from enginepool.coordinator import effects as ef
 from enginepool.coordinator import events as ev
 from enginepool.coordinator.journal import Journal
+from enginepool.coordinator.update_history import UpdateHistory
 from enginepool.host import os_error
+from enginepool.protocol.updates import UpdateRecord
 
 #: how often the paths of the state directory are looked at
 LOOK_S = 1.0
@@ -39,6 +41,46 @@ class JournalWriter:
         self._timer: asyncio.TimerHandle | None = None
         #: the last error of a look, which is said once
         self._wrong = ""
+        self._history = UpdateHistory(journal.path.parent)
+        #: the latest updates by group, as they are to be written; whether that is about to happen; the last error
+        self._updates: dict[str, msgspec.Raw] = {}
+        self._history_waits = False
+        self._history_wrong = ""
+
+    def read_history(self, groups: Collection[str]) -> dict[str, list[UpdateRecord]]:
+        """The latest updates of these groups. A history that cannot be read is an empty one, and the log says so."""
+        try:
+            found = {name: records for name, records in self._history.read().items() if name in groups}
+        except OSError as error:
+            self._log(f"the history of updates could not be read: {os_error(error)}")
+            return {}
+        except ValueError as error:
+            self._log(f"the history of updates could not be read: {error}")
+            return {}
+        self._updates = {name: _text(records) for name, records in found.items()}
+        return found
+
+    def keep_history(self, effect: ef.KeepHistory) -> None:
+        """Write the history of updates. What is added before that has begun is written with it."""
+        self._updates[effect.group] = _text(effect.records)
+        self.write_history()
+
+    def write_history(self) -> None:
+        """Write the history of updates again."""
+        if self._updates and not self._history_waits:
+            self._history_waits = True
+            self._submit(self._write_history, self._history_written)
+
+    def _write_history(self) -> None:
+        """In the thread."""
+        self._history_waits = False
+        self._journal.keep()  # raises where the state directory is not the one that a successor finds
+        self._history.write(dict(self._updates))
+
+    def _history_written(self, why: str) -> None:
+        if why and why != self._history_wrong:
+            self._log(f"the history of updates could not be written: {why}")
+        self._history_wrong = why
 
     def check(self, effect: ef.CheckJournal) -> None:
         """`JournalChecked` follows."""
@@ -111,3 +153,7 @@ class JournalWriter:
         if self._timer is not None:
             self._timer.cancel()
         self._thread.shutdown()
+
+
+def _text(records: Sequence[UpdateRecord]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(records))

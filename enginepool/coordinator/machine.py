@@ -137,6 +137,7 @@ class Machine:
         self._punctual_until = e.now + WATCH_S + STALL_S
         for name, config in core.config.groups.items():
             group = core.groups[name] = Group(name, config, e.weights.get(name, ev.GroupWeights()))
+            group.history.extend(e.history.get(name, ()))
             self.places.open(group, list(e.alive))
         self.ending.snapshots = e.snapshots
 

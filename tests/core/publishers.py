@@ -24,6 +24,7 @@ from enginepool.protocol.updates import (
     Renew,
     Sent,
     Staged,
+    UpdateRecord,
 )
 from tests.core.machines import Pool, config
 from tests.core.machines import Sent as Message_
@@ -71,6 +72,8 @@ class UpdatePool(Pool):
     def __init__(self, **kwargs: Any) -> None:
         self.journal: list[ef.WriteJournal] = []
         self._checks: list[ef.CheckJournal] = []
+        #: the histories of updates that were to be written
+        self.histories: list[list[UpdateRecord]] = []
         #: why the journal cannot be written
         self.disk = ""
         super().__init__(config(**kwargs))
@@ -80,6 +83,8 @@ class UpdatePool(Pool):
             self.journal.append(effect)
         elif isinstance(effect, ef.CheckJournal):
             self._checks.append(effect)
+        elif isinstance(effect, ef.KeepHistory):
+            self.histories.append(list(effect.records))
 
     def do(self, event: ev.Event) -> list[Message_]:
         """As `Pool.do`; the journal is checked at once."""

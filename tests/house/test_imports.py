@@ -28,6 +28,7 @@ SHELL = {
         "sockets",
         "journal",
         "journal_writer",
+        "update_history",
         "snapshots",
         "supervisor",
         "stagers",

@@ -172,6 +172,42 @@ def test_workers_that_hold_more_than_a_lost_journal_wait_for_an_operator(
     run(story)
 
 
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_the_history_of_updates_survives_the_coordinator(processes: Processes, tmp_path: Path, end: str) -> None:
+    config = pool_of(tmp_path)
+    daemon = Daemon(processes, config).listening()
+    journal = f"{config.state_dir}/journal.json"
+    history = Path(config.state_dir, "updates.json")
+
+    async def story() -> None:
+        async with Pool.connect(daemon.address) as pool:
+            await both_serve(pool, 0)
+            await pool.relabel(3)
+            await both_serve(pool, 3)
+            os.unlink(journal)
+            os.mkdir(journal)
+            with pytest.raises(errors.UpdateAborted, match=f"{config.state_dir}/journal"):
+                await pool.relabel(4)
+            os.rmdir(journal)
+            await pool.relabel(5)
+            await both_serve(pool, 5)
+            before = (await pool.weights()).history
+            assert [(one.version, one.outcome) for one in before] == [
+                (3, "committed"), (4, "update_aborted"), (5, "committed"),
+            ]  # fmt: skip
+
+            async def written() -> bool:
+                text = await asyncio.to_thread(history.read_bytes)
+                return text.count(b"first_answer") == 2
+
+            await until(written)
+            await asyncio.to_thread(daemon.kill if end == "killed" else daemon.end)
+            await asyncio.to_thread(Daemon(processes, config).listening)
+            assert (await pool.weights()).history == before
+
+    run(story)
+
+
 @needs_mounts
 def test_a_disk_without_room_retires_no_worker_and_is_said_once_by_the_name_of_the_file(
     processes: Processes, tmp_path: Path
@@ -205,7 +241,7 @@ def test_a_disk_without_room_retires_no_worker_and_is_said_once_by_the_name_of_t
             (seen_by(daemon, state) / "fill").unlink()
             now = await both_serve(pool, 3)
             assert now["g-1"] == before["g-1"]
-            said = [line for line in daemon.lines if "No space left on device" in line]
+            said = [line for line in daemon.lines if "No space left on device" in line and "worker" in line]
             assert len(said) == 1 and f"{config.state_dir}/" in said[0], said
 
     run(story)

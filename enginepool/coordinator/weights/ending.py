@@ -4,7 +4,7 @@
 """
 
 from enginepool.coordinator.core import Core
-from enginepool.coordinator.effects import ToWorker
+from enginepool.coordinator.effects import KeepHistory, ToWorker
 from enginepool.coordinator.events import GroupWeights
 from enginepool.coordinator.fleet import Fleet
 from enginepool.coordinator.requests import Requests
@@ -16,6 +16,9 @@ from enginepool.coordinator.weights.update import Member, Update, failures, zero
 from enginepool.protocol.layout import layered
 from enginepool.protocol.messages import Failure, Message
 from enginepool.protocol.updates import HELD, Committed, Published, Release, UpdateRecord
+
+#: characters that the history keeps of a message
+RECORD_TEXT = 1000
 
 
 class Ending:
@@ -182,7 +185,7 @@ class Ending:
 
     def _record(self, update: Update, outcome: str, message: str) -> UpdateRecord:
         core, offer = self.core, update.offer
-        record = UpdateRecord(offer.version, outcome, offer.transfer, message)
+        record = UpdateRecord(offer.version, outcome, offer.transfer, message[:RECORD_TEXT])
         record.at = round(core.epoch / 1e6 + update.began - core.started, 3)
         record.members = len(update.members)
         record.sent_bytes = update.sent_bytes
@@ -192,6 +195,7 @@ class Ending:
         why = f": {message}" if message else ""
         how = f"{offer.transfer}, {record.members} worker{'' if record.members == 1 else 's'}"
         core.log(f"update of {update.group.name} to version {offer.version} ({how}): {outcome}{why}", "update")
+        core.effects.append(KeepHistory(update.group.name, list(update.group.history)))
         return record
 
     def _end(self, update: Update, code: str, reason: str, field: str = "", limit: str = "") -> None:
