@@ -81,7 +81,7 @@ class Level:
     def __init__(self) -> None:
         #: the latest virtual time of its lines
         self.virtual = 0.0
-        #: by client: where its next service begins, unless virtual time is further; others begin at the virtual time
+        #: by client that was served: where its next service begins, unless virtual time is further; others begin there
         self.starts: dict[Peer, float] = {}
         #: when to forget those who are not further than the virtual time
         self.most = REMEMBERED
@@ -92,7 +92,6 @@ class Level:
         start = starts.get(client, virtual)
         if start < virtual:
             start = virtual
-        starts[client] = start
         if len(starts) > self.most:
             self.starts = {client: start for client, start in starts.items() if start > self.virtual}
             self.most = 2 * len(self.starts) + REMEMBERED
@@ -282,7 +281,11 @@ class Queue(Generic[R]):
         if level.virtual < virtual:
             level.virtual = virtual
         starts = level.starts
-        after = starts[client] = starts.get(client, start) + weight
+        after = starts.get(client, start)
+        if after < start:
+            after = start
+        after += weight
+        starts[client] = after
         return after
 
     def drop(self, lane: Lane[R]) -> None:

@@ -62,6 +62,8 @@ class Shares:
                 tokens = max(1, batch.cost * (end - start) // batch.rows)
                 self._sent[level] = self._sent.get(level, 0) + tokens
                 self._served[level, request.client] = self._sent[level], tokens
+                # A client that was served in another signature since is not a light one any more.
+                waits = [wait for wait in waits if (wait.request.client, wait.request.priority) != (request.client, level[1])]
         self._waits[group.name] = waits + self._new(group)
 
     def _new(self, group: Group) -> list[Wait]:
