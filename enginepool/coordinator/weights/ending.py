@@ -3,6 +3,7 @@
 `weights` says which. Here is what each of them means for the group, its workers, its history, and for the publisher.
 """
 
+from enginepool.coordinator.answers import OVERHEAD
 from enginepool.coordinator.core import Core
 from enginepool.coordinator.effects import KeepHistory, ToWorker
 from enginepool.coordinator.events import GroupWeights
@@ -209,6 +210,8 @@ class Ending:
         if core.clients.get(client.id) is client:
             # It may have said nothing for as long as it was not needed: it has time to ask for this.
             client.heard = max(client.heard, core.now)
+            # It is kept although no room was reserved for it. Older answers make room, so that one such answer at most is over.
+            core.answers.shrink(max(0, core.config.limits.buffer_bytes - core.live_bytes - OVERHEAD))
             core.answers.add(client, update.offer.id, update.offer_digest, message, (), core.now)
             tell(self.core, update, message)
 
