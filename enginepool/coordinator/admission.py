@@ -74,7 +74,8 @@ class Admission:
 
     def _full(self, client: Client, e: ev.Submit, held: int) -> str:
         """The bound that has no room for the request, or "". Requests of lower priorities make room for it."""
-        core, limits, rows = self.core, self.core.config.limits, e.work.rows
+        core, rows = self.core, e.work.rows
+        limits = core.config.limits
         free_rows = limits.queue_items - core.live_rows - rows
         free_bytes = limits.buffer_bytes - core.live_bytes - e.outboxes - held
         my_rows, my_bytes = client.rows + rows, client.nbytes + e.unread + held
@@ -100,8 +101,13 @@ class Admission:
         core = self.core
         live = client.live.get(e.id)
         kept = None if live is not None else core.answers.get(client, e.id)
-        digest = live.work.digest if live is not None else kept.digest if kept is not None else None
-        if digest is None and not any(u.client is client and u.offer.id == e.id for u in core.updates.values()):
+        if live is not None:
+            digest = live.work.digest
+        elif kept is not None:
+            digest = kept.digest
+        elif core.updates and any(u.client is client and u.offer.id == e.id for u in core.updates.values()):
+            digest = None
+        else:
             return False
         if digest != e.work.digest:
             core.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
@@ -123,9 +129,7 @@ class Admission:
         core = self.core
         work = e.work
         core.seq += 1
-        request = Request(client, group, e.id, work, e.priority, e.deadline, core.now, core.seq)
-        request.answer, request.held = answer, held
-        request.min_version = e.min_version
+        request = Request(client, group, e, answer, held, core.seq)
         client.live[e.id] = request
         group.live[request] = None
         if classes == group.expected:
@@ -149,7 +153,8 @@ class Admission:
             request.state = TEXT
             request.queue.push(request)
         else:
-            heads = request.queue.push(request)
+            queue = group.early if e.min_version > group.version else group.queue
+            heads = queue.push(request)
             # The common case under load needs no look at the queue.
             if not heads and group.blocked is not None and group.blocked.lane is group.queue:
                 return

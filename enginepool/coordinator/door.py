@@ -95,10 +95,11 @@ def check_limits(work: Work, can: Capabilities, *, alone: bool = True) -> WireEr
     """
     if can.kind == "causal" and work.max_label < 0:
         return _bad("labels", "labels: a causal model scores label token ids; name at least one", "1")
-    if can.kind == "classifier" and work.max_label >= 0:
-        return _bad("labels", f"labels: a classifier has its own {can.labels} labels; name none", "0")
-    if can.kind == "classifier" and (wrong := _check_outputs(work, can)):
-        return wrong
+    if can.kind == "classifier":
+        if work.max_label >= 0:
+            return _bad("labels", f"labels: a classifier has its own {can.labels} labels; name none", "0")
+        if wrong := _check_outputs(work, can):
+            return wrong
     if work.max_label >= can.vocab:
         return _bad("labels", f"labels: id {work.max_label} is outside the vocabulary of {can.vocab}", str(can.vocab))
     if work.text and not can.text:

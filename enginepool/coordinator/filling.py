@@ -39,15 +39,12 @@ def short(pace: Pace, can: Capabilities) -> int:
     return pace.tokens // (SHORT_PACKED if can.packed else SHORT)
 
 
-def pace_for(worker: Worker, head: Request, now: float, weight: float) -> int:
-    """What a forward that `head`, of this `weight`, opens may weigh; 0: any.
+def pace_for(pace: Pace, can: Capabilities, head: Request, now: float, weight: float) -> int:
+    """What a forward that `head`, of this `weight`, opens may weigh.
 
     Little where a higher priority came lately: the next of that waits for the forward that runs and for one more, and has its
     own to come. Otherwise two forwards in one where many wait: the engine's host launches fewer then.
     """
-    pace, can = worker.pace, worker.capabilities
-    if pace is None or can is None:
-        return 0
     group = head.group
     if head.priority < group.peak and now - group.peak_at <= RECENT_S:
         return short(pace, can)
@@ -60,15 +57,14 @@ def header_bytes(work: Work) -> int:
     return PART_BYTES + LABEL_BYTES * len(work.part.labels)
 
 
-def full(worker: Worker, can: Capabilities) -> bool:
+def full(worker: Worker) -> bool:
     """Whether `worker` has as many batches as keep it busy: one that runs, and those that are launched behind it.
 
     What comes meanwhile waits here and joins one batch, so that the engine's host prepares, launches and reads out fewer; and
-    what has a higher priority than all that waits then waits for no more than these. A worker without a pace, as on a CPU, is
-    bound by tokens in flight alone, unless part of that room is for queries which have to be computed again.
+    what has a higher priority than all that waits then waits for no more than these. A worker without a pace is bound by tokens
+    in flight alone, and this is not asked, unless part of that room is for queries which have to be computed again.
     """
-    paced = worker.pace is not None or can.cached_query > 0
-    return paced and len(worker.batches) >= worker.group.config.forwards_in_flight
+    return len(worker.batches) >= worker.group.config.forwards_in_flight
 
 
 def most_of(work: Work, rows: int, can: Capabilities) -> int:
@@ -107,7 +103,7 @@ def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker)
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
-    if full(worker, can):
+    if (pace is not None or can.cached_query) and full(worker):
         return None
     free_tokens = can.inflight_tokens - worker.cost
     free_rows = can.inflight_rows - worker.rows
@@ -129,10 +125,10 @@ def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker)
     else:
         cost, slice_ = cut_next(head, worker)
         rows = slice_[2] - slice_[1]
-    weight = cost + rows * each
     if cost > free_tokens or rows > free_rows:
         return None
-    most = pace_for(worker, head, core.now, weight)
+    weight = cost + rows * each
+    most = 0 if pace is None else pace_for(pace, can, head, core.now, weight)
     least = row_share(can)
     slices = [slice_]
     take(core, slice_)
@@ -140,7 +136,7 @@ def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker)
         queue.charge(lane, max(weight, rows * least))
     else:
         queue.pop(lane, max(weight, rows * least))
-        header = header_bytes(work)
+        header = 0
         free_tokens = min(free_tokens, can.batch_tokens)
         free_rows = min(free_rows, can.batch_rows)
         while (next_ := lane.head) is not None and cost < free_tokens and rows < free_rows:
@@ -155,7 +151,7 @@ def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker)
                 or cost + more > free_tokens
                 or rows + work.rows > free_rows
                 or beyond_pace(worker, most, head, next_, weight, weighs)
-                or (header := header + header_bytes(work)) > core.header_bytes
+                or (header := (header or header_bytes(head.work)) + header_bytes(work)) > core.header_bytes
             ):
                 break
             cost += more
@@ -172,7 +168,7 @@ def fill_packed(core: Core, queue: Queue[Request], lane: Lane[Request], worker: 
     """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
-    if full(worker, can):
+    if (pace is not None or can.cached_query) and full(worker):
         return None
     free_rows = can.inflight_rows - worker.rows
     each = 0.0 if pace is None else pace.row
@@ -199,7 +195,7 @@ def fill_packed(core: Core, queue: Queue[Request], lane: Lane[Request], worker: 
         ):
             break
         if not slices:
-            most = pace_for(worker, request, core.now, weighs)
+            most = 0 if pace is None else pace_for(pace, can, request, core.now, weighs)
             free_tokens = can.inflight_tokens - worker.cost
             if cost > free_tokens or stop - start > free_rows:
                 return None

@@ -183,9 +183,9 @@ class Queue(Generic[R]):
 
     def push(self, request: R) -> bool:
         """Add `request`, unless it stands here already. Whether it is now the head of its lane."""
-        if request.lane is self:
-            return False
         if request.lane is not None:
+            if request.lane is self:
+                return False
             request.lane.forget()
         request.lane = self
         self.size += 1
@@ -211,12 +211,15 @@ class Queue(Generic[R]):
             # It came back: its place is before some that arrived after it.
             flow.insert(bisect_left(flow, request.seq, key=_arrival), request)
         keys = line.keys
-        key = request.key if priority != AWAY else inf
+        key = inf if priority == AWAY else request.key
         if not keys:
             keys.append(key)
             heappush(lane, (key, -priority, line))
         elif key >= keys[-1]:
             keys.append(key)
+            if flow[0] is not request:
+                # Behind another one of its client: who is next stays as it was.
+                return False
         else:
             insort(keys, key)
             if keys[0] == key:

@@ -243,7 +243,8 @@ class Requests:
         self.shed(request, Failure("busy", text, request.id, field="buffer_bytes", retry_after_ms=NO_MEMORY_MS))
 
     def _finish(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
-        core, client = self.core, request.client
+        core = self.core
+        client = request.client
         self._release(request)
         core.answers.add(client, request.id, request.work.digest, message, frames, core.now)
         if core.live_bytes + core.outboxes + core.answers.nbytes > core.config.limits.buffer_bytes:
@@ -253,8 +254,12 @@ class Requests:
 
     def _release(self, request: Request) -> None:
         """A live request leaves every list that it is in, and its charge is given back."""
-        core, client, group, work = self.core, request.client, request.group, request.work
-        state, request.state = request.state, DONE
+        core = self.core
+        client = request.client
+        group = request.group
+        work = request.work
+        state = request.state
+        request.state = DONE
         if state == RUNNING:
             group.running -= 1
             group.running_tokens -= work.tokens

@@ -45,20 +45,18 @@ class Routing(Generic[W]):
         """The outstanding work of an open worker changed."""
         if not worker.stamp:
             self.open += 1
-        self._turn += 1
-        worker.stamp = self._turn
-        heap = self._heap
-        heappush(heap, (worker.cost, self._turn, worker))
-        if len(heap) > 64 and len(heap) > 4 * self.open:
-            self._heap = [entry for entry in heap if entry[2].stamp == entry[1]]
+        worker.stamp = self._turn = turn = self._turn + 1
+        heappush(self._heap, (worker.cost, turn, worker))
+        if not turn % 64 and len(self._heap) > 4 * self.open:
+            self._heap = [entry for entry in self._heap if entry[2].stamp == entry[1]]
             heapify(self._heap)
 
     def least(self) -> W | None:
         """The open worker with the least outstanding tokens."""
         heap = self._heap
         while heap:
-            entry = heap[0]
-            if entry[2].stamp == entry[1]:
-                return entry[2]
+            _, turn, worker = heap[0]
+            if worker.stamp == turn:
+                return worker
             heappop(heap)
         return None

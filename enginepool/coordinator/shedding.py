@@ -5,7 +5,7 @@ A request that was given to an engine leaves its list when it is met there, so i
 grow with the queue.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -34,13 +34,11 @@ class Levels:
     __slots__ = ("_levels",)
 
     def __init__(self) -> None:
-        self._levels: dict[int, Level] = {}
+        self._levels: defaultdict[int, Level] = defaultdict(Level)
 
     def add(self, request: "Request") -> None:
         """A request was admitted; `held` is its charge."""
-        level = self._levels.get(request.priority)
-        if level is None:
-            level = self._levels[request.priority] = Level()
+        level = self._levels[request.priority]
         level.rows += request.work.rows
         level.nbytes += request.held
         level.requests[request] = None

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from enginepool.config import GroupConfig
 from enginepool.coordinator.classes import PACKED, PLAIN, may_pack
 from enginepool.coordinator.door import Offsets
-from enginepool.coordinator.events import Buffer, GroupWeights, Link, Work
+from enginepool.coordinator.events import Buffer, GroupWeights, Link, Submit
 from enginepool.coordinator.pace import Pace
 from enginepool.coordinator.phases import DONE, NAMES, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.queue import Early, Queue
@@ -80,16 +80,14 @@ class Request:
         "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
     )  # fmt: skip
 
-    def __init__(
-        self, client: Client, group: "Group", id: int, work: Work, priority: int, deadline: float | None, now: float, seq: int
-    ) -> None:
+    def __init__(self, client: Client, group: "Group", asked: Submit, answer: int, held: int, seq: int) -> None:
         self.client = client
         self.group = group
-        self.id = id
-        self.work = work
-        self.priority = priority
-        self.deadline = deadline
-        self.arrival = now
+        self.id = asked.id
+        self.work = work = asked.work
+        self.priority = priority = asked.priority
+        self.deadline = asked.deadline
+        self.arrival = now = asked.now
         #: constant: arrival − priority × ageing_s, or −priority when the order is strict; smaller runs first
         ageing_s = group.config.ageing_s
         self.key = -float(priority) if ageing_s is None else now - priority * ageing_s
@@ -98,7 +96,8 @@ class Request:
         #: the classes of workers that can serve it, at least one; its lane in a queue follows from them
         self.classes = PLAIN
         #: bytes of its answer, and of the request and its answer together, as they are charged (`memory.py`)
-        self.answer = self.held = 0
+        self.answer = answer
+        self.held = held
         self.state = QUEUED
         # What most requests leave empty is a tuple until something comes: a list each would be memory to fetch again when
         # the request leaves a long queue.
@@ -129,7 +128,7 @@ class Request:
         #: the queue in which its entry counts; entries in another one are stale
         self.lane: Queue[Request] | Early[Request] | None = None
         #: it runs once this version, or a later one, is committed
-        self.min_version = 0
+        self.min_version = asked.min_version
 
     @property
     def queue(self) -> "Queue[Request] | Early[Request]":
