@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,7 +95,7 @@ class Peer:
 
 
 @contextmanager
-def pool(tree: Path) -> Iterator[str]:
+def pool(tree: Path) -> Generator[str]:
     """The address of a pool with one sim worker, which the code of `tree` runs."""
     with tempfile.TemporaryDirectory(prefix="enginepool-fairness-") as folder:
         address = f"ipc://{folder}/pool.sock"
@@ -136,7 +136,7 @@ def measure(address: str, greedy: int, seconds: float) -> tuple[list[float], flo
             if ask_at <= now:
                 light.ask()
                 ask_at = float("inf")
-            for socket, _ in poller.poll(max(0.0, min(1.0, ask_at - now)) * 1000):
+            for socket, _ in poller.poll(int(max(0.0, min(1.0, ask_at - now)) * 1000)):
                 peer = busy.get(socket)
                 if peer is None:
                     if light.read():

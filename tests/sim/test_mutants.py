@@ -536,12 +536,16 @@ def test_a_bug_planted_in_admission_is_found(mutate: Mutate, monkeypatch: pytest
     pytest.fail(f"{SEEDS} schedules did not show it")
 
 
+def _nothing(*_: object) -> float:
+    return 0.0
+
+
 def clients_are_served_first_in_first_out(patch: pytest.MonkeyPatch) -> None:
     def charge(_line: Any, _client: Any, start: float, _weight: float) -> float:
         return start
 
     patch.setattr(Queue, "_charge", staticmethod(charge))
-    patch.setattr(Level, "enter", lambda *_: 0.0)
+    patch.setattr(Level, "enter", _nothing)
 
 
 def a_cut_request_does_not_yield(patch: pytest.MonkeyPatch) -> None:
@@ -552,11 +556,11 @@ def a_cut_request_does_not_yield(patch: pytest.MonkeyPatch) -> None:
 
 
 def each_signature_has_a_turn_of_its_own(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Lane, "defer", lambda _: False)
+    patch.setattr(Lane, "defer", _nothing)
 
 
 def short_rows_weigh_their_tokens_alone(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(filling, "row_share", lambda *_: 0.0)
+    patch.setattr(filling, "row_share", _nothing)
 
 
 @pytest.mark.parametrize(

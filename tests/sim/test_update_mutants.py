@@ -27,7 +27,7 @@ from enginepool.workers.work import Work
 from tests.sim.plan import Plan
 from tests.sim.simulation import Failed, simulate
 
-SEEDS = 300
+SEEDS = 500
 
 Mutate = Callable[[pytest.MonkeyPatch], None]
 
