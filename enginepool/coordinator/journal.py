@@ -107,6 +107,11 @@ class Journal:
 
     def _lock(self) -> None:
         """Lock the folder for this pool. Raises OSError."""
+        for held in self._locks:
+            if _leads_to(self._directory / "lock", held.fileno()):  # a folder that was renamed has its name again
+                self._locks.remove(held)
+                self._locks.append(held)
+                return
         lock = open(self._directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -392,6 +392,26 @@ def test_what_is_written_after_a_path_was_removed_or_renamed_is_found_by_a_succe
     assert held(state) == record(3 if call == "write" else 2)
 
 
+@pytest.mark.parametrize("call", ["write", "check", "keep"])
+def test_a_folder_that_was_renamed_and_has_its_name_again_is_used_again(tmp_path: Path, call: str) -> None:
+    state, old, other = tmp_path / "state", tmp_path / "old", tmp_path / "other"
+    prepare_state_dir(state)
+    journal = Journal(state)
+    journal.write(record(1))
+    state.rename(old)
+    journal.write(record(2))
+    state.rename(other)
+    old.rename(state)
+    getattr(journal, call)(*[record(3)] * (call == "write"))
+    assert journal.moved == str(state)
+    for folder in (state, other):
+        with pytest.raises(ConfigError, match="in use by another pool"):
+            Journal(folder)
+    journal.keep()
+    journal.close()
+    assert held(state) == record(3 if call == "write" else 2)
+
+
 def test_a_folder_that_another_pool_has_made_meanwhile_is_refused_by_its_name(tmp_path: Path) -> None:
     state = tmp_path / "state"
     prepare_state_dir(state)
