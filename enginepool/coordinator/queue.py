@@ -19,10 +19,11 @@ Requests of clients whose link was cut stand in a line of their own, behind all 
 
 Every step costs O(log n) of the clients and priorities that wait. Entries of requests that no longer wait are left in place,
 dropped when they reach the top, and swept out together once they are half of the queue: cancelling costs O(1) and memory stays
-in proportion to what waits.
+in proportion to what waits. The same holds for the keys and turns that a client leaves behind when its requests are moved: a
+move costs O(log n) for each of them.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
@@ -99,9 +100,12 @@ class Level:
 
 
 class Line(list[Turn[R]]):
-    """The requests of one priority in a lane: a heap of the clients' turns."""
+    """The requests of one priority in a lane: a heap of the clients' turns.
 
-    __slots__ = ("flows", "keys", "level", "priority", "virtual")
+    A turn whose requests were moved away has an empty flow. The first turn is never one of these.
+    """
+
+    __slots__ = ("flows", "gone", "keys", "late", "level", "listed", "priority", "virtual")
 
     def __init__(self, priority: int, level: Level) -> None:
         super().__init__()
@@ -110,22 +114,104 @@ class Line(list[Turn[R]]):
         self.virtual = 0.0
         #: by client: its requests in the order of their arrival; none is empty
         self.flows: dict[Peer, deque[R]] = {}
-        #: as many as there are requests, smallest first
+        #: keys in the order in which they came, which is ascending, and a heap of keys that came out of order
         self.keys: deque[float] = deque()
+        self.late: list[float] = []
+        #: A heap of keys of requests that left without being served; each stands for the key that is least above it and is no
+        #: more. There are as many other keys as requests. All of them are above the first key.
+        self.gone: list[float] = []
+        #: the key under which its lane lists it, at most its first one; None: it is not listed
+        self.listed: float | None = None
 
     def key_of(self, request: R) -> float:
         return inf if self.priority == AWAY else request.key
 
+    def first(self) -> float:
+        """The smallest key. There is one."""
+        keys, late = self.keys, self.late
+        return late[0] if late and (not keys or late[0] < keys[0]) else keys[0]
+
+    def add_key(self, key: float) -> None:
+        """A request has come."""
+        if not self.keys or key >= self.keys[-1]:
+            self.keys.append(key)
+        else:
+            heappush(self.late, key)
+
+    def take_key(self) -> None:
+        """The smallest key leaves."""
+        self._pop()
+        gone = self.gone
+        while gone and (self.keys or self.late) and gone[0] <= self.first():
+            heappop(gone)
+            self._pop()
+
+    def _pop(self) -> None:
+        keys, late = self.keys, self.late
+        if late and (not keys or late[0] < keys[0]):
+            heappop(late)
+        else:
+            keys.popleft()
+
     def forget(self, request: R) -> None:
         """`request` leaves without being served: the key goes that is least above its own."""
-        at = bisect_left(self.keys, self.key_of(request))
-        del self.keys[min(at, len(self.keys) - 1)]
+        key = self.key_of(request)
+        if key <= self.first():
+            self.take_key()
+            return
+        gone = self.gone
+        heappush(gone, key)
+        if len(gone) > 64 and 2 * len(gone) > len(self.keys) + len(self.late):
+            self._sweep_keys()
+
+    def _sweep_keys(self) -> None:
+        """Take out the keys that are no more."""
+        gone = deque(sorted(self.gone))
+        keys: deque[float] = deque()
+        for key in sorted([*self.keys, *self.late]):
+            if gone and gone[0] <= key:
+                gone.popleft()
+            else:
+                keys.append(key)
+        for _ in gone:
+            keys.pop()
+        self.keys, self.late, self.gone = keys, [], []
+
+    def settle(self) -> None:
+        """Drop first turns without requests; without any request, drop everything that was left behind."""
+        if not self.flows:
+            self.clear()
+            self.keys.clear()
+            self.late.clear()
+            self.gone.clear()
+            return
+        while not self[0][2]:
+            heappop(self)
+
+    def take_out(self, client: Peer) -> deque[R] | None:
+        """The requests of `client` leave, to be moved elsewhere."""
+        flow = self.flows.pop(client, None)
+        if flow is None:
+            return None
+        taken = flow.copy()
+        flow.clear()
+        for request in taken:
+            self.forget(request)
+        if len(self) > 2 * len(self.flows) + 64:
+            self[:] = [turn for turn in self if turn[2]]
+            heapify(self)
+        self.settle()
+        return taken
 
 
 class Lane(list[tuple[float, int, Line[R]]]):
-    """A heap of lines by (smallest key, -priority)."""
+    """A heap of lines by (smallest key, -priority).
 
-    __slots__ = ("head", "lines")
+    A line from which requests were moved away may be listed under a smaller key than it has, or have no requests left. The
+    first line of the heap is never one of these.
+    """
+
+    __slots__ = ("head", "lines", "moved")
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +219,8 @@ class Lane(list[tuple[float, int, Line[R]]]):
         self.head: R | None = None
         #: by priority; some are empty
         self.lines: dict[int, Line[R]] = {}
+        #: requests were moved away since it was empty
+        self.moved = False
 
     def before(self, other: "Lane[R]") -> bool:
         """Whether its head is before that of `other`, a lane of the same queue."""
@@ -152,14 +240,36 @@ class Lane(list[tuple[float, int, Line[R]]]):
         if later <= start:
             return False
         heapreplace(line, (later, seq, flow))
+        line.settle()
         self.head = line[0][2][0]
         return True
 
     def order(self) -> None:
-        """Build the heap anew: keys have become smaller, or a line that is not the first has changed."""
-        self[:] = [(line.keys[0], -line.priority, line) for line in self.lines.values() if line]
+        """Build the heap anew: keys have become smaller."""
+        self.clear()
+        for line in self.lines.values():
+            line.listed = None
+            if line.flows:
+                line.listed = key = line.first()
+                self.append((key, -line.priority, line))
         heapify(self)
         self.head = self[0][2][0][2][0] if self else None
+
+    def settle(self) -> None:
+        """Requests have left: put the first line in its place until it is one that is listed under its own key."""
+        while self:
+            key, priority, line = self[0]
+            if not line.flows:
+                heappop(self)
+                line.listed = None
+            elif (first := line.first()) != key:
+                heapreplace(self, (first, priority, line))
+                line.listed = first
+            else:
+                self.head = line[0][2][0]
+                return
+        self.head = None
+        self.moved = False
 
     def requests(self) -> list[R]:
         """All of them, waiting or stale, in no order."""
@@ -201,7 +311,7 @@ class Queue(Generic[R]):
         flow = line.flows.get(client)
         if flow is None:
             level = line.level
-            if not line and line.virtual < level.virtual:
+            if not line.flows and line.virtual < level.virtual:
                 line.virtual = level.virtual
             flow = line.flows[client] = deque((request,))
             heappush(line, (level.enter(client, line.virtual), request.seq, flow))
@@ -210,20 +320,17 @@ class Queue(Generic[R]):
         else:
             # It came back: its place is before some that arrived after it.
             flow.insert(bisect_left(flow, request.seq, key=_arrival), request)
-        keys = line.keys
         key = inf if priority == AWAY else request.key
-        if not keys:
-            keys.append(key)
+        line.add_key(key)
+        listed = line.listed
+        if listed is None:
+            line.listed = key
             heappush(lane, (key, -priority, line))
-        elif key >= keys[-1]:
-            keys.append(key)
-            if flow[0] is not request:
-                # Behind another one of its client: who is next stays as it was.
-                return False
-        else:
-            insort(keys, key)
-            if keys[0] == key:
-                lane.order()
+        elif key < listed:
+            lane.order()
+        elif flow[0] is not request:
+            # Behind another one of its client: who is next stays as it was.
+            return False
         lane.head = head = lane[0][2][0][2][0]
         return head is request
 
@@ -244,8 +351,8 @@ class Queue(Generic[R]):
                     self.drop(lane)
         return best
 
-    def pop(self, lane: Lane[R], weight: float) -> None:
-        """The head of `lane` was given to a worker, for which it weighs so much: it leaves."""
+    def pop(self, lane: Lane[R], weight: float, *, forgotten: bool = False) -> None:
+        """The head of `lane` was given to a worker, for which it weighs so much: it leaves. `forgotten`: its key has left."""
         key, priority, line = lane[0]
         start, _, flow = line[0]
         request = flow.popleft()
@@ -259,25 +366,32 @@ class Queue(Generic[R]):
             heappop(line)
             del line.flows[request.client]
         keys = line.keys
-        keys.popleft()
-        if not keys:
-            heappop(lane)
-        elif keys[0] != key:
+        if lane.moved or line.late or line.gone or len(keys) < 2:
+            if not forgotten:
+                line.take_key()
+            line.settle()
+            lane.settle()
+            return
+        if not forgotten:
+            keys.popleft()
+        if keys[0] != key:
+            line.listed = keys[0]
             heapreplace(lane, (keys[0], priority, line))
-        lane.head = lane[0][2][0][2][0] if lane else None
+        lane.head = lane[0][2][0][2][0]
 
     def charge(self, lane: Lane[R], weight: float) -> None:
         """A part of the head of `lane` was given to a worker, for which it weighs so much: the next part waits its turn."""
         line = lane[0][2]
         start, seq, flow = line[0]
         heapreplace(line, (self._charge(line, flow[0].client, start, weight), seq, flow))
+        line.settle()
         lane.head = line[0][2][0]
 
     @staticmethod
     def _charge(line: Line[R], client: Peer, start: float, weight: float) -> float:
         """`client`, whose turn began at `start`, is served: where its next turn begins."""
         level = line.level
-        virtual = line.virtual + DRIFT * weight / len(line)
+        virtual = line.virtual + DRIFT * weight / len(line.flows)
         if virtual < start:
             virtual = start
         line.virtual = virtual
@@ -296,8 +410,7 @@ class Queue(Generic[R]):
         line, request = lane[0][2], lane.head
         assert request is not None
         line.forget(request)
-        line.keys.appendleft(lane[0][0])
-        self.pop(lane, 0.0)
+        self.pop(lane, 0.0, forgotten=True)
         if self._stale:
             self._stale -= 1
 
@@ -318,17 +431,11 @@ class Queue(Generic[R]):
         """The link of `client` was cut, or it has one again: its requests go behind all others, or back among them."""
         moved: list[R] = []
         for lane in self._lanes.values():
-            before = len(moved)
             for line in lane.lines.values():
-                flow = line.flows.pop(client, None)
-                if flow is not None:
+                if (flow := line.take_out(client)) is not None:
+                    lane.moved = True
                     moved += flow
-                    for request in flow:
-                        line.forget(request)
-                    line[:] = [turn for turn in line if turn[2] is not flow]
-                    heapify(line)
-            if len(moved) > before:
-                lane.order()
+            lane.settle()
         self.size -= len(moved)
         self._stale -= min(self._stale, sum(request.state > QUEUED or request.lane is not self for request in moved))
         self._push_again(moved)
@@ -355,16 +462,23 @@ class Queue(Generic[R]):
         assert self.size == sum(len(lane.requests()) for lane in self._lanes.values()), self.size
         for signature, lane in self._lanes.items():
             _check_heap(lane)
-            assert {line.priority for _, _, line in lane} == {line.priority for line in lane.lines.values() if line}, signature
+            listed = {line.priority: key for key, _, line in lane}
+            assert listed == {p: line.listed for p, line in lane.lines.items() if line.listed is not None}, signature
+            assert len(listed) == len(lane), signature
             assert lane.head is (lane[0][2][0][2][0] if lane else None), lane.head
             for key, priority, line in lane:
-                assert (key, priority) == (line.keys[0], -line.priority), (key, priority, line.keys[0])
+                assert priority == -line.priority and (not line.flows or key <= line.first()), (key, priority, line.keys)
+            assert not lane or (lane[0][2].flows and lane[0][0] == lane[0][2].first()), lane[0]
             for priority, line in lane.lines.items():
                 _check_heap(line)
-                assert {id(flow) for _, _, flow in line} == {id(flow) for flow in line.flows.values()}, priority
-                assert len(line) == len(line.flows) and all(line.flows.values()), priority
-                assert len(line.keys) == sum(map(len, line.flows.values())), priority
+                assert not line or line[0][2], priority
+                turns = [id(flow) for _, _, flow in line if flow]
+                assert sorted(turns) == sorted(id(flow) for flow in line.flows.values()), priority
+                assert all(line.flows.values()) and (not line.flows or line.listed is not None), priority
+                keys = len(line.keys) + len(line.late) - len(line.gone)
+                assert keys == sum(map(len, line.flows.values())), priority
                 assert list(line.keys) == sorted(line.keys), priority
+                assert not line.gone or line.gone[0] > line.first(), (priority, line.gone[0])
                 assert line.virtual <= line.level.virtual and line.level is self._levels[priority], priority
                 for client, flow in line.flows.items():
                     order = [request.seq for request in flow]

@@ -185,6 +185,27 @@ def a_client_that_leaves_beside_queued_requests(number: int) -> Step:
     return event(pool, ev.ClientLeft(pool.now, b"few"))
 
 
+def clients_that_wait(number: int) -> tuple[Pool, bytes]:
+    """A pool that many clients have asked once each, and the link of one in the middle."""
+    pool = Pool()
+    for count in range(number):
+        link = b"%d" % count
+        pool.do(ev.ClientHello(0, link, link.ljust(16, b"."), b"t" * 16, 0))
+        pool.submit(link)
+    return pool, b"%d" % (number // 2)
+
+
+def a_link_that_is_cut_among_many(number: int) -> Step:
+    pool, link = clients_that_wait(number)
+    return event(pool, ev.LinkCut(pool.now, link))
+
+
+def a_client_that_is_back_among_many(number: int) -> Step:
+    pool, link = clients_that_wait(number)
+    pool.do(ev.LinkCut(0, link))
+    return event(pool, ev.ClientHello(pool.now, b"new", link.ljust(16, b"."), b"t" * 16, 1))
+
+
 def a_cancel(number: int) -> Step:
     pool = Pool()
     ids = pool.queue(number)
@@ -341,6 +362,8 @@ STEPS: Iterable[Callable[[int], Step]] = (
     an_abort_of_a_hold,
     a_client_that_leaves_beside_kept_answers,
     a_client_that_leaves_beside_queued_requests,
+    a_link_that_is_cut_among_many,
+    a_client_that_is_back_among_many,
     a_cancel,
     a_status_report,
     a_status_report_of_requests_for_later_versions,

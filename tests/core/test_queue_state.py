@@ -38,13 +38,17 @@ class Waiting:
     min_version: int
     state: int = QUEUED
     lane: Any = None
+    ageing: float = 0.0
     key: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = float(-self.priority)
+        self.key = self.ageing * self.seq - self.priority
 
 
 class AnyOrder(RuleBasedStateMachine):
+    #: levels of priority that an older request gains for each later one
+    ageing = 0.0
+
     def __init__(self) -> None:
         super().__init__()
         self.queue: Queue[Waiting] = Queue()
@@ -72,7 +76,7 @@ class AnyOrder(RuleBasedStateMachine):
     def submit(self, number: int, client: int, priority: int, classes: int, hidden: bool, later: int) -> None:
         for _ in range(number):
             who, version = self.clients[client], self.version + later
-            request = Waiting(who, Content(hidden), classes, priority, len(self.requests), version)
+            request = Waiting(who, Content(hidden), classes, priority, len(self.requests), version, ageing=self.ageing)
             self.requests.append(request)
             self.place(request).push(request)
 
@@ -96,9 +100,12 @@ class AnyOrder(RuleBasedStateMachine):
             request = lane.head
             assert request is not None
             rank = min((r.client.link is None, r.key) for r in mine)
-            assert rank == (request.client.link is None, request.key) or rank[0], "the highest priority, of those who are here"
+            if not self.ageing:  # with it, a served request takes the key of an older one
+                assert rank == (request.client.link is None, request.key) or rank[0], (
+                    "the highest priority, of those who are here"
+                )
             same = [r for r in mine if (r.classes, r.work.hidden) == (request.classes, request.work.hidden)]
-            older = [r for r in same if r.client is request.client and r.key == request.key and r.seq < request.seq]
+            older = [r for r in same if r.client is request.client and r.priority == request.priority and r.seq < request.seq]
             assert not older or request.client.link is None, "the oldest of its client"
             if not whole:
                 self.queue.charge(lane, weight)
@@ -156,4 +163,11 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.queue.size <= 2 * len(self.queue.waiting()) + 130, "stale entries are swept"
 
 
+class AnyOrderAgeing(AnyOrder):
+    """Keys within a priority differ, so that those that leave, come back and are moved are told apart."""
+
+    ageing = 0.05
+
+
 TestAnyOrder = AnyOrder.TestCase
+TestAnyOrderAgeing = AnyOrderAgeing.TestCase
