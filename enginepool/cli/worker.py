@@ -46,7 +46,7 @@ def worker(
     state_dir: Annotated[
         Path | None,
         typer.Option(
-            metavar="DIR", help="Logs and sockets; one command each.  [default: ~/.local/state/enginepool/external/NAME]"
+            metavar="DIR", help="Logs and sockets of this command alone.  [default: ~/.local/state/enginepool/external/NAME]"
         ),
     ] = None,
 ) -> None:

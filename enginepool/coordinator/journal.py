@@ -27,6 +27,8 @@ from enginepool.coordinator.events import GroupWeights
 from enginepool.errors import ConfigError
 from enginepool.folders import exposed, make_private
 
+#: the file in the state directory of a pool
+JOURNAL = "journal.json"
 #: what one update adds at most to the text of the record
 ROOM = 8192
 #: Bytes of a slot at least, and what its size is a multiple of: no write to one slot touches a block of the other.
@@ -82,7 +84,7 @@ class Journal:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.path = directory / "journal.json"
+        self.path = directory / JOURNAL
         self._file: int | None = None
         self._slot_bytes = BLOCK
         #: the line that holds, and the highest number that was ever written

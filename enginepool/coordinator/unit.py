@@ -20,7 +20,7 @@ import msgspec
 from enginepool.address import STATE_DIR
 from enginepool.config import GroupConfig, PoolConfig, Timing, check_config, check_models
 from enginepool.coordinator.events import GroupWeights, WorkerExited
-from enginepool.coordinator.journal import prepare_state_dir
+from enginepool.coordinator.journal import JOURNAL, prepare_state_dir
 from enginepool.coordinator.log import log
 from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.dealer import ask
@@ -253,14 +253,18 @@ def _directory(unit: UnitConfig, group: str) -> Path:
 
 
 def _lock(directory: Path) -> IO[str]:
-    """Raises ConfigError: another unit uses this directory."""
+    """Raises ConfigError: another unit uses this directory, or it is the state_dir of a pool, whose workers must live."""
     prepare_state_dir(directory)
-    lock = open(directory / "unit.lock", "a")  # noqa: SIM115 (held for the life of the process)
+    where = f"state_dir = {str(directory)!r}"
+    if (directory / JOURNAL).exists():
+        raise ConfigError(f"{where}: the state_dir of a pool; name another one")
+    # The lock that a pool takes too: neither starts in a directory in which the other runs.
+    lock = open(directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.close()
-        raise ConfigError(f"state_dir = {str(directory)!r}: in use by another `enginepool worker`; name another one") from None
+        raise ConfigError(f"{where}: in use by another `enginepool worker` or by a pool; name another one") from None
     return lock
 
 

@@ -204,6 +204,20 @@ def test_two_commands_do_not_share_a_directory(daemon: Daemon, outside: Start) -
     assert code == 2 and "in use by another `enginepool worker`" in err
 
 
+def test_the_state_dir_of_a_pool_is_refused_and_its_workers_live(processes: Processes, tmp_path: Path) -> None:
+    daemon = Daemon(processes, config := sim_pool(tmp_path, workers=1)).listening()
+
+    async def scene(pool: ClientPool) -> None:
+        [before] = await ready(pool, 1)
+        command = Outside(processes, daemon.workers, Path(config.state_dir))
+        said = await asyncio.to_thread(command.said.get, timeout=PATIENCE_S)
+        assert said == f"enginepool: state_dir = '{config.state_dir}': the state_dir of a pool; name another one\n"
+        assert await asyncio.to_thread(command.process.wait, PATIENCE_S) == 2
+        assert [worker.pid for worker in await ready(pool, 1)] == [before.pid]
+
+    play(daemon, scene)
+
+
 def test_a_worker_without_a_stager_aborts_no_update_and_is_restored_after_it(
     processes: Processes, daemon: Daemon, outside: Start, tmp_path: Path
 ) -> None:
