@@ -8,8 +8,20 @@ import typer
 from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
 
 
+def _check_target(target: str) -> str:
+    # Half a name must not restart more than it was meant to: a script's variable may be empty.
+    if not all(names := target.split("/")) or len(names) > 2:
+        raise typer.BadParameter(f"{target!r}: write GROUP or GROUP/WORKER, with the names that `enginepool status` shows")
+    return target
+
+
 def restart(
-    target: Annotated[str, typer.Argument(metavar="GROUP[/WORKER]", help="A group, or one of its workers, as in the status.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="GROUP[/WORKER]", callback=_check_target, help="A group, or one of its workers, as in the status."
+        ),
+    ],
     connect: Address = DEFAULT_ADDRESS,
 ) -> None:
     """Restart the workers of a group, or one worker.
