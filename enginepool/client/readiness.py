@@ -52,14 +52,15 @@ def _is_ready(status: GroupStatus) -> bool:
 
 
 def _news(status: GroupStatus, said: dict[tuple[str, str], str]) -> list[str]:
-    """Lines for workers that do something else than when last looked at."""
+    """Lines for workers that do something else than when last looked at. Workers lost before count where none is ready."""
     lines: list[str] = []
     if said.get((status.name, "")) != status.no_worker:
         said[status.name, ""] = status.no_worker
         lines += [f"{status.name}: {status.no_worker}"] if status.no_worker else []
     for worker in status.workers:
         doing = f"{worker.stage}: {worker.detail}" if worker.detail else worker.stage
-        if said.get((status.name, worker.name)) != doing:
+        before = said.get((status.name, worker.name))
+        if before != doing and not (before is None and worker.stage == "lost" and _is_ready(status)):
             said[status.name, worker.name] = doing
             lines.append(f"{status.name}: {worker.name} {doing}")
     return lines

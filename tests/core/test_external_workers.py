@@ -85,6 +85,17 @@ def test_ready_says_it_at_once_and_in_its_timeout() -> None:
     assert said == [f"g: {NONE}", "g: outside lost: it was silent for 20.1 s"]
 
 
+def test_a_group_that_serves_says_nothing_of_workers_that_were_lost_before() -> None:
+    said: list[str] = []
+    workers = [WorkerStatus("g-0", "g-0.1", "ready"), WorkerStatus("outside", "outside", "lost", detail="drained: SIGTERM")]
+
+    async def ask(_: float | None) -> StatusReport:
+        return StatusReport(1, groups=[GroupStatus("g", workers=workers)])
+
+    asyncio.run(wait_until_ready(ask, 0.3, "g", said.append))
+    assert said == ["g: g-0 ready"]
+
+
 def test_a_call_without_a_timeout_is_told_once_that_its_group_has_no_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
