@@ -372,7 +372,8 @@ class Fleet:
         said = f"incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'}"
         if worker.place is None:
             said += f", process {worker.pid} on {worker.host}, connected for {core.now - worker.joined:.0f} s"
-        self.log(worker, f"worker {worker.name} is lost: {reason} ({said})")
+        planned = (own and not kill) or (worker.place is not None and worker.place.renewal == "ending")
+        self.log(worker, f"worker {worker.name} {'ends' if planned else 'is lost'}: {reason} ({said})")
         del group.workers[worker.incarnation]
         core.worker_links.pop(worker.link, None)
         worker.routing.update(worker)

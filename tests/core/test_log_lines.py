@@ -27,13 +27,23 @@ def test_an_external_worker_is_named_by_its_incarnation() -> None:
     pool = Pool()
     pool.worker("outside")
     pool.wait(6.0)
-    pool.do(ev.WorkerBye(0, b"outside", "it ends", failed=False))
+    pool.do(ev.WorkerBye(0, b"outside", "drained", failed=False))
     assert pool.logged == [
         "worker outside is ready: incarnation outside, process 1 on host, weight version 0",
-        "worker outside is lost: it ends (incarnation outside, 0 batches, process 1 on host, connected for 6 s)",
+        "worker outside ends: drained (incarnation outside, 0 batches, process 1 on host, connected for 6 s)",
         f"group g: {pool.machine.core.groups['g'].no_worker}; requests that wait: 0",
     ]
     assert pool.kinds == ["external"] * 3
+
+
+def test_a_worker_that_an_operator_restarts_is_not_called_lost() -> None:
+    pool = Pool(workers=1)
+    name = pool.started[0].incarnation
+    pool.worker(name)
+    pool.do(ev.RestartAsked(0, b"operator", 9, group="g", worker="g-0", incarnation=name))
+    pool.wait(0.5)
+    assert lines(pool, "operator") == [f"worker g-0 ends: an operator restarts it (incarnation {name}, 0 batches)"]
+    assert not lines(pool, "lost")
 
 
 def test_a_worker_that_is_refused_is_a_line_with_the_reason() -> None:
