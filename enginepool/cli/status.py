@@ -128,12 +128,13 @@ def tables(report: "StatusReport") -> "Group":
 
 
 def _table(name: str, second: str, counts: str) -> "Table":
-    """An empty table: a name, perhaps a word, and right-aligned counts."""
+    """An empty table: a name, perhaps a word, and right-aligned counts. Only names are folded where the line is too short."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for word in filter(None, (name, second)):
-        table.add_column(word, no_wrap=True)
+    table.add_column(name, overflow="fold")
+    if second:
+        table.add_column(second, no_wrap=True)
     for word in counts.split():
         table.add_column(word, justify="right", no_wrap=True)
     return table

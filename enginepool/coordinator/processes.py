@@ -77,7 +77,7 @@ def session_member(leader: int) -> int | None:
 def how_it_ended(code: int | None, why: str) -> str:
     """One line on the end of a process: its exit code, unknown for somebody else's child, and what is known of the reason."""
     if code is None:
-        how = "ended"
+        how = "exit code unknown (started by an earlier coordinator)"
     elif code >= 0:
         how = f"exit code {code}"
     else:

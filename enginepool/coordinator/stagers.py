@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from enginepool.coordinator.processes import lives, made_at
+from enginepool.coordinator.log import log
+from enginepool.coordinator.processes import how_it_ended, lives, made_at
 from enginepool.errors import ConfigError
-from enginepool.host import LONGEST_PATH, host_identity, write_file
+from enginepool.host import LONGEST_PATH, host_identity, os_error, write_file
 
 #: a stager that ended by itself is started again after this, and after twice as long each further time, up to the second
 AGAIN_S = (0.5, 30.0)
@@ -51,6 +52,13 @@ class _Stager:
         self.child: subprocess.Popen[bytes] | None = None
         self.connection: socket.socket | None = None
         self.again_s = AGAIN_S[0]
+        #: why it could not be started, which is said once
+        self.unstarted = ""
+
+    @property
+    def name(self) -> str:
+        """The name of its worker."""
+        return str(msgspec.json.decode(self.spec)["name"])
 
 
 class Stagers:
@@ -157,24 +165,27 @@ class Stagers:
         try:
             for folder in (self._directory, self._logs):
                 folder.mkdir(exist_ok=True)
-            with open(self._logs / f"stager-{place}.log", "ab") as log:
+            with open(self._logs / f"stager-{place}.log", "ab") as output:
                 child = subprocess.Popen(
                     [sys.executable, "-m", "enginepool.workers.stager.main"],
                     env={**stager.environment, "ENGINEPOOL_STAGER": stager.spec.decode()},
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                    stdout=output,
+                    stderr=output,
                     start_new_session=True,
                     pass_fds=() if self._lifeline is None else (self._lifeline,),
                 )
             self._write_down(place, child.pid)
-        except OSError:
+        except OSError as error:
             if child is not None:
                 child.kill()  # one that is not written down would be nobody's after the next start
                 child.wait()
+            if (why := os_error(error)) != stager.unstarted:
+                log(f"the stager of worker {stager.name} could not be started: {why}; tried again until it can be")
+                stager.unstarted = why
             self._later(place)  # the worker says so in its answers
             return
-        stager.child, stager.pid = child, child.pid
+        stager.child, stager.pid, stager.unstarted = child, child.pid, ""
         self._watch(place, child.pid)
         self._connect(place)
 
@@ -197,8 +208,7 @@ class Stagers:
 
     def _gone(self, place: str) -> None:
         stager = self._stagers[place]
-        if stager.child is not None:
-            stager.child.wait()
+        code = stager.child.wait() if stager.child is not None else None
         stager.child, stager.pid = None, 0
         if stager.connection is not None:
             stager.connection.close()
@@ -208,6 +218,8 @@ class Stagers:
         if self._ended:
             self._maybe_gone()
         else:
+            how = how_it_ended(code, "")
+            log(f"the stager of worker {stager.name} ended: {how}; it is started again after {stager.again_s:g} s")
             self._later(place)
 
     def _later(self, place: str) -> None:

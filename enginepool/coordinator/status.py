@@ -29,7 +29,11 @@ def report(core: Core, asked: StatusAsked) -> StatusReport:
 
 def _group(core: Core, group: Group) -> GroupStatus:
     update = core.update_of(group)
-    absent = [_absent(place) for place in group.places if place.incarnation not in group.workers]
+    own = [
+        _worker(core, group.workers[place.incarnation]) if place.incarnation in group.workers else _absent(place)
+        for place in group.places
+    ]
+    external = [_worker(core, worker) for worker in group.workers.values() if worker.place is None]
     return GroupStatus(
         name=group.name,
         queued=group.waiting,
@@ -52,7 +56,7 @@ def _group(core: Core, group: Group) -> GroupStatus:
         needs_weights=group.needs,
         halvings=group.halvings,
         no_worker=group.no_worker,
-        workers=[_worker(core, worker) for worker in group.workers.values()] + absent + _lost(core, group),
+        workers=own + external + _lost(core, group),
         limits=limits_of(group.plain, group.packed, group.expected, core.config.limits.queue_items // 2),
     )
 

@@ -22,6 +22,7 @@ import psutil
 
 from enginepool.config import GroupConfig, PoolConfig, gpus_per_worker
 from enginepool.coordinator.events import GroupWeights, LiveProcess, WorkerExited
+from enginepool.coordinator.log import log
 from enginepool.coordinator.processes import (
     OUT_OF_MEMORY,
     PERMANENT,
@@ -141,15 +142,23 @@ class LocalSupervisor:
                 continue
             config = self._config.groups.get(record.group)
             here = record.host == host_identity()
-            if here and config is not None and record.index < config.workers and lives(record.pid, record.created):
+            lives_on = here and lives(record.pid, record.created)
+            if lives_on and config is not None and record.index < config.workers:
                 self._processes[record.incarnation] = record
                 self._watch_leader(record)
                 self._stager(record.group, record.index, self._environment(record.group, record.index))
                 found.append(LiveProcess(record.group, record.index, record.incarnation))
+                log(f"worker {record.incarnation} of an earlier coordinator still runs as process {record.pid}")
                 continue
             # Its pid may be somebody else's by now; it cannot be while its session has members.
             if here and (not psutil.pid_exists(record.pid) or is_the_one(record.pid, record.created)):
                 kill_session(record.pid)
+            if lives_on:
+                name = f"{record.group}-{record.index}"
+                log(f"worker {record.incarnation} is ended: the configuration has no worker {name} any more")
+            else:
+                last = self.last_line(record.incarnation)
+                log(f"worker {record.incarnation} ended while no coordinator ran{f': {last}' if last else ''}")
             path.unlink()
         return found
 

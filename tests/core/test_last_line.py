@@ -56,7 +56,7 @@ def test_what_python_cleans_up_after_a_process_that_was_killed_is_not_its_last_w
 @pytest.mark.parametrize(
     ("code", "why", "line"),
     [
-        (None, "", "ended"),
+        (None, "", "exit code unknown (started by an earlier coordinator)"),
         (0, "", "exit code 0"),
         (70, "no such model", "exit code 70: no such model"),
         (-9, "no such model", "ended by SIGKILL: no such model"),

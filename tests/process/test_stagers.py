@@ -103,9 +103,12 @@ def test_a_stager_outlives_its_worker_and_a_dead_coordinator_and_ends_with_the_p
     until(lambda: gone(*stagers.values()))
 
 
-def test_a_stager_that_was_killed_is_started_again(processes: Processes, config: PoolConfig, tmp_path: Path) -> None:
-    _, stagers = started(processes, config, tmp_path)
+def test_a_stager_that_was_killed_is_started_again_and_the_log_says_so(
+    processes: Processes, config: PoolConfig, tmp_path: Path
+) -> None:
+    daemon, stagers = started(processes, config, tmp_path)
     os.kill(stagers["g.0"], signal.SIGKILL)
+    daemon.wait_for("the stager of worker g-0 ended: ended by SIGKILL; it is started again after 0.5 s")
     until(lambda: pids(tmp_path, "stagers").get("g.0", stagers["g.0"]) != stagers["g.0"])
     assert pids(tmp_path, "stagers")["g.1"] == stagers["g.1"]
 

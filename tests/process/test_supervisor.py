@@ -83,16 +83,19 @@ def answers(process: "subprocess.Popen[str]") -> bool:
     return process.stdout.readline() == "there?\n"
 
 
-def test_a_worker_that_still_runs_is_taken_up(scene: Scene) -> None:
+def test_a_worker_that_still_runs_is_taken_up(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
     worker = scene.stranger()
     path = scene.record(worker.pid, created=records.made_at(worker.pid))
     [found] = scene.run(lambda supervisor: supervisor.survivors())
     assert (found.group, found.index, found.incarnation) == ("g", 0, path.stem)
     assert path.exists() and answers(worker)
+    assert f"worker {path.stem} of an earlier coordinator still runs as process {worker.pid}\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("other", ["process", "host"])
-def test_whoever_got_the_process_id_of_a_dead_worker_is_left_alone(scene: Scene, other: str) -> None:
+def test_whoever_got_the_process_id_of_a_dead_worker_is_left_alone(
+    scene: Scene, other: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     """After a reboot, or in a container that was started again, the same numbers are given to others."""
     stranger = scene.stranger()
     if other == "process":
@@ -102,6 +105,7 @@ def test_whoever_got_the_process_id_of_a_dead_worker_is_left_alone(scene: Scene,
     assert scene.run(lambda supervisor: supervisor.survivors()) == []
     assert not path.exists()
     assert answers(stranger)
+    assert f"worker {path.stem} ended while no coordinator ran\n" in capfd.readouterr().err
 
 
 def test_what_a_dead_worker_has_left_in_its_session_is_ended(scene: Scene) -> None:
@@ -150,7 +154,7 @@ def test_a_worker_sees_the_gpus_that_its_engine_needs(
     assert asyncio.run(story()) == seen
 
 
-def test_a_worker_whose_place_the_pool_does_not_have_any_more_is_ended(scene: Scene) -> None:
+def test_a_worker_whose_place_the_pool_does_not_have_any_more_is_ended(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
     config = msgspec.structs.replace(scene.config.groups["g"], gpus=["0"])
     scene.config = msgspec.structs.replace(scene.config, groups={"g": config})
     worker = scene.stranger()
@@ -158,6 +162,7 @@ def test_a_worker_whose_place_the_pool_does_not_have_any_more_is_ended(scene: Sc
     assert scene.run(lambda supervisor: supervisor.survivors()) == []
     assert not path.exists()
     assert worker.wait(PATIENCE_S) == -signal.SIGKILL
+    assert f"worker {path.stem} is ended: the configuration has no worker g-1 any more\n" in capfd.readouterr().err
 
 
 def test_a_clock_that_is_set_makes_no_other_process_of_one(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
