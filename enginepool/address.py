@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 from pathlib import Path
 
 from enginepool.errors import ConfigError
@@ -59,6 +60,18 @@ def wrong_address(address: str, *, listens: bool = False) -> str:
     if (listens and port in ("*", "0")) or _is_port(port):
         return ""
     return f"write {FORM}; a port is 1 to {_LAST_PORT}{', or * for a free one' if listens else ''}"
+
+
+def is_in_use(address: str) -> bool:
+    """Whether a process listens on this ipc socket now; False for tcp, which cannot be asked without being noticed."""
+    if not address.startswith("ipc://"):
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address.removeprefix("ipc://"))
+        except OSError:
+            return False
+    return True
 
 
 def _is_port(text: str) -> bool:

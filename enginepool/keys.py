@@ -82,6 +82,18 @@ def key_for(address: str, path: "str | os.PathLike[str] | None") -> Key | None:
     return key if address.startswith("tcp://") else None
 
 
+def no_answer_hint(address: str, key: Key | None) -> str:
+    """Why a coordinator that runs at `address` may not answer, as the end of a sentence, or "".
+
+    A peer whose handshake is refused is not told so: it only hears nothing.
+    """
+    if not address.startswith("tcp://"):
+        return ""
+    if key is None:
+        return "; no keys were given, and TCP needs some unless the pool has insecure_loopback = true"
+    return "; or the pool does not know the key that was given, or the key is for another pool"
+
+
 def read_authorized(path: Path) -> dict[str, Role]:
     """The role of each public key that may connect.
 

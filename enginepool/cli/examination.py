@@ -7,7 +7,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,7 @@ import msgspec
 import psutil
 
 from enginepool import __version__
-from enginepool.address import STATE_DIR, default_address
+from enginepool.address import STATE_DIR, default_address, is_in_use
 from enginepool.errors import ConfigError
 from enginepool.folders import exposed
 
@@ -301,12 +300,12 @@ def endpoint() -> Finding:
         listen = default_address()
     except ConfigError as error:
         return Finding("default endpoint", "note", str(error))
-    path = Path(listen.removeprefix("ipc://"))
+    folder = Path(listen.removeprefix("ipc://")).parent
     try:
-        if why := exposed(path.parent) if path.parent.exists() else "":
+        if why := exposed(folder) if folder.exists() else "":
             return Finding("default endpoint", "note", f"{listen}: {why}")
-        with socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(str(path))
     except OSError:
         return Finding("default endpoint", "good", f"{listen} is free")
-    return Finding("default endpoint", "note", f"{listen}: in use; is a pool running? (enginepool status)")
+    if is_in_use(listen):
+        return Finding("default endpoint", "note", f"{listen}: in use; is a pool running? (enginepool status)")
+    return Finding("default endpoint", "good", f"{listen} is free")

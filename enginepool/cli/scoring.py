@@ -69,7 +69,7 @@ class Run:
             if error.retry or error.code in NOT_THE_LINES:
                 raise CommandFailed(f"stopped at line {number}: {error}; {self._answers.resumed} from there") from None
             if error.code == "unknown_group" and request.group is None:
-                raise CommandFailed(f"{error}; say which with --group", BAD_USAGE) from None
+                raise CommandFailed(f"{error}; choose one with --group", BAD_USAGE) from None
             self._answers.add(error_line(number, crc, request, error), failed=True)
         else:
             self._answers.versions.check(number, request.group, result.version)

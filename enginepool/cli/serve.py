@@ -26,7 +26,9 @@ def serve(
     model: Annotated[str | None, typer.Option(help="A checkpoint directory, or a name that SGLang can load.")] = None,
     workers: Annotated[
         int | None,
-        typer.Option(min=0, max=4096, metavar="N", help="Processes to start; 0: wait for some to dial in.  [default: 1]"),
+        typer.Option(
+            min=0, max=4096, metavar="N", help="Workers to start; 0: only `enginepool worker` starts some.  [default: 1]"
+        ),
     ] = None,
     engine: Annotated[EngineName | None, typer.Option(help="The engine in each worker.  [default: sglang]")] = None,
     device: Annotated[Device | None, typer.Option(help="Where the engine runs.  [default: auto]")] = None,
@@ -52,7 +54,7 @@ def serve(
       enginepool serve --model Qwen/Qwen3-Reranker-0.6B --workers 2
       enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
     """
-    from enginepool.address import default_address
+    from enginepool.address import default_address, is_in_use
     from enginepool.config import check_models, check_roots, load_config
     from enginepool.gpus import check_gpus
 
@@ -72,7 +74,9 @@ def serve(
     check_host(pool)
     if check:
         groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
-        typer.echo(f"{where}: good; groups: {groups}; listens on {pool.listen or default_address()}")
+        address = pool.listen or default_address()
+        now = ", where a pool runs now" if is_in_use(address) else ""
+        typer.echo(f"{where}: good; groups: {groups}; listens on {address}{now}")
         return
     from enginepool.cli.coordinator_process import keep_running
 

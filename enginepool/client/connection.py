@@ -37,7 +37,7 @@ from enginepool.client.link import Link
 from enginepool.client.names import follow_name
 from enginepool.client.session import ClientSession
 from enginepool.errors import ConnectError, EnginepoolError, error_from
-from enginepool.keys import Key
+from enginepool.keys import Key, no_answer_hint
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Failure, ToClient
 
@@ -48,8 +48,6 @@ T = TypeVar("T", Answer, Report, WeightsAnswer)
 UpdateEffect = JoinGroup | PhaseReached | UpdateDone | Fail
 
 _NO_POOL = "; is a pool running there? `enginepool serve` starts one"
-_NO_KEY = "; no keys were given, and TCP needs some unless the pool has insecure_loopback = true"
-_UNKNOWN_KEY = "; or the pool does not know the key that was given, or is another one than the key is for"
 #: How long a Goodbye may take to leave, in seconds.
 _LINGER_S = 0.1
 #: After a stall of this process everything that arrived meanwhile counts before any deadline does.
@@ -162,11 +160,7 @@ class Connection:
 
     def _error(self, failure: Failure, names: Mapping[str, str] | None = None) -> EnginepoolError:
         if failure.code == "connect":
-            hint = _NO_POOL
-            if self.address.startswith("tcp://"):
-                # A handshake that is refused is not told to who began it: only that it got nowhere.
-                hint += _UNKNOWN_KEY if self._key is not None else _NO_KEY
-            return ConnectError(f"{self.address}: {failure.message}{hint}")
+            return ConnectError(f"{self.address}: {failure.message}{_NO_POOL}{no_answer_hint(self.address, self._key)}")
         return error_from(failure, names)
 
     def _named(self, why: str) -> None:

@@ -55,7 +55,7 @@ def encode_pairs(
     """Frames of a query of its own for each item."""
     heads, rows = _rows("prompts", prompts), _rows("responses", responses)
     if len(heads) != len(rows):
-        raise bad("responses", f"responses: {len(rows)} for {len(heads)} prompts; as many of each", str(len(heads)))
+        raise bad("responses", f"responses: expected {len(heads)} (one per prompt), got {len(rows)}", str(len(heads)))
     # Not by its index: that of a column of a table begins where it likes.
     if isinstance(next(iter(heads)), str):
         head_lengths, head = _texts("prompts", heads, "prompts[0] is text")

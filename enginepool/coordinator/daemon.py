@@ -531,7 +531,7 @@ async def _serve(config: PoolConfig, lifeline: int | None) -> int:
         )
         for name, group in config.groups.items():
             if not group.workers:
-                log(f"group {name} starts no workers: it waits for those that dial in at {daemon.sockets.workers.endpoint}")
+                log(f"group {name} starts no workers: it waits for external workers at {daemon.sockets.workers.endpoint}")
         return await daemon.ended
     finally:
         daemon.close()

@@ -374,7 +374,7 @@ def _unmet(request: Request) -> str:
     if request.state == RUNNING:
         return ""
     if request.min_version > group.version:
-        return f"; weights of version {request.min_version} were to answer, and {group.version} is committed"
+        return f"; min_version is {request.min_version}, but the committed weight version is {group.version}"
     if not any(worker.able for worker in group.workers.values()):
         return f"; no worker of group {group.name} is ready"
     return ""

@@ -26,7 +26,7 @@ from enginepool.coordinator.supervisor import LocalSupervisor
 from enginepool.dealer import ask
 from enginepool.errors import ConfigError
 from enginepool.gpus import check_gpus
-from enginepool.keys import Key
+from enginepool.keys import Key, no_answer_hint
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
 from enginepool.protocol.messages import AskSettings, Failure, Settings, ToClient, ToWorker
@@ -234,7 +234,7 @@ async def settings_of(unit: UnitConfig, *, wait_refused: bool = False) -> Settin
     while True:
         try:
             settings = await asyncio.to_thread(ask_settings, unit)
-            line = f"no coordinator answers at {unit.address}: waiting for one"
+            line = f"no coordinator answers at {unit.address}: waiting for one{no_answer_hint(unit.address, unit.key)}"
         except SettingsRefused as error:
             if not wait_refused:
                 raise

@@ -1080,7 +1080,7 @@ def test_a_request_for_a_later_version_has_its_deadline() -> None:
     pool.do(ev.Submit(0, trainer.link, 50, work(), 0, pool.now + 1.0, 2))
     failure = failures(pool.wait(2.0))[50]
     assert failure.code == "deadline_exceeded"
-    assert failure.message.endswith("; weights of version 2 were to answer, and 0 is committed")
+    assert failure.message.endswith("; min_version is 2, but the committed weight version is 0")
     pool.machine.check()
 
 

@@ -1,5 +1,6 @@
 """`enginepool serve --check` refuses, in one line, what `serve` would refuse on this host."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -66,5 +67,9 @@ def test_the_check_leaves_no_file_and_passes_while_the_pool_runs(tmp_path: Path)
     assert (code, err) == (0, "") and ": good; groups: a (1 x sim)" in out
     assert list(state.iterdir()) == []
     journal = Journal(state)  # of the pool that runs
-    assert call("serve", "--config", path, "--check")[0] == 0
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(f"{state}/p.sock")
+        taken.listen()
+        code, out, _ = call("serve", "--config", path, "--check")
+    assert code == 0 and out.endswith(f"listens on ipc://{state}/p.sock, where a pool runs now\n")
     journal.close()

@@ -279,9 +279,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
 def test_a_pool_that_starts_no_workers_says_that_it_waits_for_some(processes: Processes, tmp_path: Path) -> None:
     daemon = Daemon(processes, sim_pool(tmp_path, workers=0)).listening()
     line = daemon.wait_for("group g ")
-    assert (
-        line.partition("enginepool: ")[2] == f"group g starts no workers: it waits for those that dial in at {daemon.workers}"
-    )
+    assert line.partition("enginepool: ")[2] == f"group g starts no workers: it waits for external workers at {daemon.workers}"
     assert daemon.end() == 0
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -158,6 +159,13 @@ def test_workers_end_with_a_command_that_is_killed(daemon: Daemon, outside: Star
     play(daemon, scene)
     [stager] = command.pids("stagers")
     os.kill(stager, signal.SIGKILL)
+
+
+def test_a_command_that_waits_on_tcp_says_that_it_may_be_the_key(processes: Processes, tmp_path: Path) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        command = Outside(processes, f"tcp://127.0.0.1:{bound.getsockname()[1]}", tmp_path / "outside")
+        assert "waiting for one; no keys were given, and TCP needs some" in command.wait_for("no coordinator answers")
 
 
 def test_it_waits_for_a_coordinator_and_outlives_one(processes: Processes, tmp_path: Path) -> None:
