@@ -90,7 +90,7 @@ def test_at_the_worker_endpoint_nobody_else_is_heard(pool: Daemon, role: str, ty
     with raw(pool.workers, **curve(pool, role)) as link:
         link.socket.send_multipart(vector("worker-coordinator", type_))
         answer = link.wait_for("error", "pong")
-        unknown = "unknown_group" if type_ == "register" else "hello_required"
+        unknown = "unknown_group" if type_ in ("register", "ask_settings") else "hello_required"
         assert answer["code"] == (unknown if role == "worker" else FORBIDDEN), (role, type_, answer)
 
 
