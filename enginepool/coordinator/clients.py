@@ -16,6 +16,9 @@ from enginepool.protocol.messages import PROTOCOL_VERSION, Failure, Pong, Welcom
 
 #: when a client for which there was no room says hello again
 FULL_MS = 1000
+#: Requests of clients whose links were cut or are back that are moved between two looks; the others are moved after the next
+#: look. A link may say hello as one client and as another one in turn, and each time the requests of both would be moved.
+MOVES = 8192
 
 
 class Clients:
@@ -24,6 +27,10 @@ class Clients:
     def __init__(self, core: Core, requests: Requests) -> None:
         self.core = core
         self.requests = requests
+        #: requests that were moved since the last look
+        self._moved = 0
+        #: clients whose requests are to be moved after the next looks, the longest first
+        self._to_move: dict[Client, None] = {}
 
     def hello(self, e: ev.ClientHello) -> None:
         """A link says whose it is. The newest incarnation of a client wins; its secret proves that it is the same client."""
@@ -116,8 +123,20 @@ class Clients:
 
     def _link(self, client: Client, link: Link | None) -> None:
         """The newest link of `client`. Without one its requests wait behind those of all others."""
-        before, client.link = client.link, link
-        if (before is None) != (link is None) and client.live:
+        client.link = link
+        if client.away == (link is None):
+            self._to_move.pop(client, None)
+        elif client.live and self._moved >= MOVES:
+            self._to_move[client] = None
+        else:
+            self._move(client)
+
+    def _move(self, client: Client) -> None:
+        """Put the requests of `client` where they belong now."""
+        self._to_move.pop(client, None)
+        client.away = client.link is None
+        if client.live:
+            self._moved += len(client.live)
             for group in self.core.groups.values():
                 group.queue.move(client)
                 group.suspects.move(client)
@@ -131,6 +150,7 @@ class Clients:
         if client.link is not None:
             core.links.pop(client.link, None)
             client.link = None
+        self._to_move.pop(client, None)
         for request in list(client.live.values()):
             self.requests.fail(request, "cancelled", "the client left")
             core.wake(request.group)
@@ -138,8 +158,14 @@ class Clients:
         core.clients.pop(client.id, None)
 
     def expire(self) -> None:
-        """Forget silent clients and old answers. Whose transaction is open has a lease of its own, and its end to hear of."""
+        """Forget silent clients and old answers, and move requests that were left. Whose transaction is open has a lease of its
+        own, and its end to hear of."""
         core = self.core
+        self._moved = 0
+        for client in list(self._to_move):
+            if self._moved >= MOVES:
+                break
+            self._move(client)
         publishers = {update.client for update in core.updates.values()}
         core.answers.expire(core.now)
         limit = core.now - core.config.timing.client_silence_s

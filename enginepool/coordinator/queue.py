@@ -49,7 +49,7 @@ class Peer(Protocol):
     """What a queue reads of a client."""
 
     @property
-    def link(self) -> object | None: ...
+    def away(self) -> bool: ...
 
 
 class Waits(Protocol):
@@ -304,7 +304,7 @@ class Queue(Generic[R]):
         if lane is None:
             lane = self._lanes[signature] = Lane()
         client = request.client
-        priority = request.priority if client.link is not None else AWAY
+        priority = AWAY if client.away else request.priority
         line = lane.lines.get(priority)
         if line is None:
             line = lane.lines[priority] = Line(priority, self._levels.setdefault(priority, Level()))
@@ -428,7 +428,7 @@ class Queue(Generic[R]):
         self._push_again(requests)
 
     def move(self, client: Peer) -> None:
-        """The link of `client` was cut, or it has one again: its requests go behind all others, or back among them."""
+        """`client.away` has changed: its requests go behind all others, or back among them."""
         moved: list[R] = []
         for lane in self._lanes.values():
             for line in lane.lines.values():
@@ -485,7 +485,7 @@ class Queue(Generic[R]):
                     assert order == sorted(order), (priority, order)
                     for request in flow:
                         if request.lane is self and request.state <= QUEUED:
-                            mine = request.priority if client.link is not None else AWAY
+                            mine = AWAY if client.away else request.priority
                             assert request.client is client and priority == mine, (priority, request)
                             assert signature == request.classes << 1 | request.work.hidden, (signature, request)
         seen = [request.seq for request in self.waiting()]

@@ -43,7 +43,7 @@ LOST, LOST_S = 64, 300.0
 class Client:
     """A client object somewhere, over all its links."""
 
-    __slots__ = ("heard", "id", "incarnation", "link", "live", "max_message", "nbytes", "rows", "token")
+    __slots__ = ("away", "heard", "id", "incarnation", "link", "live", "max_message", "nbytes", "rows", "token")
 
     def __init__(self, id: bytes, token: bytes, incarnation: int, link: Link, now: float) -> None:
         self.id = id
@@ -51,6 +51,8 @@ class Client:
         self.incarnation = incarnation
         #: the newest link; None once it is known to be gone
         self.link: Link | None = link
+        #: its requests wait behind those of all clients that have a link
+        self.away = False
         self.heard = now
         #: requests without an answer, by their id; their number and bytes are what the window bounds
         self.live: dict[int, Request] = {}

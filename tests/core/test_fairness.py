@@ -1,8 +1,12 @@
 """Promises about fairness: within a priority, clients share by what workers compute for them."""
 
+from typing import Any
+
 import pytest
 
+from enginepool.coordinator import clients
 from enginepool.coordinator import events as ev
+from enginepool.coordinator.queue import Peer, Queue
 from enginepool.protocol.messages import Result
 from tests.core.machines import CAN, Pool, Sent, work
 
@@ -173,3 +177,30 @@ def test_requests_of_a_client_whose_link_was_cut_wait_behind_all_others() -> Non
     while pool.batches:
         pool.finish(pool.batches[0])
     assert pool.machine.core.groups["g"].answered == 30, "nothing is thrown away"
+
+
+def test_a_link_that_two_clients_have_in_turn_moves_so_many_requests_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their requests are where they belong after the next looks."""
+    monkeypatch.setattr(clients, "MOVES", 50)
+    moved: list[Peer] = []
+
+    class Counted(Queue[Any]):
+        def move(self, client: Peer) -> None:
+            moved.append(client)
+            super().move(client)
+
+    pool = Pool()
+    pool.machine.core.groups["g"].queue = Counted()
+    names = b"a" * 16, b"b" * 16
+    for name in names:
+        pool.client(b"link", client=name)
+        for number in range(30):
+            pool.submit(b"link", number, work(1))
+    for _ in range(50):
+        for name in names:
+            pool.client(b"link", client=name)
+    first, second = (pool.machine.core.clients[name] for name in names)
+    assert len(moved) <= 2
+    pool.wait(1.0)
+    assert (first.away, second.away) == (True, False)
+    pool.machine.check()

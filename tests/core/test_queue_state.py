@@ -23,7 +23,7 @@ class Asks:
     """What a queue reads of a client."""
 
     number: int
-    link: bytes | None = b"l"
+    away: bool = False
 
 
 @dataclass(eq=False)
@@ -99,14 +99,12 @@ class AnyOrder(RuleBasedStateMachine):
                 return
             request = lane.head
             assert request is not None
-            rank = min((r.client.link is None, r.key) for r in mine)
+            rank = min((r.client.away, r.key) for r in mine)
             if not self.ageing:  # with it, a served request takes the key of an older one
-                assert rank == (request.client.link is None, request.key) or rank[0], (
-                    "the highest priority, of those who are here"
-                )
+                assert rank == (request.client.away, request.key) or rank[0], "the highest priority, of those who are here"
             same = [r for r in mine if (r.classes, r.work.hidden) == (request.classes, request.work.hidden)]
             older = [r for r in same if r.client is request.client and r.priority == request.priority and r.seq < request.seq]
-            assert not older or request.client.link is None, "the oldest of its client"
+            assert not older or request.client.away, "the oldest of its client"
             if not whole:
                 self.queue.charge(lane, weight)
                 continue
@@ -117,7 +115,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(client=st.integers(0, 3))
     def cut_or_hello(self, client: int) -> None:
         asks = self.clients[client]
-        asks.link = b"l" if asks.link is None else None
+        asks.away = not asks.away
         self.queue.move(asks)
 
     @precondition(lambda self: self.taken)
