@@ -11,6 +11,10 @@ RESTART = 75
 INTERNAL_ERROR = 70
 #: exit code of a coordinator whose configuration cannot be used
 BAD_CONFIG = 2
+#: exit code of a coordinator that its host keeps from starting, perhaps for a while, as by a full disk (sysexits: EX_IOERR)
+HOST_FAULT = 74
+#: seconds after which a coordinator is started again that ended with HOST_FAULT
+HOST_FAULT_S = 5.0
 
 
 class RestartPolicy:
@@ -20,6 +24,12 @@ class RestartPolicy:
     def __init__(self, most: int = 5, window_s: float = 60.0) -> None:
         self.most, self.window_s = most, window_s
         self._deaths: deque[float] = deque()
+
+    def after_end(self, code: int, now: float) -> float | None:
+        """Seconds to wait before the next start; None: no more. A fault of the host does not count: it may last a night."""
+        if code == RESTART:
+            return 0.0
+        return HOST_FAULT_S if code == HOST_FAULT else self.after_death(now)
 
     def after_death(self, now: float) -> float | None:
         """Seconds to wait before the next start; None: no more."""

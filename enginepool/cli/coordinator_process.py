@@ -13,13 +13,13 @@ import time
 
 from enginepool.config import PoolConfig, encode_config
 from enginepool.coordinator.log import log
-from enginepool.restart_policy import BAD_CONFIG, RESTART, RestartPolicy, exit_text
+from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, RESTART, RestartPolicy, exit_text
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
 #: as sys/prctl.h has it
 _PR_SET_PDEATHSIG = 1
 #: exit codes of a first coordinator that has said why it cannot start
-_CANNOT_START = (1, BAD_CONFIG)
+_CANNOT_START = (1, BAD_CONFIG, HOST_FAULT)
 
 
 def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int:
@@ -44,14 +44,17 @@ def _keep_running(config: PoolConfig, policy: RestartPolicy, stops: set[signal.S
         stopping, code = _wait(child, stops)
         status = code if code >= 0 else 128 - code
         if code == 0 or stopping or (starts == 1 and code in _CANNOT_START):
-            return status
+            return BAD_CONFIG if code == HOST_FAULT else status
         if code == RESTART:
             continue
-        wait_s = policy.after_death(time.monotonic())
+        wait_s = policy.after_end(code, time.monotonic())
         if wait_s is None:
             log(f"the coordinator {policy.given_up} with {exit_text(code)}: the pool ends; what the coordinator said is above")
             return status
-        log(f"the coordinator ended with {exit_text(code)}: it is started again after {wait_s:g} s, and adopts its workers")
+        if code == HOST_FAULT:
+            log(f"the coordinator cannot start on this host now: it is tried again every {wait_s:g} s; the reason is above")
+        else:
+            log(f"the coordinator ended with {exit_text(code)}: it is started again after {wait_s:g} s, and adopts its workers")
         if signal.sigtimedwait(stops, wait_s) is not None:
             log(f"asked to end without a coordinator: its workers end within {config.timing.orphan_s:g} s")
             return status

@@ -28,7 +28,7 @@ from enginepool.folders import PrivateFolder, snapshot_folders
 from enginepool.gpus import check_gpus
 from enginepool.host import LONGEST_PATH, os_error
 from enginepool.protocol.messages import Failure
-from enginepool.restart_policy import BAD_CONFIG, RESTART, STOPPED, RestartPolicy, exit_text
+from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, STOPPED, RestartPolicy, exit_text
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
 #: Lines of the coordinator's stderr that go into an error.
@@ -191,7 +191,7 @@ class EmbeddedCoordinator:
             text = "the pool was stopped: its coordinator was told to end with the workers (SIGTERM)"
             self._lost(Failure("pool_down", text, evidence=self._last_lines()))
             return
-        wait = 0.0 if code == RESTART else self._policy.after_death(self._loop.time())
+        wait = self._policy.after_end(code, self._loop.time())
         if wait is None:
             self._lost(self._failure(self._policy.given_up, code))
         else:
@@ -205,7 +205,7 @@ class EmbeddedCoordinator:
 
     def _failure(self, story: str, code: int) -> Failure:
         lines = self._last_lines()
-        if code == BAD_CONFIG and lines:
+        if code in (BAD_CONFIG, HOST_FAULT) and lines:
             return Failure("config", lines[-1].removeprefix("enginepool: "))
         return Failure("pool_down", f"the coordinator {story} with {exit_text(code)}", evidence=lines)
 

@@ -30,7 +30,7 @@ from enginepool.coordinator.events import Link
 from enginepool.coordinator.failures import signature
 from enginepool.coordinator.gate import Gate, read_keys
 from enginepool.coordinator.host_memory import bounds
-from enginepool.coordinator.journal import ROOM, Journal, prepare_state_dir
+from enginepool.coordinator.journal import ROOM, HostFault, Journal, prepare_state_dir
 from enginepool.coordinator.journal_writer import JournalWriter
 from enginepool.coordinator.log import log, say
 from enginepool.coordinator.machine import Machine
@@ -58,7 +58,7 @@ from enginepool.host import os_error
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Failure
-from enginepool.restart_policy import BAD_CONFIG, INTERNAL_ERROR, RESTART, STOPPED
+from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, INTERNAL_ERROR, RESTART, STOPPED
 
 #: stagers that owe nothing end within this
 QUIET_S = 1.0
@@ -182,7 +182,7 @@ class Daemon:
         try:
             self.journal.write(msgspec.structs.replace(self.journal.record, epoch=epoch), ROOM)
         except OSError as error:
-            raise ConfigError(f"{error.filename}: cannot be written: {error.strerror}") from None
+            raise HostFault(f"{error.filename}: cannot be written: {error.strerror}") from None
         alive = self.supervisor.survivors()
         weights, raises = dict(self.journal.record.weights), self.journal.record.raises
         history = self._writer.read_history(self.config.groups)
@@ -517,7 +517,7 @@ async def _serve(config: PoolConfig, lifeline: int | None) -> int:
     try:
         daemon = Daemon(config, asyncio.get_running_loop(), lifeline)
     except OSError as error:
-        raise ConfigError(f"cannot start: {os_error(error)}") from None
+        raise HostFault(f"cannot start: {os_error(error)}") from None
     try:
         try:
             daemon.start()
@@ -559,7 +559,7 @@ def main() -> int:
         return run(decode_config(text.encode()))
     except ConfigError as error:
         say(str(error))
-        return BAD_CONFIG
+        return HOST_FAULT if isinstance(error, HostFault) else BAD_CONFIG
 
 
 if __name__ == "__main__":

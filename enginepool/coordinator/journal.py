@@ -35,12 +35,17 @@ ROOM = 8192
 BLOCK = 4096
 
 
+class HostFault(ConfigError):
+    """The host cannot do now what the configuration asks for, and may later: a disk is full, for example."""
+
+
 def prepare_state_dir(directory: Path) -> None:
     """Make the state directory where it is missing, and try to write there. It is locked by nothing.
 
     Raises:
-        ConfigError: it cannot be made or written to, or other users can reach it. Besides the journal it has the sockets of
-            workers and of stagers.
+        HostFault: it cannot be made or written to.
+        ConfigError: it is no directory, or other users can reach it. Besides the journal it has the sockets of workers and of
+            stagers.
     """
     try:
         make_private(directory)
@@ -49,8 +54,9 @@ def prepare_state_dir(directory: Path) -> None:
             with tempfile.TemporaryFile(dir=directory, buffering=0) as probe:
                 probe.write(bytes(BLOCK))
     except OSError as error:
-        file = isinstance(error, FileExistsError | NotADirectoryError)
-        why = "a file, not a directory" if file and directory.exists() else f"cannot be written: {error.strerror}"
+        if not (isinstance(error, FileExistsError | NotADirectoryError) and directory.exists()):
+            raise HostFault(f"state_dir = {str(directory)!r}: cannot be written: {error.strerror}") from None
+        why = "a file, not a directory"
     if why:
         raise ConfigError(f"state_dir = {str(directory)!r}: {why}")
 
@@ -100,11 +106,12 @@ class Journal:
                 self._device = os.stat(directory).st_dev
                 self._lock()
             except OSError as error:
-                raise ConfigError(f"state_dir = {str(directory)!r}: {error.strerror}") from None
+                fault = ConfigError if isinstance(error, BlockingIOError) else HostFault
+                raise fault(f"state_dir = {str(directory)!r}: {error.strerror}") from None
             try:
                 self.record = self._read()
             except OSError as error:
-                raise ConfigError(f"{self.path}: {error.strerror}") from None
+                raise HostFault(f"{self.path}: {error.strerror}") from None
             stack.pop_all()
 
     def _lock(self) -> None:

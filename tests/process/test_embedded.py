@@ -23,7 +23,7 @@ from enginepool.client.embedded import EmbeddedCoordinator, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.folders import snapshot_folders
 from enginepool.protocol.messages import StatusReport
-from enginepool.restart_policy import RestartPolicy
+from enginepool.restart_policy import HOST_FAULT, HOST_FAULT_S, RESTART, RestartPolicy
 from enginepool.workers.sim.engine import BYTE_OFFSET
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.processes import Processes
@@ -385,6 +385,12 @@ def test_restarts_come_slower_and_end_when_too_many_fall_into_the_window():
     assert policy.after_death(3.5) is None
     calm = RestartPolicy(most=1, window_s=10.0)
     assert [calm.after_death(now) for now in (0.0, 20.0, 40.0)] == [0.0, 0.0, 0.0]
+
+
+def test_faults_of_the_host_do_not_count_as_deaths_of_the_coordinator():
+    policy = RestartPolicy(most=1, window_s=1000.0)
+    assert [policy.after_end(HOST_FAULT, float(now)) for now in range(100)] == [HOST_FAULT_S] * 100
+    assert [policy.after_end(code, 100.0) for code in (RESTART, -9, RESTART, 2)] == [0.0, 0.0, 0.0, None]
 
 
 def test_a_signal_handler_for_ctrl_c_is_the_programs_own():

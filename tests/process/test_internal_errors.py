@@ -3,6 +3,7 @@
 import asyncio
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -88,7 +89,7 @@ def test_a_request_that_ends_every_coordinator_ends_the_pool_with_the_reason(
 class Served:
     """`enginepool serve` with a fault, and all that it says."""
 
-    def __init__(self, processes: Processes, directory: Path) -> None:
+    def __init__(self, processes: Processes, directory: Path, command: Sequence[str] = COMMAND) -> None:
         self.address = f"ipc://{directory}/pool.sock"
         self.state = directory / "state"
         config = directory / "pool.toml"
@@ -99,7 +100,7 @@ class Served:
         self.log = directory / "log"
         processes.then(lambda: end_workers(str(self.state)))
         with self.log.open("wb") as log:
-            self.process = processes.start([*COMMAND, "serve", "--config", str(config)], stderr=log)
+            self.process = processes.start([*command, "serve", "--config", str(config)], stderr=log)
 
     def coordinator(self) -> psutil.Process:
         (child,) = [c for c in psutil.Process(self.process.pid).children() if "ENGINEPOOL_CONFIG" in c.environ()]

@@ -15,8 +15,10 @@ import pytest
 
 from enginepool import Pool, errors
 from enginepool.config import PoolConfig, Restart
+from tests.process.commands import PROGRAM
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
+from tests.process.test_internal_errors import Served
 
 #: a tmpfs of its own over the state directory, which no other process sees
 ON_A_SMALL_DISK = ["unshare", "-Urm", "sh", "-c", 'mount -t tmpfs -o size=256k,mode=700 tmpfs "$1" && shift && exec "$@"', "sh"]
@@ -255,6 +257,34 @@ def fill(folder: Path) -> None:
             with contextlib.suppress(OSError):
                 while file.write(bytes(size)):
                     continue
+
+
+@needs_mounts
+def test_serve_waits_for_room_on_the_disk_and_its_workers_stay(processes: Processes, tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    state.mkdir(mode=0o700)
+    served = Served(processes, tmp_path, [*ON_A_SMALL_DISK, str(state), *PROGRAM])
+    disk = Path(f"/proc/{served.process.pid}/root{state}")
+
+    async def story() -> None:
+        async with Pool.connect(served.address) as pool:
+            before = await both_serve(pool, 0)
+            fill(disk)
+            served.coordinator().kill()
+            call = asyncio.create_task(pool.score([1], [[2]], label_token_ids=[3]))
+
+            async def tried_twice() -> bool:
+                return (await asyncio.to_thread(served.log.read_text)).count("it is tried again every 5 s") > 1
+
+            await until(tried_twice)
+            (disk / "fill").unlink()
+            assert (await call).version == 0
+            assert await both_serve(pool, 0) == before
+
+    run(story)
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(PATIENCE_S) == 0
+    assert f"state_dir = '{state}': cannot be written: No space left on device" in served.log.read_text()
 
 
 @needs_mounts
