@@ -66,21 +66,22 @@ class Admission:
             self._busy(e, group, "window_requests", limits.window_requests)
         elif client.nbytes + e.unread + held > limits.window_bytes:
             self._busy(e, group, "window_bytes", limits.window_bytes)
-        elif bound := self._full(client, e, held):
+        elif (
+            client.rows + 2 * work.rows + core.live_rows > limits.queue_items
+            or client.nbytes + e.unread + 2 * held + core.live_bytes + e.outboxes > limits.buffer_bytes
+        ) and (bound := self._full(client, e, held)):
             self._busy(e, group, bound, getattr(limits, bound))
         else:
             core.make_room(held, e.outboxes)
             self._accept(client, group, e, classes, answer, held)
 
     def _full(self, client: Client, e: ev.Submit, held: int) -> str:
-        """The bound that has no room for the request, or "". Requests of lower priorities make room for it."""
+        """A client would have more than is left. The bound without room, or "" where lower priorities make room."""
         core, rows = self.core, e.work.rows
         limits = core.config.limits
         free_rows = limits.queue_items - core.live_rows - rows
         free_bytes = limits.buffer_bytes - core.live_bytes - e.outboxes - held
         my_rows, my_bytes = client.rows + rows, client.nbytes + e.unread + held
-        if my_rows <= free_rows and my_bytes <= free_bytes:
-            return ""
         lower_rows, lower_bytes = core.levels.below(e.priority)
         if my_rows > free_rows + lower_rows:
             return "queue_items"
@@ -140,7 +141,10 @@ class Admission:
         client.rows += work.rows
         core.live_rows += work.rows
         core.live_bytes += held
-        core.levels.add(request)
+        level = core.levels.by_priority[e.priority]
+        level.rows += work.rows
+        level.nbytes += held
+        level.requests[request] = None
         group.waiting += 1
         group.tokens += work.tokens
         if e.priority >= group.peak or core.now - group.peak_at > RECENT_S:

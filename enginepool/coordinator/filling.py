@@ -2,11 +2,12 @@
 
 A request stays together while it fits a batch of its worker's declared budget, and two forwards at its pace, by which a row
 weighs more than its tokens. A larger one is cut, in row order, into as few batches as can be, of as many rows each: several
-workers, and forwards that follow each other, gain nothing by a small last one. A row that alone is over that makes a batch of
-its own. A plain worker computes every row from its first token; a packed one computes what a row adds to the sequences of its
-batch, so there the query of one caller is free for the next one that has the same. A plain worker that keeps long queries
-computes such a query once as well, but may have to compute it again: there rows count in full, and a batch of one request with
-such a query may weigh more than others.
+workers, and forwards that follow each other, gain nothing by a small last one. Where another request opens a batch, the next
+rows of one that was cut already fill what is left. A row that alone is over the budget makes a batch of its own. A plain worker
+computes every row from its first token; a packed one computes what a row adds to the sequences of its batch, so there the query
+of one caller is free for the next one that has the same. A plain worker that keeps long queries computes such a query once as
+well, but may have to compute it again: there rows count in full, and a batch of one request with such a query may weigh more
+than others.
 """
 
 from math import inf
@@ -32,6 +33,8 @@ PART_BYTES = 160
 LABEL_BYTES = 5
 #: So many forwards of each worker wait, and it is throughput that all of them wait for.
 DEEP = 4
+#: Rows of a request that was cut fill what is left of a batch, if that is at least this part of a batch.
+REST = 0.25
 
 
 def short(pace: Pace, can: Capabilities) -> int:
@@ -86,6 +89,14 @@ def row_share(can: Capabilities) -> float:
 def longest(pace: Pace | None) -> float:
     """What a batch of several rows may weigh: two forwards at the worker's pace."""
     return inf if pace is None else 2 * pace.tokens
+
+
+def room_at_pace(worker: Worker, most: int, head: Request, follower: Request) -> float:
+    """What a batch may weigh with rows of `follower`, of which any number can follow."""
+    pace, can = worker.pace, worker.capabilities
+    if pace is None or can is None:
+        return inf
+    return min(most, short(pace, can)) if follower.priority < head.priority else most
 
 
 def beyond_pace(worker: Worker, most: int, head: Request, follower: Request, weight: float, more: float) -> bool:
@@ -144,11 +155,26 @@ def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker)
                 queue.drop(lane)
                 continue
             work = next_.work
+            if next_.next:
+                room = room_at_pace(worker, most, head, next_) - weight
+                more, slice_ = cut_rest(next_, worker, (free_tokens - cost, room), free_rows - rows)
+                count = slice_[2] - slice_[1]
+                fits = (header or header_bytes(head.work)) + header_bytes(work) <= core.header_bytes
+                if fits and large_rest(can, count, more):
+                    cost += more
+                    rows += count
+                    slices.append(slice_)
+                    take(core, slice_)
+                    charged = max(more + count * each, count * least)
+                    if next_.flying == next_.left:
+                        queue.pop(lane, charged)
+                    else:
+                        queue.charge(lane, charged)
+                break
             more = work.tokens + work.rows * extra
             weighs = more + work.rows * each
             if (
-                next_.next
-                or cost + more > free_tokens
+                cost + more > free_tokens
                 or rows + work.rows > free_rows
                 or beyond_pace(worker, most, head, next_, weight, weighs)
                 or (header := (header or header_bytes(head.work)) + header_bytes(work)) > core.header_bytes
@@ -182,14 +208,17 @@ def fill_packed(core: Core, queue: Queue[Request], lane: Lane[Request], worker: 
             continue
         start, end = request.back[0] if request.back else (request.next, request.work.rows)
         weight = packing.cost + rows * each
-        bounds = (most_tokens - packing.cost, each, room - weight)
+        follows = bool(slices and request.next)
+        limit = room_at_pace(worker, most, slices[0][0], request) if follows else room
+        bounds = (most_tokens - packing.cost, each, limit - weight)
         stop, cost, length = _pack(packing, request, start, end, most_rows - rows, bounds, follows=bool(slices))
         weighs = cost + (stop - start) * each
         charged = max(weighs, (stop - start) * row_share(can))
         header += header_bytes(request.work)
-        if slices and (
-            request.next
-            or header > core.header_bytes
+        if follows and (header > core.header_bytes or not large_rest(can, stop - start, cost) or (request.back and stop < end)):
+            break
+        if (slices and not follows) and (
+            header > core.header_bytes
             or stop < request.work.rows
             or beyond_pace(worker, most, slices[0][0], request, weight, weighs)
         ):
@@ -208,6 +237,8 @@ def fill_packed(core: Core, queue: Queue[Request], lane: Lane[Request], worker: 
             queue.charge(lane, charged)
             break
         queue.pop(lane, charged)
+        if follows:
+            break
     return Batch(core.task_id(), worker, slices, packing.cost, rows, False)
 
 
@@ -248,23 +279,47 @@ def cut_next(request: Request, worker: Worker) -> tuple[int, Slice]:
         bounds = (can.batch_tokens, each, room)
         end, cost, _ = _pack(Packing(can.context, can.page), request, start, end, can.batch_rows, bounds)
         return cost, (request, start, end)
-    extra = can.page - 1
-    lengths = row_lengths(request.work, start, min(end, start + can.batch_rows))
-    most = most_of(request.work, end - start, can)
+    bounds = most_of(request.work, end - start, can), room
+    cost, rows = _count(request, worker, start, end, bounds, can.batch_rows, least=1)
+    if rows < end - start:
+        rows = even(end - start, rows)
+        cost = sum(row_lengths(request.work, start, start + rows)) + rows * (can.page - 1)
+    return cost, (request, start, start + rows)
+
+
+def cut_rest(request: Request, worker: Worker, bounds: tuple[int, float], most_rows: int) -> tuple[int, Slice]:
+    """The next rows of `request` for what is left of a plain batch: within (tokens, weight) and so many rows. Possibly none.
+
+    Rows that came back from a worker stay together.
+    """
+    start, end = request.back[0] if request.back else (request.next, request.work.rows)
+    cost, rows = _count(request, worker, start, end, bounds, most_rows, least=0)
+    return (0, (request, start, start)) if request.back and rows < end - start else (cost, (request, start, start + rows))
+
+
+def large_rest(can: Capabilities, rows: int, tokens: int) -> bool:
+    """Whether so many rows of a request that was cut are enough for a part of its own."""
+    return rows >= REST * can.batch_rows or tokens >= REST * can.batch_tokens
+
+
+def _count(
+    request: Request, worker: Worker, start: int, end: int, bounds: tuple[int, float], most_rows: int, *, least: int
+) -> tuple[int, int]:
+    """(cost, how many) of the rows from `start` on that are within (tokens, weight), at least so many."""
+    can, pace = worker.capabilities, worker.pace
+    assert can is not None
+    each, extra = 0.0 if pace is None else pace.row, can.page - 1
     once = _once(request.work, end - start, can)
-    cost, weight = 0, 0.0
-    rows = 0
-    for length in lengths:
+    most, room = bounds
+    cost, weight, rows = 0, 0.0, 0
+    for length in row_lengths(request.work, start, min(end, start + most_rows)):
         more = length + extra
         weight += each if once else more + each
-        if rows and (cost + more > most or weight > room):
+        if rows >= least and (cost + more > most or weight > room):
             break
         cost += more
         rows += 1
-    if rows < end - start:
-        rows = even(end - start, rows)
-        cost = sum(lengths[:rows]) + rows * extra
-    return cost, (request, start, start + rows)
+    return cost, rows
 
 
 def even(rows: int, most: int) -> int:

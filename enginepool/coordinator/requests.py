@@ -279,7 +279,10 @@ class Requests:
         client.rows -= work.rows
         core.live_rows -= work.rows
         core.live_bytes -= held
-        core.levels.remove(request)
+        level = core.levels.by_priority[request.priority]
+        level.rows -= work.rows
+        level.nbytes -= held
+        level.requests.pop(request, None)
         if request.deadline is not None:
             core.deadlines.forget()
         if core.touched is not None:

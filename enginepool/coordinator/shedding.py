@@ -5,7 +5,7 @@ A request that was given to an engine leaves its list when it is met there, so i
 grow with the queue.
 """
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,43 +25,32 @@ class Level:
         self.rows = 0
         self.nbytes = 0
         #: those that no engine was given, and some that an engine was given since, oldest first
-        self.requests: OrderedDict[Request, None] = OrderedDict()
+        self.requests: dict[Request, None] = {}
 
 
 class Levels:
-    """All live requests by priority. There are as many levels as priorities were ever in use, at most 2,001."""
+    """All live requests by priority. There are as many levels as priorities were ever in use, at most 2,001.
 
-    __slots__ = ("_levels",)
+    A request enters its level where it is admitted and leaves it where it is released.
+    """
+
+    __slots__ = ("by_priority",)
 
     def __init__(self) -> None:
-        self._levels: defaultdict[int, Level] = defaultdict(Level)
-
-    def add(self, request: "Request") -> None:
-        """A request was admitted; `held` is its charge."""
-        level = self._levels[request.priority]
-        level.rows += request.work.rows
-        level.nbytes += request.held
-        level.requests[request] = None
-
-    def remove(self, request: "Request") -> None:
-        """A request has its final answer, or was shed."""
-        level = self._levels[request.priority]
-        level.rows -= request.work.rows
-        level.nbytes -= request.held
-        level.requests.pop(request, None)
+        self.by_priority: defaultdict[int, Level] = defaultdict(Level)
 
     def readmit(self, request: "Request") -> None:
         """The text of a suspect is harmless and no engine has its ids: it may be shed, also if it left its list."""
-        self._levels[request.priority].requests.setdefault(request)
+        self.by_priority[request.priority].requests.setdefault(request)
 
     def recharge(self, request: "Request", more: int) -> None:
         """The charge of a live request changes by so many bytes."""
-        self._levels[request.priority].nbytes += more
+        self.by_priority[request.priority].nbytes += more
 
     def below(self, priority: int) -> tuple[int, int]:
         """(items, bytes) of the live requests of lower priorities."""
         rows = nbytes = 0
-        for key, level in self._levels.items():
+        for key, level in self.by_priority.items():
             if key < priority:
                 rows += level.rows
                 nbytes += level.nbytes
@@ -73,8 +62,8 @@ class Levels:
         Where `MOST` of them free less, these are returned: the next attempt of the same request finds more room.
         """
         found: list[Request] = []
-        for key in sorted(key for key in self._levels if key < priority):
-            requests = self._levels[key].requests
+        for key in sorted(key for key in self.by_priority if key < priority):
+            requests = self.by_priority[key].requests
             while requests and (rows > 0 or nbytes > 0) and len(found) < MOST:
                 request, _ = requests.popitem()
                 if _untouched(request):
@@ -83,12 +72,12 @@ class Levels:
                     nbytes -= request.held
         if (rows > 0 or nbytes > 0) and len(found) < MOST:
             for request in reversed(found):
-                self._levels[request.priority].requests[request] = None
+                self.by_priority[request.priority].requests[request] = None
             return []
         return found
 
     def check(self, live: list["Request"]) -> None:
-        for key, level in self._levels.items():
+        for key, level in self.by_priority.items():
             mine = [request for request in live if request.priority == key]
             assert level.rows == sum(request.work.rows for request in mine), key
             assert level.nbytes == sum(request.held for request in mine), key
