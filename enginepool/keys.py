@@ -91,7 +91,7 @@ def no_answer_hint(address: str, key: Key | None) -> str:
         return ""
     if key is None:
         return "; no keys were given, and TCP needs some unless the pool has insecure_loopback = true"
-    return "; or the pool does not know the key that was given, or the key is for another pool"
+    return "; perhaps the pool does not know the key that was given, or the key is for another pool"
 
 
 def read_authorized(path: Path) -> dict[str, Role]:

@@ -25,7 +25,7 @@ async def wait_until_ready(ask: Ask, within: float | None, group: str, say: Call
     while True:
         left = None if until is None else until - loop.time()
         if left is not None and left <= 0:
-            raise DeadlineExceeded(f"not ready after {within:g} s: {waiting}", limit=f"{within:g} s")
+            raise DeadlineExceeded(f"not ready after {within:.3g} s: {waiting}", limit=f"{within:g} s")
         try:
             report = await ask(left)
         except DeadlineExceeded:
@@ -68,6 +68,6 @@ def _news(status: GroupStatus, said: dict[tuple[str, str], str]) -> list[str]:
 
 def _describe(status: GroupStatus) -> str:
     if not status.workers:
-        return f"group {status.name!r} has no worker yet{status.no_worker and f': {status.no_worker}'}"
+        return f"group {status.name!r}: {status.no_worker}" if status.no_worker else f"group {status.name!r} has no worker yet"
     doing = ", ".join(f"{w.name} {w.stage}{f' ({w.detail})' if w.detail else ''}" for w in status.workers)
     return f"group {status.name!r}: {status.no_worker and f'{status.no_worker}; '}{doing}"

@@ -31,7 +31,8 @@ async def restart_workers(ask: Ask, restart: Restart, group: str, worker: str, s
         names = ", ".join(one.name for one in status.workers[:8]) or "no worker"
         if worker:
             raise BadRequest(f"worker: {worker!r} is not a worker of group {status.name!r}, which has {names}", field="worker")
-        raise BadRequest(f"group: {status.name!r} has no worker that the pool started; it has {names}", field="group")
+        why = f"has no worker that the pool started; restart external workers on their own hosts; it has {names}"
+        raise BadRequest(f"group: {status.name!r} {why}", field="group")
     loop = asyncio.get_running_loop()
     for number, before in enumerate(chosen, 1):
         began = loop.time()

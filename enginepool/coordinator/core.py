@@ -192,9 +192,12 @@ class Core:
 
     def unknown_group(self, link: Link, id: int, name: str) -> None:
         """Refuse a name that means no group."""
+        self.refuse(link, id, "unknown_group", self.no_group(name), field="group", limit=", ".join(self.groups))
+
+    def no_group(self, name: str) -> str:
+        """Why `name` means no group."""
         names = ", ".join(self.groups)
-        text = f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
-        self.refuse(link, id, "unknown_group", text, field="group", limit=names)
+        return f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
 
     def make_room(self, nbytes: int, outboxes: int) -> bool:
         """Whether so many more bytes fit below `limits.buffer_bytes`. Kept answers make room for them."""

@@ -113,7 +113,7 @@ class Fleet:
 
     def _unknown_group(self, link: Link, name: str) -> str:
         """Refuse the message; returns what is wrong with it."""
-        wrong = f"group: {name!r} is none of: {', '.join(self.core.groups)}"
+        wrong = self.core.no_group(name)
         self._refuse(link, "unknown_group", wrong)
         return wrong
 

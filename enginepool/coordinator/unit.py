@@ -91,7 +91,7 @@ def ask_settings(unit: UnitConfig) -> Settings | None:
     if isinstance(answer, Settings):
         return answer
     if isinstance(answer, Failure):
-        hint = "; is this the address for clients? Workers connect to listen_workers" if answer.field == "type" else ""
+        hint = "; is this the address for clients? Workers connect to listen_workers" if answer.code == "unsupported" else ""
         raise SettingsRefused(f"{unit.address}: {answer.code}: {answer.message}{hint}")
     raise SettingsRefused(f"{unit.address}: expected settings, got {type(answer).__name__}")
 

@@ -85,6 +85,15 @@ def test_ready_says_it_at_once_and_in_its_timeout() -> None:
     assert said == [f"g: {NONE}", "g: outside lost: it was silent for 20.1 s"]
 
 
+def test_a_group_without_any_worker_says_why_once() -> None:
+    async def ask(_: float | None) -> StatusReport:
+        return StatusReport(1, groups=[GroupStatus("g", no_worker=NONE)])
+
+    with pytest.raises(DeadlineExceeded) as caught:
+        asyncio.run(wait_until_ready(ask, 0.30000001, "g", lambda line: None))
+    assert str(caught.value).startswith(f"not ready after 0.3 s: group 'g': {NONE}")
+
+
 def test_a_group_that_serves_says_nothing_of_workers_that_were_lost_before() -> None:
     said: list[str] = []
     workers = [WorkerStatus("g-0", "g-0.1", "ready"), WorkerStatus("outside", "outside", "lost", detail="drained: SIGTERM")]

@@ -188,6 +188,7 @@ def test_versions_only_grow_unless_somebody_begins_a_new_run() -> None:
     for version in (5, 4):
         failure = refusal(trainer.publish(version), trainer.ids)
         assert (failure.code, failure.field, failure.limit) == ("version_backwards", "version", "5")
+        assert "expected 6 or higher, or a new run, since 5 is committed; got " in failure.message
     committed(pool, trainer, 1, links, new_run=True)
     weights = pool.machine.core.groups["g"].weights
     assert (weights.version, weights.run) == (1, 1)

@@ -200,6 +200,13 @@ def test_what_cannot_work_is_said_in_one_line(daemon: Daemon, tmp_path: Path, op
     assert code in (1, 2) and said in err and err.count("\n") == 1
 
 
+def test_a_group_that_is_not_named_is_asked_for(processes: Processes, tmp_path: Path) -> None:
+    config = sim_pool(tmp_path, workers=0)
+    daemon = Daemon(processes, msgspec.structs.replace(config, groups={**config.groups, "h": config.groups["g"]})).listening()
+    code, _, err = call("worker", "--connect", daemon.workers, "--state-dir", tmp_path / "outside")
+    assert (code, err) == (1, f"enginepool: {daemon.workers}: unknown_group: group: name one of: g, h\n")
+
+
 def test_the_address_of_clients_is_refused_with_a_hint(daemon: Daemon, tmp_path: Path) -> None:
     code, _, err = call("worker", "--connect", daemon.address, "--state-dir", tmp_path / "outside")
     assert code == 1 and "listen_workers" in err and err.count("\n") == 1

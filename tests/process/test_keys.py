@@ -19,6 +19,7 @@ from enginepool.keys import AUTHORIZED, FIRST, make_keys, read_key
 from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.attackers import Raw, raw
+from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 from tests.wire.make_vectors import VALID
@@ -130,6 +131,12 @@ def test_a_client_without_a_key_is_told_what_may_be_wrong(pool: Daemon, tmp_path
     make_keys(tmp_path, {"stranger": "admin"})
     with pytest.raises(errors.ConnectError, match="does not know the key that was given"):
         BlockingPool.connect(pool.address, keys=tmp_path / "stranger.key", connect_timeout=0.5)
+
+
+def test_a_worker_command_with_the_key_of_a_client_is_told_its_role(pool: Daemon, tmp_path: Path) -> None:
+    keys = Path(pool.config.keys) / "client.key"
+    code, _, err = call("worker", "--connect", pool.workers, "--keys", keys, "--state-dir", tmp_path / "outside")
+    assert code == 1 and err.endswith("the worker endpoint needs the role worker; this link has: client\n")
 
 
 def test_strangers_do_not_fill_the_log(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Publishers:
         again = group.behind or (group.needs and not _over(offer))
         least = present if again else present + 1
         if offer.version < least and not offer.new_run:
-            text = f"version: {offer.version}, and {present} is committed; at least {least}, or a new run"
+            text = f"version: expected {least} or higher, or a new run, since {present} is committed; got {offer.version}"
             core.refuse(e.link, offer.id, "version_backwards", text, field="version", limit=str(present))
             return
         self._begin(client, group, e)
