@@ -53,6 +53,8 @@ from enginepool.workers.work import Run, Work, scored, tokenised
 TICK_S = 0.25
 #: a registered worker that hears nothing for this long says `register` again
 SILENCE_S = 5.0
+#: a silence of the coordinator that is as long is a line in the worker's log, and so is its end
+NOTED_SILENCE_S = 10.0
 #: an unanswered `register` is repeated after this
 ASK_AGAIN_S = 1.0
 #: no event for this long, though ticks are due, means that this process stood still; the coordinator is not blamed for it
@@ -100,6 +102,8 @@ class WorkerMachine:
         #: `accept` came on the present link; implies linked
         self.registered = False
         self.heard_at = now
+        #: the log has a line on the present silence
+        self.silence_noted = False
         self.asked_at = -ASK_AGAIN_S
         self.stage = "starting"
         self.detail = ""
@@ -172,7 +176,13 @@ class WorkerMachine:
         return self._register() if self.now - self.asked_at >= ASK_AGAIN_S else []
 
     def _received(self, event: ev.Received) -> list[Effect]:
-        self.heard_at = self.now
+        silent, self.heard_at = self.now - self.heard_at, self.now
+        if self.silence_noted:
+            self.silence_noted = False
+            return [Note(f"the coordinator speaks again, after {silent:.0f} s"), *self._act_on(event)]
+        return self._act_on(event)
+
+    def _act_on(self, event: ev.Received) -> list[Effect]:
         message = event.message
         if isinstance(message, Batch):
             return self._work(message.batch, len(message.parts), RunBatch(message, event.frames, event.unreadable))
@@ -359,6 +369,17 @@ class WorkerMachine:
         silent = self.now - self.heard_at
         if silent >= self.orphan_s and not self.external:
             return self._end(Exit.ORPHANED, f"no word from a coordinator for {self.orphan_s:g} s", close=True)
+        return self._note_silence(silent) + self._keep_up()
+
+    def _note_silence(self, silent: float) -> list[Effect]:
+        if silent < NOTED_SILENCE_S or self.silence_noted:
+            return []
+        self.silence_noted = True
+        then = "keeps its model and waits" if self.external else f"ends after {self.orphan_s:g} s of silence"
+        return [Note(f"no word from a coordinator for {silent:.0f} s: this worker {then}")]
+
+    def _keep_up(self) -> list[Effect]:
+        """End what has drained; register where the coordinator is to be asked."""
         effects = self._end_if_drained()
         if effects or not self.linked:
             return effects

@@ -24,6 +24,8 @@ _BAR = re.compile(r"\d%( Completed)? *\||\d+/\d+ \[\d+:\d\d")
 #: in a Python warning (FILE:LINE: UserWarning: ...), in the line of code that is shown with it, and in what the cleaner of
 #: semaphores and shared memory of Python has to say
 _WARNING = re.compile(r":\d+: \w*Warning: |^\s*warnings\.warn\(|resource_tracker: ")
+#: in a line of a worker on the silence of a coordinator, which it survived
+_SILENCE = re.compile(r": (no word from a coordinator for \d+ s: this worker|the coordinator speaks again, after) ")
 #: before each line of a worker: the time, and the worker
 _PREFIX = re.compile(r"^[\d-]{10}T[\d:.]{12}Z enginepool (worker|stager)( \S+)?: ")
 
@@ -95,14 +97,15 @@ def failed_by_itself(code: int | None) -> bool:
 def last_line(log: bytes) -> str:
     """The last line that says something of the process's end.
 
-    Passed over are progress bars and Python's warnings, which say what it did before, and what the process writes that Python
-    leaves behind to clean up after one that was killed. The time and the name of the process are left out.
+    Passed over are progress bars, Python's warnings and silences of a coordinator, which say what was before, and what the
+    process writes that Python leaves behind to clean up after one that was killed. The time and the name of the process are
+    left out.
     """
     for line in reversed(log.decode(errors="replace").split("\n")):
         drawn = "\r" in line.removesuffix("\r") or line.endswith("%\r")
         for text in reversed(line.split("\r")):
             bar = _BAR.search(text) or (drawn and "%" in text)
-            if text.strip() and not bar and not _WARNING.search(text):
+            if text.strip() and not bar and not _WARNING.search(text) and not _SILENCE.search(text):
                 return _PREFIX.sub("", text.strip())[:500]
     return ""
 

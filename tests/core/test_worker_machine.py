@@ -422,6 +422,16 @@ def test_no_word_from_a_coordinator_ends_an_orphan() -> None:
     assert (w.ended.code, w.ended.close) == (Exit.ORPHANED, True)
 
 
+@pytest.mark.parametrize(("external", "then"), [(True, "keeps its model and waits"), (False, "ends after 60 s of silence")])
+def test_a_long_silence_of_the_coordinator_is_one_line_when_it_is_noticed_and_one_at_its_end(external: bool, then: str) -> None:
+    w = machine(external=external)
+    run(w, Connected(0.0), Received(0.0, Accept(5)), Disconnected(1.0))
+    notes = [effect for t in range(4, 160) for effect in run(w, Tick(t / 4)) if isinstance(effect, Note)]
+    assert notes == [Note(f"no word from a coordinator for 10 s: this worker {then}")]
+    back = [effect for effect in [*run(w, Connected(41.0)), *hear(w, Accept(6)), *hear(w, Ping(1))] if isinstance(effect, Note)]
+    assert back == [Note("the coordinator speaks again, after 41 s")]
+
+
 def test_accept_sets_the_time_after_which_a_worker_is_an_orphan() -> None:
     w = machine(orphan_s=1.0)
     run(w, Connected(0.0), Received(0.5, Accept(5, orphan_s=4.0)))
