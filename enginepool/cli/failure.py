@@ -79,6 +79,6 @@ def _usage(error: Any) -> str:
     text = " ".join(error.format_message().split()).rstrip(".").replace("Value error, ", "")
     # Newer versions of typer check values with pydantic, whose messages leave the value out.
     cause: Any = error.__cause__
-    if hasattr(cause, "errors"):
-        text += f", got {cause.errors()[0]['input']!r}"
+    if hasattr(cause, "errors") and (given := repr(cause.errors()[0]["input"])) not in text:
+        text += f", got {given}"
     return f"{path}: {text[:1].lower()}{text[1:]} ({path} --help shows how)"

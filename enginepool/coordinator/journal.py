@@ -183,7 +183,8 @@ class Journal:
         found = [(slot.sequence, at, slot.record) for at in (0, 1) if (slot := _whole(data[at * half : (at + 1) * half]))]
         if not found:
             raise ConfigError(
-                f"{self.path}: not a journal of this pool, or damaged: neither of its two lines is a whole record"
+                f"{self.path}: not a journal of this pool, or damaged: neither of its two lines is a whole record; "
+                "restore the file, or move it away: the pool then does not know which weights were committed"
             )
         self._sequence, self._newest, text = max(found, key=lambda one: one[0])
         self._slot_bytes = half

@@ -213,7 +213,7 @@ def test_after_a_torn_write_the_line_that_holds_is_not_written_over(tmp_path: Pa
 )
 def test_a_file_without_a_whole_record_is_refused_by_its_name(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "journal.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=r"journal\.json.*neither of its two lines"):
+    with pytest.raises(ConfigError, match=r"journal\.json.*neither of its two lines.*or move it away"):
         Journal(tmp_path)
     assert (tmp_path / "journal.json").read_bytes() == content
 

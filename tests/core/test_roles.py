@@ -129,7 +129,9 @@ def test_a_path_under_a_root_may_be_opened(path: str) -> None:
 )
 def test_a_path_elsewhere_may_not(path: str) -> None:
     assert outside(path, ["/data/a", "/m"]).startswith(f"path: {path!r}: must ")
-    assert "must lie under" in outside("/data/a", [])
+    assert outside("/data/a", []).endswith("must lie under one of the group's checkpoint_roots, and its configuration has none")
+    assert outside("/etc", ["/data", "/m"]).endswith("must lie under one of the group's checkpoint_roots: /data, /m")
+    assert outside("step-400", ["/data"]).endswith("must be absolute, or a directory that exists where it is published")
 
 
 @pytest.mark.parametrize(

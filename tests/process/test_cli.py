@@ -208,6 +208,7 @@ def test_a_wrong_choice_is_answered_with_the_right_ones(tmp_path: Path) -> None:
     code, _, err = call("tiny-model", tmp_path / "m", "--head", "rewards")
     assert (code, err.count("\n")) == (2, 1)
     assert "invalid value for '--head': 'rewards' is not one of 'causal', 'reward'" in err
+    assert err.count("'rewards'") == 1
 
 
 def test_a_bug_of_ours_is_one_line_that_says_how_to_see_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,9 +84,11 @@ def check_spaces(spaces: Sequence[Space], pid: int | None) -> None:
 def outside(path: str, roots: Sequence[str]) -> str:
     """Why the checkpoint directory `path` may not be opened, as far as its text tells; or "". Workers resolve links."""
     if not path.startswith("/"):
-        return f"path: {path!r}: must be absolute"
+        return f"path: {path!r}: must be absolute, or a directory that exists where it is published"
     if "\0" in path or ".." in path.split("/"):
         return f"path: {path!r}: must not contain '..' or a null character"
+    if not roots:
+        return f"path: {path!r}: must lie under one of the group's checkpoint_roots, and its configuration has none"
     if not any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots):
-        return f"path: {path!r}: must lie under a directory of the group's checkpoint_roots"
+        return f"path: {path!r}: must lie under one of the group's checkpoint_roots: {', '.join(roots)}"
     return ""
