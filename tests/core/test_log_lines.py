@@ -4,9 +4,10 @@ import re
 
 from enginepool.config import Limits, Restart
 from enginepool.coordinator import events as ev
-from enginepool.protocol.updates import Abandon
-from tests.core.machines import Pool, codes, work
-from tests.core.publishers import Trainer, UpdatePool
+from enginepool.coordinator.events import GroupWeights
+from enginepool.protocol.updates import Abandon, Restored
+from tests.core.machines import CAN, EPOCH, Pool, codes, work
+from tests.core.publishers import DIGEST, Trainer, UpdatePool
 
 
 def lines(pool: Pool, word: str) -> list[str]:
@@ -119,3 +120,18 @@ def test_an_update_is_one_line_when_it_is_committed_and_one_with_the_reason_when
     pool.publish(trainer, 2, [worker])
     pool.written()
     assert lines(pool, "update of")[1:] == ["update of g to version 2 (staged, 1 worker): committed"]
+
+
+def test_a_worker_that_cannot_restore_the_committed_weights_is_one_line_and_one_more_when_it_can() -> None:
+    pool = UpdatePool()
+    pool.machine = pool.machine.__class__(pool.machine.core.config, checked=True)
+    pool.do(ev.Started(0, EPOCH, {"g": GroupWeights(3, DIGEST, "/snapshots/g")}))
+    second = pool.worker("second")
+    for _ in range(3):
+        pool.tell(second, Restored(3, "needs_weights", "no snapshot"))
+        pool.live(pool.machine.core.config.timing.restore_again_s + 1.0)
+    assert lines(pool, "restore") == [
+        "worker second cannot restore weight version 3: no snapshot; it gets no work, and tries again every 10 s"
+    ]
+    pool.do(ev.WorkerReady(0, second, CAN, 3, DIGEST))
+    assert lines(pool, "restore")[1:] == ["worker second has restored the committed weight version 3"]

@@ -59,6 +59,8 @@ class Restoring:
             if update is None or worker.incarnation not in update.members:
                 self._restore(worker)
             return
+        if worker.restore_until is not None:
+            self.fleet.log(worker, f"worker {worker.name} has restored the committed weight version {weights.version}")
         worker.restore_until = worker.lacks = None
         group.needy &= ~worker.class_
         if not group.needy:
@@ -116,7 +118,11 @@ class Restoring:
             return
         worker.restore_until = None
         worker.lacks = f"{e.code}: {e.message}", self.core.now + self.core.config.timing.restore_again_s
-        worker.detail = f"cannot restore weight version {e.version}: {e.message}"
+        detail = f"cannot restore weight version {e.version}: {e.message}"
+        if detail != worker.detail:  # it tries again every few seconds
+            again = f"it gets no work, and tries again every {self.core.config.timing.restore_again_s:g} s"
+            self.fleet.log(worker, f"worker {worker.name} {detail}; {again}")
+        worker.detail = detail
 
     def watch(self) -> None:
         """Try again, and see whether the weights of a group exist nowhere."""
