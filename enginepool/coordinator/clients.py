@@ -44,6 +44,12 @@ class Clients:
             text = f"hello: {len(core.links)} clients are connected, as many as limits.clients allows"
             self._refuse(e, "busy", text, "limits.clients", FULL_MS)
             return
+        if client is None and e.link in core.links and len(core.clients) >= core.config.limits.clients:
+            # Clients whose links are gone are remembered for a while. One link must not leave behind any number of them.
+            many = f"{len(core.clients)} clients are remembered, as many as limits.clients allows"
+            text = f"hello: this link had another client, and {many}; open a new link"
+            self._refuse(e, "busy", text, "limits.clients", FULL_MS)
+            return
         if client is not None and not hmac.compare_digest(client.token, e.token):
             self._refuse(e, "unauthorised", "hello: the token is not this client's", "token")
             return

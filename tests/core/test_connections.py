@@ -14,7 +14,7 @@ from enginepool.coordinator import events as ev
 from enginepool.coordinator.connections import EACH_WORKER, OPEN_FILES, RESERVE, Connections, shares
 from enginepool.errors import ConfigError
 from enginepool.protocol.messages import Welcome
-from tests.core.machines import Pool, codes, config, failures
+from tests.core.machines import Pool, codes, config, failures, work
 
 
 @given(st.integers(1, OPEN_FILES), st.integers(1, 100_000), st.integers(0, 4096))
@@ -104,3 +104,16 @@ def test_a_client_above_the_limit_is_told_and_let_in_when_another_one_has_left()
     assert pool.do(ev.ClientHello(0, b"new link", first.ljust(16, b"."), b"t" * 16, 1)), "and come back on another one"
     pool.do(ev.ClientLeft(0, second))
     assert hello(b"third", 5) == [Welcome]
+
+
+def test_one_link_leaves_behind_no_more_clients_than_the_limit() -> None:
+    pool = Pool(config(limits=Limits(clients=3)))
+    for number in range(3):
+        link = pool.client(b"link", client=b"%d" % number * 16)
+        pool.submit(link, 1, work())
+    (failure,) = failures(pool.do(ev.ClientHello(0, b"link", b"n" * 16, b"t" * 16, 4))).values()
+    assert (failure.code, failure.field) == ("busy", "limits.clients")
+    assert len(pool.machine.core.clients) == 3
+    assert pool.machine.core.links[b"link"].id == b"2" * 16, "the link keeps its client"
+    pool.client(b"other")
+    assert len(pool.machine.core.clients) == 4, "a new link is not refused"
