@@ -517,7 +517,9 @@ async def _serve(config: PoolConfig, lifeline: int | None) -> int:
     try:
         daemon = Daemon(config, asyncio.get_running_loop(), lifeline)
     except OSError as error:
-        raise HostFault(f"cannot start: {os_error(error)}") from None
+        # A file in the place of a folder is the operator's to move: no later start finds it gone by itself.
+        fault = ConfigError if isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError) else HostFault
+        raise fault(f"cannot start: {os_error(error)}") from None
     try:
         try:
             daemon.start()

@@ -25,6 +25,7 @@ from enginepool.coordinator.daemon import run
 from enginepool.coordinator.sockets import CLIENT_PROOF, OPEN_FILES, WORKER_PROOF
 from enginepool.errors import ConfigError
 from enginepool.protocol.messages import MAX_HEADER_BYTES, StatusReport
+from enginepool.restart_policy import HOST_FAULT
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
@@ -316,7 +317,7 @@ def test_a_journal_that_cannot_be_written_at_the_start_is_said_in_one_line(proce
     (tmp_path / "state").mkdir(mode=0o700)
     (tmp_path / "state" / "journal.new").symlink_to("/dev/full")
     daemon = Daemon(processes, config)
-    assert daemon.process.wait(PATIENCE_S) == 2
+    assert daemon.process.wait(PATIENCE_S) == HOST_FAULT
     daemon.end()
     assert len(daemon.lines) == 1, daemon.lines
     assert f"{tmp_path}/state/journal.json" in daemon.lines[0] and "cannot be written" in daemon.lines[0]
