@@ -381,7 +381,7 @@ def test_a_configuration_with_a_mistake_is_one_line_that_names_it(config: str, s
         ("serve pool.toml", 2, "unexpected extra argument(s) (pool.toml)"),
         ("status --connect 127.0.0.1:5755", 2, "'127.0.0.1:5755': write tcp://127.0.0.1:5755"),
         ("status --connect http://x:1", 2, "'http://x:1': write tcp://HOST:PORT or ipc://PATH"),
-        ("statu", 2, "did you mean 'status'?"),
+        ("statu", 2, "did you mean 'status'"),
         ("score", 2, "missing argument 'IN.jsonl'"),
         ("score none.jsonl out.jsonl", 2, "none.jsonl: no such file"),
         ("score pyproject.toml pyproject.toml", 2, "pyproject.toml: answers go to a file of their own"),
