@@ -50,11 +50,12 @@ def worker(
         ),
     ] = None,
 ) -> None:
-    """Run workers on this host for a pool that runs elsewhere, until SIGTERM or Ctrl-C.
+    """Run workers on this host for a pool elsewhere.
 
-    Each worker has a stager, which takes new weights while the engine serves. The engine's settings come from the group of the
-    pool. What ends is started again. A worker that loses the link to its pool keeps its model and waits for the pool. SIGTERM
-    and Ctrl-C let begun work finish first; when this command is killed, its workers end with it.
+    They run until SIGTERM or Ctrl-C. Each worker has a stager, which takes new weights while the engine serves. The engine's
+    settings come from the group of the pool. What ends is started again. A worker that loses the link to its pool keeps its
+    model and waits for the pool. SIGTERM and Ctrl-C let begun work finish first; when this command is killed, its workers end
+    with it.
 
     \b
     Examples:

@@ -40,7 +40,8 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_every_command_has_help_with_examples() -> None:
-    assert commands() == ["demo", "doctor", "serve", "ready", "keys", "score", "status", "restart", "tiny-model", "weights"]
+    ours = ["demo", "doctor", "serve", "ready", "keys", "score", "status", "restart", "tiny-model", "worker", "weights"]
+    assert commands() == ours
     about_weights = commands("weights")
     assert about_weights == ["versions", "history", "digest", "validate", "get", "publish", "relabel"]
     for name in [[name] for name in commands() if name != "weights"] + [["weights", name] for name in about_weights]:

@@ -353,6 +353,14 @@ def test_asked_twice_a_coordinator_ends_at_once_and_leaves_neither_worker_nor_tr
     daemon = Daemon(processes, config).listening()
     pids = [msgspec.json.decode(path.read_bytes())["pid"] for path in Path(config.state_dir).glob("workers/*.json")]
     assert len(pids) == 2
+
+    async def workers_load() -> None:
+        """A worker that is not connected yet would be ended at once."""
+        async with Pool.connect(daemon.address) as pool, asyncio.timeout(PATIENCE_S):
+            while {worker.stage for worker in (await pool.status()).groups[0].workers} != {"loading"}:
+                await asyncio.sleep(0.05)
+
+    run(workers_load)
     daemon.process.send_signal(signal.SIGTERM)
     daemon.wait_for("draining")
     assert daemon.end() == 1
