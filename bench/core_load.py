@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from enginepool.config import GroupConfig, Limits, PoolConfig, Timing
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.door import open_score
-from enginepool.coordinator.effects import Effect, ToClient, ToWorker
-from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.effects import Effect, ToClient, ToWorker
+from enginepool.coordinator.core.machine import Machine
+from enginepool.coordinator.requests.validation import open_score
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Result, Score
 
 CAPABILITIES = Capabilities(

@@ -11,9 +11,9 @@ import numpy as np
 
 from bench.core_load import Load
 from bench.table import Row
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.door import open_score
-from enginepool.coordinator.effects import ToWorker
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.effects import ToWorker
+from enginepool.coordinator.requests.validation import open_score
 from enginepool.protocol.messages import Batch, FrameSpec, Score
 from enginepool.protocol.updates import Commit, HandedOver, Prepared, Publish
 

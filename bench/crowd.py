@@ -120,7 +120,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="enginepool-crowd-") as folder:
         config = pool_of(Path(folder))
         env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
-        child = Child(["-m", "enginepool.coordinator.daemon"], scratch=Path(folder), env=env, speaks=False, tethered=False)
+        child = Child(
+            ["-m", "enginepool.coordinator.shell.daemon"], scratch=Path(folder), env=env, speaks=False, tethered=False
+        )
         try:
             wait_until_ready(config.listen)
             rows = crowd(config.listen, child.pid, 10.0 if args.quick else 60.0)

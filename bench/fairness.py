@@ -103,7 +103,7 @@ def pool(tree: Path) -> Generator[str]:
         group = {"model": "sim", "engine": "sim", "workers": 1, "options": ENGINE}
         config = {"groups": {"g": group}, "listen": address, "state_dir": f"{folder}/state"}
         env = {"ENGINEPOOL_CONFIG": msgspec.json.encode(config).decode(), "PYTHONPATH": str(tree)}
-        command = ["env", "-C", str(tree), sys.executable, "-m", "enginepool.coordinator.daemon"]
+        command = ["env", "-C", str(tree), sys.executable, "-m", "enginepool.coordinator.shell.daemon"]
         child = Child(command, scratch=Path(folder), env=env, speaks=False)
         try:
             yield address

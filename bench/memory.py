@@ -15,10 +15,10 @@ import psutil
 from bench.core_load import SCORES, open_pool
 from bench.table import Row, parser, show, write
 from enginepool.config import GroupConfig, Limits, PoolConfig
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.door import open_score
-from enginepool.coordinator.effects import Effect, ToClient, ToWorker
-from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.effects import Effect, ToClient, ToWorker
+from enginepool.coordinator.core.machine import Machine
+from enginepool.coordinator.requests.validation import open_score
 from enginepool.protocol.messages import Batch, FrameSpec, Result, Score
 
 CLIENTS = 16

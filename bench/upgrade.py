@@ -29,7 +29,7 @@ LABELS = [5, 6]
 #: different questions; the sim's tokenizer gives the byte b the id b + 3
 QUESTIONS = 50
 BYTE_OFFSET = 3
-COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
+COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
 #: how long anything here may take before the run fails
 LIMIT_S = 100.0
 

@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from enginepool import errors
-    from enginepool.client import BlockingPool, BlockingWeightPublisher, Pool, ScoreResult, WeightPublisher
+    from enginepool.client.blocking import BlockingPool
+    from enginepool.client.pool import Pool
+    from enginepool.client.results import ScoreResult
     from enginepool.errors import EnginepoolError
+    from enginepool.trainer.blocking_publisher import BlockingWeightPublisher
+    from enginepool.trainer.publisher import WeightPublisher
 
 __version__ = "0.1.0"
 
@@ -24,15 +28,23 @@ __all__ = [
     "errors",
 ]
 
+#: Where each public name is defined.
+_MODULES = {
+    "BlockingPool": "client.blocking",
+    "BlockingWeightPublisher": "trainer.blocking_publisher",
+    "EnginepoolError": "errors",
+    "Pool": "client.pool",
+    "ScoreResult": "client.results",
+    "WeightPublisher": "trainer.publisher",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Loaded when asked for: a worker process imports this package too, and wants nothing of the client."""
+    """Public names are imported on first use: a worker process imports this package without the client."""
     from importlib import import_module
 
     if name == "errors":
         return import_module("enginepool.errors")
-    if name == "EnginepoolError":
-        return import_module("enginepool.errors").EnginepoolError
-    if name in __all__:
-        return getattr(import_module("enginepool.client"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"enginepool.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

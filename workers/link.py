@@ -25,10 +25,10 @@ from enginepool.keys import Key, read_key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
 from enginepool.protocol.messages import Accept, Failure, Message, Ping, Pong, ToWorker
+from enginepool.workers.codec import name_task
 from enginepool.workers.events import Connected, Disconnected, Event, Exit, Frame, LifelineClosed, Received
 from enginepool.workers.log import say
 from enginepool.workers.machine import FINAL_REFUSALS, STALL_S
-from enginepool.workers.payload import name_task
 from enginepool.workers.process import end_process
 from enginepool.workers.spec import SpecError
 

@@ -46,8 +46,8 @@ from enginepool.protocol.messages import (
 from enginepool.workers import events as ev
 from enginepool.workers.engine import ran_out_of_memory
 from enginepool.workers.events import Asked, Effect, End, Exit, Frame, Note, RunBatch, RunTokenise, Send
-from enginepool.workers.updates import WorkerUpdates
-from enginepool.workers.work import Run, Work, scored, tokenised
+from enginepool.workers.ledger import Run, Work, scored, tokenised
+from enginepool.workers.weights.machine import WorkerUpdates
 
 #: how often the shell sends `Tick`
 TICK_S = 0.25

@@ -20,7 +20,7 @@ import uvloop
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Bye, TaskId
-from enginepool.workers.checkpoint import CheckpointError, checkpoint_digest, checkpoint_under
+from enginepool.workers.codec import decode_batch, decode_texts, encode_rows, encode_scores
 from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights, ScoreBatch
 from enginepool.workers.events import (
     BatchDone,
@@ -44,11 +44,11 @@ from enginepool.workers.events import (
 from enginepool.workers.link import Link
 from enginepool.workers.log import name_source, never_fail, report, say
 from enginepool.workers.machine import TICK_S, WorkerMachine
-from enginepool.workers.payload import decode_batch, decode_texts, encode_rows, encode_scores
 from enginepool.workers.process import end_process
-from enginepool.workers.sglang.model_size import UnknownSize, model_bytes, model_config, quantized
+from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.spec import VARIABLE, SpecError, WorkerSpec, read_spec
-from enginepool.workers.weights import Weights
+from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_under
+from enginepool.workers.weights.executor import Weights
 
 #: an engine may hold the main thread while it loads; a coordinator that is there has this long to be heard before
 ACCEPT_FIRST_S = 3.0
@@ -70,7 +70,7 @@ def make_engine(spec: WorkerSpec) -> Engine:
         if spec.engine == "sim":
             from enginepool.workers.sim.engine import SimEngine as Chosen
         else:
-            from enginepool.workers.sglang.engine import SglangEngine as Chosen
+            from enginepool.workers.sglang.host.engine import SglangEngine as Chosen
     except ImportError as error:
         raise SpecError(
             f"engine {spec.engine!r} cannot be imported: {error}; pip install 'enginepool[{spec.engine}]'"

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from enginepool.workers.sglang.settings import FIXED
+from enginepool.workers.sglang.host.settings import FIXED
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.options import SimOptions
 

@@ -20,8 +20,8 @@ from bench.score.callers import Answer
 from bench.score.load import own_voice, serve
 from bench.score.workloads import Shape
 from enginepool.workers import cpu_bridge
-from enginepool.workers.sglang.process import BRIDGE_VARIABLE, run_detokenizer
-from enginepool.workers.sglang.settings import Wanted, engine_kwargs
+from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer
+from enginepool.workers.sglang.host.settings import Wanted, engine_kwargs
 
 
 class EngineCaller:

@@ -13,7 +13,7 @@ from bench.peers.bare_engine import start_engine
 from bench.score.load import own_voice
 from bench.score.workloads import Shape
 from bench.weights.obeying import obey
-from enginepool.workers.sglang.settings import Wanted
+from enginepool.workers.sglang.host.settings import Wanted
 
 _LOOK_S = 0.01
 

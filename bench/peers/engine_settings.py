@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from enginepool.workers.sglang.settings import Wanted, engine_kwargs
+from enginepool.workers.sglang.host.settings import Wanted, engine_kwargs
 
 
 class AnySetting(Collection[str]):

@@ -15,8 +15,8 @@ WHO = "enginepool"
 
 def missing() -> str:
     """The daemon is part of this repository."""
-    found = importlib.util.find_spec("enginepool.coordinator.daemon")
-    return "" if found else "enginepool.coordinator.daemon does not exist"
+    found = importlib.util.find_spec("enginepool.coordinator.shell.daemon")
+    return "" if found else "enginepool.coordinator.shell.daemon does not exist"
 
 
 def start(scratch: Path, stack: ExitStack) -> Contestant:
@@ -31,7 +31,7 @@ def start(scratch: Path, stack: ExitStack) -> Contestant:
         insecure_loopback=True,
         state_dir=str(scratch / "state"),
     )
-    argv = ["-m", "enginepool.coordinator.daemon"]
+    argv = ["-m", "enginepool.coordinator.shell.daemon"]
     env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
     daemon = Child(argv, scratch=scratch, env=env, speaks=False)
     stack.callback(daemon.stop, hint=signal.SIGTERM)

@@ -14,13 +14,13 @@ from bench.score.load import own_voice
 from bench.weights.obeying import obey
 from bench.weights.parts import StandIns, left_out
 from bench.weights.raw import broadcast
-from enginepool.collective import join
-from enginepool.digest import Digest
-from enginepool.group import Group
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.spaces import Memory, make_space
+from enginepool.transfer.collective import join
+from enginepool.transfer.digest import Digest
+from enginepool.transfer.process_group import Group
+from enginepool.transfer.shared_memory import Memory, make_space
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.receiving import Reception, be_small
 

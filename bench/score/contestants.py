@@ -225,7 +225,7 @@ def start_pool(settings: Mapping[str, Any], ground: Ground, stack: ExitStack) ->
     state = str(ground.scratch / "state")
     config = PoolConfig(groups={"score": group}, listen=listen, insecure_loopback=True, state_dir=state)
     env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
-    daemon = Child(["-m", "enginepool.coordinator.daemon"], scratch=ground.scratch, env=env, speaks=False)
+    daemon = Child(["-m", "enginepool.coordinator.shell.daemon"], scratch=ground.scratch, env=env, speaks=False)
     watch(stack, daemon, signal.SIGTERM)
     load = Child(["-m", "bench.score.load", "pool", listen], scratch=ground.scratch)
     stack.callback(load.stop)

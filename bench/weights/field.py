@@ -118,7 +118,7 @@ class Field:
         state = str(self._scratch / "state")
         config = PoolConfig(groups={"score": group}, listen=self.address, insecure_loopback=True, state_dir=state)
         env = {"ENGINEPOOL_CONFIG": encode_config(config).decode()}
-        daemon = Child(["-m", "enginepool.coordinator.daemon"], scratch=self._scratch, env=env, speaks=False)
+        daemon = Child(["-m", "enginepool.coordinator.shell.daemon"], scratch=self._scratch, env=env, speaks=False)
         watch(self._stack, daemon, signal.SIGTERM)
         return daemon
 

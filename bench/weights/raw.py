@@ -4,7 +4,7 @@ import importlib
 import time
 from typing import Any
 
-from enginepool.group import Group
+from enginepool.transfer.process_group import Group
 
 torch: Any = importlib.import_module("torch")
 

@@ -23,16 +23,16 @@ from bench.weights.obeying import obey_awaited
 from bench.weights.parts import StandIns, left_out
 from bench.weights.raw import BUCKET_S, broadcast
 from enginepool import Pool, WeightPublisher
-from enginepool.client import streaming
-from enginepool.client.buffers import Buffers, Cut
-from enginepool.client.lockstep import Lockstep
-from enginepool.client.streaming import Sending
-from enginepool.client.tensors import Plan, make_plan
-from enginepool.collective import Rendezvous
-from enginepool.digest import Digest
 from enginepool.errors import UpdateAborted
-from enginepool.group import Group
 from enginepool.protocol.manifest import Tensor
+from enginepool.trainer import streaming
+from enginepool.trainer.buffers import Buffers, Cut
+from enginepool.trainer.streaming import Sending
+from enginepool.trainer.tensors import Plan, make_plan
+from enginepool.trainer.trainer_ranks import Lockstep
+from enginepool.transfer.collective import Rendezvous
+from enginepool.transfer.digest import Digest
+from enginepool.transfer.process_group import Group
 
 torch: Any = importlib.import_module("torch")
 

@@ -13,8 +13,8 @@ from typing import Any, BinaryIO, NoReturn, Self
 
 import msgspec
 
-from enginepool.cli.failure import BAD_USAGE, CommandFailed
-from enginepool.cli.lines import PREFIX, checksum, input_lines
+from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
+from enginepool.cli.jsonl import PREFIX, checksum, input_lines
 from enginepool.cli.versions import Versions
 
 

@@ -36,6 +36,6 @@ Address = Annotated[
 
 def open_pool(address: str) -> "Opening":
     """A connected pool, to be entered with `async with`, which closes it."""
-    from enginepool.client import Pool
+    from enginepool.client.pool import Pool
 
     return Pool.connect(address, connect_timeout=CONNECT_S)

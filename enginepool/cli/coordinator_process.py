@@ -12,10 +12,10 @@ import sys
 import time
 
 from enginepool.config import PoolConfig, encode_config
-from enginepool.coordinator.log import log
+from enginepool.coordinator.shell.log import log
 from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, RESTART, RestartPolicy, exit_text
 
-COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
+COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
 #: as sys/prctl.h has it
 _PR_SET_PDEATHSIG = 1
 #: exit codes of a first coordinator that has said why it cannot start

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from enginepool.cli.choices import Device, EngineName
-from enginepool.cli.failure import RUN_FAILED, TERMINATED, CommandFailed
+from enginepool.cli.cli_errors import RUN_FAILED, TERMINATED, CommandFailed
 
 if TYPE_CHECKING:
-    from enginepool.cli.demonstration import Story
+    from enginepool.cli.demo_run import Story
     from enginepool.config import GroupConfig
 
 
@@ -46,7 +46,7 @@ def demo(
             f"the real engine needs {' and '.join(missing)}, not installed here: `make demo` in a clone of the project sets "
             "everything up (no GPU needed); or see the same without a model: enginepool demo --engine sim"
         )
-    from enginepool.cli.demonstration import Demonstration
+    from enginepool.cli.demo_run import Demonstration
 
     work_s = QUICK_WORK_S if quick else WORK_S
     with tempfile.TemporaryDirectory(prefix="enginepool-demo-") as directory:
@@ -99,7 +99,7 @@ def _sim() -> "GroupConfig":
 
 def _real(directory: Path, device: Device, show: Any) -> "GroupConfig":
     """Workers with a tiny model made in `directory`, on the CPU or on one GPU or two."""
-    from enginepool.cli.examination import find_gpus
+    from enginepool.cli.doctor_checks import find_gpus
     from enginepool.config import GroupConfig
     from enginepool.tiny_model import make_tiny_model
 

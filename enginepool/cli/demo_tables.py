@@ -4,7 +4,7 @@ import numpy as np
 from rich.box import SIMPLE, SIMPLE_HEAD
 from rich.table import Table
 
-from enginepool.cli.demonstration import Story
+from enginepool.cli.demo_run import Story
 
 
 def tables(story: Story) -> list[Table]:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from enginepool.cli.failure import RUN_FAILED
+from enginepool.cli.cli_errors import RUN_FAILED
 
 
 def doctor(
@@ -19,7 +19,7 @@ def doctor(
       enginepool doctor
       enginepool doctor --json
     """
-    from enginepool.cli.examination import examine
+    from enginepool.cli.doctor_checks import examine
 
     examination = examine()
     if as_json:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from enginepool.cli.choices import RoleName
-from enginepool.cli.failure import BAD_USAGE, CommandFailed
+from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
 
 
 def keys(

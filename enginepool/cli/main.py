@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from enginepool import __version__
+from enginepool.cli.cli_errors import OneLineGroup
 from enginepool.cli.demo import demo
 from enginepool.cli.doctor import doctor
-from enginepool.cli.failure import OneLineGroup
 from enginepool.cli.keys import keys as keys_command
 from enginepool.cli.ready import ready
 from enginepool.cli.restart import restart

@@ -30,7 +30,7 @@ def ready(
 
 
 async def _wait(address: str, within: float | None, group: str) -> None:
-    from enginepool.client import Pool
+    from enginepool.client.pool import Pool
 
     loop = asyncio.get_running_loop()
     began = loop.time()

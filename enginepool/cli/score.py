@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from enginepool.cli.cli_errors import BAD_USAGE, INTERRUPTED, TERMINATED, CommandFailed
 from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
-from enginepool.cli.failure import BAD_USAGE, INTERRUPTED, TERMINATED, CommandFailed
 
 if TYPE_CHECKING:
     from enginepool.cli.answers import Answers
-    from enginepool.cli.lines import Options
+    from enginepool.cli.jsonl import Options
     from enginepool.cli.streams import StreamAnswers
 
 
@@ -72,7 +72,7 @@ def score(
       make-requests | enginepool score - - | use-scores
     """
     from enginepool.cli.answers import Answers
-    from enginepool.cli.lines import Options
+    from enginepool.cli.jsonl import Options
     from enginepool.cli.streams import STREAM
 
     piped = STREAM in (source, target)
@@ -158,7 +158,7 @@ def _count(lines: int) -> str:
 
 def _score(source: Path, answers: "Answers | StreamAnswers", options: "Options", address: str, concurrency: int) -> None:
     """Answer every line of `source` that has no answer yet; say so when stopped before that."""
-    from enginepool.cli.lines import input_lines
+    from enginepool.cli.jsonl import input_lines
     from enginepool.cli.progress import Progress
     from enginepool.cli.scoring import Run
     from enginepool.cli.streams import STREAM, FileLines, PipeLines

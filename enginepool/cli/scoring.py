@@ -5,14 +5,14 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from enginepool.cli.answers import Answers
-from enginepool.cli.failure import BAD_USAGE, CommandFailed
-from enginepool.cli.lines import BadLine, Options, answer_line, bad_line, checksum, error_line, read_request
+from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
+from enginepool.cli.jsonl import BadLine, Options, answer_line, bad_line, checksum, error_line, read_request
 from enginepool.cli.streams import Line, StreamAnswers
 from enginepool.errors import EnginepoolError
 
 if TYPE_CHECKING:
     from enginepool.cli.progress import Progress
-    from enginepool.client import Pool
+    from enginepool.client.pool import Pool
 
 #: So many lines that need no asking are dealt with before the connection is served again.
 BREATH = 256

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from enginepool.cli.choices import Device, EngineName
-from enginepool.cli.failure import BAD_USAGE, CommandFailed
+from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
 
 if TYPE_CHECKING:
     from enginepool.config import PoolConfig
@@ -69,7 +69,7 @@ def serve(
     check_roots(pool, where)
     _check_options(pool, where)
     check_gpus(pool, where)
-    from enginepool.coordinator.daemon import check_host
+    from enginepool.coordinator.shell.daemon import check_host
 
     check_host(pool)
     if check:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from enginepool.cli.cli_errors import RUN_FAILED, CommandFailed
 from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
-from enginepool.cli.failure import RUN_FAILED, CommandFailed
 
 if TYPE_CHECKING:
     from rich.console import Group
     from rich.table import Table
 
-    from enginepool.client import Pool
+    from enginepool.client.pool import Pool
     from enginepool.protocol.messages import StatusReport
 
 #: A coordinator that is up answers in milliseconds.

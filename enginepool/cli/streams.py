@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import IO
 
-from enginepool.cli.failure import CommandFailed
-from enginepool.cli.lines import MAX_LINE_BYTES
+from enginepool.cli.cli_errors import CommandFailed
+from enginepool.cli.jsonl import MAX_LINE_BYTES
 from enginepool.cli.versions import Versions
 
 #: stands for stdin, or stdout

@@ -3,7 +3,7 @@
 from collections import Counter
 from pathlib import Path
 
-from enginepool.cli.failure import CommandFailed
+from enginepool.cli.cli_errors import CommandFailed
 
 
 class Versions:

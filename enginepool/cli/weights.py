@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from enginepool.cli.cli_errors import BAD_USAGE, RUN_FAILED, CommandFailed
 from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
-from enginepool.cli.failure import BAD_USAGE, RUN_FAILED, CommandFailed
 
 if TYPE_CHECKING:
-    from enginepool.client import Pool
+    from enginepool.client.pool import Pool
     from enginepool.protocol.updates import UpdateRecord, WeightsReport, WorkerWeights
 
 T = TypeVar("T")

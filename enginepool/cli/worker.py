@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from enginepool.cli.failure import CommandFailed
+from enginepool.cli.cli_errors import CommandFailed
 
 
 def _check_address(address: str) -> str:
@@ -62,7 +62,7 @@ def worker(
       enginepool worker --connect tcp://10.0.0.1:5756 --group judge --keys worker.key
       enginepool worker --connect tcp://10.0.0.1:5756 --keys worker.key --workers 2 --gpus 0 --gpus 1
     """
-    from enginepool.coordinator.unit import SettingsRefused, UnitConfig, run
+    from enginepool.coordinator.launchers.unit import SettingsRefused, UnitConfig, run
     from enginepool.keys import key_for
 
     unit = UnitConfig(

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from enginepool import __version__
-from enginepool.client.events import (
+from enginepool.client.dns import follow_name
+from enginepool.client.link import Link
+from enginepool.client.session.events import (
     Abandon,
     Abort,
     Answer,
@@ -33,9 +35,7 @@ from enginepool.client.events import (
     WeightsAnswer,
     Welcomed,
 )
-from enginepool.client.link import Link
-from enginepool.client.names import follow_name
-from enginepool.client.session import ClientSession
+from enginepool.client.session.machine import ClientSession
 from enginepool.errors import ConnectError, EnginepoolError, error_from
 from enginepool.keys import Key, no_answer_hint
 from enginepool.protocol.frames import Buffer

@@ -30,7 +30,7 @@ from enginepool.host import LONGEST_PATH, os_error
 from enginepool.protocol.messages import Failure
 from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, STOPPED, RestartPolicy, exit_text
 
-COMMAND = (sys.executable, "-m", "enginepool.coordinator.daemon")
+COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
 #: Lines of the coordinator's stderr that go into an error.
 _LAST_LINES = 10
 #: Seconds for the child to end after its lifeline closed, before it is killed.

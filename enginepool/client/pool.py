@@ -20,12 +20,12 @@ from enginepool.client.arguments import (
     check_version,
 )
 from enginepool.client.connection import Connection
-from enginepool.client.events import Answer, AskStatus, AskWeights, Report, Submit, WeightsAnswer
+from enginepool.client.metadata_update import publish_message, publish_unsent
 from enginepool.client.notices import Notices
 from enginepool.client.payload import Payload, check_labels, check_softmax, encode_pairs, encode_shared
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.results import Floats, ScoreResult, WeightReader, read_result
-from enginepool.client.unsent import publish_message, publish_unsent
+from enginepool.client.session.events import Answer, AskStatus, AskWeights, Report, Submit, WeightsAnswer
 from enginepool.client.worker_restarts import restart_workers
 from enginepool.keys import key_for
 from enginepool.protocol.messages import Restart, Score, StatusReport

@@ -6,10 +6,10 @@ from typing import Literal
 import numpy as np
 
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
-from enginepool.coordinator import effects as ef
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.door import open_score
-from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.core import effects as ef
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.machine import Machine
+from enginepool.coordinator.requests.validation import open_score
 from enginepool.protocol.messages import (
     Accept,
     Batch,

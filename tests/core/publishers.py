@@ -4,9 +4,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from enginepool.coordinator import effects as ef
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.translate import client_event, worker_event
+from enginepool.coordinator.core import effects as ef
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.shell.decode import client_event, worker_event
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.manifest import Tensor, encode_manifest

@@ -3,10 +3,10 @@
 import pytest
 
 from enginepool.config import Limits
-from enginepool.coordinator import events as ev
-from enginepool.coordinator import requests
-from enginepool.coordinator.batching import MOST_TEXTS
-from enginepool.coordinator.memory import charge
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.requests import lifecycle as requests
+from enginepool.coordinator.requests.memory import charge
+from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.messages import FrameSpec, Tokenise
 from tests.core.machines import Pool, codes, config, failures, results, text, texts, work
 

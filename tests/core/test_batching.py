@@ -10,7 +10,7 @@ import numpy.typing as npt
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import events as ev
 from enginepool.protocol.messages import Batch, Capabilities, StatusReport
 from tests.core.machines import CAN, Pool, Sent, config, results, work
 from tests.core.test_classes import shared

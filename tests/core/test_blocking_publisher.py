@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from enginepool.client import blocking_publisher
-from enginepool.client.blocking_publisher import BlockingWeightPublisher
 from enginepool.client.pool import Pool
-from enginepool.client.publisher import WeightPublisher, device_of
 from enginepool.errors import BadRequest, PoolClosed
+from enginepool.trainer import blocking_publisher
+from enginepool.trainer.blocking_publisher import BlockingWeightPublisher
+from enginepool.trainer.publisher import WeightPublisher, device_of
 
 
 class Stream:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from enginepool.workers.engine import ScorePart
-from enginepool.workers.sglang.cached import CachedQueries
+from enginepool.workers.sglang.score.prefix_cache import CachedQueries
 
 
 def part_of(query: list[int], rows: int = 2, *, item_first: bool = False, own: bool = False) -> ScorePart:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.config import ConfigError, GroupConfig, PoolConfig, check_config
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.classes import PACKED as PACKED_CLASS
-from enginepool.coordinator.classes import PLAIN, classes_of, limits_of
-from enginepool.coordinator.door import open_score
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.requests.validation import open_score
+from enginepool.coordinator.scheduling.worker_kinds import PACKED as PACKED_CLASS
+from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of, limits_of
 from enginepool.protocol.messages import (
     Batch,
     Capabilities,
@@ -26,8 +26,8 @@ from enginepool.protocol.messages import (
     StatusReport,
     Tokenise,
 )
+from enginepool.workers.codec import decode_batch, encode_scores
 from enginepool.workers.engine import ScoreBatch
-from enginepool.workers.payload import decode_batch, encode_scores
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.scores import expected_scores
 from tests.core.machines import CAN, Pool, Sent, codes, config, failures, results, text, texts

@@ -6,7 +6,7 @@ from math import inf
 
 import pytest
 
-from enginepool.client.events import (
+from enginepool.client.session.events import (
     Abandon,
     Abort,
     Answer,
@@ -26,8 +26,8 @@ from enginepool.client.events import (
     Tick,
     Welcomed,
 )
-from enginepool.client.session import ClientSession
-from enginepool.client.settings import Settings
+from enginepool.client.session.machine import ClientSession
+from enginepool.client.session.settings import Settings
 from enginepool.protocol.messages import (
     MAX_ACKS,
     Ack,

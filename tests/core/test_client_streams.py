@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from enginepool.client.buffers import Buffers
-from enginepool.client.courier import Courier, Follower, Notes
-from enginepool.client.lending import Lender, Loan
-from enginepool.client.lockstep import End, Lockstep
-from enginepool.client.tensors import Plan, make_plan
 from enginepool.protocol.messages import Failure
+from enginepool.trainer.buffers import Buffers
+from enginepool.trainer.ipc_export import Lender, Loan
+from enginepool.trainer.tensors import Plan, make_plan
+from enginepool.trainer.trainer_ranks import End, Lockstep
+from enginepool.trainer.update_sender import Courier, Follower, Notes
 
 PATIENCE_S = 60.0
 

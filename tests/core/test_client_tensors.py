@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from enginepool.client import streaming
-from enginepool.client.buffers import Buffers
-from enginepool.client.lockstep import Lockstep
-from enginepool.client.streaming import Sending, Stopped
-from enginepool.client.tensors import Plan, Source, make_plan
-from enginepool.digest import Digest, digest_of, views
 from enginepool.errors import BadRequest
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, difference
+from enginepool.trainer import streaming
+from enginepool.trainer.buffers import Buffers
+from enginepool.trainer.streaming import Sending, Stopped
+from enginepool.trainer.tensors import Plan, Source, make_plan
+from enginepool.trainer.trainer_ranks import Lockstep
+from enginepool.transfer.digest import Digest, digest_of, views
 
 
 def names(plan: Plan) -> list[str]:

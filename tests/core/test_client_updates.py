@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from enginepool.client.events import (
+from enginepool.client.session.events import (
     Abandon,
     AskWeights,
     Close,
@@ -28,8 +28,8 @@ from enginepool.client.events import (
     Wanted,
     WeightsAnswer,
 )
-from enginepool.client.session import ClientSession
-from enginepool.client.settings import Settings
+from enginepool.client.session.machine import ClientSession
+from enginepool.client.session.settings import Settings
 from enginepool.protocol import updates
 from enginepool.protocol.messages import Ack, Failure, Goodbye, Hello, Message, Ping, Pong, ToClient, Welcome
 from enginepool.protocol.updates import (

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from enginepool.config import Limits, Restart
-from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import events as ev
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import Failure
 from tests.core.machines import EPOCH, Pool, Sent, config, failures, results, work

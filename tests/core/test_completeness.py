@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from enginepool.workers.sglang import completeness
-from enginepool.workers.sglang import process as sglang_process
-from enginepool.workers.sglang.completeness import Filled, Load, incomplete, incomplete_load
+from enginepool.workers.sglang.host import process as sglang_process
+from enginepool.workers.sglang.weights import completeness
+from enginepool.workers.sglang.weights.completeness import Filled, Load, incomplete, incomplete_load
 
 torch: Any = importlib.import_module("torch")
 nn: Any = torch.nn

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from enginepool.workers.sglang.process import complete_configurations
+from enginepool.workers.sglang.host.process import complete_configurations
 
 
 def test_a_key_that_transformers_no_longer_writes_has_its_one_value() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.config import Limits
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.connections import EACH_WORKER, OPEN_FILES, RESERVE, Connections, shares
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.shell.connections import EACH_WORKER, OPEN_FILES, RESERVE, Connections, shares
 from enginepool.errors import ConfigError
 from enginepool.protocol.messages import Welcome
 from tests.core.machines import Pool, codes, config, failures, work

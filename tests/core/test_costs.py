@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.config import GroupConfig, Limits, PoolConfig, Timing
-from enginepool.coordinator import door
-from enginepool.coordinator import effects as ef
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.door import Offsets, cut, open_score, row_lengths
-from enginepool.coordinator.machine import Machine
+from enginepool.coordinator.core import effects as ef
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.machine import Machine
+from enginepool.coordinator.requests import validation as door
+from enginepool.coordinator.requests.validation import Offsets, cut, open_score, row_lengths
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Score
 from enginepool.protocol.updates import Commit, HandedOver, Prepared, Publish
 from tests.core.counting import Cost, cost_of

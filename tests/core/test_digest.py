@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.digest import Batch, Digest, Findings, digest_of, use_once, views
 from enginepool.protocol.layout import buckets, digest_text, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
+from enginepool.transfer.digest import Batch, Digest, Findings, digest_of, use_once, views
 
 torch: Any = importlib.import_module("torch")
 tree_leaves: Any = importlib.import_module("torch.utils._pytree").tree_leaves

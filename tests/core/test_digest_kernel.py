@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool import digest as digests
-from enginepool.digest import Digest, make_ready
 from enginepool.protocol.layout import digest_text
+from enginepool.transfer import digest as digests
+from enginepool.transfer.digest import Digest, make_ready
 from tests.core.interpreted import NO_TRITON, allow_runtime_bounds, run_interpreted
 
 torch: Any = importlib.import_module("torch")
@@ -45,7 +45,7 @@ def cases() -> list[tuple[str, int]]:
 def interpret() -> None:
     """In a process of its own, see `run_interpreted`."""
     allow_runtime_bounds()
-    sums = importlib.import_module("enginepool.digest_kernel").sums
+    sums = importlib.import_module("enginepool.transfer.digest_kernel").sums
     for kind, size in cases():
         words = words_of(kind, size)
         # Beside the beginning of their memory, as buckets are.
@@ -75,7 +75,7 @@ def test_a_kernel_compiles_for_a_gpu_that_is_not_there(kernel: str, monkeypatch:
     signature = SIGNATURES[kernel]
     pointers = [place for place, kind in enumerate(signature.values()) if kind[0] == "*"]
     aligned = {(place,): [["tt.divisibility", 16]] for place in pointers}
-    function = getattr(importlib.import_module("enginepool.digest_kernel"), kernel)
+    function = getattr(importlib.import_module("enginepool.transfer.digest_kernel"), kernel)
     source = compiler.ASTSource(fn=function, signature=signature, constexprs={}, attrs=aligned)
     compiled = triton.compile(source, target=backends.GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     assert compiled.asm["ptx"].count("ld.global.v4.b32") == 4, "words are not read 16 bytes at a time, four times at once"
@@ -97,7 +97,7 @@ def kernels_with(fault: str) -> ModuleType:
     def level(most: float, limit: float) -> float:
         return most
 
-    module = ModuleType("enginepool.digest_kernel")
+    module = ModuleType("enginepool.transfer.digest_kernel")
     vars(module).update(sums=sums, look=look, rows=rows, level=level)
     return module
 
@@ -107,7 +107,7 @@ def test_without_a_kernel_that_is_right_torch_does_it_and_one_line_says_so(
     fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     module: Any = None if fault == "missing" else kernels_with(fault)
-    monkeypatch.setitem(sys.modules, "enginepool.digest_kernel", module)
+    monkeypatch.setitem(sys.modules, "enginepool.transfer.digest_kernel", module)
     with caplog.at_level(logging.WARNING, "enginepool"):
         assert digests._tried(torch.device("cpu")) is None  # type: ignore[reportPrivateUsage]
     why = {"missing": "ModuleNotFoundError", "wrong levels": "it finds other tensors than torch"}.get(

@@ -2,10 +2,10 @@
 
 import pytest
 
-from enginepool.coordinator import effects as ef
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.epochs import RAISES_BY_CLIENTS, RAISES_BY_WORKERS, STEP
-from enginepool.coordinator.translate import client_event
+from enginepool.coordinator.core import effects as ef
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.epochs import RAISES_BY_CLIENTS, RAISES_BY_WORKERS, STEP
+from enginepool.coordinator.shell.decode import client_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import MAX_EPOCH, MAX_ID, Hello, Welcome

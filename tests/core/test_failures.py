@@ -3,8 +3,8 @@
 import pytest
 
 from enginepool.config import Restart
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.failures import signature
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.fleet.failures import signature
 from enginepool.protocol.messages import StatusReport
 from tests.core.machines import Pool, codes, config, failures, results, work
 

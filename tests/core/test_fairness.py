@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from enginepool.coordinator import clients
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.queue import Peer, Queue
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.requests import clients
+from enginepool.coordinator.scheduling.queue import Peer, Queue
 from enginepool.protocol.messages import Batch, Result
 from tests.core.machines import CAN, Pool, Sent, work
 

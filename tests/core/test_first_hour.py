@@ -14,7 +14,7 @@ from enginepool.client.arguments import ScoreOptions, check_address, check_optio
 from enginepool.client.embedded import embedded_config
 from enginepool.client.payload import encode_pairs, encode_shared
 from enginepool.config import PoolConfig
-from enginepool.coordinator.door import check_limits
+from enginepool.coordinator.requests.validation import check_limits
 from enginepool.errors import BadRequest, ConfigError
 from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Capabilities

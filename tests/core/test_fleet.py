@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from enginepool.config import GroupConfig, Restart
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.fleet import GOODBYE_S
-from enginepool.coordinator.machine import WATCH_S
-from enginepool.coordinator.places import STEADY_S
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.machine import WATCH_S
+from enginepool.coordinator.fleet.slots import STEADY_S
+from enginepool.coordinator.fleet.workers import GOODBYE_S
 from enginepool.protocol.messages import Accept, Batch, Drain, Expired, Failure, FrameSpec, Ping, Settings, StatusReport
 from tests.core.machines import CAN, EPOCH, Pool, accepts, codes, config, failures, results, work
 

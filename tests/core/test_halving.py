@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.config import Restart
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.fit import impossible
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.fleet.checks import impossible
 from enginepool.protocol.halving import MOST_HALVINGS, halved
 from enginepool.protocol.messages import Accept, Batch, Capabilities
 from tests.core.machines import CAN, Pool, accepts, config, failures, results, work

@@ -1,8 +1,8 @@
 """Which trainer rank keeps an update from going on, and when a publisher tries again: decided without threads or clocks."""
 
-from enginepool.client.heartbeats import BELIEVE_S, SUSPECT_S, Watch, Word
-from enginepool.client.retries import Retries
 from enginepool.protocol.messages import Failure
+from enginepool.trainer.heartbeats import BELIEVE_S, SUSPECT_S, Watch, Word
+from enginepool.trainer.retries import Retries
 
 TIMEOUT_S = 10.0
 FAILED = "trainer rank 2 failed: OSError: no such shard"

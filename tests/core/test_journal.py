@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginepool.coordinator import journal as under_test
-from enginepool.coordinator.events import GroupWeights
-from enginepool.coordinator.journal import BLOCK, ROOM, Journal, Record, prepare_state_dir
+from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.shell import journal as under_test
+from enginepool.coordinator.shell.journal import BLOCK, ROOM, Journal, Record, prepare_state_dir
 from enginepool.errors import ConfigError
 
 CALLS = ("open", "pwrite", "fsync", "fdatasync", "replace", "close")

@@ -12,11 +12,11 @@ import pytest
 
 from enginepool.host import unnamed_file
 from enginepool.protocol.updates import Space
-from enginepool.spaces import HostSpace, set_seal
-from enginepool.workers.checkpoint import CheckpointError, checkpoint_under
-from enginepool.workers.lent import LentError, hold
+from enginepool.transfer.shared_memory import HostSpace, set_seal
 from enginepool.workers.main import located
 from enginepool.workers.spec import WorkerSpec
+from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_under
+from enginepool.workers.weights.ipc_import import LentError, hold
 
 SEAL = b"0123456789abcdef"
 CONTENT = b"x" * 1008 + SEAL

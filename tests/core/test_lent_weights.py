@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from enginepool.client.events import UpdateSent
-from enginepool.coordinator import events as ev
+from enginepool.client.session.events import UpdateSent
+from enginepool.coordinator.core import events as ev
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Message
 from enginepool.protocol.updates import (

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from enginepool.client.heartbeats import RankFailed
-from enginepool.client.lockstep import End, Lockstep, follow
-from enginepool.client.tensors import Plan, make_plan
 from enginepool.errors import BadRequest
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import Failure
+from enginepool.trainer.heartbeats import RankFailed
+from enginepool.trainer.tensors import Plan, make_plan
+from enginepool.trainer.trainer_ranks import End, Lockstep, follow
 
 dist: Any = torch.distributed
 LIMIT_S = 30.0
@@ -139,14 +139,14 @@ def test_what_failed_is_in_the_log_while_the_others_are_still_in_their_gather(
     groups: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = threading.Event()
-    monkeypatch.setattr("enginepool.client.lockstep._LONG_S", 0.0)
+    monkeypatch.setattr("enginepool.trainer.trainer_ranks._LONG_S", 0.0)
     told: list[str] = []
 
     def tell(text: str, *arguments: object) -> None:
         told.append(text % arguments)
         said.set()
 
-    monkeypatch.setattr("enginepool.client.lockstep.log.error", tell)
+    monkeypatch.setattr("enginepool.trainer.trainer_ranks.log.error", tell)
 
     def fails() -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from enginepool.coordinator.log import BUDGETS, log
-from enginepool.coordinator.processes import last_line
+from enginepool.coordinator.launchers.processes import last_line
+from enginepool.coordinator.shell.log import BUDGETS, log
 from enginepool.log_lines import LONGEST, LineBudget, LogLines, one_line
 from enginepool.workers import log as worker_log
 

@@ -3,8 +3,8 @@
 import re
 
 from enginepool.config import Limits, Restart
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.events import GroupWeights
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.events import GroupWeights
 from enginepool.protocol.updates import Abandon, Restored
 from tests.core.machines import CAN, EPOCH, Pool, codes, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool

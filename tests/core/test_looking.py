@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool import digest as digests
-from enginepool.digest import Batch, Digest, Findings, make_ready, views
-from enginepool.looking import Look
 from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
 from enginepool.protocol.manifest import SIZES, Tensor
 from enginepool.protocol.updates import Finding
+from enginepool.transfer import digest as digests
+from enginepool.transfer.digest import Batch, Digest, Findings, make_ready, views
+from enginepool.transfer.weight_scan import Look
 from tests.core.interpreted import allow_runtime_bounds, run_interpreted
 
 torch: Any = importlib.import_module("torch")

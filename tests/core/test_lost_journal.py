@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.status import report
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.status import report
 from enginepool.protocol.messages import Idle, Ready
 from enginepool.protocol.updates import Prepare, Restore, WeightsWanted
 from tests.core.machines import CAN, EPOCH, codes, failures, work

@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from enginepool.config import Restart, Timing
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.batching import MOST_TEXTS, TEXT_BYTES
-from enginepool.coordinator.effects import ToWorker
-from enginepool.coordinator.phases import TEXT
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.effects import ToWorker
+from enginepool.coordinator.core.request_state import TEXT
+from enginepool.coordinator.scheduling.batches import MOST_TEXTS, TEXT_BYTES
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Tokenise
 from tests.core.machines import CAN, EPOCH, Pool, Sent, codes, config, failures, results, text, texts, work
 

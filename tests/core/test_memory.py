@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.config import Limits
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.answers import Answers
-from enginepool.coordinator.host_memory import bounds
-from enginepool.coordinator.memory import Bound, answer_bytes, misfit, request_bytes, unread_bytes
-from enginepool.coordinator.state import Client
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.state import Client
+from enginepool.coordinator.requests.memory import Bound, answer_bytes, misfit, request_bytes, unread_bytes
+from enginepool.coordinator.requests.reply_cache import Answers
+from enginepool.coordinator.shell.host_memory import bounds
 from enginepool.protocol.basis import RESULT_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Capabilities, Failure, FrameSpec, Result, Timings, Usage
@@ -222,7 +222,7 @@ def test_answers_are_within_their_bytes_whatever_comes_and_goes(steps: list[tupl
 
 @pytest.mark.parametrize("nbytes", [1, MB - 1])
 def test_a_limit_below_the_longest_header_is_refused(nbytes: int) -> None:
-    from enginepool.coordinator.translate import client_event
+    from enginepool.coordinator.shell.decode import client_event
     from enginepool.protocol.errors import WireError
     from enginepool.protocol.messages import Hello
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import events as ev
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.updates import Committed, HandOver, Join, Prepared, Published, Release, Restore
 from tests.core.machines import CAN, failures, results, work

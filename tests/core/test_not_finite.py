@@ -10,7 +10,7 @@ import pytest
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import EngineError, PartScores, ScoreBatch, ScorePart
-from enginepool.workers.sglang.scoring import EngineScoring
+from enginepool.workers.sglang.score.scoring import EngineScoring
 
 NAN, INF = float("nan"), float("inf")
 

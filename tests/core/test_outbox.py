@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.coordinator.outbox import Outbox
+from enginepool.coordinator.shell.outbox import Outbox
 
 
 @given(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from enginepool.coordinator.pace import MOST_FIXED_S, MOST_ROW_S, TOGETHER_S, Pace
+from enginepool.coordinator.scheduling.cost_model import MOST_FIXED_S, MOST_ROW_S, TOGETHER_S, Pace
 from enginepool.protocol.pace import FORWARD_S
 
 SAID = 10_000

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.coordinator.patience import MOST_SKIPPED, Patience
+from enginepool.coordinator.shell.adaptive_poll import MOST_SKIPPED, Patience
 
 
 def waits(patience: Patience, sends: int, *, found: bool) -> int:

@@ -3,7 +3,7 @@
 import pytest
 
 from enginepool.config import Restart
-from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import events as ev
 from enginepool.protocol.messages import Batch, StatusReport, WorkerStatus
 from tests.core.machines import Pool, Sent, codes, failures, results, work
 

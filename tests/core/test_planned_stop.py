@@ -2,8 +2,8 @@
 
 import pytest
 
-from enginepool.client.events import Abandon, Abort, Complaint, Tick
-from enginepool.coordinator import events as ev
+from enginepool.client.session.events import Abandon, Abort, Complaint, Tick
+from enginepool.coordinator.core import events as ev
 from enginepool.protocol.messages import Drain, Failure, Ping
 from tests.core.machines import Pool, codes, failures, results, work
 from tests.core.test_client_session import Driver, result

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from enginepool.workers.sglang.patches import PRIVATE, Private, refuse_unknown, unknown
-from enginepool.workers.sglang.settings import SettingsError
+from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.patches.table import PRIVATE, Private, refuse_unknown, unknown
 
 FOLDER = Path(__file__).parents[2] / "workers" / "sglang"
 #: Names of variables and attributes that hold an object, a class or a module of SGLang, in every file.
@@ -94,9 +94,9 @@ def unlisted(source: str, file: str) -> list[str]:
     return sorted({f"{file}:{line}: {name}" for line, name in uses(source, file) if name not in known})
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(FOLDER.rglob("*.py")), ids=lambda path: path.name)
 def test_every_name_of_sglang_that_is_used_is_in_the_table(path: Path) -> None:
-    if path.name != "patches.py":  # the table itself
+    if path.name != "table.py":  # the table itself
         assert unlisted(path.read_text("utf-8"), path.name) == []
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from enginepool.coordinator.phases import DONE, QUEUED, RUNNING
-from enginepool.coordinator.queue import Early, Queue
+from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
+from enginepool.coordinator.scheduling.queue import Early, Queue
 
 
 @dataclass

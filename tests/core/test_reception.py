@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 import torch
 
-from enginepool import looking
-from enginepool.digest import Digest, Findings, digest_of
-from enginepool.group import QUEUED
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
+from enginepool.transfer import weight_scan as looking
+from enginepool.transfer.digest import Digest, Findings, digest_of
+from enginepool.transfer.process_group import QUEUED
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.receiving import AHEAD, Reception
 

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.config import Limits
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.answers import OVERHEAD, Answers
-from enginepool.coordinator.batching import MOST_TEXTS
-from enginepool.coordinator.door import open_score
-from enginepool.coordinator.memory import answer_bytes, request_bytes
-from enginepool.coordinator.state import Client
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.state import Client
+from enginepool.coordinator.requests.memory import answer_bytes, request_bytes
+from enginepool.coordinator.requests.reply_cache import OVERHEAD, Answers
+from enginepool.coordinator.requests.validation import open_score
+from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import (
     PROTOCOL_VERSION,

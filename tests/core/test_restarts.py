@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.events import GroupWeights
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.events import GroupWeights
 from enginepool.protocol.messages import Batch, Result
 from enginepool.protocol.updates import Committed, Prepare, Prepared, Published, Release
 from tests.core.machines import CAN, EPOCH, failures, results, work

@@ -14,13 +14,13 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Restore, Restored, Space
 from enginepool.tiny_model import make_tiny_model
-from enginepool.workers.checkpoint import checkpoint_tensors
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
 from enginepool.workers.events import WeightsAnswered, WeightsTaken
-from enginepool.workers.restoring import restore
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, Held
 from enginepool.workers.stager.snapshot import Footer, digest_of_bytes, write_footer
+from enginepool.workers.weights.checkpoint import checkpoint_tensors
+from enginepool.workers.weights.restoring import restore
 
 MANIFEST = [Tensor("a", "float32", (3,))]
 NBYTES = layout(MANIFEST).nbytes

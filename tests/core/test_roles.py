@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from enginepool.coordinator.peers import Peer
-from enginepool.coordinator.translate import client_event, worker_event
-from enginepool.coordinator.weights.offer import check_spaces, outside
+from enginepool.coordinator.shell.decode import client_event, worker_event
+from enginepool.coordinator.shell.peers import Peer
+from enginepool.coordinator.weights.publish_validation import check_spaces, outside
 from enginepool.protocol.basis import Message
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import encode_manifest
+from enginepool.transfer.digest import digest_of, views
 from enginepool.workers.engine import EngineError, NewWeights, Space
-from enginepool.workers.sglang import process as sglang_process
-from enginepool.workers.sglang import scheduler as sglang_scheduler
-from enginepool.workers.sglang import weights as sglang_weights
-from enginepool.workers.sglang.plan import Plan, Unplannable
-from enginepool.workers.sglang.weights import ModelWeights
+from enginepool.workers.sglang.host import process as sglang_process
+from enginepool.workers.sglang.patches import scheduler as sglang_scheduler
+from enginepool.workers.sglang.weights import loader as sglang_weights
+from enginepool.workers.sglang.weights.load_plan import Plan, Unplannable
+from enginepool.workers.sglang.weights.loader import ModelWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 from tests.core.test_sglang_updates import Engine
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.sglang.plan import Plan, Unplannable
+from enginepool.workers.sglang.weights.load_plan import Plan, Unplannable
 
 torch: Any = importlib.import_module("torch")
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from enginepool import spaces
-from enginepool.digest import views
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Space
-from enginepool.workers.sglang.plan import Copy, Plan
-from enginepool.workers.sglang.ready import Copies, Ready, open_spaces
+from enginepool.transfer import shared_memory as spaces
+from enginepool.transfer.digest import views
+from enginepool.workers.sglang.weights.load_plan import Copy, Plan
+from enginepool.workers.sglang.weights.prepared_load import Copies, Ready, open_spaces
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.workers.sglang.tokenizer import tokenizer_of
+from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 
 
 class Tokenizer:

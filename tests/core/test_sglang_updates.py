@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from enginepool import collective
-from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
+from enginepool.transfer import collective
+from enginepool.transfer.digest import digest_of, views
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, NotComparable, OnlyAtStart, Space
-from enginepool.workers.sglang import process as sglang_process
-from enginepool.workers.sglang import scheduler as sglang_scheduler
-from enginepool.workers.sglang import updates as sglang_updates
-from enginepool.workers.sglang import weights as sglang_weights
-from enginepool.workers.sglang.plan import Plan
-from enginepool.workers.sglang.scheduler import pass_tickets_of_refused_updates
-from enginepool.workers.sglang.settings import LOADER, SettingsError
-from enginepool.workers.sglang.updates import EngineWeights
+from enginepool.workers.sglang.host import process as sglang_process
+from enginepool.workers.sglang.host.settings import LOADER, SettingsError
+from enginepool.workers.sglang.patches import scheduler as sglang_scheduler
+from enginepool.workers.sglang.patches.scheduler import pass_tickets_of_refused_updates
+from enginepool.workers.sglang.weights import loader as sglang_weights
+from enginepool.workers.sglang.weights import updates as sglang_updates
+from enginepool.workers.sglang.weights.load_plan import Plan
+from enginepool.workers.sglang.weights.updates import EngineWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")

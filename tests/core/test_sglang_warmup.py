@@ -10,11 +10,11 @@ import pytest
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import PartScores
-from enginepool.workers.sglang import warmup
-from enginepool.workers.sglang.requests import Parts
-from enginepool.workers.sglang.scoring import EngineScoring
-from enginepool.workers.sglang.settings import SettingsError
-from enginepool.workers.sglang.warmup import warm_up
+from enginepool.workers.sglang.host.requests import Parts
+from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.score import warmup
+from enginepool.workers.sglang.score.scoring import EngineScoring
+from enginepool.workers.sglang.score.warmup import warm_up
 
 
 class Scoring:

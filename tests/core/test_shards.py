@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import ALIGNMENT, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.spaces import examined
+from enginepool.transfer.digest import digest_of, views
+from enginepool.transfer.shared_memory import examined
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.shards import cut_space, shard_sizes, whole_digest, whole_findings
 from enginepool.workers.stager.snapshot import Footer, read_footer

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.group import CollectiveError
 from enginepool.protocol.manifest import Tensor
+from enginepool.transfer.process_group import CollectiveError
 from enginepool.workers.engine import (
     BatchScores,
     Engine,

@@ -13,18 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from enginepool import spaces
-from enginepool.client.courier import Courier, Notes
-from enginepool.client.lending import Lender, Loan
-from enginepool.client.lockstep import End, Lockstep
-from enginepool.client.streaming import Buffers, Stopped
-from enginepool.client.tensors import make_plan
 from enginepool.errors import BadRequest
 from enginepool.host import host_identity
 from enginepool.protocol.layout import layout
 from enginepool.protocol.messages import Failure
 from enginepool.protocol.updates import Finding, Published, Space
-from enginepool.spaces import HostSpace, break_seal, examined, open_space, sealed, set_seal, visible_gpus
+from enginepool.trainer.ipc_export import Lender, Loan
+from enginepool.trainer.streaming import Buffers, Stopped
+from enginepool.trainer.tensors import make_plan
+from enginepool.trainer.trainer_ranks import End, Lockstep
+from enginepool.trainer.update_sender import Courier, Notes
+from enginepool.transfer import shared_memory as spaces
+from enginepool.transfer.shared_memory import HostSpace, break_seal, examined, open_space, sealed, set_seal, visible_gpus
 from tests.open_files import lent_here, open_here
 
 torch: Any = importlib.import_module("torch")
@@ -53,7 +53,7 @@ def test_another_process_sees_what_was_laid_out(lender: Lender) -> None:
         "import sys, msgspec\n"
         "from enginepool.protocol.manifest import Tensor\n"
         "from enginepool.protocol.updates import Space\n"
-        "from enginepool.spaces import examined, open_space, sealed\n"
+        "from enginepool.transfer.shared_memory import examined, open_space, sealed\n"
         "space, manifest = msgspec.json.decode(sys.argv[1], type=tuple[Space, list[Tensor]])\n"
         "opened = open_space(space)\n"
         "print(*examined(opened, manifest), sealed(opened, space.seal))\n"

@@ -3,8 +3,8 @@
 from rich.console import Console
 
 from enginepool.cli.status import tables
-from enginepool.coordinator.events import StatusAsked
-from enginepool.coordinator.status import report
+from enginepool.coordinator.core.events import StatusAsked
+from enginepool.coordinator.core.status import report
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 from tests.core.machines import Pool
 

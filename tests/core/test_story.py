@@ -2,11 +2,11 @@
 
 import pytest
 
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.core import Core
-from enginepool.coordinator.fleet import Fleet
-from enginepool.coordinator.state import Group
-from enginepool.coordinator.story import story
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.state import Group
+from enginepool.coordinator.core.story import story
+from enginepool.coordinator.fleet.workers import Fleet
 from tests.core.machines import Pool, work
 
 
@@ -67,6 +67,6 @@ def test_an_error_while_work_is_dispatched_is_told_with_the_groups_in_question(m
     def fail(core: object, group: object) -> None:
         raise KeyError(0)
 
-    monkeypatch.setattr("enginepool.coordinator.machine.pump", fail)
+    monkeypatch.setattr("enginepool.coordinator.core.machine.pump", fail)
     told = broken(pool, ev.Submit(0, client, 5, work(), 3, None))
     assert "event: none in hand" in told and "group: g waiting=1" in told and "/5 QUEUED" in told

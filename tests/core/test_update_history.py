@@ -7,14 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from enginepool.coordinator import effects as ef
-from enginepool.coordinator import events as ev
-from enginepool.coordinator import update_history
-from enginepool.coordinator.journal import Journal
-from enginepool.coordinator.journal_writer import JournalWriter
-from enginepool.coordinator.state import HISTORY
-from enginepool.coordinator.update_history import UpdateHistory
-from enginepool.coordinator.weights.ending import RECORD_TEXT
+from enginepool.coordinator.core import effects as ef
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.state import HISTORY
+from enginepool.coordinator.shell import update_history
+from enginepool.coordinator.shell.journal import Journal
+from enginepool.coordinator.shell.journal_writer import JournalWriter
+from enginepool.coordinator.shell.update_history import UpdateHistory
+from enginepool.coordinator.weights.outcomes import RECORD_TEXT
 from enginepool.protocol.updates import Abandon, UpdateRecord
 from tests.core.machines import work
 from tests.core.publishers import UpdatePool

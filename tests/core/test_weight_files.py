@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.digest import digest_of
 from enginepool.host import unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.tiny_model import make_tiny_model
-from enginepool.workers.checkpoint import CheckpointError, checkpoint_space, checkpoint_tensors, refuse_damaged
+from enginepool.transfer.digest import digest_of
 from enginepool.workers.main import Worker, wants_room
-from enginepool.workers.sglang.build import prepare
-from enginepool.workers.sglang.model_size import UnknownSize, model_bytes, model_config, quantized
-from enginepool.workers.sglang.settings import SettingsError
+from enginepool.workers.sglang.host.build import prepare
+from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
+from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sim.scores import expected_scores
 from enginepool.workers.spec import WorkerSpec
 from enginepool.workers.stager.snapshot import (
@@ -38,6 +37,7 @@ from enginepool.workers.stager.snapshot import (
     remove_older,
     write_footer,
 )
+from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_space, checkpoint_tensors, refuse_damaged
 
 torch: Any = importlib.import_module("torch")
 safetensors: Any = importlib.import_module("safetensors.numpy")

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from enginepool.config import Restart
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.classes import PACKED, PLAIN
-from enginepool.coordinator.events import GroupWeights
-from enginepool.coordinator.weights.questions import AGAIN_MS, OPEN, OPEN_EACH
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
+from enginepool.coordinator.weights.inspection import AGAIN_MS, OPEN, OPEN_EACH
 from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_HEADER_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered

@@ -51,8 +51,8 @@ from enginepool.workers.events import (
     Tick,
     WorkFailed,
 )
+from enginepool.workers.ledger import KEPT_ANSWERS, KEPT_BYTES
 from enginepool.workers.machine import WorkerMachine
-from enginepool.workers.work import KEPT_ANSWERS, KEPT_BYTES
 
 CAPABILITIES = Capabilities("causal", 1000, 100, 64, 8, 128, 16)
 IDS = [FrameSpec("query", "int32", (1,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]

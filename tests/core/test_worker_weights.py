@@ -7,10 +7,10 @@ from typing import Any, cast
 import pytest
 
 from enginepool.protocol.updates import Committed, Prepare, Prepared, Release, Space
-from enginepool.workers import weights
 from enginepool.workers.engine import Engine, NewWeights
 from enginepool.workers.events import EngineLost, Event, RunWeights, WeightsAnswered
-from enginepool.workers.weights import Weights
+from enginepool.workers.weights import executor as weights
+from enginepool.workers.weights.executor import Weights
 
 UPDATE, NEXT = (7, 1), (7, 2)
 SPACE = Space("file", 8, path="/of/the/stager")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import events as ev
 from enginepool.protocol.basis import TaskId
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Result
 from enginepool.protocol.pace import FORWARD_S
@@ -22,7 +22,7 @@ QUERY, ITEMS, ITEM = 120, 10, 180
 HIGH = 100
 #: between coordinator and engine, one way
 WIRE_S = 0.001
-#: as in workers/sglang/scheduler.py
+#: as in workers/sglang/patches/scheduler.py
 NEARLY_DONE_S = 0.001
 
 

@@ -15,7 +15,7 @@ import psutil
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import BatchScores, EngineDied, EngineError, ScoreBatch
-from enginepool.workers.sglang.engine import SglangEngine
+from enginepool.workers.sglang.host.engine import SglangEngine
 
 #: An engine starts in 20 s where nothing else runs; tests share their machine.
 START_S = 500

@@ -4,7 +4,7 @@ import importlib
 import os
 
 from enginepool.workers import cpu_bridge
-from enginepool.workers.sglang.process import BRIDGE_VARIABLE
+from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 os.environ[BRIDGE_VARIABLE] = "1"

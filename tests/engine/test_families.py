@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from enginepool.workers.engine import BatchScores, EngineUnusable, PartScores, ScoreBatch, ScorePart
-from enginepool.workers.sglang.packable import wrong_for_packing
+from enginepool.workers.sglang.score.packing_support import wrong_for_packing
 from tests.engine.families import CLS, FAMILIES, SEP, VOCAB, Family, checkpoint, computed
 from tests.engine.hosted import HostedEngine
 from tests.engine.test_sglang_scores import assert_close

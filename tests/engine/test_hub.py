@@ -14,7 +14,7 @@ import pytest
 from enginepool import Pool
 from enginepool.config import GroupConfig, PoolConfig, Restart
 from enginepool.errors import PoolDown
-from enginepool.workers.sglang.model_size import UnknownSize, model_bytes
+from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes
 from tests.process.daemons import Daemon
 from tests.process.processes import Processes
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from enginepool.workers.sglang.attention import bounds_of, place_items_on_the_host, placed, plan_on_the_host
+from enginepool.workers.sglang.patches.attention import bounds_of, place_items_on_the_host, placed, plan_on_the_host
 
 
 class Planner:

@@ -14,10 +14,10 @@ import pytest
 
 from enginepool.workers import cpu_bridge
 from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
-from enginepool.workers.sglang.cross_encoder import activation_of
-from enginepool.workers.sglang.readout import head_scores
-from enginepool.workers.sglang.settings import SettingsError
-from enginepool.workers.sglang.token_types import send_token_types, types_of
+from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.score.cross_encoder import activation_of
+from enginepool.workers.sglang.score.outputs import head_scores
+from enginepool.workers.sglang.score.token_types import send_token_types, types_of
 from tests.engine.hosted import HostedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from enginepool.client import lending
-from enginepool.client.buffers import Buffers
-from enginepool.client.lending import Lender, Loan
-from enginepool.client.lockstep import Lockstep
-from enginepool.client.tensors import make_plan
 from enginepool.protocol.updates import Finding, Space
+from enginepool.trainer import ipc_export as lending
+from enginepool.trainer.buffers import Buffers
+from enginepool.trainer.ipc_export import Lender, Loan
+from enginepool.trainer.tensors import make_plan
+from enginepool.trainer.trainer_ranks import Lockstep
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
 from tests.engine.reference import Reference
 from tests.engine.test_sglang_scores import assert_close, declared, random_batch

@@ -10,9 +10,15 @@ import pytest
 
 from enginepool.workers.engine import EngineError, ScorePart
 from enginepool.workers.packed import join
-from enginepool.workers.sglang.packable import refuse_wrong_sharing, wrong_for_caching, wrong_for_packing
-from enginepool.workers.sglang.packed import DELIMITER, packed_head_scores, packed_heads, packed_label_scores, packed_labels
-from enginepool.workers.sglang.settings import SettingsError, Wanted
+from enginepool.workers.sglang.host.settings import SettingsError, Wanted
+from enginepool.workers.sglang.score.packed import (
+    DELIMITER,
+    packed_head_scores,
+    packed_heads,
+    packed_label_scores,
+    packed_labels,
+)
+from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing, wrong_for_caching, wrong_for_packing
 
 
 def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False, logprobs: bool = False) -> ScorePart:
@@ -215,7 +221,7 @@ from sglang.srt.constants import MIS_DELIMITER_TOKEN_ID
 from sglang.srt.managers import io_struct
 from enginepool.workers.engine import ScorePart
 from enginepool.workers.packed import join
-from enginepool.workers.sglang.packed import DELIMITER, packed_heads, packed_labels
+from enginepool.workers.sglang.score.packed import DELIMITER, packed_heads, packed_labels
 
 def part(query, *labels):
     return ScorePart(np.array(query, np.int32), np.array([3, 4, 5], np.int32), np.array([1, 2], np.uint32), labels=labels)

@@ -21,17 +21,17 @@ import torch
 
 from enginepool.workers.cpu_bridge import sgl_kernel
 from enginepool.workers.engine import EngineError, ScorePart
-from enginepool.workers.sglang.entries import Entries
-from enginepool.workers.sglang.host import EngineHost
-from enginepool.workers.sglang.process import NOTES_VARIABLE, keep_notes
-from enginepool.workers.sglang.readout import forward_count, head_scores, label_scores, refuse_aborted
-from enginepool.workers.sglang.scheduler import (
+from enginepool.workers.sglang.host.host import EngineHost
+from enginepool.workers.sglang.host.process import NOTES_VARIABLE, keep_notes
+from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
     gather_of_sequences,
     open_session_for_tickets,
     report_every_forward,
 )
+from enginepool.workers.sglang.score.forward_counter import Entries
+from enginepool.workers.sglang.score.outputs import forward_count, head_scores, label_scores, refuse_aborted
 
 # --- read-out ----------------------------------------------------------------------------------------------------------
 
@@ -520,7 +520,7 @@ def test_torchvision_and_linear_layers_are_usable_and_without_chance() -> None:
 import warnings
 warnings.simplefilter("ignore")
 from enginepool.workers import cpu_bridge
-from enginepool.workers.sglang.process import start_biases_at_zero
+from enginepool.workers.sglang.host.process import start_biases_at_zero
 cpu_bridge.install()
 cpu_bridge.install()
 import torch, torchvision, sgl_kernel
@@ -548,8 +548,8 @@ from enginepool.workers import cpu_bridge
 cpu_bridge.install()
 import msgspec, torch
 from sglang.srt.model_executor.model_runner_components import weight_updater as module
-from enginepool.workers.sglang.scheduler import pass_tickets_of_refused_updates
-from enginepool.workers.sglang.settings import LOADER
+from enginepool.workers.sglang.patches.scheduler import pass_tickets_of_refused_updates
+from enginepool.workers.sglang.host.settings import LOADER
 fields = dict.fromkeys(module.WeightUpdater.__dataclass_fields__)
 del fields["_model_update_group"]
 model = torch.nn.Linear(2, 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.workers.sglang.scheduler import gather_logits_by_nccl
+from enginepool.workers.sglang.patches.scheduler import gather_logits_by_nccl
 
 
 class Gatherer:
@@ -51,7 +51,7 @@ os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
 from enginepool.workers import cpu_bridge
 cpu_bridge.install()
 from sglang.srt.layers import logits_processor
-from enginepool.workers.sglang.scheduler import gather_logits_by_nccl
+from enginepool.workers.sglang.patches.scheduler import gather_logits_by_nccl
 gatherer = logits_processor.triton_symm_mem_ag.MultimemAllGatherer
 try:
     gatherer(max_tokens=1)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.workers.sglang.settings import Running, SettingsError, Wanted, budgets, engine_kwargs, reserved
+from enginepool.workers.sglang.host.settings import Running, SettingsError, Wanted, budgets, engine_kwargs, reserved
 
 KNOWN = {
     "attention_backend",

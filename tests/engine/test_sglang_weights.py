@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.collective import Rendezvous
-from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.tiny_model import make_tiny_model
-from enginepool.workers.checkpoint import checkpoint_tensors
+from enginepool.transfer.collective import Rendezvous
+from enginepool.transfer.digest import digest_of, views
 from enginepool.workers.engine import EngineError, ModelTensors, NewWeights, PartScores, ScoreBatch, Space, TakeTimes
+from enginepool.workers.weights.checkpoint import checkpoint_tensors
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference

@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from enginepool.collective import Rendezvous
-from enginepool.copies import Origin
-from enginepool.group import Group
 from enginepool.protocol.layout import buckets
-from enginepool.spaces import make_space, open_space
+from enginepool.transfer.collective import Rendezvous
+from enginepool.transfer.peer_copy import Origin
+from enginepool.transfer.process_group import Group
+from enginepool.transfer.shared_memory import make_space, open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.link import StagerLink

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from enginepool.workers.engine import EngineDied, EngineUnusable, ScoreBatch, ScorePart
-from enginepool.workers.sglang.engine import SglangEngine
+from enginepool.workers.sglang.host.engine import SglangEngine
 from tests.engine.hosted import CLOSE_S, HostedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

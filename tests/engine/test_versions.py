@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from enginepool.cli.examination import SGLANG_NEWEST, SGLANG_OLDEST
-from enginepool.workers.sglang.patches import TESTED
+from enginepool.cli.doctor_checks import SGLANG_NEWEST, SGLANG_OLDEST
+from enginepool.workers.sglang.patches.table import TESTED
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models
 from tests.engine.test_sglang_scores import declared
@@ -49,7 +49,7 @@ cpu_bridge.install()
 from sglang.srt.managers.scheduler import Scheduler
 Scheduler.is_disable_overlap_for_batch = lambda self, batch: False
 from enginepool.workers.engine import EngineUnusable
-from enginepool.workers.sglang.engine import SglangEngine
+from enginepool.workers.sglang.host.engine import SglangEngine
 
 async def start():
     try:

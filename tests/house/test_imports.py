@@ -18,36 +18,15 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("enginepool", "protocol", "workers", "bench", "examples", "tests")
 COORDINATOR = "enginepool/coordinator/"
 
-#: Files of the coordinator that own sockets, clocks, files or processes. All others there are pure.
-SHELL = {
-    f"{COORDINATOR}{name}.py"
-    for name in (
-        "daemon",
-        "gate",
-        "log",
-        "sockets",
-        "journal",
-        "journal_writer",
-        "update_history",
-        "snapshots",
-        "supervisor",
-        "stagers",
-        "processes",
-        "connections",
-        "host_memory",
-        "unit",
-    )
+#: Folders whose files decide without sockets, clocks, files or processes: of the coordinator, and of the client.
+PURE_FOLDERS = (
+    *(f"{COORDINATOR}{name}/" for name in ("core", "scheduling", "requests", "fleet", "weights")),
+    "enginepool/client/session/",
+)
+#: Pure files elsewhere.
+PURE = {f"{COORDINATOR}shell/{name}.py" for name in ("adaptive_poll", "decode", "outbox", "peers")} | {
+    f"workers/{name}.py" for name in ("machine", "engine", "events", "ledger", "weights/machine")
 }
-#: Pure files elsewhere: the client's and the worker's machines, and what those import from their own room.
-PURE = {
-    f"enginepool/client/{name}.py" for name in ("session", "link_state", "calls", "questions", "updates", "events", "settings")
-} | {f"workers/{name}.py" for name in ("machine", "engine", "events", "updates", "work")}
-
-#: Files of the client that a trainer imports, with torch; nothing else of the client imports them before it is asked to.
-TRAINER = {
-    f"enginepool/client/{name}.py"
-    for name in ("publisher", "update", "desk", "courier", "streaming", "buffers", "lending", "lockstep", "tensors")
-} | {"enginepool/client/blocking_publisher.py"}
 
 #: What would let time, chance, other threads or the outside world into a decision.
 CLOCKS = {"datetime", "random", "sched", "secrets", "time", "uuid"}
@@ -77,20 +56,16 @@ PURE_ROOMS = ("enginepool.protocol", "enginepool.errors", "enginepool.config")
 #: what tells a folder with a model.
 SHARED = (
     "enginepool.protocol",
-    "enginepool.collective",
     "enginepool.conversion",
     "enginepool.dealer",
-    "enginepool.digest",
-    "enginepool.folders",
-    "enginepool.group",
     "enginepool.errors",
+    "enginepool.folders",
     "enginepool.host",
     "enginepool.keepalive",
     "enginepool.keys",
     "enginepool.log_lines",
-    "enginepool.looking",
     "enginepool.model_folder",
-    "enginepool.spaces",
+    "enginepool.transfer",
 )
 
 #: Library -> the only files of the product that may import it.
@@ -100,12 +75,12 @@ ONLY = {
         "enginepool/dealer.py",
         "enginepool/keepalive.py",
         "enginepool/keys.py",
-        f"{COORDINATOR}gate.py",
-        f"{COORDINATOR}connections.py",
-        f"{COORDINATOR}sockets.py",
+        f"{COORDINATOR}shell/authentication.py",
+        f"{COORDINATOR}shell/connections.py",
+        f"{COORDINATOR}shell/sockets.py",
         "workers/link.py",
     },
-    "sglang": {"workers/sglang/build.py"},
+    "sglang": {"workers/sglang/host/build.py"},
 }
 
 
@@ -150,7 +125,7 @@ def module_of(path: str) -> str:
 
 def is_pure(path: str) -> bool:
     """Whether a file must decide without sockets, clocks, chance or processes."""
-    return path in PURE or (path.startswith(COORDINATOR) and path not in SHELL)
+    return path in PURE or path.startswith(PURE_FOLDERS)
 
 
 def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
@@ -170,8 +145,7 @@ def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
         return "nobody imports workers: they are started as processes"
     if path.startswith(COORDINATOR) and found.within("enginepool.client", "enginepool.cli"):
         return "the coordinator knows no client"
-    needless = {"sglang", "transformers"} if path in TRAINER else {"torch", "sglang", "transformers"}
-    if path.startswith((COORDINATOR, "enginepool/client/")) and library in needless:
+    if path.startswith((COORDINATOR, "enginepool/client/")) and library in {"torch", "sglang", "transformers"}:
         return "a coordinator host and a client need no torch"
     if product and library in ONLY and path not in ONLY[library]:
         return f"{library} is imported only in {', '.join(sorted(ONLY[library]))}"
@@ -274,33 +248,33 @@ def test_the_face_of_a_package_may_name_what_it_loads_when_asked() -> None:
 
 def test_the_lists_of_files_name_files_that_exist() -> None:
     """A renamed file would slip out of its rule."""
-    named = SHELL | PURE | TRAINER | {path for paths in ONLY.values() for path in paths}
+    named = PURE | {path for paths in ONLY.values() for path in paths}
     assert sorted(path for path in named if not (ROOT / path).is_file()) == []
 
 
-PURE_FILE = f"{COORDINATOR}batching.py"
+PURE_FILE = f"{COORDINATOR}core/machine.py"
 BAD = [
     ("protocol/frames.py", "import numpy", "protocol imports msgspec"),
     ("protocol/frames.py", "from enginepool.config import Limits", "protocol imports msgspec"),
     ("workers/loop.py", "from enginepool.client import Pool", "workers import enginepool.protocol"),
     ("workers/loop.py", "from enginepool import config", "workers import enginepool.protocol"),
-    ("workers/loop.py", "def f():\n    import enginepool.coordinator.state", "workers import enginepool.protocol"),
+    ("workers/loop.py", "def f():\n    import enginepool.coordinator.core.state", "workers import enginepool.protocol"),
     ("workers/loop.py", "from ..coordinator import state", "across rooms are absolute"),
     ("workers/loop.py", "import zmq.asyncio", "zmq is imported only in"),
     ("workers/machine.py", "from time import monotonic", "never imports time"),
     ("workers/machine.py", "from enginepool.workers.loop import Loop", "pure files of its own room"),
     ("enginepool/client/pool.py", "import enginepool.workers.engine", "nobody imports workers"),
     ("enginepool/client/pool.py", "from enginepool import workers", "nobody imports workers"),
-    ("enginepool/client/session.py", "import asyncio", "never imports asyncio"),
+    ("enginepool/client/session/machine.py", "import asyncio", "never imports asyncio"),
     ("enginepool/cli/main.py", "import importlib\nimportlib.import_module('enginepool.workers.sim')", "nobody imports workers"),
     ("enginepool/cli/doctor.py", "def f():\n    import sglang", "sglang is imported only in"),
     ("enginepool/cli/doctor.py", "__import__('zmq')", "zmq is imported only in"),
-    (f"{COORDINATOR}daemon.py", "from enginepool.client.pool import Pool", "knows no client"),
-    (f"{COORDINATOR}daemon.py", "import torch", "need no torch"),
+    (f"{COORDINATOR}shell/daemon.py", "from enginepool.client.pool import Pool", "knows no client"),
+    (f"{COORDINATOR}shell/daemon.py", "import torch", "need no torch"),
     ("bench/wire.py", "from enginepool.workers.engine import ScorePart", "nobody imports workers"),
     ("tests/core/test_x.py", "import protocol.messages", "other people's packages"),
-    (PURE_FILE, "from enginepool.coordinator import daemon", "pure files of its own room"),
-    (PURE_FILE, "from .daemon import Daemon", "pure files of its own room"),
+    (PURE_FILE, "from enginepool.coordinator.shell import daemon", "pure files of its own room"),
+    (PURE_FILE, "from ..shell.daemon import Daemon", "across rooms are absolute"),
     (PURE_FILE, "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import random", "never imports random"),
     (PURE_FILE, "import scipy", "numpy, msgspec and the standard library"),
     *[(PURE_FILE, f"def f():\n    import {name}", f"never imports {name}") for name in sorted(IMPURE - {"zmq", "torch"})],
@@ -324,11 +298,11 @@ GOOD = {
     "workers/loop.py": "import asyncio\nfrom enginepool import protocol\nfrom enginepool.workers.machine import Machine",
     "workers/machine.py": "import heapq\nfrom enginepool.protocol.messages import Score",
     "workers/link.py": "import zmq",
-    "workers/sglang/build.py": "def f():\n    import sglang\n    import torch",
-    "enginepool/client/session.py": "from enginepool.protocol.errors import CODES",
-    PURE_FILE: "import bisect\nimport numpy as np\nfrom enginepool.coordinator.state import State\nfrom . import state",
-    f"{COORDINATOR}state.py": "from enginepool.config import GroupConfig\nfrom enginepool.errors import PoolError",
-    f"{COORDINATOR}daemon.py": "import asyncio\nfrom enginepool.coordinator.state import State",
+    "workers/sglang/host/build.py": "def f():\n    import sglang\n    import torch",
+    "enginepool/client/session/machine.py": "from enginepool.protocol.errors import CODES",
+    PURE_FILE: "import bisect\nimport numpy as np\nfrom enginepool.coordinator.core.state import State\nfrom . import state",
+    f"{COORDINATOR}core/state.py": "from enginepool.config import GroupConfig\nfrom enginepool.errors import PoolError",
+    f"{COORDINATOR}shell/daemon.py": "import asyncio\nfrom enginepool.coordinator.core.state import State",
     "bench/peers/direct.py": "from enginepool.workers import engine",
     "tests/core/test_x.py": "import zmq\nimport enginepool.workers.engine",
 }

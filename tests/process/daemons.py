@@ -72,7 +72,7 @@ class Daemon:
         processes.then(self._clean)
         try:
             self.process = processes.start(
-                [*within, sys.executable, "-m", "enginepool.coordinator.daemon"],
+                [*within, sys.executable, "-m", "enginepool.coordinator.shell.daemon"],
                 env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

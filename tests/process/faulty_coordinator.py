@@ -1,6 +1,6 @@
 """A coordinator with a planted fault, and a command whose coordinators have one; the product has no way to plant any.
 
-    python -m tests.process.faulty_coordinator              a coordinator, as `enginepool.coordinator.daemon` is one
+    python -m tests.process.faulty_coordinator              a coordinator, as `enginepool.coordinator.shell.daemon` is one
     python -m tests.process.faulty_coordinator serve ...    the command, whose coordinators are started as above
 
 The fault strikes when a request with the label LABEL is admitted. PLANTED says how: `raise`, or `abort` as libzmq's
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from enginepool.cli import coordinator_process
 from enginepool.cli.main import app
-from enginepool.coordinator import daemon
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.admission import Admission
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.requests.admission import Admission
+from enginepool.coordinator.shell import daemon
 
 LABEL = 666
 COMMAND = (sys.executable, "-m", "tests.process.faulty_coordinator")

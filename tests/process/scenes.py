@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from enginepool import Pool, WeightPublisher, errors
-from enginepool.client.update import UpdateHandle
 from enginepool.protocol.updates import HELD, UpdateRecord
+from enginepool.trainer.update_handle import UpdateHandle
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 from tests.process.weights import MANIFEST, TENSORS, Gate, Load, some_weights

@@ -21,8 +21,8 @@ import zmq
 
 from enginepool import Pool
 from enginepool.config import Limits, PoolConfig
-from enginepool.coordinator.daemon import run
-from enginepool.coordinator.sockets import CLIENT_PROOF, OPEN_FILES, WORKER_PROOF
+from enginepool.coordinator.shell.daemon import run
+from enginepool.coordinator.shell.sockets import CLIENT_PROOF, OPEN_FILES, WORKER_PROOF
 from enginepool.errors import ConfigError
 from enginepool.protocol.messages import MAX_HEADER_BYTES, StatusReport
 from enginepool.restart_policy import HOST_FAULT

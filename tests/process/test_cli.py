@@ -14,7 +14,7 @@ import pytest
 
 from enginepool import __version__
 from enginepool.address import default_address
-from enginepool.cli import examination
+from enginepool.cli import doctor_checks as examination
 from enginepool.cli.connect import DEFAULT_ADDRESS
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, load_config
 from tests.process.commands import LIMIT_S, ROOT, call

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from enginepool.coordinator.journal import Journal
+from enginepool.coordinator.shell.journal import Journal
 from tests.process.commands import call
 
 SIM = '[groups.a]\nmodel = "m"\nengine = "sim"\n'

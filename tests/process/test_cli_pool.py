@@ -19,9 +19,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from enginepool.cli import demonstration, status
+from enginepool.cli import demo_run as demonstration
+from enginepool.cli import status
 from enginepool.cli.demo_tables import tables
-from enginepool.client import Pool
+from enginepool.client.pool import Pool
 from enginepool.config import Restart
 from enginepool.errors import PoolDown
 from enginepool.protocol.messages import GroupLimits, GroupStatus, StatusReport, WorkerStatus

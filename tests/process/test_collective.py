@@ -20,12 +20,14 @@ from typing import Any
 
 import pytest
 
-from enginepool import cards, collective, copies
-from enginepool.collective import Rendezvous, TorchBroadcast, TorchGroup, join
-from enginepool.copies import Origin, Taker
-from enginepool.group import CollectiveError, Group
 from enginepool.protocol.updates import SEAL_BYTES, Space
-from enginepool.spaces import make_space, open_space
+from enginepool.transfer import collective
+from enginepool.transfer import peer_copy as copies
+from enginepool.transfer import peer_probe as cards
+from enginepool.transfer.collective import Rendezvous, TorchBroadcast, TorchGroup, join
+from enginepool.transfer.peer_copy import Origin, Taker
+from enginepool.transfer.process_group import CollectiveError, Group
+from enginepool.transfer.shared_memory import make_space, open_space
 
 torch: Any = importlib.import_module("torch")
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from enginepool.client import buffers
-from enginepool.collective import Rendezvous
-from enginepool.copies import Origin
-from enginepool.group import Group
+from enginepool.trainer import buffers
+from enginepool.transfer.collective import Rendezvous
+from enginepool.transfer.peer_copy import Origin
+from enginepool.transfer.process_group import Group
 from tests.open_files import lent_here
 from tests.process.daemons import PATIENCE_S
 from tests.process.scenes import Play, arena, play

@@ -14,7 +14,7 @@ import pytest
 
 from enginepool import Pool
 from enginepool.config import Limits
-from enginepool.coordinator.connections import shares
+from enginepool.coordinator.shell.connections import shares
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 

@@ -19,8 +19,8 @@ import pytest
 
 from enginepool import Pool
 from enginepool.config import encode_config
-from enginepool.coordinator.log import say
-from enginepool.coordinator.processes import lives, made_at
+from enginepool.coordinator.launchers.processes import lives, made_at
+from enginepool.coordinator.shell.log import say
 from enginepool.errors import EnginepoolError, RequestCancelled
 from enginepool.protocol.messages import GroupStatus, StatusReport
 from enginepool.workers.sim.scores import expected_scores
@@ -372,7 +372,7 @@ def test_asked_twice_a_coordinator_ends_at_once_and_leaves_neither_worker_nor_tr
 def test_a_coordinator_whose_log_nobody_reads_still_drains(processes: Processes, tmp_path: Path) -> None:
     config = sim_pool(tmp_path, workers=1)
     process = processes.start(
-        [sys.executable, "-m", "enginepool.coordinator.daemon"],
+        [sys.executable, "-m", "enginepool.coordinator.shell.daemon"],
         env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
         stderr=subprocess.PIPE,
     )
@@ -393,7 +393,7 @@ def test_a_coordinator_whose_log_is_full_and_not_read_serves_and_drains(processe
     os.set_blocking(write, True)
     config = sim_pool(tmp_path, workers=1)
     process = processes.start(
-        [sys.executable, "-m", "enginepool.coordinator.daemon"],
+        [sys.executable, "-m", "enginepool.coordinator.shell.daemon"],
         env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
         stderr=write,
     )

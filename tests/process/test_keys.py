@@ -14,7 +14,7 @@ import zmq
 import zmq.utils.monitor
 
 from enginepool import BlockingPool, Pool, errors
-from enginepool.coordinator.gate import NAMED, Gate
+from enginepool.coordinator.shell.authentication import NAMED, Gate
 from enginepool.keys import AUTHORIZED, FIRST, make_keys, read_key
 from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES
 from enginepool.workers.sim.scores import expected_scores

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from enginepool import Pool, WeightPublisher, errors
-from enginepool.client import lending, update
-from enginepool.digest import Digest
 from enginepool.protocol.updates import UpdateRecord
+from enginepool.trainer import ipc_export as lending
+from enginepool.trainer import update_handle as update
+from enginepool.transfer.digest import Digest
 from tests.open_files import lent_here
 from tests.process.commands import ROOT
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool

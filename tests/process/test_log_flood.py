@@ -8,7 +8,7 @@ import msgspec
 import zmq
 
 from enginepool import Pool
-from enginepool.coordinator.log import BUDGETS
+from enginepool.coordinator.shell.log import BUDGETS
 from tests.process.attackers import Raw, Socket, raw
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes

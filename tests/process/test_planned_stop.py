@@ -144,7 +144,7 @@ def test_an_embedded_coordinator_that_is_stopped_alone_is_started_again_and_keep
 
 def coordinator_of() -> psutil.Process:
     """The only coordinator that this process has started."""
-    (found,) = [child for child in psutil.Process().children() if "enginepool.coordinator.daemon" in child.cmdline()]
+    (found,) = [child for child in psutil.Process().children() if "enginepool.coordinator.shell.daemon" in child.cmdline()]
     return found
 
 

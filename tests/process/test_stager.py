@@ -21,8 +21,6 @@ import msgspec
 import psutil
 import pytest
 
-from enginepool.collective import Rendezvous
-from enginepool.digest import digest_of, views
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import (
@@ -41,7 +39,9 @@ from enginepool.protocol.updates import (
     Space,
     Staged,
 )
-from enginepool.spaces import open_space
+from enginepool.transfer.collective import Rendezvous
+from enginepool.transfer.digest import digest_of, views
+from enginepool.transfer.shared_memory import open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, TakeTimes
 from enginepool.workers.events import EngineLost, Event, RunWeights, WeightsAnswered, WeightsTaken
 from enginepool.workers.sim.engine import SimEngine
@@ -52,7 +52,7 @@ from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.receiving import HostMemory
 from enginepool.workers.stager.shards import shard_sizes
 from enginepool.workers.stager.snapshot import Footer, read_footer
-from enginepool.workers.weights import Weights
+from enginepool.workers.weights.executor import Weights
 from tests.process.processes import Processes
 
 torch: Any = importlib.import_module("torch")
@@ -597,7 +597,7 @@ def test_an_update_in_shards_is_received_held_and_kept_as_one_in_a_space_is(
         await link.close()
         server.close()
 
-    monkeypatch.setattr("enginepool.collective.join", joined)
+    monkeypatch.setattr("enginepool.transfer.collective.join", joined)
     monkeypatch.setattr(receiving, "make_memory", make_memory)
     asyncio.run(story())
 
@@ -847,7 +847,7 @@ def test_a_receiver_that_fails_as_nobody_foresaw_says_so_at_once(
         await asyncio.sleep(0)
         return said
 
-    monkeypatch.setattr("enginepool.collective.join", broken)
+    monkeypatch.setattr("enginepool.transfer.collective.join", broken)
     assert asyncio.run(scene()) == [staging.InGroup((1, 1), "TypeError: no such conversion")]
     assert "and a long explanation" in capsys.readouterr().err
 
@@ -929,7 +929,7 @@ def test_nothing_is_received_into_memory_that_the_group_before_may_still_write_t
     def joined(*_: object, **__: object) -> Before:
         return Before()
 
-    monkeypatch.setattr("enginepool.collective.join", joined)
+    monkeypatch.setattr("enginepool.transfer.collective.join", joined)
     asyncio.run(scene())
     assert events == ["left", "received"]
 
@@ -964,7 +964,7 @@ def test_an_update_that_is_forgotten_while_it_leaves_a_group_does_not_lose_that_
         await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
         assert one.group is following
 
-    monkeypatch.setattr("enginepool.collective.join", joined)
+    monkeypatch.setattr("enginepool.transfer.collective.join", joined)
     asyncio.run(scene())
 
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from enginepool.config import GroupConfig
-from enginepool.coordinator import processes as records
-from enginepool.coordinator.events import WorkerExited
-from enginepool.coordinator.stagers import Stagers
-from enginepool.coordinator.supervisor import LocalSupervisor
+from enginepool.coordinator.core.events import WorkerExited
+from enginepool.coordinator.launchers import processes as records
+from enginepool.coordinator.launchers.local import LocalSupervisor
+from enginepool.coordinator.launchers.stagers import Stagers
 from enginepool.host import host_identity
 from tests.process.daemons import PATIENCE_S, sim_pool
 from tests.process.processes import Processes
@@ -248,7 +248,7 @@ def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_fo
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice each: nobody can be watched, and nobody can be looked for."""
-    monkeypatch.setattr("enginepool.coordinator.supervisor.AGAIN_S", 0.01)
+    monkeypatch.setattr("enginepool.coordinator.launchers.local.AGAIN_S", 0.01)
     failed: list[str] = []
 
     def none_left(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,7 +307,7 @@ def test_stagers_are_waited_for_when_a_pool_ends_well(
     (tmp_path / "logs").mkdir()
     said = {place: tmp_path / place for place in ("g.0", "g.1")}
     # No file descriptor is left at first.
-    monkeypatch.setattr("enginepool.coordinator.stagers.AGAIN_S", (0.01, 0.01))
+    monkeypatch.setattr("enginepool.coordinator.launchers.stagers.AGAIN_S", (0.01, 0.01))
     real, errors = os.pidfd_open, [OSError(errno.EMFILE, "Too many open files")] * unwatched
 
     def watch(pid: int) -> int:
@@ -343,7 +343,7 @@ def test_stagers_are_waited_for_when_a_pool_ends_well(
 def test_a_stager_of_which_no_record_can_be_written_is_ended_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, children: "list[subprocess.Popen[bytes]]"
 ) -> None:
-    monkeypatch.setattr("enginepool.coordinator.stagers.AGAIN_S", (0.01, 0.01))
+    monkeypatch.setattr("enginepool.coordinator.launchers.stagers.AGAIN_S", (0.01, 0.01))
     (tmp_path / "logs").mkdir()
 
     async def story() -> None:

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from enginepool.coordinator.events import GroupWeights
-from enginepool.coordinator.journal import Journal
+from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.shell.journal import Journal
 from enginepool.folders import snapshot_folders
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (

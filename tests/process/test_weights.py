@@ -14,8 +14,8 @@ from typing import Literal
 import pytest
 
 from enginepool import Pool, WeightPublisher, errors
-from enginepool.client.buffers import Buffers, Cut
 from enginepool.protocol.manifest import Manifest
+from enginepool.trainer.buffers import Buffers, Cut
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 from tests.process.scenes import COSTS, LIMIT_S, OPTIONS, SLOW_TAKE, TIMES, Play, Stage, arena, play

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from enginepool import Pool, WeightPublisher
-from enginepool.client import buffers
+from enginepool.trainer import buffers
 from tests.process.weights import MANIFEST, some_weights
 
 

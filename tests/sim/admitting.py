@@ -8,10 +8,10 @@
 
 from collections.abc import Iterable
 
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.effects import ToClient
-from enginepool.coordinator.machine import Machine
-from enginepool.coordinator.state import Client, Request
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.effects import ToClient
+from enginepool.coordinator.core.machine import Machine
+from enginepool.coordinator.core.state import Client, Request
 from enginepool.protocol.messages import Failure
 
 

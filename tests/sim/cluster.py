@@ -7,8 +7,8 @@ process group has ended.
 from collections import Counter
 from typing import Protocol
 
-from enginepool.coordinator.events import GroupWeights, LiveProcess, WorkerExited
-from enginepool.coordinator.processes import failed_by_itself
+from enginepool.coordinator.core.events import GroupWeights, LiveProcess, WorkerExited
+from enginepool.coordinator.launchers.processes import failed_by_itself
 from enginepool.workers.events import Exit
 from tests.sim.network import Network
 from tests.sim.oracle import Oracle

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import events as ev
 from tests.sim.sim_client import SimClient
 from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_publisher import SimPublisher

@@ -3,7 +3,7 @@
 Counted from the events alone. A word counts on the newest link on which its client said hello, as PROTOCOL.md has it.
 """
 
-from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import events as ev
 
 #: the client, and the id of its transaction
 Key = tuple[bytes, int]

@@ -6,7 +6,7 @@ The oracle knows what was asked and what went wrong in the world; it knows nothi
 import re
 from typing import NamedTuple
 
-from enginepool.client.events import Answer, Fail
+from enginepool.client.session.events import Answer, Fail
 from enginepool.config import Limits
 from enginepool.protocol.messages import Failure, Result
 from enginepool.protocol.updates import Published

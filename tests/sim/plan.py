@@ -4,9 +4,9 @@ from random import Random
 
 import msgspec
 
-from enginepool.client.settings import Settings
+from enginepool.client.session.settings import Settings
 from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
-from enginepool.coordinator.core import HEADER_BYTES
+from enginepool.coordinator.core.context import HEADER_BYTES
 from enginepool.protocol.messages import Capabilities
 from tests.sim.network import Conditions
 from tests.sim.offers import Offer, make_offer

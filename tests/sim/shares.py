@@ -13,8 +13,8 @@ signature is next depends on how long requests of other priorities wait in it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from enginepool.coordinator.phases import QUEUED
-from enginepool.coordinator.state import Batch, Client, Group, Request
+from enginepool.coordinator.core.request_state import QUEUED
+from enginepool.coordinator.core.state import Batch, Client, Group, Request
 
 #: a client is in no debt once others were served so many times as much as it was served last
 FORGIVEN = 40

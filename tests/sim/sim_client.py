@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from enginepool.client.events import (
+from enginepool.client.session.events import (
     Abandon,
     Answer,
     AskStatus,
@@ -19,8 +19,8 @@ from enginepool.client.events import (
     Submit,
     Tick,
 )
-from enginepool.client.session import ClientSession
-from enginepool.client.settings import Settings
+from enginepool.client.session.machine import ClientSession
+from enginepool.client.session.settings import Settings
 from enginepool.protocol.frames import Buffer, check_frames, decode_header
 from enginepool.protocol.messages import Result, ToClient
 from tests.sim.network import Dealer, Network

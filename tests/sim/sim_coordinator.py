@@ -1,17 +1,17 @@
 """A simulated coordinator process: the real machine and the real translation of messages, in a shell of virtual time.
 
-It stands for `enginepool.coordinator.daemon`: what peers said is handled before any timer, a send to a client that is gone is
+It stands for `coordinator/shell/daemon.py`: what peers said is handled before any timer, a send to a client that is gone is
 a cut link, and a stall leaves everything in the sockets until it is over.
 """
 
 from collections.abc import Callable, Sequence
 
 from enginepool.config import PoolConfig
-from enginepool.coordinator import effects as ef
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.machine import Machine
-from enginepool.coordinator.story import story
-from enginepool.coordinator.translate import client_event, refusal, worker_event
+from enginepool.coordinator.core import effects as ef
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.machine import Machine
+from enginepool.coordinator.core.story import story
+from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Accept, Expired, Failure, Message, Welcome

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
-from enginepool.coordinator.batching import MOST_TEXTS
+from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Capabilities, FrameSpec, PartDone, TaskId, Tokenise
 from enginepool.protocol.packing import sequences

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from enginepool.coordinator import state
-from enginepool.coordinator.queue import Early, Queue
-from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.state import Group, Request
+from enginepool.coordinator.core import state
+from enginepool.coordinator.core.state import Group, Request
+from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.scheduling.queue import Early, Queue
 from tests.sim.simulation import Failed, simulate
 
 SEEDS = 400

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from enginepool.coordinator import events as ev
+from enginepool.coordinator.core import events as ev
 from enginepool.protocol.updates import Publish, Renew
 from tests.sim.leases import Leases
 from tests.sim.plan import Plan

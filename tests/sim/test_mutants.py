@@ -5,25 +5,32 @@ from typing import Any
 
 import pytest
 
-from enginepool.client.calls import Call, Calls
-from enginepool.client.events import Effect as ClientEffect
-from enginepool.client.events import Fail
-from enginepool.coordinator import admission, batching, door, filling, fleet, machine, places, requests, shedding
-from enginepool.coordinator.admission import Admission
-from enginepool.coordinator.clients import Clients
-from enginepool.coordinator.core import Core
-from enginepool.coordinator.fleet import Fleet
-from enginepool.coordinator.phases import TEXT
-from enginepool.coordinator.places import Places
-from enginepool.coordinator.queue import Lane, Level, Queue
-from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.shedding import Levels
-from enginepool.coordinator.state import Batch, Client, Group, Place, Request, Worker
+from enginepool.client.session.events import Effect as ClientEffect
+from enginepool.client.session.events import Fail
+from enginepool.client.session.pending_requests import Call, Calls
+from enginepool.coordinator.core import machine
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.request_state import TEXT
+from enginepool.coordinator.core.state import Batch, Client, Group, Place, Request, Worker
+from enginepool.coordinator.fleet import slots as places
+from enginepool.coordinator.fleet import workers as fleet
+from enginepool.coordinator.fleet.slots import Places
+from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.requests import admission, shedding
+from enginepool.coordinator.requests import lifecycle as requests
+from enginepool.coordinator.requests import validation as door
+from enginepool.coordinator.requests.admission import Admission
+from enginepool.coordinator.requests.clients import Clients
+from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.requests.shedding import Levels
+from enginepool.coordinator.scheduling import batch_builder as filling
+from enginepool.coordinator.scheduling import batches as batching
+from enginepool.coordinator.scheduling.queue import Lane, Level, Queue
 from enginepool.protocol.messages import Capabilities, Expired, Failure, FrameSpec, TaskId, Tokenise, Welcome
 from enginepool.protocol.packing import Packing
 from enginepool.workers.events import End, Exit
+from enginepool.workers.ledger import Work
 from enginepool.workers.machine import WorkerMachine
-from enginepool.workers.work import Work
 from tests.sim.simulation import Failed, simulate
 
 SEEDS = 400

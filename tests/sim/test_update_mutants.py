@@ -6,24 +6,25 @@ from typing import Any
 
 import pytest
 
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.effects import StartWorker
-from enginepool.coordinator.fleet import Fleet
-from enginepool.coordinator.phases import QUEUED
-from enginepool.coordinator.places import Places
-from enginepool.coordinator.state import Group, Place, Request, Worker
-from enginepool.coordinator.weights import ending, publishers
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.effects import StartWorker
+from enginepool.coordinator.core.request_state import QUEUED
+from enginepool.coordinator.core.state import Group, Place, Request, Worker
+from enginepool.coordinator.fleet.slots import Places
+from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.weights import outcomes as ending
+from enginepool.coordinator.weights import publishing as publishers
 from enginepool.coordinator.weights import transaction as weights
-from enginepool.coordinator.weights.publishers import Publishers
+from enginepool.coordinator.weights.publishing import Publishers
 from enginepool.coordinator.weights.restarts import Restarts
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Weights
 from enginepool.coordinator.weights.update import Member, Stand, Update
-from enginepool.coordinator.weights.verifying import Verifying
+from enginepool.coordinator.weights.verification import Verifying
 from enginepool.protocol.updates import Sent
 from enginepool.workers.events import Send
-from enginepool.workers.updates import WorkerUpdates
-from enginepool.workers.work import Work
+from enginepool.workers.ledger import Work
+from enginepool.workers.weights.machine import WorkerUpdates
 from tests.sim.plan import Plan
 from tests.sim.simulation import Failed, simulate
 
@@ -200,14 +201,14 @@ def early_requests_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     def sort(self: Any, group: Group) -> None:
         """Nothing."""
 
-    patch.setattr("enginepool.coordinator.requests.Requests.reweigh", sort)
+    patch.setattr("enginepool.coordinator.requests.lifecycle.Requests.reweigh", sort)
 
 
 def recalled_work_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
     def returned(self: Any, batch: Any) -> None:
         """Nothing."""
 
-    patch.setattr("enginepool.coordinator.requests.Requests.returned", returned)
+    patch.setattr("enginepool.coordinator.requests.lifecycle.Requests.returned", returned)
 
 
 def a_held_group_finishes_requests_that_were_cut(patch: pytest.MonkeyPatch) -> None:

@@ -7,14 +7,14 @@ worker beside waiting work, bounded memory, and every 1,000 events the whole mac
 from array import array
 from collections.abc import Callable, Sequence
 
-from enginepool.coordinator.answers import OVERHEAD
-from enginepool.coordinator.batching import LEAST_TEXTS, TEXT_BYTES, takes_text
-from enginepool.coordinator.classes import PACKED, PLAIN
-from enginepool.coordinator.effects import Effect, ToWorker
-from enginepool.coordinator.machine import Machine
-from enginepool.coordinator.phases import DONE, QUEUED, TEXT
-from enginepool.coordinator.queue import Queue
-from enginepool.coordinator.state import Batch, Group, Request, Worker
+from enginepool.coordinator.core.effects import Effect, ToWorker
+from enginepool.coordinator.core.machine import Machine
+from enginepool.coordinator.core.request_state import DONE, QUEUED, TEXT
+from enginepool.coordinator.core.state import Batch, Group, Request, Worker
+from enginepool.coordinator.requests.reply_cache import OVERHEAD
+from enginepool.coordinator.scheduling.batches import LEAST_TEXTS, TEXT_BYTES, takes_text
+from enginepool.coordinator.scheduling.queue import Queue
+from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol import messages as m
 from enginepool.protocol.frames import Buffer, encode_header

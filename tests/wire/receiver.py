@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import torch
 
-from enginepool.collective import join
-from enginepool.digest import digest_of, views
-from enginepool.group import CollectiveError, Group
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import decode_manifest
 from enginepool.protocol.updates import Space
-from enginepool.spaces import examined, open_space
+from enginepool.transfer.collective import join
+from enginepool.transfer.digest import digest_of, views
+from enginepool.transfer.process_group import CollectiveError, Group
+from enginepool.transfer.shared_memory import examined, open_space
 
 TIMEOUT_S = 30.0
 

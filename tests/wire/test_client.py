@@ -21,8 +21,8 @@ from bench.processes import free_port
 from enginepool import BlockingPool, Pool, errors
 from enginepool.client import connection
 from enginepool.client.link import Link
-from enginepool.client.session import ClientSession
-from enginepool.client.settings import Settings
+from enginepool.client.session.machine import ClientSession
+from enginepool.client.session.settings import Settings
 from enginepool.protocol.messages import (
     Ack,
     Cancel,

@@ -8,8 +8,8 @@ import pytest
 import uvloop
 
 from enginepool import Pool, errors
-from enginepool.client import names
-from enginepool.client.names import follow_name
+from enginepool.client import dns as names
+from enginepool.client.dns import follow_name
 
 
 @pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import zmq
 
-from enginepool.coordinator.events import Submit
-from enginepool.coordinator.translate import client_event
+from enginepool.coordinator.core.events import Submit
+from enginepool.coordinator.shell.decode import client_event
 from enginepool.protocol import messages as m
 from enginepool.protocol.frames import decode_header, encode_header
 from tests.wire.plain_client import PlainClient

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublisher, errors
-from enginepool.client import lockstep, update
-from enginepool.client.courier import Side
-from enginepool.client.desk import Desk
-from enginepool.client.update import UpdateHandle
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import GroupStatus
 from enginepool.protocol.updates import UpdateRecord
+from enginepool.trainer import trainer_ranks as lockstep
+from enginepool.trainer import update_handle as update
+from enginepool.trainer.publisher_context import Desk
+from enginepool.trainer.update_handle import UpdateHandle
+from enginepool.trainer.update_sender import Side
 from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
 from tests.wire.fake_updates import FakeUpdates, Receiver
 

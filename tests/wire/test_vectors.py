@@ -8,9 +8,9 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from enginepool.coordinator.door import check_limits, open_score
-from enginepool.coordinator.events import Submit, WorkerBroken
-from enginepool.coordinator.translate import client_event, worker_event
+from enginepool.coordinator.core.events import Submit, WorkerBroken
+from enginepool.coordinator.requests.validation import check_limits, open_score
+from enginepool.coordinator.shell.decode import client_event, worker_event
 from enginepool.protocol import messages
 from enginepool.protocol.errors import CODES, WireError
 from enginepool.protocol.frames import check_frames, decode_header, encode_header

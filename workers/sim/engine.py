@@ -32,7 +32,7 @@ from enginepool.workers.engine import (
 )
 from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
-from enginepool.workers.sglang.settings import CACHED_ROOM
+from enginepool.workers.sglang.host.settings import CACHED_ROOM
 from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faults_on_load, faults_on_take, spoil, suffer
 from enginepool.workers.sim.options import Fault, SimOptions, read_options
 from enginepool.workers.sim.scores import score_part

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
 from enginepool.protocol.updates import Finding, Space
-from enginepool.workers.checkpoint import CheckpointError, checkpoint_space
 from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights, OnlyAtStart
 from enginepool.workers.stager.snapshot import digest_of_bytes
+from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_space
 
 
 class SimWeights:
@@ -101,7 +101,7 @@ class SimWeights:
         self.digest = digest_of_bytes(self._space)
 
     def _receive(self, weights: NewWeights) -> npt.NDArray[np.uint8]:
-        from enginepool.group import CollectiveError
+        from enginepool.transfer.process_group import CollectiveError
         from enginepool.workers.stager.receiving import HostMemory
 
         memory = HostMemory(layout(weights.tensors).nbytes)
@@ -126,8 +126,8 @@ class SimWeights:
 
 def _join(name: str, address: str, world: int, rank: int, backend: str) -> Any:
     # Importing torch takes seconds, which the worker's loop has better uses for.
-    from enginepool.collective import join
-    from enginepool.group import CollectiveError
+    from enginepool.transfer.collective import join
+    from enginepool.transfer.process_group import CollectiveError
 
     try:
         return join(address, name, world, rank, backend=backend)

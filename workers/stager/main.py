@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from enginepool.protocol.layout import layout
 from enginepool.workers.log import name_source, never_fail, report, say
+from enginepool.workers.stager.log import why
 from enginepool.workers.stager.messages import (
     VARIABLE,
     AskHeld,
@@ -39,10 +40,9 @@ from enginepool.workers.stager.messages import (
 from enginepool.workers.stager.saving import Snapshots
 from enginepool.workers.stager.snapshot import remove_all
 from enginepool.workers.stager.state import Kept, Update
-from enginepool.workers.stager.words import why
 
 if TYPE_CHECKING:
-    from enginepool.group import Group
+    from enginepool.transfer.process_group import Group
     from enginepool.workers.stager.receiving import Memory
 
 #: the other ranks have this long to come
@@ -245,8 +245,8 @@ class Stager:
 
     def _run(self, update: Update, message: JoinGroup) -> None:
         """On a thread of its own: join, receive, say what came."""
-        from enginepool.collective import join
-        from enginepool.group import CollectiveError
+        from enginepool.transfer.collective import join
+        from enginepool.transfer.process_group import CollectiveError
 
         group = self.group
         device = "cuda:0" if message.backend == "nccl" else "cpu"

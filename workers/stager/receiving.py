@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from enginepool.digest import Batch, Digest, Findings, make_ready, views
-from enginepool.group import QUEUED, Group
 from enginepool.host import SHARED, unnamed_file
-from enginepool.looking import Look, Looking
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding, Space
-from enginepool.spaces import DeviceSpace, HostSpace
+from enginepool.transfer.digest import Batch, Digest, Findings, make_ready, views
+from enginepool.transfer.process_group import QUEUED, Group
+from enginepool.transfer.shared_memory import DeviceSpace, HostSpace
+from enginepool.transfer.weight_scan import Look, Looking
 from enginepool.workers.stager.shards import cut_space, shard_sizes, whole_digest, whole_findings
 from enginepool.workers.stager.snapshot import Footer, copy_snapshot, link, write_footer
 

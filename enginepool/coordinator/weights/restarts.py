@@ -13,12 +13,12 @@ A member on its way is `leaving` (it finishes what it has), `starting` (its plac
 `ready`. Until the commit its weights are not the committed ones, so that it gets no work.
 """
 
-from enginepool.coordinator.core import Core
-from enginepool.coordinator.events import GroupWeights
-from enginepool.coordinator.fleet import Fleet
-from enginepool.coordinator.state import Worker
-from enginepool.coordinator.weights.ending import Ending
-from enginepool.coordinator.weights.holding import working
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.weights.outcomes import Ending
+from enginepool.coordinator.weights.quiesce import working
 from enginepool.coordinator.weights.update import RESTART, Member, Update
 
 

@@ -10,13 +10,13 @@ the only copy, and older ones must not answer: no worker of the group is restore
 weights as above, until a publisher brings them or an operator relabels what those workers hold.
 """
 
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.classes import PACKED, PLAIN
-from enginepool.coordinator.core import Core
-from enginepool.coordinator.effects import ToClient, ToWorker
-from enginepool.coordinator.fleet import Fleet
-from enginepool.coordinator.requests import Requests
-from enginepool.coordinator.state import Client, Group, Worker
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.effects import ToClient, ToWorker
+from enginepool.coordinator.core.state import Client, Group, Worker
+from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.updates import Committed, Restore, WeightsWanted
 
 

@@ -35,15 +35,15 @@ the publisher must say something about it every `lease_ms`. Its last words are k
 again under its id is attached.
 """
 
-from enginepool.coordinator import events as ev
-from enginepool.coordinator.core import Core
-from enginepool.coordinator.effects import CheckJournal, ToWorker, WriteJournal
-from enginepool.coordinator.state import Worker
-from enginepool.coordinator.weights.ending import Ending
-from enginepool.coordinator.weights.holding import hold, working
-from enginepool.coordinator.weights.notices import ask, say_join, say_phase
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.effects import CheckJournal, ToWorker, WriteJournal
+from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.weights.outcomes import Ending
+from enginepool.coordinator.weights.outgoing import ask, say_join, say_phase
+from enginepool.coordinator.weights.process_group_info import Ring
+from enginepool.coordinator.weights.quiesce import hold, working
 from enginepool.coordinator.weights.restarts import Restarts
-from enginepool.coordinator.weights.ring import Ring
 from enginepool.coordinator.weights.update import (
     HAND_OVER,
     HOLD,
@@ -58,7 +58,7 @@ from enginepool.coordinator.weights.update import (
     Update,
     failures,
 )
-from enginepool.coordinator.weights.verifying import Verifying
+from enginepool.coordinator.weights.verification import Verifying
 from enginepool.protocol.updates import HandedOver, Joined, Prepared, Release, Sent, Staged
 
 #: codes with which a member may refuse, that are the publisher's to hear; all others become `update_aborted`

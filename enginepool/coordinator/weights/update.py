@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from enginepool.coordinator.events import Buffer, GroupWeights
-from enginepool.coordinator.state import Client, Group, Request, Worker
-from enginepool.coordinator.weights.ring import Ring
+from enginepool.coordinator.core.events import Buffer, GroupWeights
+from enginepool.coordinator.core.state import Client, Group, Request, Worker
+from enginepool.coordinator.weights.process_group_info import Ring
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import TaskId
 from enginepool.protocol.updates import Finding, PhaseName, Publish, Space

@@ -1,0 +1,57 @@
+"""Updates that broadcast nothing, so that any client can make them: a checkpoint that workers read, or a new version number."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, check_version
+from enginepool.client.session.events import Fail, OpenUpdate, UpdateAbandon, UpdateCommit, UpdateDone
+from enginepool.protocol.updates import MAX_MS, InFlight, Publish, Transfer, UpdateRecord
+
+if TYPE_CHECKING:
+    from enginepool.client.connection import Connection, UpdateEffect
+
+#: What the wire calls the arguments.
+NAMES = {"manifest": "source", "drain_ms": "drain"}
+IN_FLIGHT = ("drain", "abort")
+
+
+def publish_message(
+    version: int, *, group: str, transfer: Transfer, in_flight: InFlight, drain: float, new_run: bool
+) -> Publish:
+    """The message of an update, from the arguments of a caller. Raises BadRequest."""
+    seconds = check_timeout(drain, "drain", MAX_MS // 1000, zero=True)
+    return Publish(
+        0,
+        check_version(version),
+        group=check_group(group),
+        transfer=transfer,
+        in_flight=check_choice("in_flight", in_flight, IN_FLIGHT),
+        drain_ms=int((seconds or 0.0) * 1000),
+        new_run=check_flag("new_run", new_run),
+    )
+
+
+async def publish_unsent(connection: "Connection", publish: Publish, seconds: float | None) -> UpdateRecord:
+    """Open it, allow its commit, and wait for its end. Cancelling gives it up, unless it is too late."""
+    now = connection.now()
+    deadline = None if seconds is None else now + seconds
+    end: asyncio.Future[UpdateDone | Fail] = asyncio.get_running_loop().create_future()
+
+    def opening(id_: int) -> OpenUpdate:
+        publish.id = id_
+        return OpenUpdate(now, publish, deadline=deadline)
+
+    def hear(effect: "UpdateEffect") -> None:
+        if isinstance(effect, UpdateDone | Fail) and not end.done():
+            end.set_result(effect)
+
+    id_ = connection.open_update(opening, hear)
+    connection.tell(UpdateCommit(now, id_, deadline))
+    try:
+        said = await end
+    except asyncio.CancelledError:
+        connection.tell(UpdateAbandon(connection.now(), id_, "the caller gave up"))
+        raise
+    if isinstance(said, Fail):
+        raise connection.failed(said.failure, NAMES)
+    return said.published.record

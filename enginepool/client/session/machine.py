@@ -1,0 +1,368 @@
+"""The client's side of the protocol as a pure machine: `handle(event) -> list[Effect]`; every request gets one final answer.
+
+Time is in events, randomness comes through `jitter`; no sockets, clocks or tasks here. How it thinks:
+
+The *link* (`link_state.py`) stands or does not. When it is lost it is greeted again, after a silence on a new socket, and what
+needs a standing link waits for the next Welcome.
+
+*Requests* (`calls.py`) are sent while the link is welcomed and the window has room: the largest priority, then the oldest.
+When the link is lost they are sent again after the next Welcome, under the same ids; the coordinator attaches them or starts
+anew, and later copies of an answer are dropped here. After `shutting_down` they wait for the Welcome of a higher epoch.
+Deadlines are the coordinator's to keep; a sent request fails here
+`grace_s` after its own, so that no call hangs when nobody answers.
+
+*Questions* (`questions.py`) are asked again until they are answered. *Updates* (`updates.py`) are said again after a lost link,
+and looked up in the journal of a new coordinator.
+
+*Acknowledgements* go out in batches, except for `busy`: that leaves the id free, and an acknowledgement that arrives after the
+second attempt would make the coordinator forget it.
+"""
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+from enginepool.client.session.events import (
+    Abandon,
+    Abort,
+    Answer,
+    AskStatus,
+    AskWeights,
+    Close,
+    Complaint,
+    Effect,
+    Ended,
+    Event,
+    Fail,
+    OpenUpdate,
+    Received,
+    Send,
+    Start,
+    Submit,
+    Tick,
+    UpdateAbandon,
+    UpdateCommit,
+    UpdateProgress,
+    UpdateSent,
+    Wanted,
+    Welcomed,
+)
+from enginepool.client.session.link_state import LinkState
+from enginepool.client.session.pending_requests import Calls
+from enginepool.client.session.questions import Questions
+from enginepool.client.session.settings import DEFAULTS, Settings
+from enginepool.client.session.updates import Updates
+from enginepool.protocol.errors import CODES
+from enginepool.protocol.messages import (
+    MAX_ACKS,
+    PROTOCOL_VERSION,
+    Ack,
+    Failure,
+    Goodbye,
+    Ping,
+    Pong,
+    Result,
+    Status,
+    Welcome,
+)
+from enginepool.protocol.updates import Join, Phase, Published, WeightsReport, WeightsWanted
+
+_CLOSED = Failure("closed", "the pool is closed")
+
+
+class ClientSession:
+    """One client of one coordinator, for the client object's whole life.
+
+    Args:
+        client: 16 random bytes: who this is.
+        token: 16 secret random bytes.
+        jitter: a source of floats in [0, 1), for backing off.
+        settings: times and sizes.
+        agent: name and version of the software, for the operator.
+    """
+
+    def __init__(
+        self, client: bytes, token: bytes, jitter: Callable[[], float], settings: Settings = DEFAULTS, agent: str = ""
+    ) -> None:
+        self.settings = settings
+        self.link = LinkState(client, token, settings, agent)
+        self.calls = Calls(settings, jitter)
+        self.questions = Questions(settings)
+        self.updates = Updates(settings)
+        #: why it ended
+        self.end: Failure | None = None
+        #: why the last hello that may be repeated was refused
+        self._refused = ""
+        self._now = -inf
+        self._out: list[Effect] = []
+        self._last_id = 0
+        #: final answers that are not acknowledged yet
+        self._acks: list[int] = []
+        # When there is something to do; inf: nothing.
+        self._ack_at = inf
+        self._sweep_at = inf
+        self._on: dict[type[Event], Callable[[Any], None]] = {
+            Start: self._on_start,
+            Submit: self._on_submit,
+            Abandon: self._on_abandon,
+            AskStatus: self._on_ask_status,
+            AskWeights: self._on_ask_weights,
+            OpenUpdate: self._on_open_update,
+            UpdateProgress: lambda event: self.updates.progress(event.id, event.sent_bytes),
+            UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, event.spaces, self._out),
+            UpdateCommit: lambda event: self.updates.allow(event.id, event.deadline, self._out),
+            UpdateAbandon: lambda event: self.updates.abandon(event, self._now, self._out),
+            Received: self._on_received,
+            Tick: self._on_tick,
+            Abort: lambda event: self._finish(event.failure),
+            Close: self._on_close,
+        }
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Take one event, and say what is to be done, in order."""
+        self._out = []
+        self._now = max(self._now, event.now)
+        self._on[type(event)](event)
+        return self._out
+
+    @property
+    def wake_at(self) -> float:
+        """When the next Tick is due; inf: nothing waits for time."""
+        return min(
+            self.link.wake_at, self.calls.wake_at, self.questions.wake_at, self.updates.wake_at, self._ack_at, self._sweep_at
+        )
+
+    # --- the caller's side ---------------------------------------------------------------------------------------------
+
+    def _on_start(self, event: Start) -> None:
+        if self.link.state != "new":
+            raise ValueError("a session starts once")
+        self.link.connect_by(event.connect_by)
+        self._greet(open_link=True)
+
+    def _on_submit(self, event: Submit) -> None:
+        if self._take_id(event.score.id):
+            self.calls.submit(event, self._now, self._out)
+
+    def _on_abandon(self, event: Abandon) -> None:
+        if not self.questions.abandon(event.id):
+            self.calls.abandon(event.id, self._now, self._out)
+
+    def _on_ask_status(self, event: AskStatus) -> None:
+        if self._take_id(event.id):
+            self.questions.ask(event.id, event.restart or Status(event.id), event.deadline, self._now, self._out)
+
+    def _on_ask_weights(self, event: AskWeights) -> None:
+        if self._take_id(event.question.id):
+            self.questions.ask(event.question.id, event.question, event.deadline, self._now, self._out)
+
+    def _on_open_update(self, event: OpenUpdate) -> None:
+        if self._take_id(event.publish.id):
+            self.updates.open(event, self._now, self._out)
+
+    def _on_close(self, event: Close) -> None:
+        if self.link.stands:
+            self._flush_acks()
+            self.updates.end(_CLOSED, self._out)
+            self._out.append(Send(Goodbye()))
+        self._finish(_CLOSED)
+
+    def _take_id(self, id_: int) -> bool:
+        if id_ <= self._last_id:
+            raise ValueError(f"id {id_} after {self._last_id}: the ids of a client only grow")
+        self._last_id = id_
+        if self.end is not None:
+            self._out.append(Fail(id_, self.end))
+        return self.end is None
+
+    # --- the coordinator's side ----------------------------------------------------------------------------------------
+
+    def _on_received(self, event: Received) -> None:
+        if self.link.state in ("new", "ended"):
+            return
+        message = event.message
+        if isinstance(message, Welcome):
+            self._on_welcome(message)
+            return
+        if isinstance(message, Pong) and 0 < message.epoch < self.link.epoch:
+            return
+        self.link.heard()
+        if isinstance(message, Result):
+            if message.final:
+                self._answered(message.id, Answer(message.id, message, event.frames))
+        elif isinstance(message, Failure):
+            self._on_failure(message)
+        elif isinstance(message, Ping):
+            self._out.append(Send(Pong(at=message.at)))
+        elif isinstance(message, Pong):
+            if message.epoch > self.link.epoch:
+                self._greet_again()
+        elif isinstance(message, Join):
+            self.updates.joined(message, self._now, self._out)
+        elif isinstance(message, Phase):
+            self.updates.phase(message, self._now, self._out)
+        elif isinstance(message, Published):
+            self.updates.published(message, self._out)
+            self._acknowledge(message.id)
+        elif isinstance(message, WeightsWanted):
+            self._out.append(Wanted(message.group, message.version))
+        elif not (isinstance(message, WeightsReport) and self.updates.reported(message, self._out)):
+            self.questions.answered(message, event.frames, self._out)
+
+    def _on_welcome(self, message: Welcome) -> None:
+        if message.protocol != PROTOCOL_VERSION:
+            text = f"the coordinator answers in protocol {message.protocol}; this client speaks {PROTOCOL_VERSION}"
+            self._finish(Failure("protocol_version", text, limit=str(PROTOCOL_VERSION)))
+            return
+        before = self.link.epoch
+        if message.epoch < before or message.incarnation != self.link.incarnation:
+            return
+        new_epoch = message.epoch > before
+        again = self.link.stands and not new_epoch
+        self.link.welcomed(message, self._now)
+        if not again:
+            self._sweep_at = self._now + self.settings.resend_s
+            self._out.append(Welcomed(message.epoch, tuple(message.groups)))
+            if new_epoch:
+                self._acks.clear()
+            self._flush_acks()
+            self.questions.welcome(self._out)
+            self.updates.welcome(new_epoch, self._now, self._out)
+        self.calls.welcome(message, new_epoch, self._now, self._out)
+
+    def _on_failure(self, failure: Failure) -> None:
+        code = failure.code
+        if failure.incarnation is not None:
+            self._on_hello_refused(failure)
+        elif code == "hello_required":
+            self._greet_again()
+        elif failure.id is None and code == "shutting_down":
+            self._coordinator_ends(failure)
+        elif failure.id is None:
+            self._out.append(Complaint(failure))
+        elif self.updates.refused(failure.id, failure, self._now, self._out):
+            self._acknowledge(failure.id)
+        elif self.questions.refused(failure.id, failure, self._out):
+            return  # the coordinator keeps no question, so nothing is acknowledged
+        elif code == "shutting_down":
+            self._coordinator_ends(failure)
+            self.calls.put_back(failure.id, self._now, self._out)
+        elif code == "busy":
+            self.calls.busy(failure, failure.id, self._now, self._out)
+        elif failure.final:
+            self._answered(failure.id, Fail(failure.id, failure))
+
+    def _coordinator_ends(self, failure: Failure) -> None:
+        """It is stopped on purpose. What it has begun may still be answered; the rest is for the next coordinator."""
+        if not self.calls.paused:
+            self.calls.paused = True
+            self.link.seek(self._now)
+            self._out.append(Complaint(failure))
+
+    def _on_hello_refused(self, failure: Failure) -> None:
+        """What was said of an earlier Hello does not count."""
+        if failure.incarnation != self.link.incarnation:
+            return
+        code = failure.code
+        if code != "superseded":
+            if code in CODES and CODES[code].retry:
+                self._refused = f": {failure.message}"
+                self._out.append(Complaint(failure))
+            else:
+                self._finish(failure)
+            return
+        found = self.link.superseded(self._now)
+        if found == "end":
+            self._finish(failure)
+        elif found == "greet":
+            self._greet(open_link=False)
+
+    def _answered(self, id_: int, effect: Answer | Fail) -> None:
+        # A duplicate is acknowledged too: the first acknowledgement may be what was lost.
+        self._acknowledge(id_)
+        self.calls.answered(id_, effect, self._now, self._out)
+
+    def _acknowledge(self, id_: int) -> None:
+        self._acks.append(id_)
+        if self.link.stands:
+            if len(self._acks) >= self.settings.ack_batch:
+                self._flush_acks()
+            elif self._ack_at == inf:
+                self._ack_at = self._now + self.settings.ack_delay_s
+
+    # --- time ----------------------------------------------------------------------------------------------------------
+
+    def _on_tick(self, event: Tick) -> None:
+        now, settings = self._now, self.settings
+        if now - self.wake_at > settings.stall_s:
+            self.link.forgive(now)
+        self.calls.tick(now, self._out)
+        due = self.link.due(now)
+        if due == "never_answered":
+            self._finish(Failure("connect", f"no coordinator answered{self._refused}"))
+        elif due:
+            self._greet(open_link=due == "silent")
+        self.link.ping(now, self._out)
+        if now >= self._ack_at:
+            self._flush_acks()
+        if now >= self._sweep_at:
+            self._sweep_at = now + settings.resend_s
+            self.calls.sweep(now, self._out)
+        self.questions.tick(now, self._out)
+        self.updates.tick(now, self._out)
+
+    # --- all parts -----------------------------------------------------------------------------------------------------
+
+    def _greet_again(self) -> None:
+        if self.link.forgotten(self._now):
+            self._greet(open_link=False)
+
+    def _greet(self, open_link: bool) -> None:
+        self.calls.shelve()
+        self.questions.shelve()
+        self.updates.shelve()
+        self._ack_at = self._sweep_at = inf
+        self.link.greet(self._now, self._out, open_link=open_link)
+
+    def _flush_acks(self) -> None:
+        self._ack_at = inf
+        for at in range(0, len(self._acks), MAX_ACKS):
+            self._out.append(Send(Ack(self._acks[at : at + MAX_ACKS])))
+        self._acks = []
+
+    def _finish(self, failure: Failure) -> None:
+        if self.end is not None:
+            return
+        self.end = failure
+        self.calls.end(failure, self._out)
+        self.questions.end(failure, self._out)
+        self.updates.end(failure, self._out)
+        self._acks.clear()
+        self._ack_at = self._sweep_at = inf
+        self.link.end()
+        self._out.append(Ended(failure))
+
+    def describe(self) -> str:
+        """State, epoch and counts, in a few words: for `repr` and for logs."""
+        epoch = self.link.epoch
+        words = {"new": "new", "greeting": "reconnecting" if epoch else "connecting", "welcomed": "connected"}
+        said = words.get(self.link.state, "closed")
+        if self.end is not None and self.end.code != "closed":
+            said = f"failed ({self.end.code})"
+        known = f" epoch={epoch}" if epoch else ""
+        return f"{said}{known} pending={len(self.calls.by_id)} sent={self.calls.used} resends={self.calls.resends}"
+
+    def check(self) -> None:
+        """Raise AssertionError when the state contradicts itself. Costs time in proportion to what is pending."""
+        state, stands = self.link.state, self.link.stands
+        self.link.check()
+        self.calls.check()
+        self.questions.check(stands)
+        self.updates.check(stands)
+        assert self.calls.open == stands, "requests are sent on a standing link, and then always"
+        assert not stands or len(self._acks) < self.settings.ack_batch, "acknowledgements pile up"
+        assert not stands or bool(self._acks) == (self._ack_at < inf), "acknowledgements have a time"
+        assert all(id_ <= self._last_id for id_ in self.calls.by_id), "ids only grow"
+        assert state != "ended" or not (self.calls.by_id or self.questions or self.updates or self.wake_at < inf), (
+            "an ended session waits"
+        )

@@ -1,0 +1,340 @@
+"""The requests of a client's session: where each one is, the window that it occupies, and what its time brings.
+
+Part of the pure machine in `session.py`, which says how the whole thinks. A request is in one place:
+
+    waiting ──window──► sent ──result, error──► gone
+       ▲  ▲              │ │
+       │  └─ link lost ──┘ ├─ busy ──► backoff ──time──► waiting
+       └───────────────────┘
+    sent ──shutting_down──► waiting, until a coordinator of a higher epoch welcomes
+    cancelling: taken back while a coordinator may hold it ──answer, or cancel_wait_s──► gone
+
+Every method appends to `out` what is to be done.
+"""
+
+from collections.abc import Callable, Sequence
+from heapq import heapify, heappop, heappush
+from math import ceil, inf
+from typing import Literal
+
+import msgspec
+
+from enginepool.client.session.events import Answer, Effect, Fail, Send, Submit
+from enginepool.client.session.settings import Settings
+from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import Cancel, Failure, Score, Welcome
+
+Place = Literal["waiting", "sent", "backoff", "cancelling"]
+
+#: Frame 0 of a score request has at most this many bytes, besides 5 for each label and 4 for each character of the group.
+_HEADER_BYTES = 512
+#: Lazily deleted heap entries that are tolerated before a heap is rebuilt.
+_SLACK = 1024
+
+
+class Call:
+    """A request that has no final answer yet."""
+
+    __slots__ = (
+        "charge", "counted", "deadline", "due", "frames", "held", "id", "nbytes", "place", "refusals", "retry_busy", "score",
+        "sends", "sent_at", "sweeps",
+    )  # fmt: skip
+
+    def __init__(self, score: Score, frames: Sequence[Buffer], deadline: float | None, retry_busy: bool) -> None:
+        self.id = score.id
+        self.score = score
+        self.frames = frames
+        #: at least the bytes of its message
+        self.nbytes = _HEADER_BYTES + 5 * len(score.labels) + 4 * len(score.group) + sum(map(len, frames))
+        #: what the coordinator counts against the window, without what only a model knows: hidden states, a classifier's labels
+        self.charge = _charge(score, frames)
+        self.deadline = deadline
+        self.retry_busy = retry_busy
+        self.place: Place = "waiting"
+        #: it occupies the window
+        self.counted = False
+        #: a coordinator of this epoch may hold it
+        self.held = False
+        self.sends = 0
+        self.sent_at = -inf
+        #: times that it was sent again on the link that stands
+        self.sweeps = 0
+        self.refusals = 0
+        #: when a tick has to look at it: the time of its one valid entry among the timers
+        self.due = inf
+
+
+class Calls:
+    """All requests of one client without a final answer, under the window that the last Welcome granted."""
+
+    def __init__(self, settings: Settings, jitter: Callable[[], float]) -> None:
+        self.settings = settings
+        self.by_id: dict[int, Call] = {}
+        #: the link stands: requests may be sent
+        self.open = False
+        #: this coordinator has said that it ends: nothing is sent before one of a higher epoch welcomes
+        self.paused = False
+        #: requests, and their bytes, that occupy the window: those with `counted`
+        self.used = 0
+        self.used_bytes = 0
+        #: times that a request was sent again
+        self.resends = 0
+        self._limit_requests = inf
+        self._limit_bytes = inf
+        self._limit_message = inf
+        self._jitter = jitter
+        #: (-priority, id), at least one for each waiting call; stale ones are dropped when met
+        self._waiting: list[tuple[int, int]] = []
+        #: (due, id); valid while it is the call's own `due`
+        self._timers: list[tuple[float, int]] = []
+
+    @property
+    def wake_at(self) -> float:
+        """When `tick` has something to do."""
+        return self._timers[0][0] if self._timers else inf
+
+    # --- the caller's side ---------------------------------------------------------------------------------------------
+
+    def submit(self, event: Submit, now: float, out: list[Effect]) -> None:
+        call = Call(event.score, event.frames, event.deadline, event.retry_busy)
+        self.by_id[call.id] = call
+        self._wait(call)
+        self.pump(now, out)
+        if call.place == "waiting" and call.id in self.by_id:
+            self._set_due(call)
+
+    def abandon(self, id_: int, now: float, out: list[Effect]) -> None:
+        call = self.by_id.get(id_)
+        if call is None or call.place == "cancelling":
+            return
+        if not call.held:
+            self._drop(call, _cancelled(call), out)
+            self.pump(now, out)
+            return
+        call.place = "cancelling"
+        self._push_timer(call, now + self.settings.cancel_wait_s)
+        if self.open:
+            out.append(Send(Cancel(call.id)))
+
+    # --- the coordinator's side ----------------------------------------------------------------------------------------
+
+    def welcome(self, limits: Welcome, new_epoch: bool, now: float, out: list[Effect]) -> None:
+        """The link stands. A coordinator of a new epoch holds nothing; of the same, it may have missed a Cancel."""
+        self._limit_requests = limits.window_requests or inf
+        self._limit_bytes = limits.window_bytes or inf
+        self._limit_message = min(limits.max_message_bytes or inf, self._limit_bytes)
+        self.paused = self.paused and not new_epoch
+        if not self.open or new_epoch:
+            self.shelve()
+            self.open = True
+            for call in list(self.by_id.values()):
+                call.held = call.held and not new_epoch
+                if call.place == "cancelling" and new_epoch:
+                    self._drop(call, _cancelled(call), out)
+                elif call.place == "cancelling":
+                    out.append(Send(Cancel(call.id)))
+        self.pump(now, out)
+
+    def shelve(self) -> None:
+        """The link is lost: what was sent waits for the next Welcome."""
+        self.open = False
+        for call in self.by_id.values():
+            self._uncount(call)
+            if call.place == "sent":
+                self._wait(call)
+                self._set_due(call)
+
+    def answered(self, id_: int, effect: Answer | Fail, now: float, out: list[Effect]) -> None:
+        """A final answer arrived: the first one is passed on."""
+        call = self.by_id.pop(id_, None)
+        if call is not None:
+            self._uncount(call)
+            out.append(effect)
+            if self._waiting:
+                self.pump(now, out)
+
+    def busy(self, failure: Failure, id_: int, now: float, out: list[Effect]) -> None:
+        call = self.by_id.get(id_)
+        if call is None or call.place == "backoff":
+            return
+        self._uncount(call)
+        call.held = False
+        after = (failure.retry_after_ms or 0) / 1000
+        step = max(after, self.settings.busy_s) * 2 ** min(call.refusals, 16)
+        again = now + after + self._jitter() * min(step, max(after, self.settings.busy_cap_s))
+        call.refusals += 1
+        if call.place == "cancelling":
+            self._drop(call, _cancelled(call), out)
+        elif not call.retry_busy or (call.deadline is not None and again >= call.deadline):
+            self._drop(call, failure, out)
+        else:
+            call.place = "backoff"
+            self._push_timer(call, again)
+        self.pump(now, out)
+
+    def put_back(self, id_: int, now: float, out: list[Effect]) -> None:
+        """The coordinator ends without an answer to this request: the next one gets it."""
+        call = self.by_id.get(id_)
+        if call is None:
+            return
+        self._uncount(call)
+        call.held = False
+        if call.place == "cancelling":
+            self._drop(call, _cancelled(call), out)
+        elif call.place == "sent":
+            self._wait(call)
+            self._set_due(call)
+
+    # --- time ----------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float, out: list[Effect]) -> None:
+        timers = self._timers
+        while timers and timers[0][0] <= now:
+            due, id_ = heappop(timers)
+            call = self.by_id.get(id_)
+            if call is None or call.due != due:
+                continue
+            call.due = inf
+            if call.place == "backoff":
+                self._wait(call)
+                self._set_due(call)
+            else:
+                self._drop(call, _cancelled(call) if call.place == "cancelling" else _too_late(call), out)
+        self.pump(now, out)
+
+    def sweep(self, now: float, out: list[Effect]) -> None:
+        """Send again what has had no answer for long, although the link seems well: a message may be lost on its own."""
+        if self.paused:
+            return
+        for call in self.by_id.values():
+            if call.place == "sent" and now - call.sent_at >= self.settings.resend_s * 2**call.sweeps:
+                call.sweeps = min(call.sweeps + 1, 4)
+                self._send(call, now, out)
+
+    def pump(self, now: float, out: list[Effect]) -> None:
+        """Send what waits, in order, while the window has room. A request that does not fit holds up those behind it: small
+        ones must not overtake it for ever."""
+        waiting = self._waiting
+        while waiting and self.open and not self.paused:
+            call = self.by_id.get(waiting[0][1])
+            if call is None or call.place != "waiting":
+                heappop(waiting)
+            elif call.nbytes > self._limit_message:
+                heappop(waiting)
+                self._drop(call, _too_large(call, call.nbytes, int(self._limit_message)), out)
+            elif call.charge > self._limit_bytes:
+                heappop(waiting)
+                self._drop(call, _too_large(call, call.charge, int(self._limit_bytes)), out)
+            elif call.deadline is not None and now >= call.deadline and not call.held:
+                heappop(waiting)
+                self._drop(call, _too_late(call), out)
+            elif self.used >= self._limit_requests or self.used_bytes + call.charge > self._limit_bytes:
+                return
+            else:
+                heappop(waiting)
+                call.place = "sent"
+                call.sweeps = 0
+                call.counted = True
+                self.used += 1
+                self.used_bytes += call.charge
+                self._send(call, now, out)
+                self._set_due(call)
+
+    def end(self, failure: Failure, out: list[Effect]) -> None:
+        """`failure` is the final answer of everything."""
+        for call in list(self.by_id.values()):
+            self._drop(call, failure, out)
+        self.open = False
+        self._waiting.clear()
+        self._timers.clear()
+
+    # --- the parts -----------------------------------------------------------------------------------------------------
+
+    def _send(self, call: Call, now: float, out: list[Effect]) -> None:
+        score = call.score
+        if call.deadline is not None:
+            # Past the deadline, but within the grace: the coordinator may have kept the answer for a resend.
+            score = msgspec.structs.replace(score, timeout_ms=max(ceil(round((call.deadline - now) * 1000, 3)), 1))
+        call.held = True
+        call.sent_at = now
+        self.resends += call.sends > 0
+        call.sends += 1
+        out.append(Send(score, call.frames))
+
+    def _uncount(self, call: Call) -> None:
+        if call.counted:
+            call.counted = False
+            self.used -= 1
+            self.used_bytes -= call.charge
+
+    def _drop(self, call: Call, failure: Failure, out: list[Effect]) -> None:
+        self._uncount(call)
+        del self.by_id[call.id]
+        out.append(Fail(call.id, failure))
+
+    def _wait(self, call: Call) -> None:
+        call.place = "waiting"
+        heappush(self._waiting, (-call.score.priority, call.id))
+        if len(self._waiting) > 2 * len(self.by_id) + _SLACK:
+            self._waiting[:] = [(-c.score.priority, c.id) for c in self.by_id.values() if c.place == "waiting"]
+            heapify(self._waiting)
+
+    def _set_due(self, call: Call) -> None:
+        """When a waiting or sent call is out of time: at its deadline, or `grace_s` later if a coordinator may hold it."""
+        if call.deadline is None:
+            call.due = inf
+            return
+        due = call.deadline + self.settings.grace_s if call.held else call.deadline
+        if due != call.due:
+            self._push_timer(call, due)
+
+    def _push_timer(self, call: Call, due: float) -> None:
+        call.due = due
+        heappush(self._timers, (due, call.id))
+        if len(self._timers) > 2 * len(self.by_id) + _SLACK:
+            self._timers[:] = [(c.due, c.id) for c in self.by_id.values() if c.due < inf]
+            heapify(self._timers)
+
+    def check(self) -> None:
+        """Raise AssertionError when the state contradicts itself. Costs time in proportion to what is pending."""
+        counted = [call for call in self.by_id.values() if call.counted]
+        assert self.used == len(counted), "window: requests"
+        assert self.used_bytes == sum(call.charge for call in counted), "window: bytes"
+        waiting, timers = set(self._waiting), set(self._timers)
+        for id_, call in self.by_id.items():
+            at = f"request {id_} ({call.place})"
+            assert call.id == id_, f"{at} is kept under another id"
+            assert not call.counted or call.place in ("sent", "cancelling"), f"{at} occupies the window"
+            assert call.place != "sent" or (self.open and call.counted and call.held), f"{at} without a link"
+            assert call.place != "waiting" or (-call.score.priority, id_) in waiting, f"{at} is not in the queue"
+            assert call.due == inf or (call.due, id_) in timers, f"{at} has no timer"
+            assert call.due < inf or call.deadline is None, f"{at} would outlive its deadline"
+            assert call.due < inf or call.place in ("waiting", "sent"), f"{at} would stay there"
+
+
+def _cancelled(call: Call) -> Failure:
+    return Failure("cancelled", "the request was taken back", id=call.id)
+
+
+def _too_late(call: Call) -> Failure:
+    where = "without an answer" if call.sends else "before the request could be sent"
+    return Failure("deadline_exceeded", f"the timeout ran out {where}", id=call.id)
+
+
+def _charge(score: Score, frames: Sequence[Buffer]) -> int:
+    """Bytes that the coordinator counts for a request and its answer, as far as the request alone tells: see `Call.charge`."""
+    rows = score.frames[-1].shape[0]
+    text = 0
+    if score.frames[0].dtype == "utf8":
+        query = len(frames[0]) * (rows if len(frames) == 3 else 1)
+        text = ELEMENT_BYTES * (query + len(frames[-2]) + rows)
+    labels = len(score.labels)
+    request = REQUEST_BYTES + LABEL_BYTES * labels + sum(map(len, frames)) + text
+    return request + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * labels)
+
+
+def _too_large(call: Call, nbytes: int, limit: int) -> Failure:
+    what = "the request has about" if nbytes == call.nbytes else "the request and its answer take"
+    text = f"{what} {nbytes} bytes; this coordinator takes at most {limit}"
+    return Failure("too_large", text, id=call.id, limit=str(limit))

@@ -1,0 +1,321 @@
+"""The weight updates of a client's session: each is one transaction, from `publish` to its one final answer.
+
+Part of the pure machine in `session.py`. An update is in one place:
+
+    open ──published, error──► gone
+     │ ▲
+     │ └─ link lost, same epoch: everything is said again
+     └─ coordinator of a new epoch ──► asking ──weights_report──► gone: committed or aborted
+
+A coordinator keeps no transaction over its own end, but its journal has committed the update or it has not. So after a restart
+one question decides: the version is committed, with the digest that was sent, or the update is aborted. One that was not both
+sent and allowed to commit cannot be committed, and needs no question.
+
+While an update is open its lease is renewed; every one ends by its deadline, with or without a coordinator. Every method
+appends to `out` what is to be done.
+"""
+
+from math import inf
+from typing import Literal
+
+from enginepool.client.session.events import Effect, Fail, JoinGroup, OpenUpdate, PhaseReached, Send, UpdateAbandon, UpdateDone
+from enginepool.client.session.settings import Settings
+from enginepool.protocol.messages import Failure
+from enginepool.protocol.updates import (
+    Abandon,
+    Commit,
+    Join,
+    Phase,
+    Published,
+    Renew,
+    Sent,
+    Space,
+    UpdateRecord,
+    WeightsQuestion,
+    WeightsReport,
+)
+
+#: Transfers in which the publisher broadcasts nothing, so that it has no digest to tell.
+_UNSENT = ("checkpoint", "relabel")
+
+
+class Update:
+    """A transaction that has no final answer yet."""
+
+    __slots__ = (
+        "abandon", "commit", "deadline", "frames", "heard_at", "id", "place", "publish", "refused", "renew_at", "said", "sent",
+        "sent_bytes",
+    )  # fmt: skip
+
+    def __init__(self, event: OpenUpdate) -> None:
+        self.id = event.publish.id
+        self.publish = event.publish
+        self.frames = event.frames
+        self.deadline = inf if event.deadline is None else event.deadline
+        self.place: Literal["open", "asking"] = "open"
+        #: times that it was opened with a coordinator: one may know it
+        self.said = 0
+        self.sent_bytes = 0
+        self.sent: Sent | None = None
+        self.commit = False
+        self.abandon: Abandon | None = None
+        #: the final answer, unless the journal says that it is committed
+        self.refused: Failure | None = None
+        #: when the lease is renewed, or the question is asked again
+        self.renew_at = inf
+        self.heard_at = -inf
+
+    @property
+    def may_be_committed(self) -> bool:
+        """Whether a coordinator that heard everything could have committed it."""
+        return self.commit and (self.sent is not None or self.publish.transfer in _UNSENT)
+
+    @property
+    def name(self) -> str:
+        return f"version {self.publish.version}"
+
+
+class Updates:
+    """All updates of one client without a final answer: usually one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.by_id: dict[int, Update] = {}
+        #: when `tick` has something to do
+        self.wake_at = inf
+        self._open = False
+
+    def __len__(self) -> int:
+        return len(self.by_id)
+
+    # --- the caller's side ---------------------------------------------------------------------------------------------
+
+    def open(self, event: OpenUpdate, now: float, out: list[Effect]) -> None:
+        update = self.by_id[event.publish.id] = Update(event)
+        if self._open:
+            self._say_all(update, now, out)
+        self._time()
+
+    def progress(self, id_: int, sent_bytes: int) -> None:
+        update = self.by_id.get(id_)
+        if update is not None:
+            update.sent_bytes = max(update.sent_bytes, sent_bytes)
+
+    def all_sent(self, id_: int, digest: str, sent_bytes: int, spaces: list[Space], out: list[Effect]) -> None:
+        update = self.by_id.get(id_)
+        if update is not None and update.sent is None:
+            update.sent_bytes = sent_bytes
+            update.sent = Sent(id_, digest, sent_bytes, spaces)
+            self._say(update, update.sent, out)
+            if not update.commit and update.abandon is None:
+                # It may wait for its caller's `commit` now, which brings a deadline of its own.
+                update.deadline = inf
+                self._time()
+
+    def allow(self, id_: int, deadline: float | None, out: list[Effect]) -> None:
+        update = self.by_id.get(id_)
+        if update is not None:
+            update.deadline = inf if deadline is None else deadline
+            if not update.commit:
+                update.commit = True
+                self._say(update, Commit(id_), out)
+            self._time()
+
+    def abandon(self, event: UpdateAbandon, now: float, out: list[Effect]) -> None:
+        update, reason = self.by_id.get(event.id), event.reason
+        if update is None or update.abandon is not None:
+            return
+        update.abandon = Abandon(event.id, reason, event.broken)
+        if not update.said:
+            self._fail(update, _aborted(update, f"given up before it began{_because(reason)}"), out)
+            return
+        self._say(update, update.abandon, out)
+        update.deadline = min(update.deadline, now + self.settings.abandon_wait_s)
+        self._time()
+
+    # --- the coordinator's side ----------------------------------------------------------------------------------------
+
+    def welcome(self, new_epoch: bool, now: float, out: list[Effect]) -> None:
+        """The link stands. A coordinator of a new epoch knows no transaction of the old one."""
+        self._open = True
+        for update in list(self.by_id.values()):
+            if new_epoch and update.said:
+                if not update.may_be_committed:
+                    self._fail(update, _aborted(update, "the coordinator ended before it was sent and committed"), out)
+                    continue
+                update.place = "asking"
+            self._say_all(update, now, out)
+        self._time()
+
+    def shelve(self) -> None:
+        """The link is lost."""
+        self._open = False
+        self._time()
+
+    def joined(self, message: Join, now: float, out: list[Effect]) -> None:
+        if self._heard(message.id, now):
+            out.append(JoinGroup(message.id, message))
+
+    def phase(self, message: Phase, now: float, out: list[Effect]) -> None:
+        if self._heard(message.id, now):
+            out.append(PhaseReached(message.id, message))
+
+    def published(self, message: Published, out: list[Effect]) -> bool:
+        """It is committed; False: there is no such update."""
+        known = self.by_id.pop(message.id, None) is not None
+        if known:
+            out.append(UpdateDone(message.id, message))
+            self._time()
+        return known
+
+    def refused(self, id_: int, failure: Failure, now: float, out: list[Effect]) -> bool:
+        """It ended with an error; False: there is no such update."""
+        update = self.by_id.get(id_)
+        if update is None:
+            return False
+        if update.place == "asking" and failure.code == "update_aborted":
+            # That is no answer to a question, but to `sent` and `commit`, which were said again together with what was refused.
+            return True
+        if failure.code in ("version_backwards", "publishing") and update.said > 1 and update.may_be_committed:
+            # Said again to a coordinator that has committed it and forgotten whose it was; another one may be open by now.
+            update.place = "asking"
+            update.refused = failure
+            self._say_all(update, now, out)
+            self._time()
+        else:
+            self._fail(update, failure, out)
+        return True
+
+    def reported(self, report: WeightsReport, out: list[Effect]) -> bool:
+        """The answer to a question of `welcome`; False: it answers another one."""
+        update = self.by_id.get(report.id)
+        if update is None or update.place != "asking":
+            return False
+        record = _committed_in(report, update)
+        if record is None:
+            text = f"the coordinator was restarted, and its journal holds version {report.version}"
+            self._fail(update, update.refused or _aborted(update, text), out)
+        else:
+            del self.by_id[update.id]
+            out.append(UpdateDone(update.id, Published(update.id, record.version, record)))
+            self._time()
+        return True
+
+    # --- time ----------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float, out: list[Effect]) -> None:
+        if now < self.wake_at:
+            return
+        for update in list(self.by_id.values()):
+            if now >= update.deadline:
+                self._too_late(update, out)
+            elif self._open and now >= update.renew_at:
+                quiet = now - update.heard_at >= self.settings.resend_s
+                if update.place == "asking" or quiet:
+                    # A message may be lost on its own, although the link seems well.
+                    self._say_all(update, now, out)
+                else:
+                    update.renew_at = now + _renew_s(update)
+                    out.append(Send(Renew(update.id, update.sent_bytes)))
+        self._time()
+
+    def end(self, failure: Failure, out: list[Effect]) -> None:
+        """`failure` is the final answer of everything. What is open is given up, if the link still stands."""
+        for update in list(self.by_id.values()):
+            if self._open and update.place == "open" and not update.may_be_committed:
+                out.append(Send(Abandon(update.id, "the publisher closed")))
+            self._fail(update, failure, out)
+        self._open = False
+
+    # --- the parts -----------------------------------------------------------------------------------------------------
+
+    def _say_all(self, update: Update, now: float, out: list[Effect]) -> None:
+        """Everything that this coordinator has to know; it attaches what it knows already."""
+        update.heard_at = now
+        if update.place == "asking":
+            update.renew_at = now + self.settings.status_s
+            if self._open:
+                out.append(Send(WeightsQuestion(update.id, group=update.publish.group)))
+            return
+        update.said += 1
+        update.renew_at = now + _renew_s(update)
+        out.append(Send(update.publish, update.frames))
+        if update.sent is not None:
+            out.append(Send(update.sent))
+        if update.commit:
+            out.append(Send(Commit(update.id)))
+        if update.abandon is not None:
+            out.append(Send(update.abandon))
+
+    def _say(self, update: Update, message: Sent | Commit | Abandon, out: list[Effect]) -> None:
+        if self._open and update.place == "open":
+            out.append(Send(message))
+
+    def _heard(self, id_: int, now: float) -> bool:
+        update = self.by_id.get(id_)
+        if update is None or update.place == "asking":
+            return False
+        update.heard_at = now
+        return True
+
+    def _too_late(self, update: Update, out: list[Effect]) -> None:
+        if update.abandon is not None and not update.may_be_committed:
+            self._fail(update, _aborted(update, f"given up{_because(update.abandon.reason)}"), out)
+            return
+        known = "whether it was committed is unknown" if update.may_be_committed else "it was given up"
+        if update.abandon is None:
+            self._say(update, Abandon(update.id, "the publisher's time ran out"), out)
+        text = f"the update to {update.name} did not end in time; {known}"
+        self._fail(update, Failure("deadline_exceeded", text, id=update.id), out)
+
+    def _fail(self, update: Update, failure: Failure, out: list[Effect]) -> None:
+        del self.by_id[update.id]
+        out.append(Fail(update.id, failure))
+        self._time()
+
+    def _time(self) -> None:
+        self.wake_at = min(
+            (min(update.deadline, update.renew_at if self._open else inf) for update in self.by_id.values()), default=inf
+        )
+
+    def check(self, welcomed: bool) -> None:
+        """Raise AssertionError when the state contradicts itself, or what the session knows of the link."""
+        assert self._open == welcomed, "updates are spoken of on a standing link, and then always"
+        for id_, update in self.by_id.items():
+            assert update.id == id_, f"update {id_} is kept under another id"
+            assert not self._open or update.said, f"update {id_} was not opened"
+            assert not self._open or self.wake_at <= update.renew_at < inf, f"update {id_} is not renewed"
+            assert self.wake_at <= update.deadline, f"update {id_} would outlive its deadline"
+            assert update.place == "open" or update.may_be_committed, f"update {id_}: nothing to ask about"
+
+
+def _renew_s(update: Update) -> float:
+    return max(update.publish.lease_ms, 3) / 3000
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _aborted(update: Update, why: str) -> Failure:
+    return Failure("update_aborted", f"the update to {update.name} was aborted: {why}", id=update.id)
+
+
+def _committed_in(report: WeightsReport, update: Update) -> UpdateRecord | None:
+    """The record of this update, if the coordinator committed it before it ended."""
+    version = update.publish.version
+    # Of a part, the journal has the digest together with what it lies over.
+    digest = None if update.sent is None or update.publish.partial else update.sent.digest
+    for record in report.history:
+        if record.version == version and record.outcome == "committed" and digest in (None, record.digest):
+            return record
+    if report.version != version or digest not in (None, report.digest):
+        return None
+    return UpdateRecord(
+        version=version,
+        outcome="committed",
+        transfer=update.publish.transfer,
+        message="committed before the coordinator was restarted",
+        sent_bytes=update.sent_bytes,
+        digest=report.digest,
+    )

@@ -1,0 +1,215 @@
+"""What the parts of the machine share: the clock of the present event, the effects so far, the entities, the counters."""
+
+from heapq import heapify, heappop, heappush
+
+from enginepool.config import PoolConfig
+from enginepool.coordinator.core.effects import Effect, LogLine, ToClient
+from enginepool.coordinator.core.events import Event, Link
+from enginepool.coordinator.core.request_state import DONE
+from enginepool.coordinator.core.state import Client, Group, Request, Worker
+from enginepool.coordinator.requests.reply_cache import Answers
+from enginepool.coordinator.requests.shedding import Levels
+from enginepool.coordinator.weights.update import Update
+from enginepool.protocol.messages import MAX_HEADER_BYTES, Failure, TaskId
+
+#: what the parts of a batch may add to its header
+HEADER_BYTES = MAX_HEADER_BYTES - 1024
+#: seconds without a refusal after which the queue is not full any more
+ROOM_S = 1.0
+
+
+class Deadlines:
+    """Requests by deadline; entries of finished ones are dropped at the top, and swept once they are half."""
+
+    __slots__ = ("_heap", "_stale")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Request]] = []
+        self._stale = 0
+
+    def add(self, request: Request, deadline: float) -> None:
+        heappush(self._heap, (deadline, request.seq, request))
+
+    def next(self) -> float:
+        """When the next one is due."""
+        heap = self._heap
+        while heap and heap[0][2].state == DONE:
+            heappop(heap)
+            self._stale -= 1
+        return heap[0][0] if heap else float("inf")
+
+    def forget(self) -> None:
+        """A request with a deadline is done."""
+        self._stale += 1
+        if self._stale > 64 and self._stale * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].state != DONE]
+            heapify(self._heap)
+            self._stale = 0
+
+    def due(self, now: float) -> list[Request]:
+        """Take out what is due."""
+        out: list[Request] = []
+        while self.next() <= now:
+            # Its finish() will call forget() for the entry taken out here.
+            self._stale -= 1
+            out.append(heappop(self._heap)[2])
+        return out
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+
+class Full:
+    """An episode in which the queue is full: how many requests were refused, and since when."""
+
+    __slots__ = ("last", "refused", "since")
+
+    def __init__(self) -> None:
+        #: of this episode; 0: the queue is not full
+        self.refused = 0
+        self.since = self.last = 0.0
+
+
+class Core:
+    """The shared state of one coordinator."""
+
+    __slots__ = (
+        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "fallen", "full",
+        "groups", "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "raises",
+        "returned", "risen", "seq", "started", "touched", "updates", "woken", "worker_links",
+    )  # fmt: skip
+
+    def __init__(self, config: PoolConfig) -> None:
+        self.config = config
+        self.epoch = 0
+        #: how often peers have raised the epoch of this journal
+        self.raises = 0
+        self.now = 0.0
+        self.started = 0.0
+        #: what is handled now; None once all events in hand were, and work is dispatched
+        self.event: Event | None = None
+        #: of the events in hand
+        self.effects: list[Effect] = []
+        self.groups: dict[str, Group] = {}
+        #: transactions that have no end yet, by group: at most one each
+        self.updates: dict[str, Update] = {}
+        self.clients: dict[bytes, Client] = {}
+        #: newest links only
+        self.links: dict[Link, Client] = {}
+        self.worker_links: dict[Link, Worker] = {}
+        self.answers = Answers(config.limits.answers_s, config.limits.answers_bytes)
+        self.full = Full()
+        self.deadlines = Deadlines()
+        #: what the parts of a batch may add to its header
+        self.header_bytes = HEADER_BYTES
+        #: rows of all live requests, and the sum of their `held`
+        self.live_rows = 0
+        self.live_bytes = 0
+        #: the same by priority, and what a full queue gives up
+        self.levels = Levels()
+        #: bytes that were sent and that no peer has read yet, as the shell said last
+        self.outboxes = 0
+        #: arrival numbers of requests
+        self.seq = 0
+        #: numbers of batches, tokenising tasks and incarnations
+        self.counter = 0
+        self.draining = False
+        #: while draining: no work is started, and the workers stay for the next coordinator
+        self.keep_workers = False
+        #: groups where work and a worker may have met since the last pump
+        self.woken: list[Group] = []
+        #: of the events in hand, for `weights`: workers that said ready, that came back on a new link, that were lost and why
+        self.risen: list[Worker] = []
+        self.returned: list[Worker] = []
+        self.fallen: list[tuple[Worker, str]] = []
+        #: what the event in hand changed, when tests want to check it
+        self.touched: list[Client | Request | Worker | Group] | None = None
+
+    def update_of(self, group: Group) -> Update | None:
+        """The open transaction of `group`."""
+        return self.updates.get(group.name)
+
+    def log(self, text: str, kind: str = "") -> None:
+        """A line for the operator."""
+        self.effects.append(LogLine(text, kind))
+
+    def wake(self, group: Group) -> None:
+        """Something happened in `group` for which work may have to be dispatched."""
+        if not group.woken:
+            group.woken = True
+            self.woken.append(group)
+
+    def refuse(self, link: Link, id: int | None, code: str, message: str, *, field: str = "", limit: str = "") -> None:
+        """Answer a client's message that was not accepted."""
+        self.effects.append(ToClient(link, Failure(code, message, id, field=field, limit=limit)))
+
+    def client_of(self, link: Link, id: int | None) -> Client | None:
+        """The client on `link`, heard just now; a link that nobody said hello on is told so."""
+        client = self.links.get(link)
+        if client is None:
+            self.refuse(link, id, "hello_required", "this link has not said hello to this coordinator")
+            return None
+        client.heard = self.now
+        return client
+
+    def group_of(self, name: str) -> Group | None:
+        """The group that a client means by `name`; a pool of one group needs no name."""
+        if not name and len(self.groups) == 1:
+            return next(iter(self.groups.values()))
+        return self.groups.get(name)
+
+    def open_group(self, link: Link, id: int, name: str) -> Group | None:
+        """The group that a client means, if anything new may begin there; else the client is told why not."""
+        if self.draining:
+            self.refuse(link, id, "shutting_down", "the coordinator is draining")
+            return None
+        group = self.group_of(name)
+        if group is None:
+            self.unknown_group(link, id, name)
+            return None
+        if group.down:
+            self.refuse(link, id, "pool_down", group.down)
+            return None
+        return group
+
+    def refuse_for_room(self, field: str, limit: int) -> None:
+        """A request was refused, because bound `field` of all clients together is reached."""
+        full = self.full
+        if not full.refused:
+            full.since = self.now
+            self.log(f"the queue is full: limits.{field} = {limit} is reached; requests are refused with busy", "queue")
+        full.refused += 1
+        full.last = self.now
+
+    def watch_room(self) -> None:
+        """The episode is over once nothing was refused for a while."""
+        full = self.full
+        if full.refused and self.now - full.last > ROOM_S:
+            count = f"{full.refused} request{'s were' if full.refused > 1 else ' was'}"
+            seconds = full.last - full.since
+            self.log(f"the queue has room again: {count} refused with busy in {seconds:.1f} s", "queue")
+            full.refused = 0
+
+    def unknown_group(self, link: Link, id: int, name: str) -> None:
+        """Refuse a name that means no group."""
+        self.refuse(link, id, "unknown_group", self.no_group(name), field="group", limit=", ".join(self.groups))
+
+    def no_group(self, name: str) -> str:
+        """Why `name` means no group."""
+        names = ", ".join(self.groups)
+        return f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
+
+    def make_room(self, nbytes: int, outboxes: int) -> bool:
+        """Whether so many more bytes fit below `limits.buffer_bytes`. Kept answers make room for them."""
+        self.outboxes = outboxes
+        room = self.config.limits.buffer_bytes - self.live_bytes - outboxes - nbytes
+        if room < 0:
+            return False
+        if self.answers.nbytes > room:
+            self.answers.shrink(room)
+        return True
+
+    def task_id(self) -> TaskId:
+        """Fresh for every attempt."""
+        self.counter += 1
+        return (self.epoch, self.counter)

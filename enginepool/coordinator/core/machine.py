@@ -1,0 +1,305 @@
+"""The coordinator's machine: `handle(*events) -> list[Effect]`, and nothing else changes its state.
+
+Pure: no sockets, clocks, randomness or logging. Time comes inside events. The shell performs the effects in order and sends
+`Tick` no later than `wake_at`. `clients`, `admission` and `requests` are one side, `places`, `fleet` and `watch` (the workers'
+processes, the workers, and their deadlines) the other, `batching` is where they meet; `state` holds what all of them change.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from enginepool.config import PoolConfig
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.effects import Drained, Effect, ToClient
+from enginepool.coordinator.core.request_state import QUEUED, RUNNING
+from enginepool.coordinator.core.state import Client, Group
+from enginepool.coordinator.core.status import report
+from enginepool.coordinator.fleet.deadlines import Watch
+from enginepool.coordinator.fleet.planned_restarts import PlannedRestarts
+from enginepool.coordinator.fleet.slots import Places
+from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.requests.admission import Admission
+from enginepool.coordinator.requests.clients import Clients
+from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.scheduling.batches import pump, still_blocked
+from enginepool.coordinator.weights.inspection import Questions
+from enginepool.coordinator.weights.outcomes import Ending
+from enginepool.coordinator.weights.publishing import Publishers
+from enginepool.coordinator.weights.quiesce import hold, release
+from enginepool.coordinator.weights.restoring import Restoring
+from enginepool.coordinator.weights.transaction import Weights
+
+#: how often silence, stages, places and the answer store are looked at
+WATCH_S = 0.25
+#: a look that is later than this was held up by the coordinator itself
+STALL_S = 1.0
+
+
+class Machine:
+    """One coordinator. `checked=True` runs `check()` on whatever an event touched (for tests)."""
+
+    def __init__(self, config: PoolConfig, *, checked: bool = False) -> None:
+        self.core = core = Core(config)
+        self.requests = requests = Requests(core)
+        self.admission = admission = Admission(core, requests)
+        self.clients = clients = Clients(core, requests)
+        self.places = Places(core, requests)
+        self.fleet = fleet = Fleet(core, requests, self.places)
+        self.watch = Watch(core, fleet, self.places)
+        self.planned = PlannedRestarts(core, fleet, self.places)
+        self.restoring = Restoring(core, requests, fleet)
+        self.ending = Ending(core, requests, fleet, self.restoring)
+        self.weights = weights = Weights(core, self.ending)
+        publishers = Publishers(core, weights)
+        self.questions = Questions(core)
+        self._checked = checked
+        self._next_watch = 0.0
+        #: whatever comes after this comes after a stall
+        self._punctual_until = float("inf")
+        self._drain_until = float("inf")
+        self._kill_at = float("inf")
+        self._drained = False
+        self._on: dict[type[ev.Event], Callable[[Any], None]] = {
+            ev.Started: self._started,
+            ev.Tick: self._tick,
+            ev.DrainAsked: self._drain,
+            ev.ClientHello: self._hello,
+            ev.Submit: admission.submit,
+            ev.CancelAsked: requests.cancel,
+            ev.Acked: requests.acked,
+            ev.Heard: clients.heard,
+            ev.ClientLeft: clients.left,
+            ev.LinkCut: clients.link_cut,
+            ev.StatusAsked: self._status,
+            ev.RestartAsked: self._restart,
+            ev.WorkerRegistered: fleet.register,
+            ev.SettingsAsked: fleet.settings,
+            ev.WorkerStage: fleet.stage,
+            ev.WorkerReady: fleet.ready,
+            ev.WorkerIdle: fleet.idle,
+            ev.BatchDone: fleet.done,
+            ev.TextTokenised: fleet.tokenised,
+            ev.WorkerRefused: fleet.refused,
+            ev.WorkerHeard: fleet.heard,
+            ev.WorkerBye: fleet.bye,
+            ev.WorkerBroken: fleet.broken,
+            ev.WorkerExited: fleet.exited,
+            ev.PublishAsked: publishers.publish,
+            ev.PublisherSaid: publishers.said,
+            ev.MemberSaid: weights.answered,
+            ev.JournalChecked: weights.checked,
+            ev.JournalWritten: weights.journalled,
+            ev.RestoreFailed: self._restore_failed,
+            ev.WeightsAsked: self._weights_asked,
+            ev.WorkerInspected: self._inspected,
+        }
+
+    def handle(self, *events: ev.Event) -> list[Effect]:
+        """What to do about `events`, which came together; their times never go back.
+
+        Work is dispatched once, after all of them: requests that arrive together share a batch instead of the first one
+        leaving alone, and of several workers that fall idle together the waiting work finds the best.
+        """
+        core = self.core
+        effects = core.effects = []
+        if self._checked:
+            core.touched = []
+        on = self._on
+        for event in events:
+            core.now = event.now
+            core.event = event
+            if event.now > self._punctual_until:
+                self._stood_still()
+            on[type(event)](event)
+        core.event = None
+        if core.fallen or core.risen or core.returned or core.updates:
+            self._settle()
+        for group in core.woken:
+            group.woken = False
+            if not group.held:
+                pump(core, group)
+        core.woken.clear()
+        if core.draining:
+            self._draining()
+        if self._checked:
+            self._check_touched()
+        return effects
+
+    def wake_at(self) -> float:
+        """When the next `Tick` is due."""
+        return min(self._next_watch, self.core.deadlines.next(), self.weights.next())
+
+    def _started(self, e: ev.Started) -> None:
+        core = self.core
+        core.epoch, core.raises = e.epoch, e.raises
+        core.started = e.now
+        self._punctual_until = e.now + WATCH_S + STALL_S
+        for name, config in core.config.groups.items():
+            group = core.groups[name] = Group(name, config, e.weights.get(name, ev.GroupWeights()))
+            group.history.extend(e.history.get(name, ()))
+            self.places.open(group, list(e.alive))
+        self.ending.snapshots = e.snapshots
+
+    def _tick(self, e: ev.Tick) -> None:
+        core = self.core
+        if e.now >= self._next_watch:
+            self._next_watch = e.now + WATCH_S
+            self._punctual_until = self._next_watch + STALL_S
+            self.watch.look()
+            self.planned.watch()
+            core.watch_room()
+            self.clients.expire()
+            self.restoring.watch()
+            self.questions.watch()
+        self.weights.watch()
+        self.requests.overdue()
+
+    def _stood_still(self) -> None:
+        """Every deadline that there is moves by the time of the stall. What is done from here on has deadlines of its own."""
+        gap = self.core.now - (self._punctual_until - STALL_S)
+        self.core.log(f"the coordinator stood still for {gap:.1f} s: every deadline is moved by that")
+        self.watch.extend(gap)
+        self.weights.extend(gap)
+        self._punctual_until += gap
+
+    def _drain(self, e: ev.DrainAsked) -> None:
+        core = self.core
+        if not core.draining:
+            core.draining, core.keep_workers = True, e.keep_workers
+            self.weights.drain()
+            self._drain_until = e.now + e.within
+            if core.keep_workers:
+                for group in core.groups.values():
+                    hold(group)
+            self.clients.tell_all("shutting_down", "the coordinator is shutting down; send again what it does not answer")
+        elif core.keep_workers and not e.keep_workers:
+            core.keep_workers = False
+            self._drain_until = e.now + e.within
+            for group in core.groups.values():
+                if (update := core.update_of(group)) is None or not update.holds:
+                    release(core, group)
+
+    def _draining(self) -> None:
+        """Once all is answered, or time is up, the workers end, unless they are kept; once they have, so may the process."""
+        core = self.core
+        if core.keep_workers:
+            busy = bool(core.updates) or any(worker.batches for worker in core.worker_links.values())
+            if not self._drained and (not busy or core.now >= self._drain_until):
+                self._drained = True
+                core.effects.append(Drained(keep_workers=True))
+            return
+        busy = core.live_rows > 0 or bool(core.updates)
+        if busy and core.now >= self._drain_until:
+            for group in core.groups.values():
+                self.requests.fail_all(group, "shutting_down", "the coordinator ended before this request was answered")
+            busy = False
+        if busy or self._drained:
+            return
+        if self._kill_at == float("inf"):
+            self._kill_at = core.now + core.config.timing.drain_s
+            self.fleet.drain()
+        elif core.now >= self._kill_at:
+            self.places.kill_all()
+        if self.places.ended():
+            self._drained = True
+            core.effects.append(Drained())
+
+    def _status(self, e: ev.StatusAsked) -> None:
+        self.clients.spoke(e.link)
+        self.core.effects.append(ToClient(e.link, report(self.core, e)))
+
+    def _restart(self, e: ev.RestartAsked) -> None:
+        if self.planned.asked(e):
+            self._status(e)
+
+    # --- weights -------------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """What became of workers means something for weights, and what weights do to workers may again."""
+        core = self.core
+        while True:
+            fallen, core.fallen = core.fallen, []
+            returned, core.returned = core.returned, []
+            risen, core.risen = core.risen, []
+            for worker, reason in fallen:
+                self.weights.lost(worker, reason)
+                self.questions.lost(worker, reason)
+            for worker in returned:
+                self.weights.returned(worker)
+                self.restoring.returned(worker)
+                self.questions.returned(worker)
+            for worker in risen:
+                self.weights.restarts.risen(worker)
+                if not worker.lost:
+                    self.restoring.risen(worker)
+            self.weights.advance()
+            if not (core.fallen or core.returned or core.risen):
+                return
+
+    def _hello(self, e: ev.ClientHello) -> None:
+        self.clients.hello(e)
+        client = self.core.links.get(e.link)
+        if client is not None:
+            self.restoring.hello(client)
+
+    def _weights_asked(self, e: ev.WeightsAsked) -> None:
+        self.clients.spoke(e.link)
+        self.questions.asked(e)
+
+    def _restore_failed(self, e: ev.RestoreFailed) -> None:
+        worker = self.fleet.of(e.link)
+        if worker is not None:
+            self.restoring.failed(worker, e)
+
+    def _inspected(self, e: ev.WorkerInspected) -> None:
+        worker = self.fleet.of(e.link)
+        if worker is not None and not self.weights.verifying.inspected(worker, e.message):
+            self.questions.inspected(worker, e)
+
+    # --- for tests -----------------------------------------------------------------------------------------------------
+
+    def _check_touched(self) -> None:
+        for entity in self.core.touched or ():
+            if not isinstance(entity, Group):
+                entity.check()
+
+    def check(self) -> None:
+        """Every invariant of the whole machine."""
+        core = self.core
+        live = [request for client in core.clients.values() for request in client.live.values()]
+        assert core.live_rows == sum(r.work.rows for r in live)
+        assert core.live_bytes == sum(r.held for r in live)
+        core.levels.check(live)
+        core.answers.check()
+        for client in core.clients.values():
+            client.check()
+            assert (client.link is None) or core.links.get(client.link) is client, client
+        for request in live:
+            request.check()
+        for link, worker in core.worker_links.items():
+            assert worker.link == link and worker.group.workers.get(worker.incarnation) is worker, worker
+            worker.check()
+        for group in core.groups.values():
+            group.check()
+            update = core.update_of(group)
+            assert group.held == (core.keep_workers or (update is not None and update.holds)), (group.name, group.held, update)
+            if update is not None:
+                assert update.group is group, update
+                update.check()
+            mine = [r for r in live if r.group is group]
+            assert set(mine) == group.live.keys(), (group.name, len(mine), len(group.live))
+            assert group.waiting + group.running == len(mine), (group.waiting, group.running, len(mine))
+            assert group.tokens == sum(r.work.tokens for r in mine)
+            assert group.running_tokens == sum(r.work.tokens for r in mine if r.state == RUNNING)
+            for place in group.places:
+                place.check()
+            if (first := group.blocked) is not None and first.state == QUEUED and first.lane is group.queue and not group.held:
+                assert still_blocked(core, group), first
+
+    def __repr__(self) -> str:
+        core = self.core
+        waiting = sum(group.waiting for group in core.groups.values())
+        running = sum(group.running for group in core.groups.values())
+        clients: dict[bytes, Client] = core.clients
+        return f"<Machine epoch={core.epoch} clients={len(clients)} waiting={waiting} running={running}>"

@@ -1,0 +1,133 @@
+"""The status report: what the pool is doing, read off the machine's state."""
+
+from math import inf
+
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.events import StatusAsked
+from enginepool.coordinator.core.request_state import QUEUED
+from enginepool.coordinator.core.state import LOST_S, Group, Place, Worker
+from enginepool.coordinator.scheduling.worker_kinds import PACKED, limits_of
+from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
+
+
+def report(core: Core, asked: StatusAsked) -> StatusReport:
+    """The whole pool at this moment."""
+    return StatusReport(
+        epoch=core.epoch,
+        id=asked.id,
+        uptime_s=round(core.now - core.started, 3),
+        clients=len(core.clients),
+        answers_kept=len(core.answers),
+        answers_bytes=core.answers.nbytes,
+        client_unread_bytes=asked.client_unread_bytes,
+        worker_unread_bytes=asked.worker_unread_bytes,
+        pauses=asked.pauses,
+        draining=core.draining,
+        groups=[_group(core, group) for group in core.groups.values()],
+    )
+
+
+def _group(core: Core, group: Group) -> GroupStatus:
+    update = core.update_of(group)
+    own = [
+        _worker(core, group.workers[place.incarnation]) if place.incarnation in group.workers else _absent(place)
+        for place in group.places
+    ]
+    external = [_worker(core, worker) for worker in group.workers.values() if worker.place is None]
+    return GroupStatus(
+        name=group.name,
+        queued=group.waiting,
+        running=group.running,
+        queued_tokens=group.tokens - group.running_tokens,
+        oldest_s=round(core.now - min(core.now, _oldest(group)), 3),
+        version=group.version,
+        answered=group.answered,
+        failed=group.failed,
+        batches=group.batches,
+        forwards=group.forwards,
+        split_batches=group.split_batches,
+        lost_batches=group.lost_batches,
+        poisoned=group.poisoned,
+        model=group.config.model,
+        down=group.down,
+        digest=group.weights.digest,
+        early=len(group.early),
+        update=f"{update.phase} of version {update.offer.version}" if update is not None else "",
+        needs_weights=group.needs,
+        halvings=group.halvings,
+        no_worker=group.no_worker,
+        workers=own + external + _lost(core, group),
+        limits=limits_of(group.plain, group.packed, group.expected, core.config.limits.queue_items // 2),
+    )
+
+
+def _oldest(group: Group) -> float:
+    """When the request arrived that has waited longest, wherever it waits; infinity when none does. Before it are only those
+    that run."""
+    return next((request.arrival for request in group.live if request.state <= QUEUED), inf)
+
+
+def _worker(core: Core, worker: Worker) -> WorkerStatus:
+    place = worker.place
+    return WorkerStatus(
+        name=worker.name,
+        incarnation=worker.incarnation,
+        stage=_stage(worker),
+        pid=worker.pid,
+        host=worker.host,
+        version=worker.version if worker.capabilities is not None else None,
+        batches=len(worker.batches),
+        tokens=worker.cost,
+        done=worker.done,
+        silent_s=round(core.now - worker.heard, 3),
+        detail=_detail(worker.detail, place),
+        restarts=place.restarts if place is not None else 0,
+        packed=worker.class_ == PACKED,
+        pace=worker.pace.tokens if worker.pace is not None else 0,
+        pace_row=round(worker.pace.row) if worker.pace is not None else 0,
+    )
+
+
+def _lost(core: Core, group: Group) -> list[WorkerStatus]:
+    """External workers that were lost a while ago."""
+    return [
+        WorkerStatus(
+            name=worker.name,
+            incarnation=worker.incarnation,
+            stage="lost",
+            pid=worker.pid,
+            host=worker.host,
+            done=worker.done,
+            silent_s=round(core.now - worker.heard, 3),
+            detail=reason,
+        )
+        for at, worker, reason in group.lost
+        if core.now - at < LOST_S
+    ]
+
+
+def _stage(worker: Worker) -> str:
+    """What it says, unless it waits for the weights that are committed, or is to be restarted: nothing is served by it then."""
+    if worker.stage == "ready" and worker.place is not None and worker.place.renewal:
+        return "draining"
+    waits = worker.restore_until is not None or worker.lacks is not None or worker.group.behind
+    return "restoring" if worker.stage == "ready" and waits else worker.stage
+
+
+def _detail(now: str, place: Place | None) -> str:
+    """What it is doing, and what it is up against."""
+    before = f"the last one ended: {place.before}" if place is not None and place.before and place.before != now else ""
+    plan = "it finishes its work, and is restarted then" if place is not None and place.renewal == "draining" else ""
+    return "; ".join(filter(None, (now, plan, before)))
+
+
+def _absent(place: Place) -> WorkerStatus:
+    stage = {"up": "starting", "ending": "ending", "backoff": "backoff", "retired": "retired"}[place.state]
+    return WorkerStatus(
+        name=place.name,
+        incarnation=place.incarnation,
+        stage=stage,
+        detail=place.retired or _detail(place.last_words, place),
+        restarts=place.restarts,
+        packed=place.packed,
+    )

@@ -1,0 +1,105 @@
+"""Does it fit? What a worker says of itself and what it answers, held against what a worker can be and was asked.
+
+Each check returns why not in one line, or "". A worker that does not fit is lost: nothing else that it says can be believed.
+"""
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.state import Batch, Worker
+from enginepool.protocol.halving import MOST_HALVINGS
+from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.pace import MOST_FORWARD_MS
+
+
+def impossible(can: Capabilities) -> str:
+    """Why no engine has these capabilities, or ""."""
+    if not (
+        0 < can.batch_tokens <= can.inflight_tokens
+        and 0 < can.batch_rows <= can.inflight_rows
+        and can.page > 0
+        and can.context > 0
+        and can.vocab > 0
+        and can.max_item >= 0
+        and can.pace >= 0
+        and 0 < can.forward_ms <= MOST_FORWARD_MS
+        and can.reserved >= 0
+        and 0 <= can.halvings <= MOST_HALVINGS
+        and can.cached_query >= 0
+        and (can.separator is None or 0 <= can.separator < can.vocab)
+        and (not can.cached_query or can.batch_tokens <= can.cached_tokens <= can.inflight_tokens)
+    ):
+        return f"ready with impossible capabilities: {can}"
+    return ""
+
+
+#: what all workers of a group have in common, and what those of one class do
+_MODEL = ("kind", "vocab", "labels", "text", "separator", "activation")
+_BUDGETS = ("batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "cached_query", "cached_tokens")
+_CLASS = (*_MODEL, *_BUDGETS, "context", "page", "hidden", "max_item")
+
+
+def differs(first: Capabilities, can: Capabilities) -> str:
+    """Why a worker of `can` does not belong to a group that has one of `first`, or ""."""
+    for key in _CLASS if first.packed == can.packed else _MODEL:
+        if getattr(first, key) != getattr(can, key):
+            return f"ready with {key} = {getattr(can, key)!r}; the group's other workers have {getattr(first, key)!r}"
+    return ""
+
+
+def stranger(worker: Worker, can: Capabilities) -> str:
+    """Why a worker of these capabilities does not belong where it is, or ""."""
+    if wrong := impossible(can):
+        return wrong
+    place, before = worker.place, worker.capabilities
+    if (place is not None and place.packed != can.packed) or (before is not None and before.packed != can.packed):
+        return f"ready with packed = {can.packed}, where a {'plain' if can.packed else 'packed'} worker was expected"
+    beside = _classes_beside(worker)
+    for first in (worker.group.plain, worker.group.packed):
+        if first is not None and first.packed in beside and (wrong := differs(first, can)):
+            return wrong
+    return ""
+
+
+def alone_in_class(worker: Worker, can: Capabilities) -> bool:
+    """Whether no other worker in its group that is or was ready is packed, or plain, as this one."""
+    return can.packed not in _classes_beside(worker)
+
+
+def _classes_beside(worker: Worker) -> set[bool]:
+    """Of the other workers in its group that are or were ready: whether they are packed."""
+    others = worker.group.workers.values()
+    return {other.capabilities.packed for other in others if other is not worker and other.capabilities is not None}
+
+
+def misfit(batch: Batch, e: ev.BatchDone) -> str:
+    """Why this is no answer to that batch, or ""."""
+    can = batch.worker.capabilities
+    assert can is not None
+    if len(e.outcomes) != len(batch.slices):
+        return f"answered {len(e.outcomes)} parts for a batch of {len(batch.slices)}"
+    for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
+        if outcome.code:
+            continue
+        rows = end - start
+        want = ["scores", "hidden"] if request.work.hidden else ["scores"]
+        names = [spec.name for spec in outcome.specs]
+        if names != want:
+            return f"answered frames {names} where {want} were asked"
+        columns = len(request.work.part.labels) or can.labels
+        for spec in outcome.specs:
+            if spec.dtype != "float32" or spec.shape != (rows, columns):
+                return f"answered {spec.name} {spec.dtype} {list(spec.shape)} where float32 {[rows, columns]} was asked"
+            columns = can.hidden
+    return ""
+
+
+def usual(batch: Batch, e: ev.BatchDone) -> bool:
+    """Whether the time of this answer is that of one forward of all that the batch weighs.
+
+    Not where the engine took several, or refused a part; where rows count a query in full that is computed once; or where a
+    suspect ran alone, which may have killed workers for being slow.
+    """
+    can = batch.worker.capabilities
+    assert can is not None
+    if e.forwards != 1 or batch.trial or any(outcome.code for outcome in e.outcomes):
+        return False
+    return not can.cached_query or all(request.work.shared < can.cached_query for request, _, _ in batch.slices)

@@ -1,0 +1,86 @@
+"""The watch over workers: pings, and every deadline by which one must have said or done something.
+
+Two clocks are kept apart. Silence (`silence_s` without any message) means the process or its link is gone. Progress (a
+deadline for each stage, and for each forward) means it is alive and does nothing. Either way the worker is lost.
+"""
+
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.effects import ToWorker
+from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.fleet.slots import Places
+from enginepool.coordinator.fleet.workers import GOODBYE_S, Fleet
+from enginepool.protocol.messages import Ping
+
+
+class Watch:
+    """The workers, and the places of those that are not there yet."""
+
+    def __init__(self, core: Core, fleet: Fleet, places: Places) -> None:
+        self.core = core
+        self.fleet = fleet
+        self.places = places
+        self._pinged = 0.0
+
+    def look(self) -> None:
+        """Ping, and act on every deadline that has passed."""
+        core, timing = self.core, self.core.config.timing
+        ping = core.now - self._pinged >= timing.ping_s
+        if ping:
+            self._pinged = core.now
+        for worker in list(core.worker_links.values()):
+            if worker.lost:
+                continue
+            if reason := self._silent(worker):
+                self.fleet.lose(worker, reason, kill=True, silent=True)
+                continue
+            if reason := self._overdue(worker):
+                self.fleet.lose(worker, reason, kill=True)
+                continue
+            if worker.batches and not worker.late and core.now > next(iter(worker.batches.values())).late:
+                worker.late = True
+                worker.routing.update(worker)
+            if ping:
+                core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
+        self.places.watch()
+
+    def _silent(self, worker: Worker) -> str:
+        silence = self.core.now - worker.heard
+        return f"it was silent for {silence:.1f} s" if silence > self.core.config.timing.silence_s else ""
+
+    def _overdue(self, worker: Worker) -> str:
+        now, timing = self.core.now, self.core.config.timing
+        allowed = {"starting": timing.starting_s, "loading": timing.loading_s, "compiling": timing.compiling_s}.get(
+            worker.stage
+        )
+        if worker.stage == "draining" and not worker.batches and not worker.texts:
+            # Nothing is left that it could finish: it should have said goodbye.
+            allowed = timing.drain_s + GOODBYE_S
+        if allowed is not None and now - worker.since > allowed:
+            return f"it was {worker.stage} for more than {allowed:.0f} s"
+        for batch in worker.batches.values():
+            if now > batch.deadline:
+                return f"a batch of {batch.rows} rows and {batch.cost} tokens was not done in time"
+            break
+        for _, due in worker.texts.values():
+            if now > due:
+                return "a text was not tokenised in time"
+            break
+        if worker.restore_until is not None and now > worker.restore_until:
+            return "the committed weights were not restored in time"
+        return ""
+
+    def extend(self, gap: float) -> None:
+        """The coordinator itself stood still for `gap` seconds: nobody else is to blame for the silence."""
+        for worker in self.core.worker_links.values():
+            worker.heard += gap
+            worker.since += gap
+            if worker.restore_until is not None:
+                worker.restore_until += gap
+            for batch in worker.batches.values():
+                batch.deadline += gap
+                batch.late += gap
+            for task, (request, due) in worker.texts.items():
+                worker.texts[task] = request, due + gap
+        self.places.extend(gap)
+        for client in self.core.clients.values():
+            client.heard += gap

@@ -1,0 +1,1 @@
+"""Who starts workers, watches them and stops them. Today: `local`, as child processes."""

@@ -1,0 +1,306 @@
+"""A unit of external workers: the process behind `enginepool worker`, which runs workers for a coordinator elsewhere.
+
+A unit starts its workers, each with its stager, watches all of them, and starts again what ends. It takes the settings from the
+group of the coordinator, again at each start: a group whose weights are only taken at the start of an engine names a checkpoint
+there. The workers end with the unit (a pipe that it holds). Their stagers stay for a minute, so that the next unit in the same
+directory finds the weights that they keep.
+"""
+
+import asyncio
+import fcntl
+import os
+import platform
+import signal
+import time
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from enginepool.address import STATE_DIR
+from enginepool.config import GroupConfig, PoolConfig, Timing, check_config, check_models
+from enginepool.coordinator.core.events import GroupWeights, WorkerExited
+from enginepool.coordinator.launchers.local import LocalSupervisor
+from enginepool.coordinator.shell.journal import JOURNAL, prepare_state_dir
+from enginepool.coordinator.shell.log import log
+from enginepool.dealer import ask
+from enginepool.errors import ConfigError
+from enginepool.gpus import check_gpus
+from enginepool.keys import Key, no_answer_hint
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import decode_header, encode_header
+from enginepool.protocol.messages import AskSettings, Failure, Settings, ToClient, ToWorker
+
+#: a coordinator that is there answers a question within this
+ANSWER_S = 5.0
+#: a worker that ended is started again after this, and after twice as long each further time, up to the second
+AGAIN_S = (0.5, 30.0)
+#: a worker that was up for so long starts again after the first pause
+STEADY_S = 60.0
+#: workers that were asked to end have so much longer than their begun work, and are then killed
+END_S = 10.0
+
+
+class UnitConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a unit is told. All other settings are those of the coordinator's group.
+
+    address: where the coordinator listens for workers.
+    group: the name of the group; "": the only one.
+    workers: how many to start; the last `packed_workers` of them score packed.
+    gpus: for each worker the GPUs that it sees; empty: each worker gets its own ones.
+    model: where the model is on this host; "": as the group names it.
+    directory: for logs, records and sockets; one unit at a time; "": one for each group under `address.STATE_DIR`.
+    key, key_file: of the worker, for TCP.
+    """
+
+    address: str
+    group: str = ""
+    workers: int = 1
+    packed_workers: int = 0
+    gpus: list[str] = []
+    model: str = ""
+    directory: str = ""
+    key: Key | None = None
+    key_file: str = ""
+
+
+class SettingsRefused(Exception):
+    """The coordinator does not give the settings. The message is one line."""
+
+
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_client = msgspec.msgpack.Decoder(ToClient)
+
+
+def ask_settings(unit: UnitConfig) -> Settings | None:
+    """The settings of the group; None: no coordinator answers within ANSWER_S.
+
+    Raises:
+        SettingsRefused: the coordinator has no such group, or refuses the key; or clients connect to this address.
+    """
+    try:
+        header = ask(unit.address, unit.key, encode_header(AskSettings(unit.group)), ANSWER_S)
+    except OSError as error:
+        raise SettingsRefused(f"{unit.address}: {error.strerror}") from None
+    if header is None:
+        return None
+    try:
+        answer = decode_header(_to_worker, header)
+    except WireError as error:
+        raise SettingsRefused(f"{unit.address}: an answer that cannot be read: {error.message}") from None
+    if isinstance(answer, Settings):
+        return answer
+    if isinstance(answer, Failure):
+        hint = "; is this the address for clients? Workers connect to listen_workers" if answer.code == "unsupported" else ""
+        raise SettingsRefused(f"{unit.address}: {answer.code}: {answer.message}{hint}")
+    raise SettingsRefused(f"{unit.address}: expected settings, got {type(answer).__name__}")
+
+
+def pool_config(unit: UnitConfig, settings: Settings, directory: Path) -> PoolConfig:
+    """The unit's workers as a pool of one group. Raises ConfigError: they cannot run on this host."""
+    where = f"group {settings.group} of {unit.address}"
+    try:
+        group = msgspec.json.decode(settings.settings, type=GroupConfig)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{where}: {error}; is enginepool of the same version on both hosts?") from None
+    group = msgspec.structs.replace(
+        group,
+        model=unit.model or group.model,
+        workers=unit.workers,
+        packed_workers=unit.packed_workers,
+        gpus=unit.gpus,
+    )
+    config = PoolConfig({settings.group: group}, state_dir=str(directory), timing=Timing(drain_s=settings.drain_s))
+    return check_gpus(check_models(check_config(config, where=where), where), where)
+
+
+def pause_s(ends: int) -> float:
+    """Before the next start of a worker that ended so often in a row soon after its start."""
+    first, longest = AGAIN_S
+    return min(longest, first * 2.0 ** min(ends - 1, 16))
+
+
+class _Place:
+    """One of the unit's workers: the succession of its processes."""
+
+    def __init__(self) -> None:
+        self.incarnation = ""
+        self.began = 0.0
+        #: how often in a row one ended soon
+        self.ends = 0
+        #: why it is not started again
+        self.given_up = ""
+
+
+class Unit:
+    """The workers of one unit, as long as the settings of their group stay the same."""
+
+    def __init__(self, unit: UnitConfig, settings: Settings, directory: Path, lifeline: int) -> None:
+        self._unit = unit
+        self._settings = settings
+        self._loop = asyncio.get_running_loop()
+        self._supervisor = LocalSupervisor(
+            self._loop, pool_config(unit, settings, directory), directory, unit.address, lifeline, self._exited,
+            key=unit.key_file, external=True,
+        )  # fmt: skip
+        self._places = [_Place() for _ in range(unit.workers)]
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopping = ""
+        #: the exit code; None: the group has other settings now
+        self.ended: asyncio.Future[int | None] = self._loop.create_future()
+        self._result: int | None = 0
+
+    def start(self) -> None:
+        """Start all workers. What an earlier unit left is ended first."""
+        for process in self._supervisor.survivors():
+            if process.index < len(self._places):
+                self._places[process.index].incarnation = process.incarnation
+            self._supervisor.kill(process.incarnation, "left by an earlier unit")
+        for index, place in enumerate(self._places):
+            if not place.incarnation:
+                self._start(index, self._settings)
+
+    def _start(self, index: int, settings: Settings) -> None:
+        place, host = self._places[index], platform.node() or "host"
+        place.incarnation = f"{host}-{settings.group}-{index}.{time.time_ns() // 1000:x}"
+        place.began = self._loop.time()
+        log(f"starting worker {place.incarnation}")
+        weights = GroupWeights(settings.version, settings.digest, path=settings.path) if settings.path else None
+        self._supervisor.start(settings.group, index, place.incarnation, weights)
+
+    def _exited(self, event: WorkerExited) -> None:
+        index = next((i for i, place in enumerate(self._places) if place.incarnation == event.incarnation), None)
+        log(f"worker {event.incarnation} ended: {event.reason}")
+        if index is None:
+            return
+        place = self._places[index]
+        place.incarnation = ""
+        if self._stopping:
+            self._maybe_stopped()
+            return
+        if event.permanent:
+            place.given_up = event.reason
+            if all(place.given_up for place in self._places):
+                log(f"no worker can be started: {event.reason}")
+                self.stop("no worker can be started", 1)
+            return
+        place.ends = 1 if self._loop.time() - place.began > STEADY_S else place.ends + 1
+        task = self._loop.create_task(self._again(index, pause_s(place.ends)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _again(self, index: int, pause: float) -> None:
+        await asyncio.sleep(pause)
+        settings = await settings_of(self._unit, wait_refused=True)
+        if self._stopping:
+            return
+        if settings.settings == self._settings.settings:
+            self._start(index, settings)
+            return
+        self.stop("the group has other settings now", None)
+
+    def stop(self, reason: str, result: int | None = 0) -> None:
+        """Let begun work finish and end all; a second time: end all now."""
+        if self._stopping:
+            log("asked again to end: ending now")
+            self._kill()
+            return
+        log(f"draining for at most {self._settings.drain_s:g} s: {reason}")
+        self._stopping, self._result = reason, result
+        for task in self._tasks:
+            task.cancel()
+        self._supervisor.drain()
+        self._loop.call_later(self._settings.drain_s + END_S, self._kill)
+        self._maybe_stopped()
+
+    def _kill(self) -> None:
+        for place in self._places:
+            if place.incarnation:
+                self._supervisor.kill(place.incarnation, f"stopped: {self._stopping}")
+
+    def _maybe_stopped(self) -> None:
+        if not any(place.incarnation for place in self._places):
+            self._supervisor.finish(self._stopped)
+
+    def _stopped(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(self._result)
+
+
+async def settings_of(unit: UnitConfig, *, wait_refused: bool = False) -> Settings:
+    """Ask until a coordinator answers. `wait_refused`: also after a refusal, since a coordinator may be started with another
+    configuration. Raises SettingsRefused."""
+    said = ""
+    while True:
+        try:
+            settings = await asyncio.to_thread(ask_settings, unit)
+            line = f"no coordinator answers at {unit.address}: waiting for one{no_answer_hint(unit.address, unit.key)}"
+        except SettingsRefused as error:
+            if not wait_refused:
+                raise
+            settings, line = None, str(error)
+        if settings is not None:
+            return settings
+        if line != said:
+            log(line)
+            said = line
+        if wait_refused:
+            await asyncio.sleep(ANSWER_S)
+
+
+def _directory(unit: UnitConfig, group: str) -> Path:
+    return Path(unit.directory or f"{STATE_DIR}/external/{group}").expanduser()
+
+
+def _lock(directory: Path) -> IO[str]:
+    """Raises ConfigError: another unit uses this directory, or it is the state_dir of a pool, whose workers must live."""
+    prepare_state_dir(directory)
+    where = f"state_dir = {str(directory)!r}"
+    if (directory / JOURNAL).exists():
+        raise ConfigError(f"{where}: the state_dir of a pool; name another one")
+    # The lock that a pool takes too: neither starts in a directory in which the other runs.
+    lock = open(directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(f"{where}: in use by another `enginepool worker` or by a pool; name another one") from None
+    return lock
+
+
+def run(unit: UnitConfig) -> int:
+    """Run a unit in this process; see `serve`."""
+    return asyncio.run(serve(unit))
+
+
+async def serve(unit: UnitConfig) -> int:
+    """Run a unit until SIGTERM or SIGINT; returns the exit code.
+
+    Raises:
+        SettingsRefused: by the coordinator, at the start.
+        ConfigError: the workers cannot run on this host, or the directory is in use.
+    """
+    loop = asyncio.get_running_loop()
+    asking = loop.create_task(settings_of(unit))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asking.cancel)
+    try:
+        settings = await asking
+    except asyncio.CancelledError:
+        return 0
+    directory = _directory(unit, settings.group)
+    lifeline, held = os.pipe()
+    with _lock(directory):
+        try:
+            while True:
+                running = Unit(unit, settings, directory, lifeline)
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    loop.add_signal_handler(number, running.stop, signal.Signals(number).name)
+                running.start()
+                code = await running.ended
+                if code is not None:
+                    return code
+                settings = await settings_of(unit)
+        finally:
+            os.close(held)
+            os.close(lifeline)

@@ -1,0 +1,1 @@
+"""A request from its message to its one final answer. Pure."""

@@ -1,0 +1,172 @@
+"""Admission: a request that comes in becomes one that waits, or is refused at once.
+
+The order of the checks in `submit` is a promise: who are you (link), have I answered this already (duplicate), can anybody
+serve it (group, limits), is there room (window, queue). So a resend is attached to its request even while the pool is full.
+
+Who gets room, in items and in bytes:
+
+1. A client may have as much as is left when it has it, not counting requests of lower priorities. So n clients that want all
+   have a share of 1/(n + 1) each, and as much is left for the next one; a client that has more waits while others take up
+   what becomes free.
+2. Where that is so and the queue is full of lower priorities, requests of those are shed that no engine was given.
+"""
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.effects import ToClient
+from enginepool.coordinator.core.request_state import TEXT
+from enginepool.coordinator.core.state import Client, Group, Request
+from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.requests.memory import charge, too_large
+from enginepool.coordinator.requests.reply_cache import OVERHEAD
+from enginepool.coordinator.scheduling.batch_builder import RECENT_S
+from enginepool.coordinator.scheduling.worker_kinds import classes_of
+from enginepool.protocol.messages import Failure
+
+
+class Admission:
+    """The way in."""
+
+    def __init__(self, core: Core, requests: Requests) -> None:
+        self.core = core
+        self.requests = requests
+
+    def submit(self, e: ev.Submit) -> None:
+        core = self.core
+        work = e.work
+        client = core.client_of(e.link, e.id)
+        if client is None or self._known_already(client, e):
+            return
+        group = core.open_group(e.link, e.id, work.group)
+        if group is None:
+            return
+        classes = classes_of(work, group.plain, group.packed, group.expected)
+        if not isinstance(classes, int):
+            core.refuse(e.link, e.id, classes.code, classes.message, field=classes.field, limit=classes.limit)
+            return
+        if group.gone and (why := group.why_down(classes)):
+            core.refuse(e.link, e.id, "pool_down", why)
+            return
+        if group.needs and not classes & ~group.shut:
+            core.refuse(e.link, e.id, "needs_weights", group.needs)
+            return
+        limits = core.config.limits
+        can = group.plain or group.packed
+        answer, held = work.charge or charge(work, can)
+        if 2 * work.rows > limits.queue_items:
+            # Waiting would not help: it is more than an empty queue takes of one client.
+            most = str(limits.queue_items // 2)
+            text = f"items: {work.rows}; at most {most} in one request"
+            core.refuse(e.link, e.id, "bad_request", text, field="items", limit=most)
+        elif (answer > client.max_message or held > limits.window_bytes or work.text) and (
+            wrong := too_large(work, can, client.max_message, limits)
+        ):
+            core.refuse(e.link, e.id, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+        elif len(client.live) >= limits.window_requests:
+            self._busy(e, group, "window_requests", limits.window_requests)
+        elif client.nbytes + e.unread + held > limits.window_bytes:
+            self._busy(e, group, "window_bytes", limits.window_bytes)
+        elif (
+            client.rows + 2 * work.rows + core.live_rows > limits.queue_items
+            or client.nbytes + e.unread + 2 * held + core.live_bytes + e.outboxes > limits.buffer_bytes
+        ) and (bound := self._full(client, e, held)):
+            self._busy(e, group, bound, getattr(limits, bound))
+        else:
+            core.make_room(held, e.outboxes)
+            self._accept(client, group, e, classes, answer, held)
+
+    def _full(self, client: Client, e: ev.Submit, held: int) -> str:
+        """A client would have more than is left. The bound without room, or "" where lower priorities make room."""
+        core, rows = self.core, e.work.rows
+        limits = core.config.limits
+        free_rows = limits.queue_items - core.live_rows - rows
+        free_bytes = limits.buffer_bytes - core.live_bytes - e.outboxes - held
+        my_rows, my_bytes = client.rows + rows, client.nbytes + e.unread + held
+        lower_rows, lower_bytes = core.levels.below(e.priority)
+        if my_rows > free_rows + lower_rows:
+            return "queue_items"
+        if my_bytes > free_bytes + lower_bytes:
+            return "buffer_bytes"
+        if free_rows < 0 or free_bytes < 0:
+            for request in core.levels.take(e.priority, -free_rows, -free_bytes):
+                free_rows += request.work.rows
+                free_bytes += request.held
+                bound = "queue_items" if free_bytes >= 0 else "buffer_bytes"
+                text = f"{bound}: a request of a higher priority has taken the room of this one"
+                self.requests.shed(request, _busy(request.id, request.group, bound, getattr(limits, bound), text))
+                self.core.refuse_for_room(bound, getattr(limits, bound))
+        return "queue_items" if free_rows < 0 else "buffer_bytes" if free_bytes < 0 else ""
+
+    def _known_already(self, client: Client, e: ev.Submit) -> bool:
+        """Attach a resend to its request or its answer; refuse another content under the same id."""
+        core = self.core
+        live = client.live.get(e.id)
+        kept = None if live is not None else core.answers.get(client, e.id)
+        if live is not None:
+            digest = live.work.digest
+        elif kept is not None:
+            digest = kept.digest
+        elif core.updates and any(u.client is client and u.offer.id == e.id for u in core.updates.values()):
+            digest = None
+        else:
+            return False
+        if digest != e.work.digest:
+            core.refuse(e.link, e.id, "id_reused", f"id: {e.id} was used before for another content", field="id")
+        elif kept is not None and kept.nbytes - OVERHEAD > client.max_message:
+            limit = str(client.max_message)
+            core.refuse(e.link, e.id, "too_large", f"the answer is longer than {limit} bytes", field="items", limit=limit)
+        elif kept is not None:
+            core.effects.append(ToClient(e.link, kept.message, kept.frames))
+        return True
+
+    def _busy(self, e: ev.Submit, group: Group, field: str, limit: int) -> None:
+        what = "of this client" if field.startswith("window") else "of all clients"
+        text = f"{field}: no room for {e.work.rows} more items within the {limit} {what}"
+        self.core.effects.append(ToClient(e.link, _busy(e.id, group, field, limit, text)))
+        if field in ("queue_items", "buffer_bytes"):
+            self.core.refuse_for_room(field, limit)
+
+    def _accept(self, client: Client, group: Group, e: ev.Submit, classes: int, answer: int, held: int) -> None:
+        core = self.core
+        work = e.work
+        core.seq += 1
+        request = Request(client, group, e, answer, held, core.seq)
+        client.live[e.id] = request
+        group.live[request] = None
+        if classes == group.expected:
+            request.classes = classes
+        else:
+            group.classify(request, classes)
+        client.nbytes += held
+        client.rows += work.rows
+        core.live_rows += work.rows
+        core.live_bytes += held
+        level = core.levels.by_priority[e.priority]
+        level.rows += work.rows
+        level.nbytes += held
+        level.requests[request] = None
+        group.waiting += 1
+        group.tokens += work.tokens
+        if e.priority >= group.peak or core.now - group.peak_at > RECENT_S:
+            group.peak, group.peak_at = e.priority, core.now
+        if e.deadline is not None:
+            core.deadlines.add(request, e.deadline)
+        if core.touched is not None:
+            core.touched += (client, request, group)
+        if work.text:
+            request.state = TEXT
+            request.queue.push(request)
+        else:
+            queue = group.early if e.min_version > group.version else group.queue
+            heads = queue.push(request)
+            # The common case under load needs no look at the queue.
+            if not heads and group.blocked is not None and group.blocked.lane is group.queue:
+                return
+        core.wake(group)
+
+
+def _busy(id: int, group: Group, field: str, limit: int, text: str) -> Failure:
+    """To be sent again when about half of what waits is done, in 20 ms at the earliest and 5 s at the latest."""
+    wait = group.rate * group.tokens / max(1, group.routing.open + group.packed_routing.open) / 2
+    retry_after_ms = round(1000 * min(max(wait, 0.02), 5.0))
+    return Failure("busy", text, id, field=field, limit=str(limit), retry_after_ms=retry_after_ms)

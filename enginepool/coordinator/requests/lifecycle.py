@@ -1,0 +1,406 @@
+"""Requests that were admitted, to their one final answer: text, outcomes, cancel, deadlines."""
+
+from collections.abc import Sequence
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.effects import ToClient
+from enginepool.coordinator.core.events import Buffer
+from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
+from enginepool.coordinator.core.state import Batch, Group, Request, Worker
+from enginepool.coordinator.requests.memory import charge, too_large
+from enginepool.coordinator.requests.validation import with_ids
+from enginepool.coordinator.scheduling.batches import take_text
+from enginepool.coordinator.scheduling.queue import ANY
+from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import Failure, FrameSpec, Message, Result, Timings, Usage
+
+#: when a request that found no memory is sent again
+NO_MEMORY_MS = 1000
+
+
+class Requests:
+    """The requests without an answer."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+
+    # --- text ----------------------------------------------------------------------------------------------------------
+
+    def tokenised(self, worker: Worker, e: ev.TextTokenised) -> None:
+        """The ids of a text request, or why there are none."""
+        oldest = next(iter(worker.texts), None) == e.task
+        request = take_text(worker, e.task)
+        if oldest and worker.texts:
+            # A tokenizer takes one after the other: the next one's time begins now, however many came together.
+            task, (text, due) = next(iter(worker.texts.items()))
+            worker.texts[task] = text, max(due, self.core.now + self.core.config.timing.forward_s)
+        if request is None or request.state == DONE:
+            return
+        if e.message:
+            self.fail(request, "engine_error", e.message)
+            return
+        group = request.group
+        old = request.work
+        try:
+            work = with_ids(old, e.specs, e.frames)
+        except MemoryError:
+            self._no_memory(request)
+            return
+        except WireError as error:
+            self.fail(request, "engine_error", error.message)
+            return
+        request.work = work
+        group.tokens += work.tokens - old.tokens
+        # Its text is harmless; what its ids do to a worker is another question.
+        if request.suspect:
+            request.suspect = False
+            self.core.levels.readmit(request)
+        request.state = QUEUED
+        if self._classify(request):
+            request.queue.push(request)
+
+    def _classify(self, request: Request) -> bool:
+        """Which classes can serve it, as far as is known now. When none can, that is its answer, and this is False."""
+        group = request.group
+        classes = classes_of(request.work, group.plain, group.packed, group.expected)
+        if not isinstance(classes, int):
+            self.fail(request, classes.code, classes.message, field=classes.field, limit=classes.limit)
+        elif why := group.why_down(classes):
+            self.fail(request, "pool_down", why)
+        elif group.needs and not classes & ~group.shut:
+            self.fail(request, "needs_weights", group.needs)
+        elif wrong := too_large(request.work, group.sizes, request.client.max_message, self.core.config.limits):
+            self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
+        else:
+            group.classify(request, classes)
+            self._charge(request)
+            return True
+        return False
+
+    def _charge(self, request: Request) -> None:
+        """What the request and its answer take is known better now."""
+        request.answer, held = charge(request.work, request.group.sizes)
+        more = held - request.held
+        request.client.nbytes += more
+        self.core.live_bytes += more
+        self.core.levels.recharge(request, more)
+        request.held = held
+
+    def texts_lost(self, worker: Worker, reason: str) -> None:
+        """A worker is lost with texts: the one that it tokenized runs alone from now on, the others wait again.
+
+        The worker may have begun with the second one, and the answer to the first one be lost with it. So a text that waited
+        there is a suspect when it is lost with a second worker.
+        """
+        trial = worker.group.trial
+        for place, task in enumerate(list(worker.texts)):
+            request = take_text(worker, task)
+            if request is None or request.state == DONE:
+                continue
+            request.suspect = request.suspect or place == 0 or request.bystander
+            request.bystander = True
+            request.queue.push(request)
+            if trial is not None and trial.id == task:
+                self.died_alone(request, reason)
+
+    # --- outcomes ------------------------------------------------------------------------------------------------------
+
+    def outcome(self, batch: Batch, e: ev.BatchDone) -> None:
+        """Give each part of a finished batch to its request."""
+        for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
+            if request.state == DONE:
+                continue
+            rows = end - start
+            request.flying -= rows
+            request.left -= rows
+            if outcome.code:
+                self.fail(request, outcome.code, outcome.message)
+                continue
+            if isinstance(request.forwards, list):
+                request.forwards.append(e.forwards)
+            else:
+                request.forwards = [e.forwards]
+            if e.run_us > request.run_us:
+                request.run_us = e.run_us
+            if rows == request.work.rows:
+                self._answer(request, e.version, outcome.specs, outcome.frames)
+                continue
+            if request.version is not None and request.version != e.version:
+                self._start_over(request)
+            request.version = e.version
+            piece = (start, outcome.specs, outcome.frames)
+            if isinstance(request.pieces, list):
+                request.pieces.append(piece)
+            else:
+                request.pieces = [piece]
+            if not request.left:
+                try:
+                    specs, frames = _join(request)
+                except MemoryError:
+                    self._no_memory(request)
+                    continue
+                self._answer(request, e.version, specs, frames)
+
+    def _start_over(self, request: Request) -> None:
+        """A part came from other weights than the earlier ones: those run again. One answer is of one version."""
+        again = [(start, start + specs[0].shape[0]) for start, specs, _ in request.pieces]
+        request.pieces = ()
+        request.version = None
+        self.put_back(request, again)
+
+    def put_back(self, request: Request, ranges: list[tuple[int, int]]) -> None:
+        """Rows of a live request wait again, in their old place. The caller has taken flying rows off `flying`."""
+        request.back = _joined([*request.back, *ranges])
+        request.left = request.flying + request.waiting_rows()
+        if request.state == RUNNING:
+            request.state = QUEUED
+            request.group.running -= 1
+            request.group.running_tokens -= request.work.tokens
+            request.group.waiting += 1
+        request.queue.push(request)
+
+    def lost(self, batch: Batch, reason: str) -> None:
+        """Dissolve a batch whose worker is lost: its requests wait again, and run alone from now on."""
+        for request, start, end in batch.slices:
+            if request.state == DONE:
+                continue
+            request.flying -= end - start
+            request.suspect = True
+            self.put_back(request, [(start, end)])
+            if batch.trial:
+                self.died_alone(request, reason)
+            if self.core.touched is not None:
+                self.core.touched.append(request)
+
+    def returned(self, batch: Batch) -> None:
+        """A worker did not take a batch: its rows wait again, and nobody is suspected."""
+        for request, start, end in batch.slices:
+            if request.state != DONE:
+                request.flying -= end - start
+                self.put_back(request, [(start, end)])
+
+    def blame(self, recalled: list[tuple[Request, bool]], reason: str) -> None:
+        """What a worker ran when it was to empty its engine, and never did: those requests run alone from now on."""
+        for request, alone in recalled:
+            if request.state == DONE:
+                continue
+            if not request.suspect:
+                request.suspect = True
+                # It was taken back and its group is held: it waits, and for no later version.
+                request.group.suspects.push(request)
+            if alone:
+                self.died_alone(request, reason)
+
+    def died_alone(self, request: Request, reason: str) -> None:
+        """A worker died while it had nothing but this request: after `max_attempts` of them it is poisoned."""
+        request.attempts += 1
+        request.evidence = (*request.evidence, reason)
+        if request.attempts >= self.core.config.restart.max_attempts:
+            request.group.poisoned += 1
+            text = f"workers died {request.attempts} times while this request ran alone"
+            self.fail(request, "poisoned", text, evidence=request.evidence)
+
+    # --- final answers -------------------------------------------------------------------------------------------------
+
+    def _answer(self, request: Request, version: int, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> None:
+        work = request.work
+        if request.answer > (limit := request.client.max_message):
+            # Its client takes less than when it asked.
+            self.fail(request, "too_large", f"the answer has {request.answer} bytes; at most {limit}", limit=str(limit))
+            return
+        queued_us = int((request.started - request.arrival) * 1e6)
+        message = Result(
+            request.id,
+            version,
+            list(request.forwards),
+            Usage(work.rows, work.tokens),
+            Timings(queued_us, request.run_us),
+            list(specs),
+        )
+        request.group.answered += 1
+        self._finish(request, message, frames)
+
+    def fail(
+        self, request: Request, code: str, message: str, *, field: str = "", limit: str = "", evidence: Sequence[str] = ()
+    ) -> None:
+        """The final answer of a live request is an error."""
+        request.group.failed += 1
+        failure = Failure(code, message, request.id, field=field, limit=limit, evidence=list(evidence))
+        self._finish(request, failure, ())
+
+    def shed(self, request: Request, failure: Failure) -> None:
+        """Take back the admission of a request: its client is told to send it again, and nothing of it is kept."""
+        self._release(request)
+        if request.client.link is not None:
+            self.core.effects.append(ToClient(request.client.link, failure))
+        self.core.wake(request.group)
+
+    def _no_memory(self, request: Request) -> None:
+        """The process has no memory for what this request needs now; its client sends it again."""
+        text = "buffer_bytes: the coordinator has no memory for this request"
+        self.shed(request, Failure("busy", text, request.id, field="buffer_bytes", retry_after_ms=NO_MEMORY_MS))
+
+    def _finish(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
+        core = self.core
+        client = request.client
+        self._release(request)
+        core.answers.add(client, request.id, request.work.digest, message, frames, core.now)
+        if core.live_bytes + core.outboxes + core.answers.nbytes > core.config.limits.buffer_bytes:
+            core.make_room(0, core.outboxes)
+        if client.link is not None:
+            core.effects.append(ToClient(client.link, message, frames))
+
+    def _release(self, request: Request) -> None:
+        """A live request leaves every list that it is in, and its charge is given back."""
+        core = self.core
+        client = request.client
+        group = request.group
+        work = request.work
+        state = request.state
+        request.state = DONE
+        if state == RUNNING:
+            group.running -= 1
+            group.running_tokens -= work.tokens
+        else:
+            group.waiting -= 1
+            if request.lane is not None:
+                request.lane.forget()
+        group.tokens -= work.tokens
+        del client.live[request.id]
+        del group.live[request]
+        if group.cut:
+            group.cut.pop(request, None)
+        if request.classes != group.expected and (listed := group.only.get(request.classes)):
+            listed.pop(request, None)
+        held = request.held
+        client.nbytes -= held
+        client.rows -= work.rows
+        core.live_rows -= work.rows
+        core.live_bytes -= held
+        level = core.levels.by_priority[request.priority]
+        level.rows -= work.rows
+        level.nbytes -= held
+        level.requests.pop(request, None)
+        if request.deadline is not None:
+            core.deadlines.forget()
+        if core.touched is not None:
+            core.touched += (client, request, group)
+
+    def cancel(self, e: ev.CancelAsked) -> None:
+        """First handled wins: a request that has its answer keeps it."""
+        client = self.core.client_of(e.link, e.id)
+        if client is None:
+            return
+        request = client.live.get(e.id)
+        if request is not None:
+            self.fail(request, "cancelled", "the caller cancelled")
+            self.core.wake(request.group)
+
+    def acked(self, e: ev.Acked) -> None:
+        """The client has these answers."""
+        client = self.core.links.get(e.link)
+        if client is None:
+            return
+        client.heard = self.core.now
+        for id_ in e.ids:
+            self.core.answers.drop(client, id_)
+
+    def overdue(self) -> None:
+        """Answer requests whose deadline has passed, wherever they are."""
+        core = self.core
+        for request in core.deadlines.due(core.now):
+            if request.state != DONE:
+                text = f"timeout_ms: no answer after {core.now - request.arrival:.3f} s{_unmet(request)}"
+                self.fail(request, "deadline_exceeded", text, field="timeout_ms")
+                core.wake(request.group)
+
+    def fail_all(self, group: Group, code: str, message: str, classes: int = ANY) -> None:
+        """Every live request of a group, that no other than these classes of workers can serve, gets this error."""
+        for request in group.confined(classes):
+            self.fail(request, code, message)
+
+    def shut(self, group: Group) -> None:
+        """A class of workers is gone for good: requests that wait, and that no other can serve, are told so."""
+        for request in group.confined(group.shut):
+            if request.state != RUNNING:
+                why = group.why_down(request.classes)
+                self.fail(request, "pool_down" if why else "needs_weights", why or group.needs)
+
+    def recheck(self, group: Group) -> None:
+        """Other capabilities of the group are known now: hold what waits to them."""
+        moved = False
+        group.only = {PLAIN: {}, PACKED: {}}
+        for request in list(group.live):
+            before = request.classes
+            if request.state != RUNNING:
+                self._classify(request)
+            elif isinstance(classes := classes_of(request.work, group.plain, group.packed, group.expected), int):
+                group.classify(request, classes)
+            moved = moved or request.classes != before
+        if moved:
+            group.queue.sort()
+            group.suspects.sort()
+            group.texts.sort()
+
+    def refit(self, group: Group) -> None:
+        """Budgets are smaller than they were: what no worker takes any more is told so, also while it runs, or it would wait
+        for ever should it come back."""
+        self.recheck(group)
+        for request in [request for request in group.live if request.state == RUNNING]:
+            self._classify(request)
+
+    def reweigh(self, group: Group, before: int) -> None:
+        """Other weights than those of version `before` are committed: requests that waited for them may run.
+
+        Parts of earlier weights run again, which their version tells; but for where versions began again. Then every request
+        is looked at: some wait for their version a second time.
+        """
+        if group.version <= before:
+            for request in [request for request in group.cut if request.pieces]:
+                self._start_over(request)
+            again = [r for r in group.live if r.state == QUEUED and r.min_version > group.version and r.lane is not group.early]
+            for request in again:
+                group.early.push(request)
+            if again:
+                # Their entries leave at once: they may come back here, and no request stands in a queue twice.
+                group.queue.sort()
+                group.suspects.sort()
+        for request in group.early.due(group.version):
+            request.queue.push(request)
+
+
+def _unmet(request: Request) -> str:
+    """What a request that waits has waited for, where it is more than its turn."""
+    group = request.group
+    if request.state == RUNNING:
+        return ""
+    if request.min_version > group.version:
+        return f"; min_version is {request.min_version}, but the committed weight version is {group.version}"
+    if not any(worker.able for worker in group.workers.values()):
+        return f"; no worker of group {group.name} is ready"
+    return ""
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges of rows in order, those that touch each other as one: there are no more than there are gaps between them."""
+    ranges.sort()
+    out: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if out and out[-1][1] == start:
+            out[-1] = out[-1][0], end
+        else:
+            out.append((start, end))
+    return out
+
+
+def _join(request: Request) -> tuple[list[FrameSpec], list[Buffer]]:
+    """The pieces of a request that was cut, put together in row order. Rows are concatenated, bytes as they came."""
+    pieces = sorted(request.pieces, key=lambda piece: piece[0])
+    specs: list[FrameSpec] = []
+    frames: list[Buffer] = []
+    for i, spec in enumerate(pieces[0][1]):
+        specs.append(FrameSpec(spec.name, spec.dtype, (request.work.rows, *spec.shape[1:])))
+        frames.append(b"".join(piece[2][i] for piece in pieces))
+    return specs, frames

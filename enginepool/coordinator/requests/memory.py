@@ -1,0 +1,116 @@
+"""What requests and their answers take of the coordinator's memory, in bytes. Pure.
+
+A request is charged when it is admitted, before any work is done: its payload, the objects that hold it, and its whole answer,
+which is known by then. Its client's window and the pool's `buffer_bytes` bound the sum. PROTOCOL.md states the same formula, so
+that clients can count along.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from enginepool.config import Limits
+from enginepool.coordinator.core.events import Work
+from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import Capabilities
+
+#: columns of a classifier's scores, and of hidden states, are taken to be so many until a worker says how many they are
+UNKNOWN_LABELS = 1024
+UNKNOWN_HIDDEN = 16_384
+#: of a bound of the process's memory, the part above which it is close
+CLOSE = 0.8
+
+
+class Bound(NamedTuple):
+    """A bound of the memory of this process, in bytes."""
+
+    name: str
+    most: int
+    #: what counts against it already
+    used: int
+
+
+def request_bytes(work: Work) -> int:
+    """What `work` takes without its answer. Text becomes ids, at most one for each byte of a row with its query."""
+    text = ELEMENT_BYTES * (work.tokens + work.rows) if work.text else 0
+    return REQUEST_BYTES + LABEL_BYTES * len(work.part.labels) + work.nbytes + text
+
+
+def columns_of(work: Work, can: Capabilities | None) -> int:
+    """Elements of a row of the answer, from a model of these capabilities; None: no worker was ready yet."""
+    labels = len(work.part.labels) or (UNKNOWN_LABELS if can is None else can.labels)
+    if not work.hidden:
+        return labels
+    return labels + ((can.hidden if can is not None else 0) or UNKNOWN_HIDDEN)
+
+
+def answer_bytes(work: Work, can: Capabilities | None) -> int:
+    """What the answer to `work` takes: its payload and the most that its header can be."""
+    return RESULT_BYTES + work.rows * (ROW_BYTES + ELEMENT_BYTES * columns_of(work, can))
+
+
+def charge(work: Work, can: Capabilities | None) -> tuple[int, int]:
+    """(`answer_bytes`, that and `request_bytes`) of `work`."""
+    if work.charge is not None:
+        return work.charge
+    answer = answer_bytes(work, can)
+    return answer, request_bytes(work) + answer
+
+
+def labels_charge(rows: int, labels: int, nbytes: int) -> tuple[int, int]:
+    """`charge` of token ids of `nbytes` that ask for so many labels and no hidden states: the model decides nothing there."""
+    answer = RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * labels)
+    return answer, REQUEST_BYTES + LABEL_BYTES * labels + nbytes + answer
+
+
+def is_known(work: Work, can: Capabilities | None) -> bool:
+    """Whether `answer_bytes` is exact: else it is a guess, by which no request is refused for good."""
+    if work.hidden:
+        return can is not None and can.hidden > 0
+    return can is not None or len(work.part.labels) > 0
+
+
+def unread_bytes(live: int, limits: Limits) -> int:
+    """Bytes that all peers together may leave unread, while requests are charged with `live` bytes.
+
+    The total, and a twentieth for small answers that no client is charged for. A tenth is left in any case: what requests take
+    may turn out to be more than they were charged at first, and peers that read must not be disconnected for that.
+    """
+    return max(limits.buffer_bytes * 21 // 20 - live, limits.buffer_bytes // 10)
+
+
+def misfit(limits: Limits, bounds: Sequence[Bound]) -> tuple[str, bool]:
+    """(what is wrong with `limits.buffer_bytes` under the tightest of these bounds or "", whether it cannot fit at all).
+
+    Besides the buffers a message is received, and another one put together.
+    """
+    more = 2 * limits.max_message_bytes
+    for bound in sorted(bounds, key=lambda bound: bound.most - bound.used):
+        wanted = bound.used + limits.buffer_bytes + more
+        if wanted <= CLOSE * bound.most:
+            continue
+        what = f"limits.buffer_bytes = {limits.buffer_bytes}: with {more} bytes for two messages and {bound.used} in use it "
+        if wanted > bound.most:
+            most = max(bound.most - bound.used - more, 0)
+            return f"{what}does not fit {bound.name}, {bound.most} bytes; at most {most}", True
+        return f"{what}is close to {bound.name}, {bound.most} bytes", False
+    return "", False
+
+
+def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: Limits) -> WireError | None:
+    """Why a coordinator with nothing else to do could not serve `work` to a client that takes messages of so many bytes."""
+    answer = answer_bytes(work, can)
+    text = ELEMENT_BYTES * (work.tokens + work.rows)
+    if work.text and text > 2 * limits.max_message_bytes:
+        most = 2 * limits.max_message_bytes // ELEMENT_BYTES - work.rows
+        what = f"items: {work.tokens} bytes of text, the query counted in each row; at most {most}: send token ids"
+        return WireError("too_large", what, field="items", limit=str(most))
+    if not is_known(work, can):
+        return None
+    if answer > message_bytes:
+        what = f"items: an answer of {answer} bytes, {work.rows} rows of {columns_of(work, can)} float32"
+        return WireError("too_large", f"{what}; at most {message_bytes}", field="items", limit=str(message_bytes))
+    if (held := request_bytes(work) + answer) > limits.window_bytes:
+        what = f"items: the request and its answer take {held} bytes; at most {limits.window_bytes}"
+        return WireError("too_large", what, field="items", limit=str(limits.window_bytes))
+    return None

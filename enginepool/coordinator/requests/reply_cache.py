@@ -1,0 +1,148 @@
+"""Answers that are kept until the client has acknowledged them, for a resend of the same request.
+
+Bounded in age and in bytes. Where bytes run out, a client that holds the most of them (by a factor of two) loses its oldest:
+one with large answers does not displace those of others. A client that asks again after that has its request run again:
+execution is at least once, and the caller still gets one answer.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from enginepool.coordinator.core.events import Buffer
+from enginepool.protocol.messages import Message
+
+if TYPE_CHECKING:
+    from enginepool.coordinator.core.state import Client
+
+#: what an answer costs beside its payload, measured
+OVERHEAD = 1000
+
+
+class Kept(msgspec.Struct, frozen=True, gc=False):
+    """A final answer, and what its request's content was."""
+
+    at: float
+    digest: int
+    nbytes: int
+    message: Message
+    frames: Sequence[Buffer]
+
+
+class _Shelf:
+    """The answers of one client, oldest first."""
+
+    __slots__ = ("kept", "listed", "nbytes", "top")
+
+    def __init__(self) -> None:
+        # The first of a dict is found only behind the places of all that were deleted before it.
+        self.kept: OrderedDict[int, Kept] = OrderedDict()
+        #: equals the sum over `kept`
+        self.nbytes = 0
+        #: where it is listed by its size, at least the bit length of `nbytes`; 0: nowhere. It rises at once, and falls when a
+        #: large client is looked for: answers that come and go cost no listing.
+        self.listed = 0
+        #: `nbytes` from which it is listed higher: 1 << listed
+        self.top = 1
+
+
+class Answers:
+    """Final answers by client and request id."""
+
+    __slots__ = ("_by_size", "_max_age", "_max_bytes", "_shelves", "nbytes")
+
+    def __init__(self, max_age: float, max_bytes: int) -> None:
+        #: of clients that had answers here; until they leave
+        self._shelves: dict[Client, _Shelf] = {}
+        #: all clients that have answers here, and some that had, by `listed`
+        self._by_size: list[OrderedDict[Client, None]] = [OrderedDict() for _ in range(64)]
+        self._max_age = max_age
+        self._max_bytes = max_bytes
+        #: equals the sum over the kept; at most max_bytes
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return sum(len(shelf.kept) for shelf in self._shelves.values())
+
+    def add(self, client: "Client", id: int, digest: int, message: Message, frames: Sequence[Buffer], now: float) -> None:
+        """Keep the final answer of request `id`, unless it alone is too large."""
+        nbytes = OVERHEAD + sum(map(len, frames))
+        if nbytes > self._max_bytes:
+            return
+        shelf = self._shelves.get(client)
+        if shelf is None:
+            shelf = self._shelves[client] = _Shelf()
+        shelf.kept[id] = Kept(now, digest, nbytes, message, frames)
+        shelf.nbytes += nbytes
+        self.nbytes += nbytes
+        if shelf.nbytes >= shelf.top:
+            self._list(client, shelf)
+        if self.nbytes > self._max_bytes:
+            self.shrink(self._max_bytes)
+
+    def get(self, client: "Client", id: int) -> Kept | None:
+        """The answer of request `id`, when it is still kept."""
+        shelf = self._shelves.get(client)
+        return None if shelf is None else shelf.kept.get(id)
+
+    def any_of(self, client: "Client") -> bool:
+        """Whether an answer of `client` is kept."""
+        shelf = self._shelves.get(client)
+        return shelf is not None and bool(shelf.kept)
+
+    def drop(self, client: "Client", id: int) -> None:
+        """Forget the answer of request `id`."""
+        shelf = self._shelves.get(client)
+        if shelf is not None and (kept := shelf.kept.pop(id, None)) is not None:
+            shelf.nbytes -= kept.nbytes
+            self.nbytes -= kept.nbytes
+
+    def shrink(self, nbytes: int) -> None:
+        """Forget answers until all take at most so much."""
+        while self.nbytes > nbytes:
+            client = next(iter(next(clients for clients in reversed(self._by_size) if clients)))
+            shelf = self._shelves[client]
+            if shelf.nbytes < shelf.top >> 1:
+                self._list(client, shelf)
+            else:
+                self.drop(client, next(iter(shelf.kept)))
+
+    def expire(self, now: float) -> None:
+        """Forget answers that are too old."""
+        for client, shelf in list(self._shelves.items()):
+            old: list[int] = []
+            for id_, kept in shelf.kept.items():
+                if now - kept.at < self._max_age:
+                    break
+                old.append(id_)
+            for id_ in old:
+                self.drop(client, id_)
+
+    def drop_client(self, client: "Client") -> None:
+        """Forget all answers of a client."""
+        shelf = self._shelves.pop(client, None)
+        if shelf is not None:
+            self.nbytes -= shelf.nbytes
+            shelf.nbytes = 0
+            self._list(client, shelf)
+
+    def _list(self, client: "Client", shelf: _Shelf) -> None:
+        """List a client by the size that it has now."""
+        if shelf.listed:
+            del self._by_size[shelf.listed][client]
+        shelf.listed = size = shelf.nbytes.bit_length()
+        shelf.top = 1 << size
+        if size:
+            self._by_size[size][client] = None
+
+    def check(self) -> None:
+        for client, shelf in self._shelves.items():
+            assert shelf.nbytes == sum(kept.nbytes for kept in shelf.kept.values()), client
+            assert shelf.nbytes < shelf.top == 1 << shelf.listed, client
+            assert not shelf.listed or client in self._by_size[shelf.listed], client
+        listed = sum(map(len, self._by_size))
+        assert listed == sum(shelf.listed > 0 for shelf in self._shelves.values()), "a client is listed twice"
+        assert self.nbytes == sum(shelf.nbytes for shelf in self._shelves.values()), self.nbytes
+        assert self.nbytes <= self._max_bytes, self.nbytes

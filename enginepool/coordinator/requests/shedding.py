@@ -1,0 +1,90 @@
+"""Live requests by priority: which of them a full queue gives up for a request of a higher priority. Pure.
+
+Only requests that no engine was ever given are shed: the newest of the lowest priority first, because it has waited least.
+A request that was given to an engine leaves its list when it is met there, so it is met once: the cost of shedding does not
+grow with the queue.
+"""
+
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from enginepool.coordinator.core.state import Request
+
+#: requests that one request displaces at most, which bounds the time of one `submit`
+MOST = 4096
+
+
+class Level:
+    """The live requests of one priority."""
+
+    __slots__ = ("nbytes", "requests", "rows")
+
+    def __init__(self) -> None:
+        #: sums over all live requests of this priority
+        self.rows = 0
+        self.nbytes = 0
+        #: those that no engine was given, and some that an engine was given since, oldest first
+        self.requests: dict[Request, None] = {}
+
+
+class Levels:
+    """All live requests by priority. There are as many levels as priorities were ever in use, at most 2,001.
+
+    A request enters its level where it is admitted and leaves it where it is released.
+    """
+
+    __slots__ = ("by_priority",)
+
+    def __init__(self) -> None:
+        self.by_priority: defaultdict[int, Level] = defaultdict(Level)
+
+    def readmit(self, request: "Request") -> None:
+        """The text of a suspect is harmless and no engine has its ids: it may be shed, also if it left its list."""
+        self.by_priority[request.priority].requests.setdefault(request)
+
+    def recharge(self, request: "Request", more: int) -> None:
+        """The charge of a live request changes by so many bytes."""
+        self.by_priority[request.priority].nbytes += more
+
+    def below(self, priority: int) -> tuple[int, int]:
+        """(items, bytes) of the live requests of lower priorities."""
+        rows = nbytes = 0
+        for key, level in self.by_priority.items():
+            if key < priority:
+                rows += level.rows
+                nbytes += level.nbytes
+        return rows, nbytes
+
+    def take(self, priority: int, rows: int, nbytes: int) -> list["Request"]:
+        """Requests of lower priorities that free so many items and bytes together; none where all of them would not.
+
+        Where `MOST` of them free less, these are returned: the next attempt of the same request finds more room.
+        """
+        found: list[Request] = []
+        for key in sorted(key for key in self.by_priority if key < priority):
+            requests = self.by_priority[key].requests
+            while requests and (rows > 0 or nbytes > 0) and len(found) < MOST:
+                request, _ = requests.popitem()
+                if _untouched(request):
+                    found.append(request)
+                    rows -= request.work.rows
+                    nbytes -= request.held
+        if (rows > 0 or nbytes > 0) and len(found) < MOST:
+            for request in reversed(found):
+                self.by_priority[request.priority].requests[request] = None
+            return []
+        return found
+
+    def check(self, live: list["Request"]) -> None:
+        for key, level in self.by_priority.items():
+            mine = [request for request in live if request.priority == key]
+            assert level.rows == sum(request.work.rows for request in mine), key
+            assert level.nbytes == sum(request.held for request in mine), key
+            assert level.requests.keys() <= set(mine), key
+            assert {request for request in mine if _untouched(request)} <= level.requests.keys(), key
+
+
+def _untouched(request: "Request") -> bool:
+    """No engine was ever given any of it; a tokenizer may have its text."""
+    return not (request.started or request.suspect)

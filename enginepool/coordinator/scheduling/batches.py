@@ -1,0 +1,228 @@
+"""Batching: which rows go to which worker next.
+
+`pump` runs after every event that could have made work and a worker meet. Four cases, in this
+order, again and again. Text that waits to be tokenized goes to the open workers in the order of its queue, a few to each:
+
+1. A suspect is first in line and no trial runs: it gets an idle worker of its own, or the least loaded one is kept free for it.
+2. The head of what packed workers can serve fits the least loaded of them: it opens a batch, followers of its lane fill what
+   is left.
+3. The same for what plain workers can serve, which is nearly all.
+4. Nothing waits, no worker is open, or the heads do not fit yet: nothing happens. Nobody overtakes, at its class of workers, a
+   head that does not fit, or it would wait for ever.
+"""
+
+from heapq import heapify, heappop, heapreplace
+
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.effects import ToWorker
+from enginepool.coordinator.core.events import Buffer
+from enginepool.coordinator.core.request_state import RUNNING, TEXT
+from enginepool.coordinator.core.state import Batch, Group, Request, Worker
+from enginepool.coordinator.requests.validation import Offsets, cut
+from enginepool.coordinator.scheduling.batch_builder import cut_next, fill, fill_packed, take
+from enginepool.coordinator.scheduling.queue import Lane
+from enginepool.coordinator.scheduling.routing import Routing
+from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
+from enginepool.protocol.messages import Batch as BatchMessage
+from enginepool.protocol.messages import Part, TaskId, Tokenise
+
+#: A worker gets a text while it has fewer than the first of these, or fewer than the second and fewer bytes of text than the
+#: third. An urgent text waits behind those that a worker has. A tokenizer takes 5 to 20 ms for so many bytes.
+LEAST_TEXTS, MOST_TEXTS, TEXT_BYTES = 2, 8, 16 << 10
+
+
+def pump(core: Core, group: Group) -> None:
+    """Give waiting work to open workers until one of the two runs out."""
+    queue, routing, packed = group.queue, group.routing, group.packed_routing
+    group.blocked = None
+    while True:
+        if group.suspects.size or group.kept_worker is not None:
+            _try_suspect(core, group)
+        batch = None
+        if packed.open:
+            lane, worker = queue.head(PACKED), packed.least()
+            if lane is not None and worker is not None:
+                batch = fill_packed(core, queue, lane, worker)
+        if batch is None:
+            lane = queue.head(PLAIN)
+            if lane is None:
+                break
+            worker = routing.least()
+            if worker is None:
+                break
+            batch = fill(core, queue, lane, worker)
+            if batch is None:
+                if not (packed.open or group.suspects.size or group.kept_worker is not None):
+                    group.blocked = lane.head
+                break
+        send_batch(core, batch)
+    if group.texts.size:
+        _give_texts(core, group)
+
+
+def still_blocked(core: Core, group: Group) -> bool:
+    """Whether the head of the queue fits no worker, as `group.blocked` says; for tests."""
+    lane, worker = group.queue.head(PLAIN), group.routing.least()
+    if lane is None or lane.head is not group.blocked or group.packed_routing.open or group.suspects.size:
+        return False
+    return worker is None or fill(core, group.queue, lane, worker) is None
+
+
+def _try_suspect(core: Core, group: Group) -> None:
+    """Start the next trial, or keep a worker free for it. Each class of workers has its own first in line."""
+    if group.trial is not None:
+        return
+    kept = group.kept_worker
+    found: tuple[Lane[Request], Worker] | None = None
+    for class_, routing in ((PACKED, group.packed_routing), (PLAIN, group.routing)):
+        lane, first = group.suspects.head(class_), group.queue.head(class_)
+        if lane is None or (first is not None and first.before_suspect(lane)):
+            continue
+        worker = _quietest(group, routing)
+        mine = kept if kept is not None and kept.able and kept.routing is routing else None
+        if mine is not None and (worker is None or worker.batches or worker.texts):
+            worker = mine
+        if worker is not None and (found is None or (_busy(found[1]) and (worker is kept or not _busy(worker)))):
+            found = lane, worker
+    if kept is not None and (found is None or found[1] is not kept):
+        # Another one is idle first, the kept one drains, or the suspect is no longer first in line.
+        release_kept(group)
+    if found is None:
+        return
+    lane, worker = found
+    worker.kept = True
+    worker.routing.update(worker)
+    if _busy(worker):
+        group.kept_worker = worker
+        return
+    group.kept_worker = None
+    request = lane.head
+    assert request is not None
+    if request.state == TEXT:
+        group.suspects.pop(lane, request.work.tokens)
+        group.trial = Batch(core.task_id(), worker, [(request, 0, 0)], 0, 0, True)
+        _give_text(core, worker, group.trial.id, request)
+        return
+    cost, slice_ = cut_next(request, worker)
+    take(core, slice_)
+    if slice_[0].state == RUNNING:
+        group.suspects.pop(lane, cost)
+    else:
+        group.suspects.charge(lane, cost)
+    group.trial = Batch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], True)
+    send_batch(core, group.trial)
+
+
+def _busy(worker: Worker) -> bool:
+    return bool(worker.batches or worker.texts)
+
+
+def _quietest(group: Group, routing: Routing[Worker]) -> Worker | None:
+    """The least loaded open worker of a class; one without texts to tokenise, if such a one is idle."""
+    worker = routing.least()
+    if worker is not None and worker.texts and not worker.batches:
+        idle = (w for w in group.workers.values() if w.open and w.routing is routing and not _busy(w))
+        worker = next(idle, worker)
+    return worker
+
+
+def takes_text(worker: Worker) -> bool:
+    """Whether `worker` has room for one more text."""
+    return len(worker.texts) < LEAST_TEXTS or (len(worker.texts) < MOST_TEXTS and worker.text_bytes < TEXT_BYTES)
+
+
+def _give_texts(core: Core, group: Group) -> None:
+    """Texts go to the open workers that have the fewest, as long as one has room."""
+    queue = group.texts
+    room = [
+        (len(worker.texts), worker.cost, worker.order, worker)
+        for worker in group.workers.values()
+        if takes_text(worker) and worker.open
+    ]
+    heapify(room)
+    while room and (lane := queue.head()) is not None:
+        worker, request = room[0][3], lane.head
+        assert request is not None
+        queue.pop(lane, request.work.tokens)
+        _give_text(core, worker, core.task_id(), request)
+        if takes_text(worker):
+            heapreplace(room, (len(worker.texts), worker.cost, worker.order, worker))
+        else:
+            heappop(room)
+
+
+def _give_text(core: Core, worker: Worker, task: TaskId, request: Request) -> None:
+    worker.texts[task] = (request, core.now + core.config.timing.forward_s)
+    worker.text_bytes += request.work.nbytes
+    post_text(core, worker, task, request)
+
+
+def post_text(core: Core, worker: Worker, task: TaskId, request: Request) -> None:
+    """Send a tokenising task, which its worker may have already: the worker runs an id once."""
+    work = request.work
+    message = Tokenise(task, work.part.frames, work.part.item_first, work.raw)
+    core.effects.append(ToWorker(worker.link, message, work.frames))
+
+
+def take_text(worker: Worker, task: TaskId) -> Request | None:
+    """Take a tokenising task off its worker's list; None when it is not there."""
+    request, _ = worker.texts.pop(task, (None, 0.0))
+    if request is not None:
+        worker.text_bytes -= request.work.nbytes
+    group = worker.group
+    if group.trial is not None and group.trial.id == task:
+        group.trial = None
+        worker.kept = False
+        worker.routing.update(worker)
+    return request
+
+
+def release_kept(group: Group) -> None:
+    """Open the worker that was kept for a trial again."""
+    worker = group.kept_worker
+    if worker is not None:
+        group.kept_worker = None
+        worker.kept = False
+        worker.routing.update(worker)
+
+
+def send_batch(core: Core, batch: Batch) -> None:
+    """Enter `batch` in its worker's ledger and send it."""
+    worker = batch.worker
+    worker.batches[batch.id] = batch
+    worker.cost += batch.cost
+    worker.rows += batch.rows
+    if not batch.trial:
+        worker.routing.moved(worker)
+    timing, pace = core.config.timing, worker.pace
+    expected = worker.group.rate * worker.cost
+    if pace is not None:
+        # Before its first batch, what the worker measured when it started.
+        expected = max(expected, pace.seconds(worker.cost, worker.rows))
+    allowed = max(timing.forward_s, timing.forward_factor * expected)
+    batch.deadline = core.now + allowed
+    batch.late = core.now + allowed / 2
+    post_batch(core, batch)
+    if core.touched is not None:
+        core.touched.append(worker)
+        core.touched.extend(request for request, _, _ in batch.slices)
+
+
+def post_batch(core: Core, batch: Batch) -> None:
+    """Send the message of `batch`, which its worker may have already: the worker runs an id once."""
+    parts: list[Part] = []
+    frames: list[Buffer] = []
+    for request, start, end in batch.slices:
+        work = request.work
+        if end - start == work.rows:
+            parts.append(work.part)
+            frames += work.frames
+        else:
+            if request.offsets is None:
+                request.offsets = Offsets(work)
+            part, buffers = cut(work, request.offsets, start, end)
+            parts.append(part)
+            frames.extend(buffers)
+    head = batch.slices[0][0]
+    message = BatchMessage(batch.id, parts, head.priority, head.work.hidden)
+    core.effects.append(ToWorker(batch.worker.link, message, frames))

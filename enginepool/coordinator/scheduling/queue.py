@@ -1,0 +1,555 @@
+"""The queue of a group: fair between clients, a lane for each signature.
+
+Only requests of one signature share a batch: hidden states wanted or not, and the classes of workers that can serve it. A lane
+has a line for each priority, and a line has a flow for each client: its requests, oldest first. Who is next:
+
+1. Between priorities, the line with the smallest key. `keys` of a line are those of its requests, and each request that leaves
+   takes the oldest one with it. So a priority ages as if it were first in, first out, whoever in it was served.
+2. Within a priority, the client with the smallest start (start-time fair queueing). Virtual time is counted in what a worker
+   computes, in tokens: a row weighs at least as many as it has of a batch that is full of rows. A client that is served begins
+   that much later next time, in each lane. A client that had nothing waiting begins at the present virtual time: it has no
+   credit for what it did not use. A request that was cut is charged part by part, so that other clients have their turn
+   between its parts.
+3. Within a client, the oldest request.
+
+Virtual time follows the starts of those who are served. It moves by a part of what is computed as well (`DRIFT`), or a stream
+of new clients, each of which begins at the present, would keep it, and those who wait, where they are.
+
+Requests of clients whose link was cut stand in a line of their own, behind all others, until the client says hello again.
+
+Every step costs O(log n) of the clients and priorities that wait. Entries of requests that no longer wait are left in place,
+dropped when they reach the top, and swept out together once they are half of the queue: cancelling costs O(1) and memory stays
+in proportion to what waits. The same holds for the keys and turns that a client leaves behind when its requests are moved: a
+move costs O(log n) for each of them.
+"""
+
+from bisect import bisect_left
+from collections import deque
+from heapq import heapify, heappop, heappush, heapreplace
+from math import inf
+from operator import attrgetter
+from typing import Any, Generic, Protocol, TypeVar
+
+from enginepool.coordinator.core.events import Work
+from enginepool.coordinator.core.request_state import DONE, QUEUED  # TEXT waits too: in the queue of suspects
+
+#: every class of workers
+ANY = -1
+#: stands for the priority of all requests of clients without a link; below every other one
+AWAY = -(1 << 20)
+#: virtual time moves by at least this part of a fair share of what is computed
+DRIFT = 0.25
+#: so many clients of one priority are remembered before those who used no more than the others are forgotten
+REMEMBERED = 64
+
+_arrival = attrgetter("seq")
+
+
+class Peer(Protocol):
+    """What a queue reads of a client."""
+
+    @property
+    def away(self) -> bool: ...
+
+
+class Waits(Protocol):
+    """What a queue reads of a request, and `lane`, which it alone sets."""
+
+    work: Work
+    classes: int
+    priority: int
+    key: float
+    seq: int
+    min_version: int
+    state: int
+    lane: "Queue[Any] | Early[Any] | None"
+
+    @property
+    def client(self) -> Peer: ...
+
+
+R = TypeVar("R", bound=Waits)
+
+#: (start, arrival number, the waiting requests of one client): whose turn it is in a line
+Turn = tuple[float, int, deque[R]]
+
+
+class Level:
+    """What clients have used of one priority, over all lanes."""
+
+    __slots__ = ("most", "starts", "virtual")
+
+    def __init__(self) -> None:
+        #: the latest virtual time of its lines
+        self.virtual = 0.0
+        #: by client that was served: where its next service begins, unless virtual time is further; others begin there
+        self.starts: dict[Peer, float] = {}
+        #: when to forget those who are not further than the virtual time
+        self.most = REMEMBERED
+
+    def enter(self, client: Peer, virtual: float) -> float:
+        """The start of a client that had nothing waiting in a line of this virtual time."""
+        starts = self.starts
+        start = starts.get(client, virtual)
+        if start < virtual:
+            start = virtual
+        if len(starts) > self.most:
+            self.starts = {client: start for client, start in starts.items() if start > self.virtual}
+            self.most = 2 * len(self.starts) + REMEMBERED
+        return start
+
+
+class Line(list[Turn[R]]):
+    """The requests of one priority in a lane: a heap of the clients' turns.
+
+    A turn whose requests were moved away has an empty flow. The first turn is never one of these.
+    """
+
+    __slots__ = ("flows", "gone", "keys", "late", "level", "listed", "priority", "virtual")
+
+    def __init__(self, priority: int, level: Level) -> None:
+        super().__init__()
+        self.priority = priority
+        self.level = level
+        self.virtual = 0.0
+        #: by client: its requests in the order of their arrival; none is empty
+        self.flows: dict[Peer, deque[R]] = {}
+        #: keys in the order in which they came, which is ascending, and a heap of keys that came out of order
+        self.keys: deque[float] = deque()
+        self.late: list[float] = []
+        #: A heap of keys of requests that left without being served; each stands for the key that is least above it and is no
+        #: more. There are as many other keys as requests. All of them are above the first key.
+        self.gone: list[float] = []
+        #: the key under which its lane lists it, at most its first one; None: it is not listed
+        self.listed: float | None = None
+
+    def key_of(self, request: R) -> float:
+        return inf if self.priority == AWAY else request.key
+
+    def first(self) -> float:
+        """The smallest key. There is one."""
+        keys, late = self.keys, self.late
+        return late[0] if late and (not keys or late[0] < keys[0]) else keys[0]
+
+    def add_key(self, key: float) -> None:
+        """A request has come."""
+        if not self.keys or key >= self.keys[-1]:
+            self.keys.append(key)
+        else:
+            heappush(self.late, key)
+
+    def take_key(self) -> None:
+        """The smallest key leaves."""
+        self._pop()
+        gone = self.gone
+        while gone and (self.keys or self.late) and gone[0] <= self.first():
+            heappop(gone)
+            self._pop()
+
+    def _pop(self) -> None:
+        keys, late = self.keys, self.late
+        if late and (not keys or late[0] < keys[0]):
+            heappop(late)
+        else:
+            keys.popleft()
+
+    def forget(self, request: R) -> None:
+        """`request` leaves without being served: the key goes that is least above its own."""
+        key = self.key_of(request)
+        if key <= self.first():
+            self.take_key()
+            return
+        gone = self.gone
+        heappush(gone, key)
+        if len(gone) > 64 and 2 * len(gone) > len(self.keys) + len(self.late):
+            self._sweep_keys()
+
+    def _sweep_keys(self) -> None:
+        """Take out the keys that are no more."""
+        gone = deque(sorted(self.gone))
+        keys: deque[float] = deque()
+        for key in sorted([*self.keys, *self.late]):
+            if gone and gone[0] <= key:
+                gone.popleft()
+            else:
+                keys.append(key)
+        for _ in gone:
+            keys.pop()
+        self.keys, self.late, self.gone = keys, [], []
+
+    def settle(self) -> None:
+        """Drop first turns without requests; without any request, drop everything that was left behind."""
+        if not self.flows:
+            self.clear()
+            self.keys.clear()
+            self.late.clear()
+            self.gone.clear()
+            return
+        while not self[0][2]:
+            heappop(self)
+
+    def take_out(self, client: Peer) -> deque[R] | None:
+        """The requests of `client` leave, to be moved elsewhere."""
+        flow = self.flows.pop(client, None)
+        if flow is None:
+            return None
+        taken = flow.copy()
+        flow.clear()
+        for request in taken:
+            self.forget(request)
+        if len(self) > 2 * len(self.flows) + 64:
+            self[:] = [turn for turn in self if turn[2]]
+            heapify(self)
+        self.settle()
+        return taken
+
+
+class Lane(list[tuple[float, int, Line[R]]]):
+    """A heap of lines by (smallest key, -priority).
+
+    A line from which requests were moved away may be listed under a smaller key than it has, or have no requests left. The
+    first line of the heap is never one of these.
+    """
+
+    __slots__ = ("head", "lines", "moved")
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: the request whose turn it is, waiting or stale; None: the lane is empty
+        self.head: R | None = None
+        #: by priority; some are empty
+        self.lines: dict[int, Line[R]] = {}
+        #: requests were moved away since it was empty
+        self.moved = False
+
+    def before(self, other: "Lane[R]") -> bool:
+        """Whether its head is before that of `other`, a lane of the same queue."""
+        if self[0][1] == other[0][1]:
+            return self[0][2][0] < other[0][2][0]
+        return self[0] < other[0]
+
+    def before_suspect(self, other: "Lane[R]") -> bool:
+        """Whether its head is before that of `other`, a lane of suspects. Those were first in their priority once already."""
+        return self[0][1] != other[0][1] and self[0] < other[0]
+
+    def defer(self) -> bool:
+        """Whether the client whose turn it is was served in another lane since: then this turn begins later, too."""
+        line = self[0][2]
+        start, seq, flow = line[0]
+        later = line.level.starts.get(flow[0].client, start)
+        if later <= start:
+            return False
+        heapreplace(line, (later, seq, flow))
+        line.settle()
+        self.head = line[0][2][0]
+        return True
+
+    def order(self) -> None:
+        """Build the heap anew: keys have become smaller."""
+        self.clear()
+        for line in self.lines.values():
+            line.listed = None
+            if line.flows:
+                line.listed = key = line.first()
+                self.append((key, -line.priority, line))
+        heapify(self)
+        self.head = self[0][2][0][2][0] if self else None
+
+    def settle(self) -> None:
+        """Requests have left: put the first line in its place until it is one that is listed under its own key."""
+        while self:
+            key, priority, line = self[0]
+            if not line.flows:
+                heappop(self)
+                line.listed = None
+            elif (first := line.first()) != key:
+                heapreplace(self, (first, priority, line))
+                line.listed = first
+            else:
+                self.head = line[0][2][0]
+                return
+        self.head = None
+        self.moved = False
+
+    def requests(self) -> list[R]:
+        """All of them, waiting or stale, in no order."""
+        return [request for line in self.lines.values() for flow in line.flows.values() for request in flow]
+
+
+class Queue(Generic[R]):
+    """Requests that wait. `request.lane` names the queue where its entry counts."""
+
+    __slots__ = ("_lanes", "_levels", "_stale", "size")
+
+    def __init__(self) -> None:
+        #: by signature: the classes' bits, shifted, and whether hidden states are wanted
+        self._lanes: dict[int, Lane[R]] = {}
+        #: by priority
+        self._levels: dict[int, Level] = {}
+        #: entries in all lanes, waiting or stale
+        self.size = 0
+        #: roughly as many of them are stale
+        self._stale = 0
+
+    def push(self, request: R) -> bool:
+        """Add `request`, unless it stands here already. Whether it is now the head of its lane."""
+        if request.lane is not None:
+            if request.lane is self:
+                return False
+            request.lane.forget()
+        request.lane = self
+        self.size += 1
+        signature = request.classes << 1 | request.work.hidden
+        lane = self._lanes.get(signature)
+        if lane is None:
+            lane = self._lanes[signature] = Lane()
+        client = request.client
+        priority = AWAY if client.away else request.priority
+        line = lane.lines.get(priority)
+        if line is None:
+            line = lane.lines[priority] = Line(priority, self._levels.setdefault(priority, Level()))
+        flow = line.flows.get(client)
+        if flow is None:
+            level = line.level
+            if not line.flows and line.virtual < level.virtual:
+                line.virtual = level.virtual
+            flow = line.flows[client] = deque((request,))
+            heappush(line, (level.enter(client, line.virtual), request.seq, flow))
+        elif request.seq > flow[-1].seq:
+            flow.append(request)
+        else:
+            # It came back: its place is before some that arrived after it.
+            flow.insert(bisect_left(flow, request.seq, key=_arrival), request)
+        key = inf if priority == AWAY else request.key
+        line.add_key(key)
+        listed = line.listed
+        if listed is None:
+            line.listed = key
+            heappush(lane, (key, -priority, line))
+        elif key < listed:
+            lane.order()
+        elif flow[0] is not request:
+            # Behind another one of its client: who is next stays as it was.
+            return False
+        lane.head = head = lane[0][2][0][2][0]
+        return head is request
+
+    def head(self, classes: int = ANY) -> Lane[R] | None:
+        """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits."""
+        best: Lane[R] | None = None
+        bits = classes << 1
+        lanes = self._lanes
+        for signature, lane in lanes.items():
+            if signature & bits:
+                while (request := lane.head) is not None:
+                    if request.state <= QUEUED and request.lane is self:
+                        if len(lanes) > 1 and lane.defer():
+                            continue
+                        if best is None or lane.before(best):
+                            best = lane
+                        break
+                    self.drop(lane)
+        return best
+
+    def pop(self, lane: Lane[R], weight: float, *, forgotten: bool = False) -> None:
+        """The head of `lane` was given to a worker, for which it weighs so much: it leaves. `forgotten`: its key has left."""
+        key, priority, line = lane[0]
+        start, _, flow = line[0]
+        request = flow.popleft()
+        if request.lane is self:
+            request.lane = None
+        self.size -= 1
+        after = self._charge(line, request.client, start, weight)
+        if flow:
+            heapreplace(line, (after, flow[0].seq, flow))
+        else:
+            heappop(line)
+            del line.flows[request.client]
+        keys = line.keys
+        if lane.moved or line.late or line.gone or len(keys) < 2:
+            if not forgotten:
+                line.take_key()
+            line.settle()
+            lane.settle()
+            return
+        if not forgotten:
+            keys.popleft()
+        if keys[0] != key:
+            line.listed = keys[0]
+            heapreplace(lane, (keys[0], priority, line))
+        lane.head = lane[0][2][0][2][0]
+
+    def charge(self, lane: Lane[R], weight: float) -> None:
+        """A part of the head of `lane` was given to a worker, for which it weighs so much: the next part waits its turn."""
+        line = lane[0][2]
+        start, seq, flow = line[0]
+        heapreplace(line, (self._charge(line, flow[0].client, start, weight), seq, flow))
+        line.settle()
+        lane.head = line[0][2][0]
+
+    @staticmethod
+    def _charge(line: Line[R], client: Peer, start: float, weight: float) -> float:
+        """`client`, whose turn began at `start`, is served: where its next turn begins."""
+        level = line.level
+        virtual = line.virtual + DRIFT * weight / len(line.flows)
+        if virtual < start:
+            virtual = start
+        line.virtual = virtual
+        if level.virtual < virtual:
+            level.virtual = virtual
+        starts = level.starts
+        after = starts.get(client, start)
+        if after < start:
+            after = start
+        after += weight
+        starts[client] = after
+        return after
+
+    def drop(self, lane: Lane[R]) -> None:
+        """The head of `lane` no longer waits: drop its entry."""
+        line, request = lane[0][2], lane.head
+        assert request is not None
+        line.forget(request)
+        self.pop(lane, 0.0, forgotten=True)
+        if self._stale:
+            self._stale -= 1
+
+    def forget(self) -> None:
+        """A request that stood here no longer waits. Sweeps when half of the entries may be stale."""
+        self._stale += 1
+        if self._stale > 64 and self._stale * 2 > self.size:
+            self.sort()
+
+    def sort(self) -> None:
+        """Build the lanes anew from what waits: most entries are stale, or the classes of requests have changed."""
+        requests = [request for lane in self._lanes.values() for request in lane.requests()]
+        self._lanes.clear()
+        self.size = self._stale = 0
+        self._push_again(requests)
+
+    def move(self, client: Peer) -> None:
+        """`client.away` has changed: its requests go behind all others, or back among them."""
+        moved: list[R] = []
+        for lane in self._lanes.values():
+            for line in lane.lines.values():
+                if (flow := line.take_out(client)) is not None:
+                    lane.moved = True
+                    moved += flow
+            lane.settle()
+        self.size -= len(moved)
+        self._stale -= min(self._stale, sum(request.state > QUEUED or request.lane is not self for request in moved))
+        self._push_again(moved)
+
+    def _push_again(self, requests: list[R]) -> None:
+        """Of requests whose entries were taken out, those that wait come back."""
+        requests.sort(key=_arrival)
+        for request in requests:
+            if request.lane is self:
+                request.lane = None
+                if request.state <= QUEUED:
+                    self.push(request)
+
+    def waiting(self) -> list[R]:
+        """The requests that wait, in no order."""
+        return [
+            request
+            for lane in self._lanes.values()
+            for request in lane.requests()
+            if request.state <= QUEUED and request.lane is self
+        ]  # fmt: skip
+
+    def check(self) -> None:
+        assert self.size == sum(len(lane.requests()) for lane in self._lanes.values()), self.size
+        for signature, lane in self._lanes.items():
+            _check_heap(lane)
+            listed = {line.priority: key for key, _, line in lane}
+            assert listed == {p: line.listed for p, line in lane.lines.items() if line.listed is not None}, signature
+            assert len(listed) == len(lane), signature
+            assert lane.head is (lane[0][2][0][2][0] if lane else None), lane.head
+            for key, priority, line in lane:
+                assert priority == -line.priority and (not line.flows or key <= line.first()), (key, priority, line.keys)
+            assert not lane or (lane[0][2].flows and lane[0][0] == lane[0][2].first()), lane[0]
+            for priority, line in lane.lines.items():
+                _check_heap(line)
+                assert not line or line[0][2], priority
+                turns = [id(flow) for _, _, flow in line if flow]
+                assert sorted(turns) == sorted(id(flow) for flow in line.flows.values()), priority
+                assert all(line.flows.values()) and (not line.flows or line.listed is not None), priority
+                keys = len(line.keys) + len(line.late) - len(line.gone)
+                assert keys == sum(map(len, line.flows.values())), priority
+                assert list(line.keys) == sorted(line.keys), priority
+                assert not line.gone or line.gone[0] > line.first(), (priority, line.gone[0])
+                assert line.virtual <= line.level.virtual and line.level is self._levels[priority], priority
+                for client, flow in line.flows.items():
+                    order = [request.seq for request in flow]
+                    assert order == sorted(order), (priority, order)
+                    for request in flow:
+                        if request.lane is self and request.state <= QUEUED:
+                            mine = AWAY if client.away else request.priority
+                            assert request.client is client and priority == mine, (priority, request)
+                            assert signature == request.classes << 1 | request.work.hidden, (signature, request)
+        seen = [request.seq for request in self.waiting()]
+        assert len(seen) == len(set(seen)), "a request stands twice in a queue"
+
+
+def _check_heap(heap: list[Any]) -> None:
+    for i, entry in enumerate(heap):
+        assert i == 0 or heap[(i - 1) // 2][:2] <= entry[:2], (i, entry)
+
+
+class Early(Generic[R]):
+    """Requests that wait for a later weight version, the smallest version first: a commit looks at those that it releases.
+
+    Used like a `Queue`, and left in two ways only: by `due`, and by a final answer, after which the entry is stale.
+    """
+
+    __slots__ = ("_heap", "_stale")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, R]] = []
+        #: entries of requests that have their answer
+        self._stale = 0
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._heap) - self._stale
+
+    def push(self, request: R) -> None:
+        """Add `request`, unless it waits here already."""
+        if request.lane is self:
+            return
+        if request.lane is not None:
+            request.lane.forget()
+        request.lane = self
+        heappush(self._heap, (request.min_version, request.seq, request))
+
+    def forget(self) -> None:
+        """A request that waited here has its answer. Sweeps when half of the entries are stale."""
+        self._stale += 1
+        if self._stale > 64 and self._stale * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].state != DONE]
+            heapify(self._heap)
+            self._stale = 0
+
+    def due(self, version: int) -> list[R]:
+        """Take out the requests that wait for `version` or an earlier one, in the order of their arrival."""
+        heap, out = self._heap, list[R]()
+        while heap and heap[0][0] <= version:
+            request = heappop(heap)[2]
+            if request.state == DONE:
+                self._stale -= 1
+            else:
+                request.lane = None
+                out.append(request)
+        out.sort(key=lambda request: request.seq)
+        return out
+
+    def waiting(self) -> list[R]:
+        """The requests that wait, in no order."""
+        return [request for _, _, request in self._heap if request.state != DONE]
+
+    def check(self) -> None:
+        waiting = self.waiting()
+        assert len(self) == len(waiting), (len(self), len(waiting))
+        assert all(request.lane is self and request.state == QUEUED for request in waiting), waiting
+        assert len({request.seq for request in waiting}) == len(waiting), "a request waits twice for its version"

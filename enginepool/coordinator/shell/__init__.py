@@ -1,0 +1,1 @@
+"""What the coordinator does outside of itself: sockets, clock, journal and log."""

@@ -1,0 +1,222 @@
+"""From wire messages to events. What cannot become an event raises `WireError`, or is a broken worker; nothing else escapes.
+
+Pure: the shell hands over the frames of one multipart message and the time.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.events import Buffer, Link
+from enginepool.coordinator.requests.validation import open_score
+from enginepool.coordinator.shell.peers import SAME_USER, Peer
+from enginepool.coordinator.weights.publish_validation import check_names, check_spaces, open_publish
+from enginepool.protocol import messages as m
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import check_frames, decode_header
+from enginepool.protocol.roles import FROM_CLIENT
+
+_from_client = msgspec.msgpack.Decoder(m.FromClient)
+_from_worker = msgspec.msgpack.Decoder(m.FromWorker)
+
+
+class _Id(msgspec.Struct):
+    id: int | None = None
+
+
+class _Hello(msgspec.Struct, tag_field="type", tag="hello"):
+    incarnation: int = 0
+
+
+_id = msgspec.msgpack.Decoder(_Id)
+_hello_number = msgspec.msgpack.Decoder(_Hello)
+
+
+def client_event(
+    now: float,
+    link: Link,
+    frames: Sequence[Buffer],
+    max_bytes: int,
+    peer: Peer = SAME_USER,
+    pid: Callable[[], int | None] = lambda: None,
+) -> ev.Event:
+    """The event that a client's message is, if `peer` may send it. `pid`: of the peer's process, where the transport tells it.
+
+    Raises:
+        WireError: the message is refused; its text is for the client.
+    """
+    size = sum(map(len, frames))
+    if size > max_bytes:
+        raise WireError("too_large", f"the message has {size} bytes; at most {max_bytes}", field="frames", limit=str(max_bytes))
+    message: m.Message = decode_header(_from_client, frames[0], m.MAX_VALUES)
+    make = _CLIENT.get(type(message))
+    if make is None:
+        raise WireError("unsupported", f"type: {type(message).__name__.lower()} is not for a coordinator", field="type")
+    peer.may_send(message, FROM_CLIENT)
+    if type(message) is m.Publish and message.new_run:
+        peer.need("admin", "new_run", "true")
+    elif type(message) is m.Sent:
+        check_spaces(message.spaces, pid())
+    return make(now, link, message, frames[1:])
+
+
+def refusal(frame: Buffer, error: WireError) -> m.Failure:
+    """The answer to a client's message that was refused, with what of its frame 0 can be read: the request's id, or of a hello
+    its incarnation."""
+    id_ = incarnation = None
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        id_ = _id.decode(frame).id
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        incarnation = _hello_number.decode(frame).incarnation
+    return m.Failure(error.code, error.message, id_, field=error.field, limit=error.limit, incarnation=incarnation)
+
+
+def worker_event(now: float, link: Link, frames: Sequence[Buffer], peer: Peer = SAME_USER) -> ev.Event:
+    """The event that a worker's message is; nonsense is the event `WorkerBroken`.
+
+    Raises:
+        WireError: `protocol_version`: a worker that cannot be talked to; `forbidden`: a peer that is no worker.
+    """
+    peer.need("worker", "type", "the worker endpoint")
+    try:
+        message = decode_header(_from_worker, frames[0])
+        return _WORKER[type(message)](now, link, message, frames[1:])
+    except WireError as error:
+        if error.code == "protocol_version":
+            raise
+        return ev.WorkerBroken(now, link, f"it sent an invalid message: {error.message}")
+
+
+# --- clients -----------------------------------------------------------------------------------------------------------
+
+
+def _hello(now: float, link: Link, hello: m.Hello, frames: Sequence[Buffer]) -> ev.Event:
+    if hello.protocol != m.PROTOCOL_VERSION:
+        text = f"protocol: version {hello.protocol} is not spoken here; version {m.PROTOCOL_VERSION} is"
+        raise WireError("protocol_version", text, field="protocol", limit=str(m.PROTOCOL_VERSION))
+    for field in ("client", "token"):
+        value = getattr(hello, field)
+        if len(value) != 16:
+            raise WireError("bad_request", f"{field}: {len(value)} bytes; exactly 16", field=field, limit="16")
+    if not 0 <= hello.incarnation <= m.MAX_ID:
+        raise WireError("bad_request", f"incarnation: outside 0..{m.MAX_ID}", field="incarnation", limit=str(m.MAX_ID))
+    most = hello.max_message_bytes
+    if most and most < m.MAX_HEADER_BYTES:
+        text = f"max_message_bytes: {most}; 0, or at least {m.MAX_HEADER_BYTES}, which is the longest header"
+        raise WireError("bad_request", text, field="max_message_bytes", limit=str(m.MAX_HEADER_BYTES))
+    if not 0 <= hello.epoch <= m.MAX_ID:
+        raise WireError("bad_request", f"epoch: {hello.epoch}; 0 to {m.MAX_ID}", field="epoch", limit=str(m.MAX_ID))
+    return ev.ClientHello(now, link, hello.client, hello.token, hello.incarnation, most, hello.epoch)
+
+
+def _score(now: float, link: Link, score: m.Score, frames: Sequence[Buffer]) -> ev.Event:
+    work = open_score(score, frames)
+    deadline = None if score.timeout_ms is None else now + score.timeout_ms / 1000
+    return ev.Submit(now, link, score.id, work, score.priority, deadline, score.min_version)
+
+
+def _restart(now: float, link: Link, restart: m.Restart, frames: Sequence[Buffer]) -> ev.Event:
+    check_names(restart, "group", "worker", "incarnation")
+    return ev.RestartAsked(now, link, restart.id, group=restart.group, worker=restart.worker, incarnation=restart.incarnation)
+
+
+def _publish(now: float, link: Link, publish: m.Publish, frames: Sequence[Buffer]) -> ev.Event:
+    manifest = open_publish(publish, frames)
+    digest = hash((msgspec.msgpack.encode(publish), *frames))
+    return ev.PublishAsked(now, link, publish, manifest, tuple(frames), digest)
+
+
+def _said(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.Event:
+    return ev.PublisherSaid(now, link, message)
+
+
+def _asked(now: float, link: Link, question: m.WeightsQuestion, frames: Sequence[Buffer]) -> ev.Event:
+    check_names(question, "name")
+    return ev.WeightsAsked(now, link, question)
+
+
+_CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
+    m.Hello: _hello,
+    m.Score: _score,
+    m.Cancel: lambda now, link, message, _: ev.CancelAsked(now, link, message.id),
+    m.Ack: lambda now, link, message, _: ev.Acked(now, link, message.ids),
+    m.Goodbye: lambda now, link, message, _: ev.ClientLeft(now, link),
+    m.Status: lambda now, link, message, _: ev.StatusAsked(now, link, message.id),
+    m.Restart: _restart,
+    m.Publish: _publish,
+    m.Renew: _said,
+    m.Sent: _said,
+    m.Commit: _said,
+    m.Abandon: _said,
+    m.WeightsQuestion: _asked,
+    m.Ping: lambda now, link, message, _: ev.Heard(now, link, message.at),
+    m.Pong: lambda now, link, message, _: ev.Heard(now, link, proof=message.at),
+}
+
+
+# --- workers -----------------------------------------------------------------------------------------------------------
+
+
+def _register(now: float, link: Link, register: m.Register, frames: Sequence[Buffer]) -> ev.Event:
+    if register.protocol != m.PROTOCOL_VERSION:
+        raise WireError("protocol_version", f"protocol: version {register.protocol} is not spoken here", field="protocol")
+    return ev.WorkerRegistered(now, link, register.group, register.incarnation, register.pid, register.host, register.epoch)
+
+
+def _done(now: float, link: Link, done: m.Done, frames: Sequence[Buffer]) -> ev.Event:
+    outcomes: list[ev.Outcome] = []
+    at = 0
+    for part in done.parts:
+        mine = frames[at : at + len(part.frames)]
+        at += len(mine)
+        check_frames(part.frames, mine)
+        outcomes.append(ev.Outcome(part.frames, mine, part.code, part.message))
+    if at != len(frames):
+        raise WireError("malformed", f"frames: the parts list {at} and {len(frames)} came", field="frames")
+    return ev.BatchDone(now, link, done.batch, outcomes, done.version, done.forwards, done.run_us)
+
+
+def _tokenised(now: float, link: Link, tokenised: m.Tokenised, frames: Sequence[Buffer]) -> ev.Event:
+    check_frames(tokenised.frames, frames)
+    return ev.TextTokenised(now, link, tokenised.task, tokenised.frames, frames, tokenised.message)
+
+
+def _answer(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.Event:
+    return ev.MemberSaid(now, link, message)
+
+
+def _inspected(now: float, link: Link, inspected: m.Inspected, frames: Sequence[Buffer]) -> ev.Event:
+    check_frames(inspected.frames, frames)
+    return ev.WorkerInspected(now, link, inspected, tuple(frames))
+
+
+def _ready(now: float, link: Link, ready: m.Ready, frames: Sequence[Buffer]) -> ev.Event:
+    if not all(0 <= number <= m.MAX_ID for number in ready.committed):
+        raise WireError("malformed", f"committed: {list(ready.committed)} is outside 0..{m.MAX_ID}", field="committed")
+    return ev.WorkerReady(now, link, ready.capabilities, ready.version, ready.digest, ready.committed)
+
+
+_WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
+    m.Register: _register,
+    m.AskSettings: lambda now, link, message, _: ev.SettingsAsked(now, link, message.group),
+    m.Stage: lambda now, link, message, _: ev.WorkerStage(now, link, message.stage, message.detail),
+    m.Ready: _ready,
+    m.Idle: lambda now, link, message, _: ev.WorkerIdle(now, link, message.epoch),
+    m.Done: _done,
+    m.Tokenised: _tokenised,
+    m.Prepared: _answer,
+    m.Joined: _answer,
+    m.Staged: _answer,
+    m.HandedOver: _answer,
+    m.Restored: lambda now, link, message, _: ev.RestoreFailed(now, link, message.version, message.code, message.message),
+    m.Inspected: _inspected,
+    m.Bye: lambda now, link, message, _: ev.WorkerBye(
+        now, link, message.reason, message.failed, message.permanent, message.out_of_memory
+    ),
+    m.Failure: lambda now, link, message, _: ev.WorkerRefused(now, link, message.id, message.code == "shutting_down"),
+    m.Ping: lambda now, link, message, _: ev.WorkerHeard(now, link, message.at),
+    m.Pong: lambda now, link, message, _: ev.WorkerHeard(now, link, proof=message.at),
+}

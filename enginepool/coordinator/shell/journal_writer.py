@@ -1,0 +1,159 @@
+"""The thread that writes the journal: a disk may take long, and the loop of the coordinator does not wait for it."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import monotonic
+
+import msgspec
+
+from enginepool.coordinator.core import effects as ef
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.shell.journal import Journal
+from enginepool.coordinator.shell.update_history import UpdateHistory
+from enginepool.host import os_error
+from enginepool.protocol.updates import UpdateRecord
+
+#: how often the paths of the state directory are looked at
+LOOK_S = 1.0
+
+
+class JournalWriter:
+    """One write after the other, in the order of the calls.
+
+    Args:
+        tell: takes the events that come of it, on the loop.
+        log: takes lines for the operator, on the loop.
+        moved: called on the loop after paths of the state directory were removed or renamed and the journal was written again.
+    """
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        journal: Journal,
+        tell: Callable[[ev.Event], None],
+        log: Callable[[str], None],
+        moved: Callable[[], None],
+    ) -> None:
+        self._loop, self._journal = loop, journal
+        self._tell, self._log, self._moved = tell, log, moved
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._timer: asyncio.TimerHandle | None = None
+        #: the last error of a look, which is said once
+        self._wrong = ""
+        self._history = UpdateHistory(journal.path.parent)
+        #: the latest updates by group, as they are to be written; whether that is about to happen; the last error
+        self._updates: dict[str, msgspec.Raw] = {}
+        self._history_waits = False
+        self._history_wrong = ""
+
+    def read_history(self, groups: Collection[str]) -> dict[str, list[UpdateRecord]]:
+        """The latest updates of these groups. A history that cannot be read is an empty one, and the log says so."""
+        try:
+            found = {name: records for name, records in self._history.read().items() if name in groups}
+        except OSError as error:
+            self._log(f"the history of updates could not be read: {os_error(error)}")
+            return {}
+        except ValueError as error:
+            self._log(f"the history of updates could not be read: {error}")
+            return {}
+        self._updates = {name: _text(records) for name, records in found.items()}
+        return found
+
+    def keep_history(self, effect: ef.KeepHistory) -> None:
+        """Write the history of updates. What is added before that has begun is written with it."""
+        self._updates[effect.group] = _text(effect.records)
+        self.write_history()
+
+    def write_history(self) -> None:
+        """Write the history of updates again."""
+        if self._updates and not self._history_waits:
+            self._history_waits = True
+            self._submit(self._write_history, self._history_written)
+
+    def _write_history(self) -> None:
+        """In the thread."""
+        self._history_waits = False
+        self._journal.keep()  # raises where the state directory is not the one that a successor finds
+        self._history.write(dict(self._updates))
+
+    def _history_written(self, why: str) -> None:
+        if why and why != self._history_wrong:
+            self._log(f"the history of updates could not be written: {why}")
+        self._history_wrong = why
+
+    def check(self, effect: ef.CheckJournal) -> None:
+        """`JournalChecked` follows."""
+        self._submit(self._journal.check, lambda why: self._tell(ev.JournalChecked(monotonic(), effect.update, why)))
+
+    def commit(self, effect: ef.WriteJournal, committed: Callable[[str, str], None]) -> None:
+        """`JournalWritten` follows. Once it is written, `committed` is called before that, with the group and its snapshot."""
+
+        def write() -> None:
+            record = self._journal.record
+            weights = {**record.weights, effect.group: effect.weights}
+            self._journal.write(msgspec.structs.replace(record, weights=weights))
+
+        def written(why: str) -> None:
+            if why:
+                self._log(f"the journal could not be written: {why}")
+            else:
+                committed(effect.group, effect.weights.snapshot)
+            self._tell(ev.JournalWritten(monotonic(), effect.update, why))
+
+        self._submit(write, written)
+
+    def raise_epoch(self, epoch: int, then: Callable[[str], None]) -> None:
+        """Write a higher epoch, and call `then` on the loop with "", or with why it could not be written."""
+
+        def write() -> None:
+            record = self._journal.record
+            self._journal.write(msgspec.structs.replace(record, epoch=epoch, raises=record.raises + 1))
+
+        def written(why: str) -> None:
+            if why:
+                self._log(f"the journal could not be written: {why}")
+            then(why)
+
+        self._submit(write, written)
+
+    def look(self) -> None:
+        """From now on: write the journal again where its path, or the state directory, was removed or renamed."""
+        self._submit(self._journal.keep, self._looked)
+
+    def _looked(self, why: str) -> None:
+        if why and why != self._wrong:
+            self._log(f"the journal could not be written: {why}")
+        self._wrong = why
+        self._timer = self._loop.call_later(LOOK_S, self.look)
+
+    def _submit(self, act: Callable[[], None], then: Callable[[str], None]) -> None:
+        self._thread.submit(self._run, act, then)
+
+    def _run(self, act: Callable[[], None], then: Callable[[str], None]) -> None:
+        """In the thread."""
+        why = ""
+        try:
+            act()
+        except OSError as error:
+            why = os_error(error)
+        except Exception as error:  # whatever it is: a group is held until it is answered
+            why = f"{type(error).__name__}: {error}"
+        moved, self._journal.moved = self._journal.moved, ""
+        self._loop.call_soon_threadsafe(self._done, then, why, moved)
+
+    def _done(self, then: Callable[[str], None], why: str, moved: str) -> None:
+        if moved:
+            self._log(f"{moved} was removed, renamed or replaced while the pool runs: it is written again")
+            self._moved()
+        then(why)
+
+    def close(self) -> None:
+        """Wait until everything is written that was asked for."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._thread.shutdown()
+
+
+def _text(records: Sequence[UpdateRecord]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(records))

@@ -1,0 +1,138 @@
+"""The publisher's side of a transaction: who may open one, and what its publisher says while it is open.
+
+The order of the checks in `publish` is a promise, as in `requests`: who are you (link), have I answered this already
+(duplicate), can anybody take it (group, path), may it be now (another publisher, versions).
+"""
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.effects import ToClient
+from enginepool.coordinator.core.state import Client, Group, Worker
+from enginepool.coordinator.weights.outgoing import say_join, say_phase
+from enginepool.coordinator.weights.publish_validation import outside
+from enginepool.coordinator.weights.transaction import Weights
+from enginepool.coordinator.weights.update import Member, Update
+from enginepool.protocol.updates import Abandon, Commit, Publish, Sent
+
+
+class Publishers:
+    """What publishers say."""
+
+    def __init__(self, core: Core, weights: Weights) -> None:
+        self.core = core
+        self.weights = weights
+
+    def publish(self, e: ev.PublishAsked) -> None:
+        """Somebody offers weights: a transaction opens, or a resend is attached to it or its answer."""
+        core, offer = self.core, e.message
+        client = core.client_of(e.link, offer.id)
+        if client is None or self._known_already(client, e):
+            return
+        group = core.open_group(e.link, offer.id, offer.group)
+        if group is None:
+            return
+        roots = group.config.checkpoint_roots
+        if offer.transfer == "checkpoint" and (wrong := outside(offer.path, roots)):
+            core.refuse(e.link, offer.id, "bad_request", wrong, field="path", limit=", ".join(roots) or "none")
+            return
+        if (other := core.update_of(group)) is not None:
+            name = other.client.id.hex()[:8]
+            text = f"client {name} is publishing version {other.offer.version}, now in phase {other.phase}"
+            core.refuse(e.link, offer.id, "publishing", text, field="group", limit=name)
+            return
+        # What is lost may be published again as what it was; what lies over present weights is something else.
+        present = group.heard_committed[1] if group.behind else group.version
+        again = group.behind or (group.needs and not _over(offer))
+        least = present if again else present + 1
+        if offer.version < least and not offer.new_run:
+            text = f"version: expected {least} or higher, or a new run, since {present} is committed; got {offer.version}"
+            core.refuse(e.link, offer.id, "version_backwards", text, field="version", limit=str(present))
+            return
+        self._begin(client, group, e)
+
+    def _known_already(self, client: Client, e: ev.PublishAsked) -> bool:
+        core, id_ = self.core, e.message.id
+        update = self._of(client, id_)
+        kept = None if update is not None else core.answers.get(client, id_)
+        digest = update.offer_digest if update is not None else kept.digest if kept is not None else None
+        if digest is None and id_ not in client.live:
+            return False
+        if digest != e.digest:
+            core.refuse(e.link, id_, "id_reused", f"id: {id_} was used before for another content", field="id")
+        elif kept is not None:
+            core.effects.append(ToClient(e.link, kept.message, kept.frames))
+        elif update is not None:
+            _renew(update, self.core.now)
+            say_join(self.core, update)
+            say_phase(self.core, update)
+        return True
+
+    def _of(self, client: Client, id: int) -> Update | None:
+        found = (update for update in self.core.updates.values() if update.client is client and update.offer.id == id)
+        return next(found, None)
+
+    def _begin(self, client: Client, group: Group, e: ev.PublishAsked) -> None:
+        core, offer = self.core, e.message
+        over = _over(offer)
+        workers = [w for w in group.workers.values() if _may_take(w) and (not over or _present(w, offer))]
+        if not workers:
+            what = "is ready with the committed weights" if over else "is ready"
+            core.refuse(e.link, offer.id, "update_aborted", f"no worker of group {group.name!r} {what}")
+            return
+        update = Update(core.task_id(), client, group, offer, e.manifest, e.frames, e.digest, e.now)
+        workers.sort(key=lambda w: (w.place.index if w.place is not None else len(group.places), w.order))
+        update.members = {w.incarnation: Member(w) for w in workers}
+        self.weights.begin(update)
+
+    def said(self, e: ev.PublisherSaid) -> None:
+        """The publisher of a transaction lives, and may have more to say."""
+        core, message = self.core, e.message
+        client = core.client_of(e.link, message.id)
+        if client is None:
+            return
+        update = self._of(client, message.id)
+        if update is None:
+            kept = core.answers.get(client, message.id)
+            if kept is not None:
+                core.effects.append(ToClient(e.link, kept.message, kept.frames))
+            else:
+                core.refuse(e.link, message.id, "update_aborted", "no such transaction is open here")
+            return
+        _renew(update, self.core.now)
+        if isinstance(message, Abandon):
+            why = f"abandoned by its publisher: {message.reason or 'no reason given'}"
+            if message.broken and not update.forward:
+                self.weights.broke(update, why)
+            elif not update.forward:
+                self.weights.ending.abort(update, "update_aborted", why)
+            elif update.direct and update.sent_digest is None:
+                # Its engines wait for bytes that will never come.
+                self.weights.ending.fail(update, why)
+        elif isinstance(message, Commit):
+            update.commit = True
+        else:
+            if message.sent_bytes > update.sent_bytes:
+                update.sent_bytes = message.sent_bytes
+                self.weights.moves(update)
+            if isinstance(message, Sent) and update.sent_digest is None:
+                self.weights.sent(update, message)
+
+
+def _over(offer: Publish) -> bool:
+    """It is laid over the present weights, and needs them there."""
+    return offer.partial or offer.transfer == "relabel"
+
+
+def _present(worker: Worker, offer: Publish) -> bool:
+    """Whether its engine has the weights that the offer is laid over. A relabel takes up weights that the journal has lost."""
+    return worker.holds_lost and offer.transfer == "relabel" if worker.group.behind else worker.holds
+
+
+def _renew(update: Update, now: float) -> None:
+    update.lease_until = now + update.offer.lease_ms / 1000
+
+
+def _may_take(worker: Worker) -> bool:
+    """Whether it can be a member: ready, and not busy with a restore that may still succeed."""
+    ready = worker.capabilities is not None and worker.idle and not worker.lost and worker.stage == "ready"
+    return ready and (worker.restore_until is None or bool(worker.group.needs))

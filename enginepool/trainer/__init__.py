@@ -1,0 +1,1 @@
+"""A trainer's side of weight updates: `WeightPublisher` and its parts. Needs torch."""

@@ -1,0 +1,1 @@
+"""How the bytes of new weights travel, and how they are verified. Needs torch."""

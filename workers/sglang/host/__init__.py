@@ -1,0 +1,1 @@
+"""One `sglang.Engine` in the worker's process, from its start to its end."""

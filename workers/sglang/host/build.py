@@ -1,0 +1,124 @@
+"""What an engine is built from, and how. The only file that imports SGLang."""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from enginepool.model_folder import holds_model
+from enginepool.workers import cpu_bridge
+from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
+from enginepool.workers.sglang.host.settings import SettingsError, Wanted, engine_kwargs
+from enginepool.workers.sglang.patches import table as patches
+from enginepool.workers.sglang.score.cross_encoder import use_all_positions
+from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
+from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damaged
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An engine that is ready to be built.
+
+    build: starts its processes, blocks for as long as that takes and returns the `sglang.Engine`; wanted: what it was asked
+    for; requests: SGLang's module of request classes; version: SGLang's.
+    """
+
+    build: Callable[[], Any]
+    wanted: Wanted
+    requests: Any
+    version: str
+
+
+def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
+    """Import SGLang, which takes seconds, and settle what the engine is started with.
+
+    Args:
+        model: a folder with a checkpoint, or a name on the model hub.
+        device: `auto` takes CUDA where there is some, else the CPU.
+        wishes: the other fields of `Wanted`.
+
+    Raises:
+        SettingsError: there is no SGLang or one that is not supported, no such folder, no model in it, a safetensors file is
+            truncated, no such device, or a setting is refused.
+    """
+    folder = Path(os.path.expanduser(model))
+    if model.startswith(("/", ".", "~")) and not folder.is_dir():
+        raise SettingsError("there is no such folder")
+    if folder.is_dir() and not holds_model(folder):
+        raise SettingsError("that folder has no config.json")
+    if folder.is_dir() and wishes.get("options", {}).get("load_format", "auto") in ("auto", "safetensors"):
+        try:
+            refuse_damaged(folder)
+        except CheckpointError as error:
+            raise SettingsError(str(error)) from None
+    try:
+        device = _resolved(device)
+        if device == "cpu":
+            os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+            # Threads that spin while they wait for work hold the cores that other processes of the engine need.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+            os.environ[BRIDGE_VARIABLE] = "1"
+            cpu_bridge.install()
+        module: Any = importlib.import_module(patches.ENGINE)
+        requests: Any = importlib.import_module(patches.REQUESTS)
+        version: str = importlib.import_module(patches.VERSION).__version__
+    except ImportError as error:
+        raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
+    wanted = Wanted(model=os.path.expanduser(model), device=device, **wishes)
+    config = Path(wanted.model) / "config.json"
+    if config.is_file():
+        # Known before minutes of loading; a model from elsewhere is asked once it is there.
+        refuse_wrong_sharing(wanted, msgspec.json.decode(config.read_bytes()))
+    kwargs = engine_kwargs(wanted, _setting_names(module.ServerArgs))
+    flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
+    patches.refuse_unknown(version, flashinfer=flashinfer)
+    use_all_positions(importlib.import_module(patches.MODEL).ModelConfig)
+    engine_class = _with_our_entries(module.Engine, patches.FLASHINFER if flashinfer else "")
+    return Prepared(partial(engine_class, **kwargs), wanted, requests, version)
+
+
+def _resolved(device: str) -> str:
+    torch: Any = importlib.import_module("torch")
+    found = torch.cuda.is_available()
+    if device == "cuda" and not found:
+        raise SettingsError("the device is cuda, and torch finds no CUDA GPU here")
+    if device != "auto":
+        return device
+    return "cuda" if found else "cpu"
+
+
+def _with_our_entries(engine: Any, attention: str) -> Any:
+    """SGLang's engine class, whose processes begin in `process`; `attention` is the module that is changed there."""
+    classes = [
+        getattr(importlib.import_module(module), name)
+        for module, name in (
+            (patches.SCHEDULER, "Scheduler"),
+            (patches.TIMES, "SchedulerReqTimeStats"),
+            (patches.LOGPROBS, "OutputLogprobProcessor"),
+            (patches.LOGITS, "LogitsProcessor"),
+            (patches.LOADER, "DefaultModelLoader"),
+            (patches.UPDATER, "SchedulerWeightUpdaterManager"),
+            (patches.MODEL_UPDATER, "WeightUpdater"),
+            (patches.MODEL, "ModelConfig"),
+            (patches.POOLER, "CrossEncodingPooler"),
+        )
+    ]
+    entries = {
+        name: staticmethod(partial(entry, getattr(engine, name), *extra))
+        for name, entry, extra in (
+            ("run_scheduler_process_func", run_scheduler, (*classes, attention)),
+            ("run_detokenizer_process_func", run_detokenizer, ()),
+        )
+    }
+    return type("PoolEngine", (engine,), entries)
+
+
+def _setting_names(server_args: Any) -> set[str]:
+    """Names that this version's ServerArgs takes: a msgspec struct in newer versions, a dataclass in older ones."""
+    names = getattr(server_args, "__struct_fields__", None) or getattr(server_args, "__dataclass_fields__", ())
+    return {name for name in names if not name.startswith("_")}

@@ -1,0 +1,68 @@
+"""What an engine that has started runs with, and what it can do as far as that tells. No SGLang here."""
+
+from typing import Any
+
+from enginepool.protocol.messages import Capabilities
+from enginepool.workers.packed import MAX_ITEM
+from enginepool.workers.sglang.host.settings import Running, SettingsError, Wanted, budgets, reserved
+from enginepool.workers.sglang.host.tokenizer import tokenizer_of
+from enginepool.workers.sglang.score.cross_encoder import activation_of, is_cross_encoder, positions
+from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
+
+#: Architectures without a next token whose head scores; the others are embedding models.
+_SCORING_HEADS = ("Classification", "Reward")
+
+
+async def what_runs(engine: Any) -> Running:
+    """What the `sglang.Engine` says of itself. SGLang's answers must be read meanwhile."""
+    tm = engine.tokenizer_manager
+    state: dict[str, Any] = (await tm.get_internal_state())[0]
+    info: dict[str, Any] = engine._scheduler_init_result.scheduler_infos[0]
+    return Running(
+        settings=state,
+        kv_tokens=info["max_total_num_tokens"],
+        max_running=state["effective_max_running_requests_per_dp"],
+        # One less than each bound: both ends of SGLang refuse a row that reaches theirs.
+        longest=min(tm.max_req_input_len, tm.context_len - tm.num_reserved_tokens) - 1,
+    )
+
+
+def capabilities_of(tm: Any, name: str, version: str, wanted: Wanted, running: Running) -> Capabilities:
+    """Capabilities from what the engine really runs with; `labels`, `hidden` and `pace` are measured by the warm-up.
+
+    Args:
+        tm: SGLang's tokenizer manager, which knows the model.
+        name: the model, as the pool's config calls it.
+        version: SGLang's.
+
+    Raises:
+        SettingsError: whole batches cannot be run with these settings, or the model has nothing that scores.
+    """
+    if wanted.packed or wanted.cached_query_tokens is not None:
+        refuse_wrong_sharing(wanted, tm.model_config.hf_config.to_dict())
+    bounds = budgets(wanted, running)
+    architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
+    if not tm.is_generation and not any(head in architectures[0] for head in _SCORING_HEADS):
+        raise SettingsError(f"{architectures[0]} makes embeddings: it has no head that scores")
+    config = tm.model_config.hf_config
+    crossing, tokenizer = is_cross_encoder(config), tokenizer_of(tm)
+    return Capabilities(
+        kind="causal" if tm.is_generation else "classifier",
+        vocab=tm.model_config.vocab_size,
+        context=min(bounds.context, positions(config)) if crossing else bounds.context,
+        batch_tokens=bounds.batch_tokens,
+        batch_rows=bounds.batch_rows,
+        inflight_tokens=bounds.inflight_tokens,
+        inflight_rows=bounds.inflight_rows,
+        page=bounds.page,
+        model=name,
+        engine=f"sglang {version}",
+        device=wanted.device,
+        text=tokenizer is not None,
+        max_item=min(MAX_ITEM, bounds.context) if wanted.packed else 0,
+        cached_query=bounds.cached_query,
+        cached_tokens=bounds.cached_tokens,
+        separator=getattr(tokenizer, "sep_token_id", None) if crossing else None,
+        activation=activation_of(config) if crossing else "",
+        reserved=reserved(running, bounds.context, tm.context_len),
+    )

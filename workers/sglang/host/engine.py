@@ -1,0 +1,302 @@
+"""The real engine: the life of one `sglang.Engine` in this process, from its start to its end. No SGLang here.
+
+One engine in a process, on the main thread's loop: stopping it kills every process that this one started in the meantime.
+What it is built from, what it can do, how it scores and how it takes new weights have files of their own.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from enginepool.protocol.halving import halved
+from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.updates import Finding
+from enginepool.workers.engine import (
+    BatchScores,
+    Chunk,
+    EngineDied,
+    EngineError,
+    EngineUnusable,
+    ModelTensors,
+    NewWeights,
+    Report,
+    ScoreBatch,
+    TakeTimes,
+)
+from enginepool.workers.sglang.host.build import Prepared, prepare
+from enginepool.workers.sglang.host.capabilities import capabilities_of, what_runs
+from enginepool.workers.sglang.host.host import EngineHost
+from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line, unknown_model
+from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.host.tokenizer import tokenizer_of
+from enginepool.workers.sglang.score.cross_encoder import pair_rows
+from enginepool.workers.sglang.score.forward_counter import Entries
+from enginepool.workers.sglang.score.scoring import EngineScoring
+from enginepool.workers.sglang.score.token_types import send_token_types
+from enginepool.workers.sglang.score.warmup import warm_up
+from enginepool.workers.sglang.weights.updates import EngineWeights
+
+
+class SglangEngine:
+    """One SGLang engine behind the worker's engine interface.
+
+    Args:
+        model: a folder with a checkpoint, or a name on the model hub.
+        options: further settings of `sglang.ServerArgs`; those with which a batch could be cut are refused at start.
+        device: `auto` takes CUDA where there is some, else the CPU.
+        dtype: `auto` is the checkpoint's own on a GPU and float32 on a CPU.
+        max_batch_tokens, max_batch_rows: bounds of one batch; without them they follow from the engine's settings.
+        forwards_in_flight: batches of full size that may be at this worker at once.
+        packed: join rows of one query into sequences, by SGLang's multi-item scoring, and take nothing else.
+        cached_query_tokens: compute a query of so many tokens or more, which rows share, once and ahead of them; none: never.
+        nccl_port: the one TCP port that SGLang opens; left out, it looks for a free one.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        max_batch_tokens: int | None = None,
+        max_batch_rows: int | None = None,
+        forwards_in_flight: int = 2,
+        packed: bool = False,
+        cached_query_tokens: int | None = None,
+        nccl_port: int | None = None,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._wishes: dict[str, Any] = {
+            "dtype": dtype,
+            "options": dict(options or {}),
+            "max_batch_tokens": max_batch_tokens,
+            "max_batch_rows": max_batch_rows,
+            "forwards_in_flight": forwards_in_flight,
+            "packed": packed,
+            "cached_query_tokens": cached_query_tokens,
+            "nccl_port": nccl_port,
+        }
+        self._prepared: Prepared | None = None
+        self._host: EngineHost | None = None
+        #: SGLang's tokenizer manager: the one way to ask the engine anything
+        self._tm: Any = None
+        #: None until it is warm
+        self._scoring: EngineScoring | None = None
+        self._end = EngineEnd()
+        self._weights: EngineWeights | None = None
+        self._receiver: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
+        #: One thread: the tokenizer's state may not be borrowed twice.
+        self._tokenising = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+
+    # --- start -----------------------------------------------------------------------------------------------------
+
+    async def start(self, report: Report, halvings: int = 0) -> Capabilities:
+        """Load the model, warm it up and say what it can do, with budgets that are halved so many times. Raises EngineDied with
+        the reason when it cannot.
+
+        EngineUnusable when no later start with the same settings could either.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            # A scheduler that fails tells its parent by SIGQUIT, whose default action is to die without a word.
+            loop.add_signal_handler(signal.SIGQUIT, self._on_sigquit)
+        except (ValueError, RuntimeError) as error:
+            raise EngineDied("the engine must be started on the main thread: it learns of its end by a signal") from error
+        report("loading", self._model)
+
+        def lost(reason: str) -> None:
+            loop.call_soon_threadsafe(self._end.lose, reason)
+
+        self._host = EngineHost(self._build, lost)
+        try:
+            engine = await self._end.unless_over(asyncio.wrap_future(self._host.start()))
+            prepared, self._tm = self._prepared, engine.tokenizer_manager
+            assert prepared is not None
+            send_token_types(self._tm)
+            entries = Entries(self._tm, prepared.requests.unwrap_from_pickle)
+            self._receive()
+            running = await self._end.unless_over(what_runs(engine))
+            capabilities = capabilities_of(self._tm, self._model, prepared.version, prepared.wanted, running)
+            capabilities = halved(capabilities, halvings)
+            scoring = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
+            ranks = prepared.wanted.options.get("tp_size") or 1
+            self._weights = EngineWeights(self._tm, prepared.requests, ranks, self._end.unless_over)
+            # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.
+            await self._weights.describe()
+            report("compiling", "the first forward")
+            scoring.capabilities = capabilities = await self._end.unless_over(warm_up(scoring))
+            self._scoring = scoring
+            if self._weights.plain:
+                report("compiling", f"weight updates of this model are loaded plainly: {self._weights.plain}")
+            await self._tm.freeze_gc()  # no collection in the engine's processes walks through what start-up left
+        except EngineDied:
+            await self.close()
+            raise
+        except Exception as error:
+            # What a process of the engine logged explains more than that the process is gone; our own refusals need no more.
+            ours = isinstance(error, SettingsError | EngineError)
+            reason = one_line(error) if ours else self._host.last_error() or one_line(error)
+            await self.close()
+            raise self._unstarted(error, reason) from error
+        return capabilities
+
+    def _unstarted(self, error: Exception, reason: str) -> EngineDied:
+        """What to raise: whether a later start may succeed, and where the model was looked for if that may have been it."""
+        remote = isinstance(error, OSError) and not Path(self._model).exists()
+        model = f"{self._model} (no folder here, so looked for on the model hub)" if remote else self._model
+        hopeless = isinstance(error, SettingsError) or unknown_model(error)
+        return (EngineUnusable if hopeless else EngineDied)(f"{model}: {reason}")
+
+    def _build(self) -> Any:
+        """On the host's thread: the `sglang.Engine`."""
+        self._prepared = prepare(self._model, self._device, self._wishes)
+        if self._host is None or self._host.stopping:
+            raise EngineDied("closed before it was started")
+        return self._prepared.build()
+
+    def _receive(self) -> None:
+        """Read SGLang's answers on this loop.
+
+        In place of SGLang's own way to start this, which takes SIGTERM and SIGQUIT away from the worker and, should
+        reading fail, kills the process before it can say why.
+        """
+        tm = self._tm
+
+        async def receive() -> None:
+            try:
+                await tm.handle_loop()
+            except Exception as error:
+                self._end.lose(f"the engine's answers cannot be read: {one_line(error)}")
+
+        tm.auto_create_handle_loop = lambda: None
+        tm.event_loop = asyncio.get_running_loop()
+        self._receiver = asyncio.create_task(receive())
+
+    # --- work ------------------------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """The version of the weights that are loaded now; 0: those of the checkpoint that it started with."""
+        return 0 if self._weights is None else self._weights.version
+
+    @property
+    def digest(self) -> str:
+        """The digest of the weights that are loaded now; "" for those that it started with."""
+        return "" if self._weights is None else self._weights.digest
+
+    @property
+    def ranks(self) -> int:
+        """Schedulers that hold weights: one for each GPU of the engine."""
+        return 1 if self._weights is None else self._weights.ranks
+
+    def model_tensors(self) -> ModelTensors:
+        """What the engine's own load took. Raises EngineError when this engine takes no updates."""
+        return self._updates().model_tensors()
+
+    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+        """Join a process group while the engine serves. Raises EngineError."""
+        await self._updates().join(name, address, world, rank, backend)
+
+    async def ready(self, weights: NewWeights) -> float:
+        """Get ready to take what will lie in these spaces; seconds that this kept it from forwards. Raises EngineError."""
+        return await self._updates().ready(weights)
+
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open `weights.spaces` and look at every byte, while the engine serves. Raises EngineError."""
+        return await self._updates().examine(weights)
+
+    async def let_go(self) -> None:
+        """Refer to no memory of spaces any more. Raises EngineError."""
+        await self._updates().let_go()
+
+    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+        """Run on these weights from now on; the engine is empty. Raises EngineError: the old ones stay; EngineDied."""
+        try:
+            return await self._updates().take(weights, version, digest)
+        finally:
+            if self._scoring is not None and self._scoring.cached is not None:
+                self._scoring.cached.clear()
+
+    async def inspect(self, what: str) -> tuple[str, list[Finding]]:
+        """(digest, findings) of what is in the schedulers. Raises EngineError."""
+        return await self._updates().inspect(what)
+
+    async def tensor(self, name: str, offset: int, count: int) -> Chunk:
+        """Elements of one weight by its checkpoint name. Raises EngineError."""
+        return await self._updates().tensor(name, offset, count)
+
+    def _updates(self) -> EngineWeights:
+        self._serving()
+        assert self._weights is not None
+        return self._weights
+
+    async def tokenise(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+        """Token ids of each pair's concatenation, with the special tokens that the model's tokenizer adds; for a cross-encoder,
+        unless `raw`, as its tokenizer joins a pair. Raises EngineError."""
+        capabilities = self._serving().capabilities
+        tokenizer = tokenizer_of(self._tm)
+        if tokenizer is None:
+            raise EngineError("the model has no tokenizer: send token ids")
+
+        def encode() -> list[list[int]]:
+            if capabilities.separator is not None and not raw:
+                return pair_rows(tokenizer, self._tm.model_config.hf_config, pairs, capabilities.context)
+            texts = [first + second for first, second in pairs]
+            return [list(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenising, encode)
+        except (ValueError, TypeError) as error:
+            raise EngineError(f"the tokenizer refused the text: {one_line(error)}") from error
+
+    async def score(self, batch: ScoreBatch) -> BatchScores:
+        """Run one batch. A part that is wrong gets its own error; the others run.
+
+        Raises EngineError when the whole batch is refused, EngineDied when the engine is lost.
+        """
+        parts, forwards, cached = await self._end.unless_over(self._serving().score(batch))
+        return BatchScores(parts, forwards, self.version, cached)
+
+    # --- end -------------------------------------------------------------------------------------------------------
+
+    async def died(self) -> str:
+        """Wait until the engine is lost; return the reason."""
+        return await self._end.lost()
+
+    async def close(self) -> None:
+        """Stop the engine and every process that it started. Never hangs for longer than 20 s. Idempotent."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._end.close()
+        if self._host is not None:
+            await asyncio.to_thread(self._host.stop)
+        if self._weights is not None:
+            self._weights.close()
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.wait([self._receiver])
+        self._tokenising.shutdown(wait=False)
+        with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread: then there is none to remove
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a scheduler that was dying may still send one
+
+    def _on_sigquit(self) -> None:
+        error = self._host.last_error() if self._host else ""
+        self._end.lose(error or "one of the engine's processes failed and said so by SIGQUIT")
+
+    def _serving(self) -> EngineScoring:
+        """Raises EngineDied after the engine's end, EngineError before it has started."""
+        self._end.check()
+        if self._scoring is None:
+            raise EngineError("the engine is not started")
+        return self._scoring

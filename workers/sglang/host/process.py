@@ -1,0 +1,175 @@
+"""How each process of the engine begins: what must be in place before SGLang's own code runs there. No SGLang here.
+
+The functions at the end are what the engine's processes are started with. Unpickling one of them imports this file first, and
+only then SGLang's function that it is to call; so what this file does on import comes before SGLang is imported there.
+"""
+
+import importlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from enginepool.workers import cpu_bridge
+from enginepool.workers.sglang.host.settings import LOADER
+from enginepool.workers.sglang.patches.scheduler import (
+    answer_at_once,
+    answer_before_the_next_launch,
+    gather_labels_without_waiting,
+    gather_logits_by_nccl,
+    note_scheduler,
+    open_session_for_tickets,
+    pass_tickets_of_refused_updates,
+    report_every_forward,
+)
+from enginepool.workers.sglang.score.cross_encoder import answer_logits, use_all_positions
+
+#: Set for the engine's processes when they need the bridge.
+BRIDGE_VARIABLE = "ENGINEPOOL_CPU_BRIDGE"
+#: Names the folder in which the engine's processes leave their role and their last error.
+NOTES_VARIABLE = "ENGINEPOOL_ENGINE_NOTES"
+
+if os.environ.get(BRIDGE_VARIABLE):
+    cpu_bridge.install()
+
+
+class Notes(logging.Handler):
+    """Keeps the last error that a process of the engine logged where it can be found when the process is gone.
+
+    The file is named by the process id. Its first line is the role, its second the error.
+    """
+
+    def __init__(self, path: Path, role: str) -> None:
+        super().__init__(logging.ERROR)
+        self._path = path
+        self._role = role
+        path.write_text(role + "\n", encoding="utf-8")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Of a traceback, the first line behind its frames is the error itself; CUDA's errors have advice in further ones."""
+        lines = [line.rstrip() for line in record.getMessage().splitlines() if line.strip()]
+        if lines and self._path.parent.is_dir():
+            frames = [i for i, line in enumerate(lines[:-1]) if line[0].isspace()]
+            error = lines[frames[-1] + 1 if frames else 0]
+            self._path.write_text(f"{self._role}\n{error.strip()}\n", encoding="utf-8")
+
+
+def keep_notes(role: str) -> None:
+    """Leave this process's role, and from now on its last error."""
+    folder = os.environ.get(NOTES_VARIABLE)
+    if folder:
+        logging.getLogger("sglang").addHandler(Notes(Path(folder) / str(os.getpid()), role))
+
+
+def start_biases_at_zero() -> None:
+    """Have every linear layer's bias begin at zero instead of at random.
+
+    SGLang gives the head of Qwen2/Qwen3ForSequenceClassification a bias that checkpoints lack, and leaves it as drawn: rewards
+    would be off by a random amount. A bias that the checkpoint has is loaded over this.
+    """
+    nn: Any = importlib.import_module("torch.nn")
+    draw = nn.Linear.reset_parameters
+
+    def reset_parameters(layer: Any) -> None:
+        draw(layer)
+        if layer.bias is not None:
+            nn.init.zeros_(layer.bias)
+
+    nn.Linear.reset_parameters = reset_parameters
+
+
+#: (class, key, value): what SGLang reads of configurations that transformers 5 no longer writes, having one value for all
+_LEFT_OUT = (
+    ("BertConfig", "position_embedding_type", "absolute"),
+    ("RobertaConfig", "position_embedding_type", "absolute"),
+    ("XLMRobertaConfig", "position_embedding_type", "absolute"),
+    ("Gemma2Config", "hidden_act", "gelu_pytorch_tanh"),
+)
+
+
+def complete_configurations(transformers: Any) -> None:
+    """Give configurations the keys that SGLang reads and checkpoints saved by transformers 5 lack. A configuration that has the
+    key keeps its value."""
+    for name, key, value in _LEFT_OUT:
+        config = getattr(transformers, name)
+        if not hasattr(config, key):
+            setattr(config, key, value)
+
+
+#: (name, dtype, shape) of the tensors that this process's model was loaded from, in their order
+_own_load: list[tuple[str, str, tuple[int, ...]]] = []
+
+
+def own_load() -> list[tuple[str, str, tuple[int, ...]]]:
+    """The tensors that the model of this process was loaded from; empty when it was not by a checkpoint's files."""
+    return list(_own_load)
+
+
+def note_own_load(loader: Any) -> None:
+    """Keep what the model's own load takes: that is what a weight update consists of. `loader` is SGLang's default one.
+
+    The load is watched as well: `completeness.incomplete_load` tells what it left out.
+    """
+    weights_of = loader._get_all_weights
+
+    def get_all_weights(self: Any, model_config: Any, model: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        _own_load.clear()
+
+        def noted() -> Iterator[tuple[str, Any]]:
+            for name, tensor in weights_of(self, model_config, model, *args, **kwargs):
+                _own_load.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)))
+                yield name, tensor
+
+        completeness: Any = importlib.import_module("enginepool.workers.sglang.weights.completeness")  # it needs torch
+        return completeness.watch_load(model, model_config.hf_config, noted)
+
+    loader._get_all_weights = get_all_weights
+
+
+def run_scheduler(
+    run: Callable[..., Any],
+    scheduler: Any,
+    stats: Any,
+    processor: Any,
+    packed_processor: Any,
+    loader: Any,
+    updater: Any,
+    model_updater: Any,
+    model_config: Any,
+    pooler: Any,
+    attention: str,
+    settings: Any,
+    ports: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Entry of a scheduler process: `run` is SGLang's own, and the nine after it are classes of SGLang.
+
+    `attention` names SGLang's module of FlashInfer's attention, where that is used: only here is it imported before the start.
+    """
+    keep_notes("scheduler")
+    start_biases_at_zero()
+    report_every_forward(stats)
+    gather_labels_without_waiting(processor, packed_processor)
+    gather_logits_by_nccl(packed_processor)
+    answer_before_the_next_launch(scheduler)
+    complete_configurations(importlib.import_module("transformers"))
+    use_all_positions(model_config)
+    answer_logits(pooler)
+    note_own_load(loader)
+    note_scheduler(scheduler)
+    open_session_for_tickets(updater, LOADER)
+    pass_tickets_of_refused_updates(model_updater, LOADER)
+    if attention:
+        changes: Any = importlib.import_module("enginepool.workers.sglang.patches.attention")  # it needs torch
+        module: Any = importlib.import_module(attention)
+        changes.plan_on_the_host(module.FlashInferIndicesUpdaterPrefill)
+        changes.place_items_on_the_host(module.FlashInferAttnBackend)
+    return run(settings, answer_at_once(ports), *args, **kwargs)
+
+
+def run_detokenizer(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Entry of the detokenizer process: `run` is SGLang's own."""
+    keep_notes("detokenizer")
+    return run(*args, **kwargs)

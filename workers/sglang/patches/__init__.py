@@ -1,0 +1,1 @@
+"""What is replaced in SGLang, and the private names that this relies on."""

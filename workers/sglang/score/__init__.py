@@ -1,0 +1,1 @@
+"""Score batches through SGLang."""

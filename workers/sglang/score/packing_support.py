@@ -1,0 +1,87 @@
+"""For which models SGLang's multi-item scoring or its cache of prefixes computes another function, told from their
+`config.json`. No SGLang here."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+from enginepool.workers.sglang.host.settings import SettingsError, Wanted
+
+_RECURRENT = ("linear", "mamba", "recurrent", "rwkv", "conv", "ssm", "kda", "gdn", "lightning")
+_RECURRENT_KEYS = (
+    "ssm_cfg", "mamba_d_state", "mamba_d_ssm", "ssm_state_size", "state_size", "linear_num_value_heads", "linear_attn_config",
+    "hybrid_override_pattern", "full_attention_interval", "attn_type_list", "lru_width", "conv_L_cache",
+)  # fmt: skip
+_RECURRENT_TYPES = ("mamba", "jamba", "rwkv", "falcon_h1", "bamba", "zamba", "recurrent_gemma", "lfm2", "nemotron_h")
+_WINDOW_KEYS = ("sliding_window_size", "sliding_window_pattern", "attention_chunk_size", "window_size", "local_attention")
+_ENCODER_TYPES = ("bert", "electra", "roberta", "xlm", "nomic", "jina", "t5", "bart", "whisper", "gte")
+#: positions that are not written into queries and keys, but added to the attention's scores
+_ALIBI_TYPES = ("bloom", "mpt")
+
+
+def wrong_for_packing(config: Mapping[str, Any]) -> str:
+    """Why multi-item scoring computes another function, or none, for a model with this `config.json`; "" where it is right."""
+    return next((why for part in _parts(config) if (why := _wrong(part))), "")
+
+
+def wrong_for_caching(config: Mapping[str, Any]) -> str:
+    """Why what was computed of a query alone is not what rows that begin with it need; "" where it is."""
+    return "an encoder looks ahead, from the query into the item" if any(map(_looks_ahead, _parts(config))) else ""
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    for part in (config, *(config.get(key) for key in ("text_config", "llm_config", "language_config", "thinker_config"))):
+        if isinstance(part, Mapping):
+            yield cast("Mapping[str, Any]", part)
+
+
+def refuse_wrong_sharing(wanted: Wanted, config: Mapping[str, Any]) -> None:
+    """Raise SettingsError when rows of a model with this `config.json` cannot share a query as is wanted."""
+    if wanted.packed and (why := wrong_for_packing(config)):
+        raise SettingsError(f"this model cannot be scored packed: {why}; let packed_workers of the group be 0")
+    if wanted.cached_query_tokens is not None and (why := wrong_for_caching(config)):
+        raise SettingsError(f"queries of this model cannot be cached: {why}; unset cached_query_tokens of the group")
+
+
+def _looks_ahead(config: Mapping[str, Any]) -> bool:
+    kind = str(config.get("model_type") or "").lower()
+    names = " ".join(map(str, config.get("architectures") or ())).lower()
+    if config.get("is_encoder_decoder") or config.get("is_causal") is False or config.get("use_bidirectional_attention"):
+        return True
+    return any(mark in kind for mark in _ENCODER_TYPES) or "bert" in names or "encoder" in names or "crossenc" in names
+
+
+def _wrong(config: Mapping[str, Any]) -> str:
+    kind = str(config.get("model_type") or "").lower()
+    layers = [str(layer).lower() for key in ("layer_types", "layers_block_type") for layer in config.get(key) or ()]
+    if any(mark in layer for layer in layers for mark in _RECURRENT) or any(
+        config.get(key) not in (None, [], 0) for key in _RECURRENT_KEYS
+    ):
+        return "recurrent or hybrid layers carry state from one item into the next"
+    if any(mark in kind for mark in _RECURRENT_TYPES):
+        return "recurrent or hybrid layers carry state from one item into the next"
+    if config.get("kv_lora_rank") is not None:
+        return "multi-head latent attention has no kernel that keeps items apart"
+    if _looks_ahead(config):
+        return "an encoder looks ahead, from one item into the next"
+    if layers:
+        if any(layer not in ("full_attention", "attention") for layer in layers):
+            return "a sliding window counts tokens of other items"
+    elif config.get("sliding_window") and config.get("use_sliding_window") is not False:
+        return "a sliding window counts tokens of other items"
+    if any(config.get(key) not in (None, [], 0) for key in _WINDOW_KEYS):
+        return "a sliding window counts tokens of other items"
+    if _has_mrope(config):
+        return "multimodal rotary positions (mrope) are not restarted for each item"
+    if config.get("alibi") or config.get("use_alibi") or kind in _ALIBI_TYPES:
+        return "positions by attention bias (ALiBi) are not restarted for each item"
+    return ""
+
+
+def _has_mrope(config: Mapping[str, Any]) -> bool:
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = config.get(key)
+        if isinstance(rope, Mapping):
+            found = cast("Mapping[str, Any]", rope)
+            if found.get("mrope_section") or "mrope" in (found.get("type"), found.get("rope_type")):
+                return True
+    return False

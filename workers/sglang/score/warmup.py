@@ -1,0 +1,142 @@
+"""The first batches of an engine: they compile its kernels, prove that a batch is one forward, and measure what it can do."""
+
+import asyncio
+import contextlib
+import math
+import time
+
+import msgspec
+import numpy as np
+
+from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.pace import FORWARD_S
+from enginepool.workers.engine import EngineError, ScorePart
+from enginepool.workers.forward_time import MOST_FORWARD_S, forward_ms
+from enginepool.workers.forward_time import pace as pace_of
+from enginepool.workers.sglang.host.requests import Parts
+from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.score.scoring import EngineScoring
+
+_WARM_ROWS = 2
+_WORDS = 1 << 15
+_WARM_LENGTH = 8
+_PACE_LENGTH = 512
+_PACE_RUNS = 3
+#: The rows by which a CPU is measured, and how many times as many of them each forward has as the one before.
+_CPU_LENGTH = 64
+_CPU_GROWTH = 4
+
+
+async def warm_up(scoring: EngineScoring) -> Capabilities:
+    """Run real batches: kernels are compiled, one forward each is checked, the head's shape and the pace are seen.
+
+    What `scoring` was told of the engine, completed. Raises SettingsError when a batch inside its budget was cut.
+    """
+    capabilities = scoring.capabilities
+    labels, hidden = 0, 0
+    length = min(_WARM_LENGTH, capabilities.context, capabilities.batch_tokens)
+    rows = min(_WARM_ROWS, capabilities.batch_rows, max(1, capabilities.batch_tokens // max(length, capabilities.page)))
+    parts = _made_up(capabilities, rows, length)
+    [scored, *_], forwards, _ = await scoring.compute(parts, 0, hidden=False)
+    if capabilities.kind == "classifier":
+        labels = scored.scores.shape[1]
+        with contextlib.suppress(EngineError):  # some heads give no hidden states; then `hidden` stays 0
+            [scored, *_], _, _ = await scoring.compute(parts, 0, hidden=True)
+            hidden = 0 if scored.hidden is None else scored.hidden.shape[1]
+    if capabilities.device != "cpu" and forwards == 1:
+        # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never.
+        rows = min(capabilities.inflight_rows, capabilities.inflight_tokens // capabilities.context)
+        parts = _made_up(capabilities, max(1, rows), capabilities.context)
+        _, forwards, _ = await scoring.compute(parts, 0, hidden=False)
+    if capabilities.packed and forwards == 1:
+        # The same for the rows: at the end of each the whole vocabulary is computed.
+        _, forwards, _ = await scoring.compute(_short_rows(capabilities), 0, hidden=False)
+    if scoring.cached is not None and forwards == 1:
+        parts = [(part := _long_query(capabilities), part.prompts())]
+        _, forwards, _ = await scoring.compute(parts, 0, hidden=False)
+        if scoring.cached.missed or not scoring.cached.computed:
+            raise SettingsError("the engine finds no query again that it has computed; unset cached_query_tokens")
+    if forwards != 1:
+        raise SettingsError(f"the engine took {forwards} forwards for one batch inside its budget")
+    if capabilities.device == "cpu":
+        pace, wanted_ms = await _cpu_pace(scoring)
+    else:
+        pace, wanted_ms = await _pace(scoring), capabilities.forward_ms
+    return msgspec.structs.replace(capabilities, labels=labels, hidden=hidden, pace=pace, forward_ms=wanted_ms)
+
+
+async def _pace(scoring: EngineScoring) -> int:
+    """Tokens of a forward that takes FORWARD_S where others follow it, from the quickest of some pairs of full batches."""
+    capabilities = scoring.capabilities
+    length = min(_PACE_LENGTH, capabilities.context)
+    rows = max(1, min(capabilities.batch_rows, capabilities.batch_tokens // length))
+    quickest = math.inf
+    for run in range(_PACE_RUNS):
+        # Rows that were never seen: what an engine keeps, it does not compute again.
+        seen = 1 + 2 * run
+        pair = [scoring.compute(_made_up(capabilities, rows, length, seed), 0, hidden=False) for seed in (seen, seen + 1)]
+        began = time.perf_counter()
+        await asyncio.gather(*pair)
+        quickest = min(quickest, time.perf_counter() - began)
+    return max(1, min(capabilities.batch_tokens, int(2 * rows * length * FORWARD_S / quickest)))
+
+
+async def _cpu_pace(scoring: EngineScoring) -> tuple[int, int]:
+    """(tokens of a forward that takes as long as one is meant to take here, that time in milliseconds).
+
+    CPUs differ by a factor of a thousand: forwards grow from a few tokens until one takes long enough to tell.
+    """
+    capabilities = scoring.capabilities
+    seed = 0
+
+    async def seconds(rows: int, length: int) -> float:
+        """The quickest forward of so many rows, which were never seen."""
+        nonlocal seed
+        quickest = math.inf
+        for _ in range(_PACE_RUNS):
+            seed += 1
+            parts = _made_up(capabilities, rows, length, seed)
+            began = time.perf_counter()
+            await scoring.compute(parts, 0, hidden=False)
+            quickest = min(quickest, time.perf_counter() - began)
+            if quickest >= MOST_FORWARD_S:
+                break
+        return quickest
+
+    most = capabilities.batch_tokens
+    wanted_ms = forward_ms(await seconds(1, min(_WARM_LENGTH, capabilities.context, most)))
+    length = min(_CPU_LENGTH, capabilities.context, most)
+    most_rows = max(1, min(capabilities.batch_rows, most // length))
+    rows = 1
+    while (took := await seconds(rows, length)) < wanted_ms / 1000 and rows < most_rows:
+        rows = min(most_rows, rows * _CPU_GROWTH)
+    return pace_of(rows * length, took, wanted_ms, most), wanted_ms
+
+
+def _made_up(capabilities: Capabilities, rows: int, length: int, seed: int = 0) -> Parts:
+    """`rows` different rows of `length` tokens in all; packed, as many sequences of that length, one after the other."""
+    labels = (0,) if capabilities.kind == "causal" else ()
+    ids = np.arange(rows * length, dtype=np.int32) % capabilities.vocab
+    if not capabilities.packed:
+        # Low ids are words everywhere; among the high ones are places for images that there are none of.
+        words = min(capabilities.vocab, _WORDS)
+        ids = np.random.default_rng(seed).integers(0, words, rows * length, dtype=np.int32)
+        part = ScorePart(np.empty(0, np.int32), ids, np.full(rows, length, np.uint32), labels=labels)
+        return [(part, part.prompts())]
+    # Queries that differ, so that none joins another; a context that holds no row at all has been refused by now.
+    item = max(1, length - 3)
+    return [(ScorePart(ids[i : i + 1], ids[:item], np.full(1, item, np.uint32), labels=labels), []) for i in range(rows)]
+
+
+def _long_query(capabilities: Capabilities) -> ScorePart:
+    """Two rows of the shortest query that is computed ahead of them."""
+    ids = np.arange(capabilities.cached_query, dtype=np.int32)[::-1] % capabilities.vocab
+    labels = (0,) if capabilities.kind == "causal" else ()
+    return ScorePart(ids, np.array([0, 1], np.int32), np.ones(2, np.uint32), labels=labels)
+
+
+def _short_rows(capabilities: Capabilities) -> Parts:
+    """As many packed rows of one token as may be in flight."""
+    rows = max(1, min(capabilities.inflight_rows, capabilities.inflight_tokens // (4 + capabilities.page)))
+    labels = (0,) if capabilities.kind == "causal" else ()
+    return [(ScorePart(np.zeros(1, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.uint32), labels=labels), [])]

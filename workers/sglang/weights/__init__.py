@@ -1,0 +1,1 @@
+"""New weights in the engine's own processes."""

@@ -1,0 +1,405 @@
+"""Weights inside the engine's own processes: the loader that SGLang calls for an update, and what it can tell of the model.
+
+SGLang hands the loader one empty tensor, whose name is a *ticket*: JSON that says what to do and where the bytes lie, one for
+each rank. (Bytes of a tensor would have to come back from the GPU, behind a forward.) The answer goes to a file that the ticket
+names: an exception here would end the engine. No SGLang here.
+
+New weights begin and end with a flush of SGLang's caches, in the same call: the engine stands still meanwhile, and a call of
+its own takes longer than a flush. Where the first one is refused, for the scheduler has work in hand, nothing has changed.
+"""
+
+import importlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import Tensor
+from enginepool.transfer.digest import Digest, make_ready
+from enginepool.transfer.shared_memory import examined, visible_gpus
+from enginepool.workers.sglang.host.process import own_load
+from enginepool.workers.sglang.patches.scheduler import flush_caches, has_graphs
+from enginepool.workers.sglang.weights.broadcast_receive import received
+from enginepool.workers.sglang.weights.completeness import incomplete_load, quantization
+from enginepool.workers.sglang.weights.load_plan import Plan, Unplannable, Unrepeatable, addresses, rebound, refuse_rebinding
+from enginepool.workers.sglang.weights.model_inspection import digests, findings, part_of, why_not_comparable
+from enginepool.workers.sglang.weights.prepared_load import Opened, Ready, manifest_of, open_spaces, sealed
+from enginepool.workers.weights.checkpoint import checkpoint_files, checkpoint_tensors
+
+torch: Any = importlib.import_module("torch")
+
+#: what one ticket to get ready takes from the forwards, about
+READY_S = 0.001
+
+Pairs = Callable[[], Iterable[tuple[str, Any]]]
+
+
+def load(model: Any, named_tensors: list[tuple[str, Any]], refused: str = "") -> None:
+    """The `custom_weight_loader`. `refused`: why SGLang takes no updates of this model, or ""."""
+    ticket: dict[str, Any] = msgspec.json.decode(named_tensors[0][0])
+    weights = _weights.setdefault(id(model), ModelWeights(model))
+    weights.touched, weights.refused = False, refused
+    try:
+        answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
+    except Exception as error:
+        answer = {"error": _line(error), "touched": weights.touched, "kind": type(error).__name__}
+    _leave(ticket["answer"], answer)
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _leave(path: str, answer: dict[str, Any]) -> None:
+    with open(f"{path}.part", "wb") as file:
+        file.write(msgspec.msgpack.encode(answer))
+    os.replace(f"{path}.part", path)
+
+
+class Busy(Exception):
+    """The scheduler has work in hand."""
+
+
+class NotReady(Exception):
+    """What was made ready is not there, or would not do any more."""
+
+
+class ModelWeights:
+    """One model in this process. Each `do_` is what a ticket can ask for; it returns the answer."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        #: whether the ticket at hand has changed weights
+        self.touched = False
+        #: why SGLang takes no updates of this model, or ""
+        self.refused = ""
+        self._plan: Plan | None = None
+        #: why updates are loaded plainly
+        self._plain = "not looked at yet"
+        #: what the model holds, as far as names and order go
+        self._manifest: list[Tensor] = []
+        self._group: Any = None
+        #: the ticket of the group that is wanted
+        self._joining: dict[str, Any] | None = None
+        #: the plan was held against the model when that was joined, while the engine served: it takes a millisecond or two
+        self._looked = False
+        self._ready: Ready | None = None
+        #: the ticket of the latest examination; the spaces that it has opened, by what the ticket says of them
+        self._examining: dict[str, Any] | None = None
+        self._opened: tuple[list[dict[str, Any]], Opened] | None = None
+        self._lock = threading.Lock()
+
+    # --- what there is --------------------------------------------------------------------------------------------------
+
+    def do_describe(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """What the model's own load took. Called once, before the engine serves."""
+        for parameter in itertools.islice(self._model.parameters(), 1):
+            make_ready(parameter.device)  # seconds, that no update's clock should see
+        own = [Tensor(*one) for one in own_load()]
+        if why := incomplete_load():
+            return {"unusable": why}
+        if why := self._refused(own):
+            return {"refused": why}
+        self._manifest = own
+        optional: set[str] = set()
+        config = getattr(self._model, "config", None)
+        tied = Tensor("lm_head.weight", "", ())
+        embedding = next((tensor for tensor in own if tensor.name.endswith("embed_tokens.weight")), None)
+        if getattr(config, "tie_word_embeddings", False) and embedding is not None:
+            optional.add(tied.name)
+            tied = Tensor(tied.name, embedding.dtype, embedding.shape)
+        try:
+            plan = self._planned(own, [tied] if optional - {tensor.name for tensor in own} else [], optional)
+            plan.prove(own)
+            optional |= {name for name, copies in plan.copies.items() if not copies}
+            self._plan, self._plain = plan, ""
+        except Unrepeatable as error:
+            return {"refused": f"what it was loaded from cannot be loaded again: {error}"}
+        except Unplannable as error:
+            self._plain = str(error)
+            if why := refuse_rebinding(rebound(self._model, own) if has_graphs() else ""):
+                return {"refused": why}
+        return {
+            "tensors": [list(tensor) for tensor in msgspec.to_builtins(own)],
+            "optional": sorted(optional),
+            "gpus": visible_gpus(),
+            "held": self._held(own),
+            "plain": self._plain,
+        }
+
+    def _planned(self, own: list[Tensor], others: list[Tensor], optional: set[str]) -> Plan:
+        """A plan for `own` and, if the model's load knows them, `others`; what it does not know is not `optional`."""
+        if others:
+            try:
+                return Plan(self._model, [*own, *others])
+            except Unrepeatable:
+                optional -= {tensor.name for tensor in others}
+        return Plan(self._model, own)
+
+    def _held(self, own: list[Tensor]) -> dict[str, str]:
+        """By name, the dtype in which the model holds a tensor: that of the plan's copies, or the narrowest of the model."""
+        if self._plan is not None:
+            firsts = {
+                name: next((copy for copy in copies if copy.fill is None), None) for name, copies in self._plan.copies.items()
+            }
+            return {name: _dtype(copy.target) for name, copy in firsts.items() if copy is not None}
+        floats = [parameter for parameter in self._model.parameters() if parameter.is_floating_point()]
+        smallest = min(floats, key=lambda parameter: torch.finfo(parameter.dtype).max, default=None)
+        return {} if smallest is None else dict.fromkeys((one.name for one in own), _dtype(smallest))
+
+    def _refused(self, own: list[Tensor]) -> str:
+        if self.refused:
+            return f"SGLang refuses: {self.refused}"
+        if not own:
+            return "its weights were not loaded from a checkpoint's tensors, so nobody knows what an update consists of"
+        for module in self._model.modules():
+            method = getattr(module, "quant_method", None)
+            if name := quantization(module):
+                return f"its weights are quantized ({name}), and loading them again in place is not possible"
+            if getattr(method, "use_flashinfer_trtllm_moe", False) or getattr(method, "w13_swiglu_interleaved", False):
+                return "its experts were rearranged for a kernel when they had been loaded"
+            if getattr(module, "use_intel_amx_backend", False):
+                return "its weights are packed for AMX"
+        return ""
+
+    # --- new weights ----------------------------------------------------------------------------------------------------
+
+    def do_ready(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Get ready to take all tensors out of spaces, or go on with it: a moment of it, while the engine serves."""
+        if self._plan is None:
+            raise ValueError(f"updates are loaded plainly: {self._plain}")
+        name, spaces, before = ticket["name"], ticket.get("spaces"), self._ready
+        try:
+            if spaces is not None and (before is None or not before.serves(name, spaces, ticket["manifest"])):
+                # The one before is there until this one is: memory that both use stays open.
+                self._ready = Ready(name, self._plan, spaces, ticket["manifest"], self._examined(spaces))
+                if before is not None:
+                    before.close()
+            if self._ready is None or self._ready.name != name:
+                raise NotReady(f"{name} was let go of meanwhile")
+            self._ready.go_on(READY_S)
+        except (ValueError, OSError, RuntimeError):
+            self._unready()
+            raise
+        return {"done": self._ready.done, "seconds": self._ready.seconds}
+
+    def do_let_go(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Let go of what was made ready or examined, and of the memory that it refers to."""
+        self._unready()
+        with self._lock:
+            self._examining = self._opened = None
+        return {}
+
+    def _unready(self) -> None:
+        if self._ready is not None:
+            self._ready.close()
+        self._ready = None
+
+    def do_take(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Take what was made ready by that name, or all tensors out of spaces."""
+        if "spaces" not in ticket:
+            return self._take_ready(ticket["name"])
+        manifest = manifest_of(ticket["manifest"])
+        opened = self._examined(ticket["spaces"])
+        if opened is None:
+            opened = open_spaces(ticket["spaces"], layout(manifest).nbytes)
+        times = self._load(manifest, lambda: opened.tensors(manifest))
+        _still(sealed(opened, ticket["spaces"]))
+        return times
+
+    def _take_ready(self, name: int) -> dict[str, Any]:
+        ready = self._ready
+        if ready is None or not ready.done or ready.name != name or self._plan is None or not self._plan.stays():
+            raise NotReady(f"{name} is not ready here, or not any more")
+        times = self._exchange(ready.manifest, ready.copies.replay)
+        _still(ready.sealed)
+        return times
+
+    # --- memory that is lent --------------------------------------------------------------------------------------------
+
+    def _examined(self, spaces: list[dict[str, Any]]) -> Opened | None:
+        """The bytes of spaces that were examined and are still open, or None."""
+        opened = self._opened
+        return opened[1] if opened is not None and opened[0] == spaces else None
+
+    def do_examine(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Begin to open a space and to look at every byte of it; the other answer says what was found: the engine serves
+        meanwhile."""
+        self.do_let_go(ticket)
+        self._examining = ticket
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        threading.Thread(target=self._examine, args=(ticket, device), name="examine", daemon=True).start()
+        return {}
+
+    def _examine(self, ticket: dict[str, Any], device: int | None) -> None:
+        try:
+            if device is not None:
+                torch.cuda.set_device(device)  # a thread begins on the first one
+            manifest = manifest_of(ticket["manifest"])
+            opened = open_spaces(ticket["spaces"], layout(manifest).nbytes)
+            if not sealed(opened, ticket["spaces"]):
+                raise ValueError("the memory does not end with its seal")
+            [space] = opened.parts
+            make_ready(space.device)  # it may be another one than the model's
+            digest, findings = examined(space, manifest, ticket["targets"])
+            answer: dict[str, Any] = {"digest": digest, "findings": msgspec.to_builtins(findings)}
+            with self._lock:
+                if self._examining is ticket:
+                    self._opened = ticket["spaces"], opened
+        except Exception as error:
+            answer = {"error": _line(error)}
+        _leave(ticket["later"], answer)
+
+    def do_checkpoint(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Read all tensors of a checkpoint directory."""
+        safetensors: Any = importlib.import_module("safetensors")
+        files = checkpoint_files(ticket["path"])
+
+        def pairs() -> Iterator[tuple[str, Any]]:
+            for file in files:
+                with safetensors.safe_open(str(file), framework="pt", device="cpu") as opened:
+                    for name in opened.keys():  # noqa: SIM118 (no dict)
+                        yield name, opened.get_tensor(name)
+
+        return self._load(manifest_of(ticket["manifest"]) or checkpoint_tensors(ticket["path"]), pairs)
+
+    def do_receive(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Take all tensors as they are broadcast."""
+        manifest = manifest_of(ticket["manifest"])
+        if self._group is None or self._group.name != ticket["group"]:
+            raise ValueError(f"not in group {ticket['group']}")
+        digest = Digest()
+
+        def came(own: bool) -> Iterator[tuple[str, Any]]:
+            return received(self._group, manifest, ticket["bucket_bytes"], digest, own)
+
+        times = self._load(manifest, lambda: came(False), lambda: came(True), looked=self._looked)
+        return times | {"digest": digest.text()}
+
+    def _load(
+        self, manifest: list[Tensor], pairs: Pairs, lasting: Pairs | None = None, *, looked: bool = False
+    ) -> dict[str, Any]:
+        """Load `pairs`; by the model's own load `lasting` ones, where there is a difference: it may keep them for later."""
+        plan = self._plan
+        if plan is not None and plan.holds((tensor.name for tensor in manifest), looked=looked):
+            return self._exchange(manifest, lambda: plan.replay(pairs()))
+        return self._exchange(manifest, lambda: self._load_plainly((lasting or pairs)()))
+
+    def _load_plainly(self, pairs: Iterable[tuple[str, Any]]) -> None:
+        """Raises RuntimeError: the engine must end."""
+        graphs = has_graphs()
+        before = addresses(self._model) if graphs else {}
+        self._model.load_weights(iter(pairs))
+        after = addresses(self._model) if graphs else {}
+        moved = next((place[1] for place, at in before.items() if after.get(place) != at), "")
+        if why := refuse_rebinding(moved):
+            raise RuntimeError(why)
+
+    def _exchange(self, manifest: list[Tensor], load: Callable[[], Any]) -> dict[str, Any]:
+        """What the engine stands still for. Raises Busy, or ValueError where SGLang takes no updates: nothing has changed."""
+        if self.refused:
+            raise ValueError(self.refused)
+        began = time.perf_counter()
+        if not flush_caches():
+            raise Busy("requests are running")
+        flushed = time.perf_counter()
+        _synchronise()
+        self.touched = True
+        load()
+        _synchronise()
+        loaded = time.perf_counter()
+        if not flush_caches():
+            raise RuntimeError("it has new weights and caches of the old ones")
+        if {tensor.name for tensor in self._manifest} <= {tensor.name for tensor in manifest}:
+            self._manifest = manifest
+        ended = time.perf_counter()
+        return {"load_s": loaded - flushed, "flush_s": flushed - began + ended - loaded}
+
+    # --- a process group ------------------------------------------------------------------------------------------------
+
+    def do_join(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Begin to join a group; the other answer says when it is done: the engine serves meanwhile."""
+        device = f"cuda:{torch.cuda.current_device()}" if ticket["backend"] == "nccl" else "cpu"
+        self._looked = self._plan is not None and self._plan.holds(())
+        self._joining = ticket
+        thread = threading.Thread(target=self._join, args=(ticket, device), name="join", daemon=True)
+        thread.start()
+        return {}
+
+    def _join(self, ticket: dict[str, Any], device: str) -> None:
+        from enginepool.transfer.collective import join
+        from enginepool.transfer.process_group import CollectiveError
+
+        answer: dict[str, Any] = {}
+        with self._lock:
+            group, self._group = self._group, None
+        try:
+            if group is not None and group.name != ticket["group"]:
+                group.abort()
+                group = None
+            if device != "cpu":
+                torch.cuda.set_device(device)  # a thread begins on the first one
+                make_ready(device)
+            group = group or join(
+                ticket["address"], ticket["group"], ticket["world"], ticket["rank"], backend=ticket["backend"], device=device
+            )
+            with self._lock:
+                wanted = self._joining is ticket
+                self._group = group if wanted else self._group
+            if not wanted:
+                group.abort()
+                raise CollectiveError(f"group {ticket['group']}: another one is joined by now")
+        except (CollectiveError, RuntimeError, ValueError) as error:
+            answer = {"error": str(error)}
+        _leave(ticket["later"], answer)
+
+    # --- questions ------------------------------------------------------------------------------------------------------
+
+    def do_digest(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """The digest of the weights in the model, tensor by tensor; and why it is not that of what was sent."""
+        why, absent = f"the load of this model computes: {self._plain}", list[str]()
+        if self._plan is not None:
+            why, absent = why_not_comparable(self._plan, self._manifest)
+        return {"digests": digests(self._model, self._plan, self._manifest), "why": why, "absent": absent}
+
+    def do_validate(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """What is wrong with the weights in the model."""
+        return {"findings": msgspec.to_builtins(findings(self._model, self._plan))}
+
+    def do_tensor(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Elements of a tensor by its checkpoint name; with several ranks each has a part, or all of it, or none."""
+        try:
+            tensor, here = part_of(ticket["name"], self._model, self._plan, self._manifest)
+        except KeyError as error:
+            return {"error": f"{error.args[0]}{'' if self._plan else f': {self._plain}'}", "kind": "Absent"}
+        chunk = slice(ticket["offset"], ticket["offset"] + ticket["count"])
+        return {
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "shape": list(tensor.shape),
+            "data": tensor.reshape(-1)[chunk].float().cpu().contiguous().numpy().tobytes(),
+            "here": here.reshape(-1)[chunk].cpu().contiguous().numpy().tobytes(),
+        }
+
+
+_weights: dict[int, ModelWeights] = {}
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _still(sealed: bool) -> None:
+    """Raises ValueError: nobody knows what has been copied."""
+    if not sealed:
+        raise ValueError("the memory that the weights came from was given to something else meanwhile")
+
+
+def _synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

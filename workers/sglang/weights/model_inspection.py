@@ -1,0 +1,89 @@
+"""What the model in one of the engine's processes holds: its digest, what is wrong with it, one tensor. No SGLang here.
+
+With a plan, tensors are those of the checkpoint, by their names there; without one they are the model's own parameters.
+"""
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from enginepool.protocol.layout import ALIGNMENT
+from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.updates import Finding
+from enginepool.transfer.digest import Batch, Digest, Findings
+from enginepool.workers.sglang.weights.load_plan import Plan
+
+torch: Any = importlib.import_module("torch")
+
+
+def digests(model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> list[tuple[str, str]]:
+    """The digest of each tensor, as if all lay in the space of the last update.
+
+    Each comes with the name of the part that is here: ranks that hold the same part name it alike, and parts that differ add up
+    to the whole.
+    """
+    found: list[tuple[str, Digest]] = []
+    at = 0
+    for name, tensor in _parts(model, plan, manifest):
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        size = -(-data.numel() // ALIGNMENT) * ALIGNMENT
+        padded = torch.zeros(size, dtype=torch.uint8, device=data.device)
+        padded[: data.numel()].copy_(data)
+        digest = Digest()
+        digest.add(padded, at)
+        found.append((name, digest))
+        at += size
+    return [(name, digest.text()) for name, digest in found]
+
+
+def why_not_comparable(plan: Plan, manifest: Sequence[Tensor]) -> tuple[str, list[str]]:
+    """(why the model holds other bytes than those that were sent, or ""; names of tensors of which nothing is here)."""
+    absent: list[str] = []
+    for tensor in manifest:
+        held = next((copy.target.dtype for copy in plan.copies[tensor.name] if copy.fill is None), None)
+        if held is None:
+            absent.append(tensor.name)
+        elif torch.promote_types(getattr(torch, tensor.dtype), held) != held:
+            return (
+                f"{tensor.name} was sent as {tensor.dtype}, and the engine holds it as {str(held).removeprefix('torch.')}",
+                [],
+            )
+    return "", absent
+
+
+def _parts(model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
+    if plan is None:
+        for name, parameter in sorted(model.named_parameters()):
+            yield f"{name} of process {os.getpid()}", parameter
+        return
+    for tensor in manifest:
+        copies = [copy for copy in plan.copies[tensor.name] if copy.fill is None]
+        dtype = getattr(torch, tensor.dtype)
+        read = plan.read(tensor.name, tensor.shape, dtype)[0] if copies else torch.zeros(tensor.shape, dtype=dtype)
+        yield f"{tensor.name} {[copy[1:4] for copy in copies]}", read
+
+
+def findings(model: Any, plan: Plan | None) -> list[Finding]:
+    """What is wrong with it."""
+    if plan is None:
+        named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    else:
+        firsts = {name: next((copy for copy in copies if copy.fill is None), None) for name, copies in plan.copies.items()}
+        named = {name: copy.target for name, copy in firsts.items() if copy is not None}
+    found = Findings()
+    found.add(Batch(list(named), list(named.values())))
+    return found.found()
+
+
+def part_of(name: str, model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> tuple[Any, Any]:
+    """(the tensor of that name, which of its elements are here). Raises KeyError."""
+    if plan is None:
+        parameter = dict(model.named_parameters()).get(name)
+        if parameter is None:
+            raise KeyError(f"no parameter {name!r}; checkpoint names are not known here")
+        return parameter.detach(), torch.ones(parameter.shape, dtype=torch.bool)
+    shapes = {tensor.name: tensor.shape for tensor in manifest}
+    if name not in shapes or not plan.copies[name]:
+        raise KeyError(f"no weight {name!r}")
+    return plan.read(name, shapes[name])

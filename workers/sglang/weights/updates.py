@@ -1,0 +1,309 @@
+"""Weight updates of an SGLang engine, from the side of the worker's process: tickets to the loader in its schedulers.
+
+The recipe: nothing is in the engine; one `update_weights_from_tensor`, without a flush of SGLang's own, whose assertion would
+end the engine; our loader has the caches flushed before and after. Every answer is looked at. What can be done before the
+engine stands still is done by `ready`; the ticket to `take` is tiny then. No SGLang here.
+"""
+
+import asyncio
+import importlib
+import itertools
+import os
+import pickle
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from enginepool.folders import PrivateFolder
+from enginepool.host import SHARED
+from enginepool.protocol.layout import digest_text
+from enginepool.protocol.manifest import Tensor, encode_manifest
+from enginepool.protocol.updates import Finding
+from enginepool.workers.engine import (
+    Chunk,
+    EngineDied,
+    EngineError,
+    ModelTensors,
+    NewWeights,
+    NotComparable,
+    OnlyAtStart,
+    TakeTimes,
+)
+from enginepool.workers.sglang.host.settings import LOADER, SettingsError
+
+#: An engine whose last answer is out may need another moment to be idle; one that needs longer than this is not empty.
+IDLE_S = 30.0
+#: how long that moment is at first, and at most, before the engine is asked again
+_MOMENT_S = 0.001
+_MOMENTS_S = 0.1
+#: an engine that takes longer hangs
+TAKE_S = 300.0
+JOIN_S = 90.0
+EXAMINE_S = 90.0
+#: how long after one look for an answer the next one is: at first, and at most
+_LOOK_S = 0.001
+_LOOKS_S = 0.02
+
+#: `EngineEnd.unless_over`: EngineDied as soon as the engine is gone
+UnlessOver = Callable[[Awaitable[Any]], Awaitable[Any]]
+
+
+class EngineWeights:
+    """The weights of one engine.
+
+    Args:
+        tokenizer_manager: SGLang's, which talks to the schedulers.
+        requests: SGLang's module of request classes.
+        ranks: schedulers that hold weights.
+    """
+
+    def __init__(self, tokenizer_manager: Any, requests: Any, ranks: int, unless_over: UnlessOver) -> None:
+        self._tm = tokenizer_manager
+        self._requests = requests
+        self._unless_over = unless_over
+        self._numbers = itertools.count()
+        #: where answers are left: in memory, where the host has a place for that
+        shared = SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
+        self._folder = PrivateFolder(shared, "enginepool-answers-")
+        self._answers = self._folder.path
+        #: what the schedulers have ready to take, and its name
+        self._ready: tuple[NewWeights, int] | None = None
+        self._model: ModelTensors | None = None
+        self._refused = "not loaded yet"
+        self.ranks = ranks
+        self.version = 0
+        self.digest = ""
+        #: why updates are slower than they could be, or ""
+        self.plain = ""
+
+    def close(self) -> None:
+        """Remove what lies in files."""
+        self._folder.remove()
+
+    async def describe(self) -> None:
+        """Learn what an update of this model consists of. Called once, before the engine serves.
+
+        Raises SettingsError: a rank has not loaded its model completely; EngineDied: a rank cannot say what it has loaded.
+        """
+        answers = await self._ask({"do": "describe"})
+        if reasons := [answer["unusable"] for answer in answers if "unusable" in answer]:
+            raise SettingsError(reasons[0])
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            # The model may not be as it was loaded.
+            raise EngineDied(f"the engine cannot say what it has loaded: {errors[0]}")
+        answer = answers[0]
+        self._refused = answer.get("refused", "")
+        if not self._refused:
+            self.plain = next((one["plain"] for one in answers if one["plain"]), "")
+            tensors = tuple(Tensor(name, dtype, tuple(shape)) for name, dtype, shape in answer["tensors"])
+            # What one rank leaves to another is needed.
+            optional = frozenset[str].intersection(*(frozenset(one["optional"]) for one in answers))
+            self._model = ModelTensors(tensors, optional, tuple(answer["gpus"]), answer["held"])
+
+    def model_tensors(self) -> ModelTensors:
+        """What an update of this model consists of. Raises OnlyAtStart."""
+        if self._model is None:
+            raise OnlyAtStart(f"this engine takes weights only at its start: {self._refused}")
+        return self._model
+
+    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+        """Join a process group while the engine serves. Raises EngineError."""
+        ticket = {"do": "join", "group": name, "address": address, "world": world, "backend": backend}
+        tickets = [ticket | {"rank": rank + i} for i in range(self.ranks)]
+        await self._ask_for_later(tickets, JOIN_S, f"group {name}: the engine did not join")
+
+    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open spaces and look at them while the engine serves. Raises EngineError."""
+        ticket: dict[str, Any] = {"do": "examine", "manifest": encode_manifest(weights.tensors).decode()}
+        ticket["targets"] = self.model_tensors().targets(weights.tensors)
+        tickets = [ticket | {"spaces": spaces} for spaces in self._of_each_rank(weights)]
+        answers = await self._ask_for_later(tickets, EXAMINE_S, "the engine did not look at the new weights")
+        digests = {answer["digest"] for answer in answers}
+        if len(digests) > 1:
+            raise EngineError("the engine's processes see different weights")
+        return answers[0]["digest"], [Finding(**finding) for finding in answers[0]["findings"]]
+
+    def _of_each_rank(self, weights: NewWeights) -> list[list[dict[str, Any]]]:
+        """The spaces for each rank, as a ticket says them: its own, or all shards of one. One space does for all: on a GPU
+        they read it across. Raises EngineError."""
+        if not weights.spaces:
+            raise EngineError("nobody says where the new weights lie")
+        spaces: list[dict[str, Any]] = msgspec.to_builtins(list(weights.spaces))
+        if weights.sharded:
+            return [spaces] * self.ranks
+        return [[space] for space in spaces] if len(spaces) == self.ranks else [spaces[:1]] * self.ranks
+
+    async def _ask_for_later(self, tickets: list[dict[str, Any]], seconds: float, late: str) -> list[dict[str, Any]]:
+        """The second answers to tickets that are carried out beside the engine's work. Raises EngineError."""
+        paths = [self._answers / f"later-{next(self._numbers)}" for _ in tickets]
+        _raise_first(await self._ask(*(ticket | {"later": str(path)} for ticket, path in zip(tickets, paths, strict=True))))
+        try:
+            async with asyncio.timeout(seconds):
+                pause = _LOOK_S
+                while not all(path.exists() for path in paths):
+                    await self._unless_over(asyncio.sleep(pause))
+                    pause = min(2 * pause, _LOOKS_S)
+        except TimeoutError:
+            raise EngineError(f"{late} within {seconds:g} s") from None
+        answers = [msgspec.msgpack.decode(path.read_bytes()) for path in paths]
+        _raise_first(answers)
+        return answers
+
+    async def ready(self, weights: NewWeights) -> float:
+        """Get ready to take what will lie in these spaces, a moment at a time, while the engine serves.
+
+        Returns for how many seconds that kept a scheduler from its forwards. Raises EngineError: `take` then does it all.
+        """
+        self._ready = None
+        name = next(self._numbers)
+        manifest = encode_manifest(weights.tensors).decode()
+        asked: dict[str, Any] = {"do": "ready", "name": name}
+        tickets = [asked | {"spaces": spaces, "manifest": manifest} for spaces in self._of_each_rank(weights)]
+        while True:
+            answers = await self._ask(*tickets)
+            _raise_first(answers)
+            if all(answer["done"] for answer in answers):
+                self._ready = weights, name
+                return max(answer["seconds"] for answer in answers)
+            tickets = [asked]
+
+    async def let_go(self) -> None:
+        """Let go of what was made ready or examined, and of the memory that it refers to. Raises EngineError."""
+        self._ready = None
+        await self._ask({"do": "let_go"})
+
+    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+        """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: nobody knows."""
+        if not (weights.spaces or weights.checkpoint or weights.group):
+            # The tokenizer's side keeps the version; 0.5.17 to 0.5.23 have this method for it.
+            self._tm._update_weight_version_if_provided(str(version))
+            self.version, self.digest = version, digest
+            return TakeTimes(0.0, 0.0)
+        self.model_tensors()  # raises, where it takes weights only at its start
+        ready, self._ready = self._ready, None
+        answers: list[dict[str, Any]] = []
+        if ready is not None and ready[0] == weights:
+            answers = await self._exchange([{"do": "take", "name": ready[1]}], version)
+        if not answers or all(answer.get("kind") == "NotReady" for answer in answers):
+            answers = await self._exchange(self._tickets(weights), version)
+        failed = [answer for answer in answers if "error" in answer]
+        if failed and (len(failed) < len(answers) or any(answer["touched"] for answer in failed)):
+            raise EngineDied(f"the engine failed while it took new weights: {failed[0]['error']}")
+        if failed:
+            raise EngineError(f"the engine refused the new weights: {failed[0]['error']}")
+        if weights.checkpoint:
+            digest, _ = await self._digest()
+        elif weights.group:
+            digest = answers[0]["digest"]
+        self.version, self.digest = version, digest
+        return TakeTimes(max(answer["load_s"] for answer in answers), max(answer["flush_s"] for answer in answers))
+
+    async def _exchange(self, tickets: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
+        """The answers to tickets that change weights, for which the engine must be idle."""
+        loop = asyncio.get_running_loop()
+        end, moment = loop.time() + IDLE_S, _MOMENT_S
+        while True:
+            answers = await self._ask(*tickets, version=version)
+            if loop.time() >= end or not all(answer.get("kind") == "Busy" for answer in answers):
+                return answers
+            await self._unless_over(asyncio.sleep(moment))
+            moment = min(2 * moment, _MOMENTS_S)
+
+    def _tickets(self, weights: NewWeights) -> list[dict[str, Any]]:
+        """What each rank is asked that takes them unprepared."""
+        ticket: dict[str, Any] = {"manifest": encode_manifest(weights.tensors).decode()}
+        if weights.checkpoint:
+            return [ticket | {"do": "checkpoint", "path": weights.checkpoint}]
+        if weights.group:
+            return [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}]
+        return [ticket | {"do": "take", "spaces": spaces} for spaces in self._of_each_rank(weights)]
+
+    async def inspect(self, what: str) -> tuple[str, list[Finding]]:
+        """(digest, findings) of what is in all ranks together. Raises EngineError; NotComparable."""
+        if what == "digest":
+            digest, why = await self._digest()
+            if why:
+                raise NotComparable(f"not comparable: {why}")
+            return digest, []
+        answers = await self._ask({"do": what})
+        _raise_first(answers)
+        found = {tuple(finding.items()): Finding(**finding) for answer in answers for finding in answer["findings"]}
+        return "", list(found.values())
+
+    async def _digest(self) -> tuple[str, str]:
+        """(the digest of what is in all ranks together, why it is not that of what was sent, or ""). Raises EngineError."""
+        answers = await self._ask({"do": "digest"})
+        _raise_first(answers)
+        parts = {name: digest for answer in answers for name, digest in answer["digests"]}
+        plain, weighted = (sum(int(digest[at : at + 16], 16) for digest in parts.values()) for at in (16, 0))
+        why = next((answer["why"] for answer in answers if answer["why"]), "")
+        # What one rank leaves to another is there.
+        absent = set[str].intersection(*(set(answer["absent"]) for answer in answers))
+        if absent and not why:
+            why = f"the engine holds nothing of {min(absent)}"
+        return digest_text(plain, weighted), why
+
+    async def tensor(self, name: str, offset: int, count: int) -> Chunk:
+        """Elements of one weight by its checkpoint name, put together from all ranks. Raises EngineError."""
+        answers = await self._ask({"do": "tensor", "name": name, "offset": offset, "count": count})
+        answers = [answer for answer in answers if answer.get("kind") != "Absent"] or answers
+        _raise_first(answers)
+        values = np.zeros(len(answers[0]["data"]) // 4, np.float32)
+        for answer in answers:
+            part, here = np.frombuffer(answer["data"], np.float32), np.frombuffer(answer["here"], np.bool_)
+            values = np.where(here, part, values)
+        return Chunk(values, answers[0]["dtype"], tuple(answers[0]["shape"]))
+
+    async def _ask(self, *tickets: dict[str, Any], version: int | None = None) -> list[dict[str, Any]]:
+        """The answers of all ranks to their tickets, or to the same one. `version`: the ticket changes weights."""
+        all_tickets = list(tickets) if len(tickets) == self.ranks else list(tickets) * self.ranks
+        paths = [self._answers / f"answer-{next(self._numbers)}" for _ in all_tickets]
+        payloads: list[bytes] = []
+        for ticket, path in zip(all_tickets, paths, strict=True):
+            text = msgspec.json.encode(ticket | {"answer": str(path)}).decode()
+            # The form that SGLang's own call wants for its pipe to its schedulers. It is only written here, never read.
+            payloads.append(pickle.dumps([(text, _NoTensor())]))
+        request = self._requests.UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads,
+            load_format=LOADER,
+            flush_cache=False,
+            weight_version=None if version is None else str(version),
+        )
+        if version is None:
+            # A question may be asked while the engine serves, so not under the lock that waits until it does not.
+            results = await self._within(self._tm.update_weights_from_tensor_communicator(request), TAKE_S)
+            success, message = results[0].success, results[0].message
+        else:
+            success, message = (await self._within(self._tm.update_weights_from_tensor(request, None), TAKE_S))[:2]
+        if not success:
+            raise EngineError(f"the engine refused: {message}")
+        answers: list[dict[str, Any]] = []
+        for path in paths:
+            answers.append(msgspec.msgpack.decode(path.read_bytes()))
+            os.unlink(path)
+        return answers
+
+    async def _within(self, work: Awaitable[Any], seconds: float) -> Any:
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._unless_over(work)
+        except TimeoutError:
+            raise EngineDied(f"the engine hangs: no answer about its weights within {seconds:g} s") from None
+
+
+class _NoTensor:
+    """Becomes an empty tensor where it is read. One that is pickled itself takes torch's own way, a hundred times as long."""
+
+    def __reduce__(self) -> tuple[Any, tuple[()]]:
+        torch: Any = importlib.import_module("torch")
+        return torch.Tensor, ()
+
+
+def _raise_first(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        if "error" in answer:
+            raise EngineError(answer["error"])

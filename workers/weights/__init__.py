@@ -1,0 +1,1 @@
+"""Weight updates in the worker's process."""

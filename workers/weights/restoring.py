@@ -1,0 +1,74 @@
+"""A worker's way back to committed weights without their publisher: from its engine, its stager, a snapshot or a checkpoint."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Sequence
+
+from enginepool.protocol.layout import layout
+from enginepool.protocol.updates import Restore, Restored
+from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, OnlyAtStart, Space
+from enginepool.workers.events import Event, WeightsAnswered, WeightsTaken
+from enginepool.workers.stager.link import StagerGone, StagerLink
+from enginepool.workers.stager.messages import AskHeld, Held
+from enginepool.workers.stager.snapshot import SnapshotError, check_folder, digest_of_file, read_footer
+from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_tensors, checkpoint_under
+
+
+async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: Sequence[str] = ()) -> Event:
+    """What the machine hears of it, when one of them had the weights and the engine took them, or none. Raises EngineDied."""
+    reasons: list[str] = []
+    if engine.digest == message.digest:
+        await engine.take(NewWeights(), message.version, message.digest)
+        return WeightsTaken(time.monotonic(), message.version, message.digest)
+    if not message.digest:
+        raise EngineDied("the committed weights are those of the checkpoint; the engine starts with them again")
+    sources: list[Callable[[], Awaitable[NewWeights]]] = [lambda: _held(stager, message.digest)]
+    if message.snapshot:
+        sources.append(lambda: asyncio.to_thread(_saved, message.snapshot, message.digest))
+    if message.path:
+        sources.append(lambda: asyncio.to_thread(_checkpoint, message.path, roots))
+    for source in sources:
+        try:
+            weights = await source()
+            await engine.take(weights, message.version, "" if weights.checkpoint else message.digest)
+            if engine.digest == message.digest:
+                return WeightsTaken(time.monotonic(), message.version, message.digest)
+            reasons.append(f"{message.path} no longer holds the committed weights")
+            # What is loaded is a checkpoint of no version.
+            await engine.take(NewWeights(), 0, engine.digest)
+        except OnlyAtStart as error:
+            raise EngineDied(f"other weights are committed than those that it started on: {error}") from None
+        except (_Absent, StagerGone, SnapshotError, CheckpointError, EngineError) as error:
+            # Its name has the digest, and clients read this.
+            folder = f"the snapshot in {os.path.dirname(message.snapshot)}"
+            reasons.append(str(error).replace(message.snapshot, folder) if message.snapshot else str(error))
+    return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", "; ".join(reasons)))
+
+
+class _Absent(Exception):
+    """The weights are not there. The message is one line."""
+
+
+async def _held(stager: StagerLink, digest: str) -> NewWeights:
+    """What the stager holds. Raises _Absent or StagerGone."""
+    held = await stager.ask(AskHeld(digest), Held)
+    if held.digest != digest:
+        raise _Absent(f"the stager holds version {held.version}" if held.digest else "the stager holds nothing")
+    return NewWeights(tuple(held.manifest), tuple(held.spaces), held.sharded)
+
+
+def _saved(path: str, digest: str) -> NewWeights:
+    """The snapshot at `path`, if it is what was committed. Raises _Absent or SnapshotError."""
+    check_folder(path)
+    footer = read_footer(path)
+    nbytes = layout(footer.manifest).nbytes
+    if digest_of_file(path, nbytes) != digest:
+        raise _Absent(f"{path}: its digest is not that of the committed weights")
+    return NewWeights(tuple(footer.manifest), (Space("file", nbytes, path=path),))
+
+
+def _checkpoint(path: str, roots: Sequence[str]) -> NewWeights:
+    """The checkpoint at `path`; its digest is known when it is loaded. Raises CheckpointError."""
+    path = checkpoint_under(path, roots)
+    return NewWeights(tuple(checkpoint_tensors(path)), checkpoint=path)
