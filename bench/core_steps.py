@@ -15,7 +15,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.requests.validation import open_score
 from enginepool.protocol.messages import Batch, FrameSpec, Score
-from enginepool.protocol.updates import Commit, HandedOver, Prepared, Publish
+from enginepool.protocol.updates import Commit, Prepared, Publish, WeightsLoaded
 
 #: seconds of one step, by its name
 Times = Iterator[tuple[str, float]]
@@ -36,7 +36,7 @@ def updates(load: Load) -> Times:
     trainer, worker = load.links[0], b"w0"
     for version in range(1, 1 << 30):
         load.now += 1.0
-        offer = Publish((1 << 40) + version, version, transfer="relabel")
+        offer = Publish((1 << 40) + version, version, transfer="set_version")
         load.handle(ev.PublishAsked(load.now, trainer, offer, [], (), version))
         update = load.machine.core.updates["g"].id
         load.handle(ev.JournalChecked(load.now, update))
@@ -44,7 +44,7 @@ def updates(load: Load) -> Times:
         hold = timed(load, ev.PublisherSaid(load.now, trainer, Commit(offer.id)))
         while load.running:
             load.answer()
-        load.handle(ev.MemberSaid(load.now, worker, HandedOver(update, version, "")))
+        load.handle(ev.MemberSaid(load.now, worker, WeightsLoaded(update, version, "")))
         yield HOLD, hold
         yield COMMIT, timed(load, ev.JournalWritten(load.now, update))
 

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from bench import prepared
-from enginepool.protocol.messages import Ack, Failure, Goodbye, Hello, Ping, Pong, Welcome
+from enginepool.protocol.messages import Ack, ErrorReply, Goodbye, Hello, Ping, Pong, Welcome
 
 # plain ints: an operation on pyzmq's flags costs a microsecond
 _MORE, _POLLIN = int(zmq.SNDMORE), int(zmq.POLLIN)
@@ -62,7 +62,7 @@ class ZmqLink:
         self._fd = cast(int, self._sock.getsockopt(zmq.FD))
         self._requests = prepared.score_requests(group or "")
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(_Answer | Failure | Welcome | Ping | Pong).decode
+        self._decode = msgspec.msgpack.Decoder(_Answer | ErrorReply | Welcome | Ping | Pong).decode
         self._speaks = group is not None
         self._answered: list[int] = []
         if self._speaks:
@@ -119,7 +119,7 @@ class ZmqLink:
             found.append(message.id - prepared.FIRST_ID)
         elif type(message) is Ping:
             self._sock.send(self._encode(Pong(at=message.at)))
-        elif type(message) is Failure:
+        elif type(message) is ErrorReply:
             raise RuntimeError(f"the coordinator said {message.code}: {message.message}")
 
     def _acknowledge(self, found: list[int]) -> None:

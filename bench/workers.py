@@ -25,7 +25,7 @@ from enginepool.protocol.messages import (
     Capabilities,
     Done,
     Drain,
-    Failure,
+    ErrorReply,
     Idle,
     PartDone,
     Ping,
@@ -105,9 +105,9 @@ def enginepool(address: str) -> None:
             case Accept(epoch=epoch):
                 for say in (Stage("ready"), Ready(CAPABILITIES), Idle(epoch)):
                     sock.send(encode(say))
-            case Failure(code="hello_required"):
+            case ErrorReply(code="hello_required"):
                 sock.send(encode(register))
-            case Failure(code=code, message=why):
+            case ErrorReply(code=code, message=why):
                 raise RuntimeError(f"{code}: {why}")
             case Drain():
                 return

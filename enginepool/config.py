@@ -71,13 +71,13 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     update_prepare_s: float = 30.0
     update_join_s: float = 60.0
     update_stall_s: float = 60.0
-    update_hand_over_s: float = 60.0
+    update_load_s: float = 60.0
     update_inspect_s: float = 60.0
     #: a worker that could not restore the committed weights tries again after this
     restore_again_s: float = 10.0
 
 
-class Restart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """When a worker is started again: backoff doubles from `backoff_s` to `backoff_max_s`; more than `max_restarts` within
     `window_s` end that. A worker that says that it can never start is not started again, and neither is one that fails twice in
     the same way before it was ever ready."""
@@ -117,7 +117,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: forwards of tokens in flight at a worker; where its pace is known, and with cached queries, as many batches
     forwards_in_flight: int = 2
     #: take memory of each GPU for a staged weight update before the engine takes what there is; false where weights only ever
-    #: come by `handles`, `direct`, or not at all: the KV cache has it, and a staged update what it finds, on the host at last
+    #: come by `ipc`, `direct`, or not at all: the KV cache has it, and a staged update what it finds, on the host at last
     reserve_staging: bool = True
     #: where committed weights are kept for workers that start: in shared memory of their node, in `state_dir`, or nowhere
     snapshot: Literal["memory", "disk", "none"] = "memory"
@@ -146,7 +146,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     insecure_loopback: bool = False
     limits: Limits = Limits()
     timing: Timing = Timing()
-    restart: Restart = Restart()
+    restart: RestartConfig = RestartConfig()
 
 
 #: engine options whose product is the number of GPUs of one worker
@@ -249,7 +249,7 @@ def _say(text: str, raw: Any) -> str:
 
 def _meant(path: str, name: str, *, in_group: bool) -> str:
     """What was probably meant by an unknown key `name` in the table at `path`, as the end of a sentence."""
-    tables = {"": PoolConfig, "limits": Limits, "timing": Timing, "restart": Restart}
+    tables = {"": PoolConfig, "limits": Limits, "timing": Timing, "restart": RestartConfig}
     struct = GroupConfig if in_group else tables.get(path)
     near = difflib.get_close_matches(name, struct.__struct_fields__ if struct is not None else (), 1)
     if near:

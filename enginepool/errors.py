@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from enginepool.protocol.errors import CODES
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 
 
 class EnginepoolError(Exception):
@@ -85,7 +85,7 @@ class HelloRequired(_WireCode, code="hello_required"):
     """The coordinator does not know this link. The client says Hello and resends; callers never see it."""
 
 
-class Unauthorised(_WireCode, code="unauthorised"):
+class Unauthorized(_WireCode, code="unauthorized"):
     """The resume token does not belong to this client's id, or its key is not authorized (any more)."""
 
 
@@ -195,7 +195,7 @@ def _first_name(field: str) -> tuple[str, str]:
     return (field, "") if bracket < 0 else (field[:bracket], field[bracket:])
 
 
-def error_from(failure: Failure, names: Mapping[str, str] | None = None) -> EnginepoolError:
+def error_from(failure: ErrorReply, names: Mapping[str, str] | None = None) -> EnginepoolError:
     """The exception for a Failure message. A code of a newer protocol becomes a plain EnginepoolError that carries it.
 
     `names` maps the wire's names of fields to the caller's own (`labels` to `label_token_ids`).

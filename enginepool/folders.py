@@ -28,12 +28,12 @@ class PrivateFolder:
     """
 
     def __init__(self, parent: Path, prefix: str, forget: Callable[[Path], object] = lambda path: None) -> None:
-        _remove_abandoned(parent, prefix, forget)
+        _remove_aborted(parent, prefix, forget)
         self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         # It has its name only when it is locked.
         unheld = self.path / f"{_HELD}.new"
         self._lock = os.open(unheld, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody finds out that it is abandoned
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody finds out that it is aborted
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unheld.rename(self.path / _HELD)
 
@@ -45,7 +45,7 @@ class PrivateFolder:
             self._lock = -1
 
 
-def _remove_abandoned(parent: Path, prefix: str, forget: Callable[[Path], object]) -> None:
+def _remove_aborted(parent: Path, prefix: str, forget: Callable[[Path], object]) -> None:
     for held in parent.glob(f"{prefix}*/{_HELD}"):
         with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile, or held
             lock = os.open(held, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)

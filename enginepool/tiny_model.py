@@ -2,7 +2,7 @@
 
 The checkpoint is written file by file (config, weights, tokenizer), so this needs neither torch nor transformers and takes a
 fraction of a second. Weights are drawn with a standard deviation of fan_in ** -0.5, about ten times wider than the usual
-initialisation, under which every token is equally likely and every score the same.
+initialization, under which every token is equally likely and every score the same.
 """
 
 import importlib

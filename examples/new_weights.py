@@ -32,7 +32,7 @@ async def main() -> None:
                     tried = {name: tensor + 0.02 * torch.randn_like(tensor) for name, tensor in best.items()}
                     record = await publisher.publish(tried, version=step)
                     now = await good_share(pool, version=step)
-                    still = record.phases["hold"] / 1000  # µs; its parts are "drain", "hand_over" and "journal"
+                    still = record.phases["hold"] / 1000  # µs; its parts are "drain", "load" and "journal"
                     print(f"version {step}: {now:.3f}{' better' if now > share else ''}, engines stood still {still:.0f} ms")
                     if now > share:
                         best, share = tried, now

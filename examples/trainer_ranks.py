@@ -45,15 +45,15 @@ def train(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     torch.manual_seed(0)  # all ranks begin with the same weights
     model: Any = fully_shard(torch.nn.Sequential(Layer()))
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     # Nothing else uses this group: publishers tell each other in it what comes. Of gloo also where the model's own is of NCCL.
     group: Any = dist.new_group(backend="gloo")
     pool = start_pool() if rank == 0 else None
     with BlockingWeightPublisher(pool, device="cpu", rename=unfused, trainer_group=group) as publisher:
         for step in range(1, STEPS + 1):
             model(torch.randn(16, 4)).backward()
-            optimiser.step()
-            optimiser.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
             record = publisher.publish(model, version=step)  # on all ranks: each gives its shards
             if pool is not None:
                 answer = pool.score([1, 2], [[3], [4]], label_token_ids=[5], min_version=step)

@@ -45,7 +45,7 @@ CODES: dict[str, CodeFacts] = {
     "hello_required": CodeFacts(
         "nobody", True, "this link has not said Hello to this coordinator; say it and resend", final="no"
     ),
-    "unauthorised": CodeFacts(
+    "unauthorized": CodeFacts(
         "caller", False, "the resume token does not belong to that peer id, or the link's key is not authorized"
     ),
     "forbidden": CodeFacts("caller", False, "the role of this link may not send that; `limit` names the role that may"),

@@ -29,30 +29,30 @@ from enginepool.protocol.basis import MAX_VALUES as MAX_VALUES
 from enginepool.protocol.basis import PROTOCOL_VERSION, FrameSpec, Message, TaskId
 from enginepool.protocol.basis import Dtype as Dtype
 from enginepool.protocol.updates import (
-    Abandon,
+    AbortUpdate,
     Commit,
     Committed,
-    Examine,
-    HandedOver,
-    HandOver,
     Inspect,
     Inspected,
+    InspectWeights,
     Join,
     Joined,
+    LoadWeights,
     Phase,
     Prepare,
     Prepared,
     Publish,
     Published,
-    Release,
+    ReleaseWeights,
     Renew,
     Restore,
     Restored,
     Sent,
     Staged,
-    WeightsQuestion,
+    VerifyWeights,
+    WeightsLoaded,
+    WeightsNeeded,
     WeightsReport,
-    WeightsWanted,
 )
 
 # --- both ways ---------------------------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ class Pong(Message, tag="pong"):
     stage: str = ""
 
 
-class Failure(Message, tag="error"):
+class ErrorReply(Message, tag="error"):
     """A request, or a message, that was refused or failed. `id` is absent when the message had no readable id. `incarnation`:
     of the `hello` that was refused; absent in every other error."""
 
@@ -154,7 +154,7 @@ class Status(Message, tag="status"):
     id: int = 0
 
 
-class Restart(Status, tag="restart"):
+class RestartWorker(Status, tag="restart"):
     """Restart worker `worker` of `group`, a name of the status report, if its process still is `incarnation` ("": it has none).
 
     Answered with a `status_report`, when the restart has begun.
@@ -214,7 +214,7 @@ class Result(Message, tag="result"):
 
 class WorkerStatus(msgspec.Struct, omit_defaults=True):
     """One worker in a status report. Times in seconds. `pace`: its pace in tokens, as learnt from its batches (0: no matter);
-    each row counts there as `pace_row` tokens more.
+    each row counts there as `forward_row_tokens` tokens more.
     """
 
     name: str
@@ -231,7 +231,7 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
     restarts: int = 0
     packed: bool = False
     pace: int = 0
-    pace_row: int = 0
+    forward_row_tokens: int = 0
 
 
 class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -360,7 +360,7 @@ class Register(Message, tag="register"):
     capabilities: list[str] = []
 
 
-class AskSettings(Message, tag="ask_settings"):
+class GetSettings(Message, tag="get_settings"):
     """What are the settings of the workers of `group`? Asked before there is a worker, on a link that registers none. ""  means
     the group of a pool that has one. Answered by `settings`."""
 
@@ -408,7 +408,7 @@ class Done(Message, tag="done"):
     run_us: int = 0
 
 
-class Tokenised(Message, tag="tokenised"):
+class Tokenized(Message, tag="tokenized"):
     """Token ids of a text request: frames `items` int32 and `item_lengths` uint32, one row for each query + item."""
 
     task: TaskId
@@ -417,7 +417,7 @@ class Tokenised(Message, tag="tokenised"):
     message: str = ""
 
 
-class Bye(Message, tag="bye"):
+class Exiting(Message, tag="exiting"):
     """The worker ends; `reason` is one line for the operator. `permanent`: starting it again cannot help. `out_of_memory`: its
     engine died of a batch for which there was not enough."""
 
@@ -440,7 +440,7 @@ class Accept(Message, tag="accept"):
     halvings: int = 0
 
 
-class Settings(Message, tag="settings"):
+class WorkerSettings(Message, tag="settings"):
     """With what the workers of `group` are started. `settings`: JSON with the keys of the pool's file. `path`: the checkpoint
     directory that an engine starts on in place of the model, where the committed weights can be had in no other way; they are
     `version`, and `digest` is theirs. `drain_s`: seconds that begun work has to finish when a worker drains."""
@@ -480,8 +480,8 @@ class Batch(Message, tag="batch"):
     hidden: bool = False
 
 
-class Tokenise(Message, tag="tokenise"):
-    """Turn text into ids: frames as in `score`, utf8. Each row is tokenised as the concatenation of query and item; for a model
+class Tokenize(Message, tag="tokenize"):
+    """Turn text into ids: frames as in `score`, utf8. Each row is tokenized as the concatenation of query and item; for a model
     with a separator, and without `raw`, as its tokenizer joins the two texts of a pair."""
 
     task: TaskId
@@ -495,30 +495,30 @@ class Drain(Message, tag="drain"):
 
 
 FromClient = (
-    Hello | Score | Cancel | Ack | Goodbye | Status | Restart | Publish | Renew | Sent | Commit | Abandon | WeightsQuestion
-    | Ping | Pong
+    Hello | Score | Cancel | Ack | Goodbye | Status | RestartWorker | Publish | Renew | Sent | Commit | AbortUpdate
+    | InspectWeights | Ping | Pong
 )  # fmt: skip
-ToClient = Welcome | Result | Failure | StatusReport | Join | Phase | Published | WeightsWanted | WeightsReport | Ping | Pong
+ToClient = Welcome | Result | ErrorReply | StatusReport | Join | Phase | Published | WeightsNeeded | WeightsReport | Ping | Pong
 FromWorker = (
-    Register | AskSettings | Stage | Ready | Idle | Done | Tokenised | Bye
-    | Prepared | Joined | Staged | HandedOver | Restored | Inspected | Failure | Ping | Pong
+    Register | GetSettings | Stage | Ready | Idle | Done | Tokenized | Exiting
+    | Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected | ErrorReply | Ping | Pong
 )  # fmt: skip
 ToWorker = (
     Accept
-    | Settings
+    | WorkerSettings
     | Expired
     | Batch
-    | Tokenise
+    | Tokenize
     | Drain
     | Prepare
     | Join
-    | Examine
-    | HandOver
+    | VerifyWeights
+    | LoadWeights
     | Committed
-    | Release
+    | ReleaseWeights
     | Restore
     | Inspect
-    | Failure
+    | ErrorReply
     | Ping
     | Pong
 )

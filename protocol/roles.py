@@ -27,19 +27,19 @@ FROM_CLIENT: Final[dict[str, Role]] = {
     "status": "client",
     "ping": "client",
     "pong": "client",
-    "weights_question": "publisher",
+    "inspect_weights": "publisher",
     "publish": "publisher",
     "renew": "publisher",
     "sent": "publisher",
     "commit": "publisher",
-    "abandon": "publisher",
+    "abort": "publisher",
     "restart": "admin",
 }
 #: the same of the worker endpoint
 FROM_WORKER: Final[dict[str, Role]] = dict.fromkeys(
     (
-        "register", "ask_settings", "stage", "ready", "idle", "done", "tokenised", "prepared", "joined", "staged",
-        "handed_over", "restored", "inspected", "bye", "error", "ping", "pong",
+        "register", "get_settings", "stage", "ready", "idle", "done", "tokenized", "prepared", "joined", "staged",
+        "loaded", "restored", "inspected", "exiting", "error", "ping", "pong",
     ),
     "worker",
 )  # fmt: skip

@@ -19,26 +19,26 @@ MAX_MS = 3_600_000
 SEAL_BYTES = 16
 #: the path of lent memory: a descriptor of the publisher's own process, whose PID is the group
 DESCRIPTOR = re.compile(r"/proc/([1-9][0-9]{0,9})/fd/[0-9]{1,9}", re.ASCII)
-#: spaces in one message: one for each rank of every worker
-MAX_SPACES = 1024
+#: regions in one message: one for each rank of every worker
+MAX_REGIONS = 1024
 
 #: How new weights reach an engine.
 #: staged: broadcast into a stager beside each worker, which serves on meanwhile; handed over inside the device.
 #: direct: broadcast straight into the engines, which stand still meanwhile.
 #: handles: engines of the publisher's own host open memory that it lends, and copy out of it.
 #: checkpoint: each worker reads a directory that it can see.
-#: relabel: the weights stay; only their version changes.
-Transfer = Literal["staged", "direct", "handles", "checkpoint", "relabel"]
+#: set_version: the weights stay; only their version changes.
+Transfer = Literal["staged", "direct", "ipc", "checkpoint", "set_version"]
 #: What happens to batches in flight when the group is held. drain: they finish, for at most `drain_ms`; then as abort.
 #: abort: they are put back into the queue at once, and run again on the new weights.
 InFlight = Literal["drain", "abort"]
 #: open: members are asked whether they can. join: the process group forms. transfer: rank 0 sends. staged: all members hold
 #: verified bytes and wait for `commit`. restart: engines that take weights only at their start are started on them. hold: no
-#: new work starts. hand_over: engines take the new weights. Then `published`, or `error`.
-PhaseName = Literal["open", "join", "transfer", "staged", "restart", "hold", "hand_over"]
+#: new work starts. load: engines take the new weights. Then `published`, or `error`.
+PhaseName = Literal["open", "join", "transfer", "staged", "restart", "hold", "load"]
 
 
-class Space(msgspec.Struct, frozen=True, omit_defaults=True):
+class MemoryRegion(msgspec.Struct, frozen=True, omit_defaults=True):
     """The bytes of an update in memory that other processes of its host can open, laid out by `layout.py`.
 
     kind: `file`, a path to map, often shared memory; `cuda`, memory of a GPU, opened by the CUDA IPC `handle`: the values of
@@ -60,12 +60,12 @@ class Space(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Publish(Message, tag="publish"):
     """Open a transaction. Answered by `join` and `phase`s, at last by `published` or `error`. Frame: `manifest` utf8, but for
-    `checkpoint` and `relabel`.
+    `checkpoint` and `set_version`.
 
     `address`: HOST:PORT of the publisher's TCP store, `peer`: a random name of the publisher's side of the process group, new
     whenever that side was lost. `path`: the directory of `checkpoint`. `partial`: the manifest may lack names of the model.
     `lease_ms`: without a `renew` for so long the transaction is aborted. `new_run`: versions begin again, as an operator wants.
-    `host`, `gpu`: where the memory of `handles` is: the identity of its host, the UUID of its GPU (empty: memory of the host).
+    `host`, `gpu`: where the memory of `ipc` is: the identity of its host, the UUID of its GPU (empty: memory of the host).
     """
 
     id: int
@@ -95,13 +95,13 @@ class Renew(Message, tag="renew"):
 
 
 class Sent(Message, tag="sent"):
-    """All bytes of transaction `id` are broadcast; `digest` is that of `layout.py` over them. In `handles` they lie in
-    `spaces`, each of which holds all of them, unchanged until the final answer: one, or one for each GPU of an engine."""
+    """All bytes of transaction `id` are broadcast; `digest` is that of `layout.py` over them. In `ipc` they lie in
+    `regions`, each of which holds all of them, unchanged until the final answer: one, or one for each GPU of an engine."""
 
     id: int
     digest: str
     sent_bytes: int
-    spaces: Annotated[list[Space], msgspec.Meta(max_length=MAX_SPACES)] = []
+    regions: Annotated[list[MemoryRegion], msgspec.Meta(max_length=MAX_REGIONS)] = []
 
 
 class Commit(Message, tag="commit"):
@@ -110,7 +110,7 @@ class Commit(Message, tag="commit"):
     id: int
 
 
-class Abandon(Message, tag="abandon"):
+class AbortUpdate(Message, tag="abort"):
     """Abort transaction `id`, unless its hand-over has begun; a direct one also then, until `sent`. Answered by its end.
     `broken`: the process group broke; a member may know why."""
 
@@ -119,7 +119,7 @@ class Abandon(Message, tag="abandon"):
     broken: bool = False
 
 
-class WeightsQuestion(Message, tag="weights_question"):
+class InspectWeights(Message, tag="inspect_weights"):
     """Ask about weights; answered by `weights_report`.
 
     versions: what each worker holds, and the history. digest: of every worker's weights as they are in its engine. validate:
@@ -148,7 +148,7 @@ class Phase(Message, tag="phase"):
 
 
 #: The parts of `UpdateRecord.phases["hold"]`, one after the other.
-HELD = ("drain", "hand_over", "journal")
+HELD = ("drain", "load", "journal")
 
 
 class UpdateRecord(msgspec.Struct, omit_defaults=True):
@@ -160,17 +160,17 @@ class UpdateRecord(msgspec.Struct, omit_defaults=True):
         join        until the process group stood; in `direct`, until `commit` as well
         transfer    until every member had staged and verified all bytes
         staged      until `commit`
-        hold        the whole time in which the group started no work: drain + hand_over + journal, exactly
+        hold        the whole time in which the group started no work: drain + load + journal, exactly
 
     Parts of `hold`, one after the other, never to be added to it:
 
         drain       until batches in flight were answered or put back
-        hand_over   until every engine had taken the weights; in `direct` the bytes are broadcast here
+        load   until every engine had taken the weights; in `direct` the bytes are broadcast here
         journal     until the commit was on the disk
 
-    Parts of `hand_over`, of the member that took longest in each: `load` (the engine took the weights), `flush` (its caches).
-    Outside of these: `ready`, preparation that kept the engine from its work before the hold, of the member that took longest;
-    `first_answer`, from the end of `hand_over` to the first answer of the new weights, which overlaps `journal`.
+    Parts of `load`, of the member that took longest in each: `copy` (the engine took the weights), `flush` (its caches).
+    Outside of these: `prepare`, work before the hold that kept the engine from its requests, of the slowest member;
+    `first_answer`, from the end of `load` to the first answer of the new weights, which overlaps `journal`.
     """
 
     version: int
@@ -194,7 +194,7 @@ class Published(Message, tag="published"):
     record: UpdateRecord
 
 
-class WeightsWanted(Message, tag="weights_wanted"):
+class WeightsNeeded(Message, tag="weights_needed"):
     """To every client: the committed `version` of `group` is held nowhere any more. Who has it publishes that or more."""
 
     group: str
@@ -224,7 +224,7 @@ class WorkerWeights(msgspec.Struct, omit_defaults=True):
 
 
 class WeightsReport(Message, tag="weights_report"):
-    """The answer to `weights_question`. Elements of a tensor come as the frame `tensor` float32, one-dimensional; `dtype` and
+    """The answer to `inspect_weights`. Elements of a tensor come as the frame `tensor` float32, one-dimensional; `dtype` and
     `shape` are those of the whole tensor in the engine."""
 
     id: int
@@ -274,16 +274,16 @@ class Prepare(Message, tag="prepare"):
     gpu: str = ""
 
 
-class Examine(Message, tag="examine"):
-    """In `handles`: the bytes of the update lie in `spaces`. Open them, keep them open, and look at every byte while the engine
+class VerifyWeights(Message, tag="verify"):
+    """In `ipc`: the bytes of the update lie in `regions`. Open them, keep them open, and look at every byte while the engine
     serves. Answered by `staged`."""
 
     update: TaskId
-    spaces: list[Space]
+    regions: list[MemoryRegion]
 
 
-class HandOver(Message, tag="hand_over"):
-    """Finish or drop what is in the engine, then take the prepared weights as `version`. Answered by `handed_over`.
+class LoadWeights(Message, tag="load"):
+    """Finish or drop what is in the engine, then take the prepared weights as `version`. Answered by `loaded`.
 
     In `direct` transfer the bytes are broadcast now. Answers of batches that were in the engine are no longer wanted.
     """
@@ -293,7 +293,7 @@ class HandOver(Message, tag="hand_over"):
 
 
 class Committed(Message, tag="committed"):
-    """The update is journalled. What a stager holds is now what a successor of this worker gets; `snapshot`: a file in which to
+    """The update is journaled. What a stager holds is now what a successor of this worker gets; `snapshot`: a file in which to
     keep it, in the background, when it is not there yet. Said again, with `update` (0, 0), to a worker that is ready with it.
     `run`: how often versions have begun again.
     """
@@ -305,8 +305,8 @@ class Committed(Message, tag="committed"):
     run: int = 0
 
 
-class Release(Message, tag="release"):
-    """The update is aborted: forget it. After `hand_over` only where the commit could not be journalled; `restore` follows."""
+class ReleaseWeights(Message, tag="release"):
+    """The update is aborted: forget it. After `load` only where the commit could not be journaled; `restore` follows."""
 
     update: TaskId
     reason: str = ""
@@ -325,7 +325,7 @@ class Restore(Message, tag="restore"):
 
 
 class Inspect(Message, tag="inspect"):
-    """A question about this worker's weights, as in `weights_question`. Answered by `inspected`."""
+    """A question about this worker's weights, as in `inspect_weights`. Answered by `inspected`."""
 
     task: TaskId
     what: Literal["digest", "validate", "tensor"]
@@ -375,17 +375,17 @@ class Staged(Message, tag="staged"):
     broken: bool = False
 
 
-class HandedOver(Message, tag="handed_over"):
-    """The engine runs on `version`: `load_us` took the weights, `flush_us` the caches; `ready_us` of preparation had kept it
+class WeightsLoaded(Message, tag="loaded"):
+    """The engine runs on `version`: `copy_us` took the weights, `flush_us` the caches; `prepare_us` of preparation had kept it
     from its work before. An error: its weights are as before, and whole. A worker that cannot promise that ends itself instead.
     """
 
     update: TaskId
     version: int = 0
     digest: str = ""
-    load_us: int = 0
+    copy_us: int = 0
     flush_us: int = 0
-    ready_us: int = 0
+    prepare_us: int = 0
     code: str = ""
     message: str = ""
 

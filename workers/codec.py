@@ -8,7 +8,7 @@ import numpy as np
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
-from enginepool.protocol.messages import Batch, FrameSpec, Part, PartDone, TaskId, Tokenise
+from enginepool.protocol.messages import Batch, FrameSpec, Part, PartDone, TaskId, Tokenize
 from enginepool.workers.engine import BatchScores, EngineError, Lengths, ScoreBatch, ScorePart, Scores
 from enginepool.workers.events import Frame
 
@@ -24,7 +24,7 @@ _COPY_BELOW = 1 << 16
 class _Task(msgspec.Struct):
     """What must be known of work to answer that it cannot be read."""
 
-    type: Literal["batch", "tokenise"]
+    type: Literal["batch", "tokenize"]
     batch: TaskId | None = None
     task: TaskId | None = None
     parts: list[msgspec.Raw] = []
@@ -33,7 +33,7 @@ class _Task(msgspec.Struct):
 _task = msgspec.msgpack.Decoder(_Task)
 
 
-def name_task(header: Frame) -> Batch | Tokenise | None:
+def name_task(header: Frame) -> Batch | Tokenize | None:
     """The work in a header that cannot be read: its id and its number of parts. None: it is no work, or has no id."""
     try:
         task = _task.decode(header)
@@ -41,7 +41,7 @@ def name_task(header: Frame) -> Batch | Tokenise | None:
         return None
     if task.type == "batch" and task.batch is not None and task.parts:
         return Batch(task.batch, [Part([])] * len(task.parts))
-    return Tokenise(task.task, []) if task.type == "tokenise" and task.task is not None else None
+    return Tokenize(task.task, []) if task.type == "tokenize" and task.task is not None else None
 
 
 def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> ScoreBatch:
@@ -99,7 +99,7 @@ def _check_pairs(field: str, query_lengths: Lengths, item_lengths: Lengths) -> N
         raise WireError("malformed", f"{field}: {query_lengths.size} queries for {item_lengths.size} items", field=field)
 
 
-def decode_texts(task: Tokenise, frames: tuple[Frame, ...]) -> list[tuple[str, str]]:
+def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> list[tuple[str, str]]:
     """The two texts of each row, in the order in which they are joined.
 
     Raises:
@@ -136,7 +136,7 @@ def _cut(field: str, data: Frame, lengths: Frame) -> list[bytes]:
 
 
 def encode_rows(rows: list[list[int]]) -> tuple[bytes, bytes]:
-    """`items` and `item_lengths` of tokenised rows."""
+    """`items` and `item_lengths` of tokenized rows."""
     ids = np.fromiter((token for row in rows for token in row), np.int32)
     lengths = np.fromiter((len(row) for row in rows), np.uint32)
     return ids.tobytes(), lengths.tobytes()

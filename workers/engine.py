@@ -1,7 +1,7 @@
 """What an engine is to a worker: the interface that `sglang` and `sim` implement.
 
 The worker's loop owns an engine for the whole life of the process: `start` once, then any number of overlapping `score` and
-`tokenise` calls on one asyncio loop, then `close` once.
+`tokenize` calls on one asyncio loop, then `close` once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from enginepool.protocol.manifest import Tensor, overflow
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.updates import Finding, Space
+from enginepool.protocol.updates import Finding, MemoryRegion
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.uint32]
@@ -147,14 +147,14 @@ class ModelTensors:
 class NewWeights:
     """Weights for an engine. One of these, or none: the weights stay, and are called by another version.
 
-    spaces: all of them in each, one for each GPU; one does for all. `sharded`: all of them in the bytes of all spaces, one
+    regions: all of them in each, one for each GPU; one does for all. `sharded`: all of them in the bytes of all regions, one
         after the other, which every rank reads.
     checkpoint: a directory.
     group: a process group that the engine has joined, in which `tensors` are broadcast in buckets of `bucket_bytes`.
     """
 
     tensors: tuple[Tensor, ...] = ()
-    spaces: tuple[Space, ...] = ()
+    regions: tuple[MemoryRegion, ...] = ()
     sharded: bool = False
     checkpoint: str = ""
     group: str = ""
@@ -214,20 +214,20 @@ class Engine(Protocol):
         ...
 
     async def ready(self, weights: NewWeights) -> float:
-        """Get ready to `take` what will lie in the spaces of `weights`, while the engine serves and they may be written to.
+        """Get ready to `take` what will lie in the regions of `weights`, while the engine serves and they may be written to.
 
-        Returns for how many seconds that kept the engine from its work. The spaces' memory is referred to from now on, until
+        Returns for how many seconds that kept the engine from its work. The regions' memory is referred to from now on, until
         `let_go` or the engine's end, also beyond a `take`. Raises EngineError when it cannot; `take` then does it all.
         """
         ...
 
-    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open `weights.spaces`, and look at every byte while the engine serves: (digest, findings). They stay open, also when
-        who made them is gone, until others are examined, or `let_go`. Raises EngineError."""
+    async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open `weights.regions`, and look at every byte while the engine serves: (digest, findings). They stay open, also when
+        who made them is gone, until others are verified, or `let_go`. Raises EngineError."""
         ...
 
     async def let_go(self) -> None:
-        """Refer to no memory of spaces any more; what was made ready is not. Raises EngineError."""
+        """Refer to no memory of regions any more; what was made ready is not. Raises EngineError."""
         ...
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
@@ -247,7 +247,7 @@ class Engine(Protocol):
         """Elements of one weight by its checkpoint name. Raises EngineError: no such name."""
         ...
 
-    async def tokenise(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+    async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
         """Token ids of each pair of texts, with the special tokens that the model's tokenizer adds: those of the concatenation;
         for a cross-encoder, unless `raw`, those of the pair. Raises EngineError."""
         ...

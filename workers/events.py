@@ -5,28 +5,28 @@ from enum import IntEnum
 import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
-from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenise
+from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenize
 from enginepool.protocol.updates import (
     Committed,
-    Examine,
-    HandedOver,
-    HandOver,
     Inspect,
     Inspected,
     Join,
     Joined,
+    LoadWeights,
     Prepare,
     Prepared,
-    Release,
+    ReleaseWeights,
     Restore,
     Restored,
     Staged,
+    VerifyWeights,
+    WeightsLoaded,
 )
 
 Frame = bytes | memoryview
 #: what a coordinator asks about weights, and what is answered
-Asked = Prepare | Join | Examine | HandOver | Committed | Release | Restore | Inspect
-Answered = Prepared | Joined | Staged | HandedOver | Restored | Inspected
+Asked = Prepare | Join | VerifyWeights | LoadWeights | Committed | ReleaseWeights | Restore | Inspect
+Answered = Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected
 
 
 class Exit(IntEnum):
@@ -35,7 +35,7 @@ class Exit(IntEnum):
     DRAINED = 0
     #: the configuration cannot work; a restart would end the same way
     UNUSABLE = 78
-    #: the engine is lost; `bye` and stderr say why
+    #: the engine is lost; `exiting` and stderr say why
     ENGINE_DIED = 70
     #: the engine ran out of memory in a batch, or in its first ones: less at a time may help
     OUT_OF_MEMORY = 71
@@ -50,21 +50,21 @@ class Exit(IntEnum):
 # --- events: every one carries `now`, seconds on the worker's monotonic clock ------------------------------------------
 
 
-class Event(msgspec.Struct, frozen=True, gc=False):
+class WorkerEvent(msgspec.Struct, frozen=True, gc=False):
     """Base of all events."""
 
     now: float
 
 
-class Connected(Event, frozen=True):
+class Connected(WorkerEvent, frozen=True):
     """The link to the coordinator is up, for the first time or again."""
 
 
-class Disconnected(Event, frozen=True):
+class Disconnected(WorkerEvent, frozen=True):
     """The link is down; what was queued for it is gone."""
 
 
-class Received(Event, frozen=True):
+class FromCoordinator(WorkerEvent, frozen=True):
     """A message of the coordinator (one of `protocol.messages.ToWorker`) with its payload frames.
 
     `unreadable`: why the header of a batch or a tokenizing task cannot be read; `message` then names the task, and a batch has
@@ -76,14 +76,14 @@ class Received(Event, frozen=True):
     unreadable: str = ""
 
 
-class EngineStage(Event, frozen=True):
+class EngineStage(WorkerEvent, frozen=True):
     """The engine reports what it is doing before it is ready."""
 
     stage: str
     detail: str = ""
 
 
-class EngineReady(Event, frozen=True):
+class EngineReady(WorkerEvent, frozen=True):
     """The engine is loaded and warm."""
 
     capabilities: Capabilities
@@ -91,7 +91,7 @@ class EngineReady(Event, frozen=True):
     digest: str = ""
 
 
-class BatchDone(Event, frozen=True):
+class EngineBatchDone(WorkerEvent, frozen=True):
     """The engine answered a batch; `frames` are the payload of all parts in order."""
 
     batch: TaskId
@@ -102,74 +102,74 @@ class BatchDone(Event, frozen=True):
     run_us: int = 0
 
 
-class TextDone(Event, frozen=True):
-    """The engine tokenised the texts of a task."""
+class TextDone(WorkerEvent, frozen=True):
+    """The engine tokenized the texts of a task."""
 
     task: TaskId
     items: Frame
     item_lengths: Frame
 
 
-class WorkFailed(Event, frozen=True):
-    """A batch or a tokenise task failed as a whole and the engine lives on."""
+class WorkFailed(WorkerEvent, frozen=True):
+    """A batch or a tokenize task failed as a whole and the engine lives on."""
 
     task: TaskId
     message: str
     code: str = "engine_error"
 
 
-class EngineLost(Event, frozen=True):
+class EngineLost(WorkerEvent, frozen=True):
     """The engine is gone or hangs; `unusable`: it can never start like this."""
 
     reason: str
     unusable: bool = False
 
 
-class WeightsAnswered(Event, frozen=True):
+class WeightsAnswered(WorkerEvent, frozen=True):
     """What came of a `RunWeights`, as the coordinator is to hear it. `staged` comes by itself, some time after `joined`, or is
-    the answer to `examine`."""
+    the answer to `verify`."""
 
     answer: Answered
     frames: tuple[Frame, ...] = ()
 
 
-class WeightsTaken(Event, frozen=True):
+class WeightsTaken(WorkerEvent, frozen=True):
     """A `restore` was done: the engine runs on these weights now."""
 
     version: int
     digest: str
 
 
-class DrainWanted(Event, frozen=True):
+class DrainWanted(WorkerEvent, frozen=True):
     """Somebody on this machine asks the worker to finish and end (SIGTERM)."""
 
     reason: str
 
 
-class LifelineClosed(Event, frozen=True):
+class LifelineClosed(WorkerEvent, frozen=True):
     """The process that owns this worker is gone."""
 
 
-class Tick(Event, frozen=True):
+class WorkerTick(WorkerEvent, frozen=True):
     """Time passes. Comes at least every `machine.TICK_S` seconds unless the process is stalled."""
 
 
 # --- effects ------------------------------------------------------------------------------------------------------------
 
 
-class Effect(msgspec.Struct, frozen=True, gc=False):
+class WorkerEffect(msgspec.Struct, frozen=True, gc=False):
     """Base of all effects."""
 
 
-class Send(Effect, frozen=True):
+class SendToCoordinator(WorkerEffect, frozen=True):
     """Send to the coordinator, in order. Nothing arrives while the link is down."""
 
     message: Message
     frames: tuple[Frame, ...] = ()
 
 
-class RunBatch(Effect, frozen=True):
-    """Give a batch to the engine; exactly one `BatchDone` or `WorkFailed` follows, unless the engine is lost."""
+class RunBatch(WorkerEffect, frozen=True):
+    """Give a batch to the engine; exactly one `EngineBatchDone` or `WorkFailed` follows, unless the engine is lost."""
 
     batch: Batch
     frames: tuple[Frame, ...] = ()
@@ -177,30 +177,30 @@ class RunBatch(Effect, frozen=True):
     unreadable: str = ""
 
 
-class RunTokenise(Effect, frozen=True):
+class RunTokenize(WorkerEffect, frozen=True):
     """Give texts to the engine's tokenizer; exactly one `TextDone` or `WorkFailed` follows, unless the engine is lost."""
 
-    task: Tokenise
+    task: Tokenize
     frames: tuple[Frame, ...] = ()
     unreadable: str = ""
 
 
-class RunWeights(Effect, frozen=True):
-    """Do what the coordinator asks about weights. `prepare`, `join`, `examine`, `hand_over` and `inspect` are answered by one
+class RunWeights(WorkerEffect, frozen=True):
+    """Do what the coordinator asks about weights. `prepare`, `join`, `verify`, `load` and `inspect` are answered by one
     `WeightsAnswered` each; `restore` by `WeightsTaken`, or by `WeightsAnswered` with `restored`; `committed` and `release` by
-    nothing. `hand_over` and `restore` come only while the engine is empty, and nothing enters it before their answer."""
+    nothing. `load` and `restore` come only while the engine is empty, and nothing enters it before their answer."""
 
     message: Asked
     frames: tuple[Frame, ...] = ()
 
 
-class Note(Effect, frozen=True):
+class Note(WorkerEffect, frozen=True):
     """One line for the operator (stderr)."""
 
     line: str
 
 
-class End(Effect, frozen=True):
+class EndProcess(WorkerEffect, frozen=True):
     """The process ends. `close`: the engine is closed in peace first; otherwise everything is killed at once."""
 
     code: Exit

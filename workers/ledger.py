@@ -5,31 +5,39 @@
 
 from collections.abc import Iterable
 
-from enginepool.protocol.messages import Done, FrameSpec, PartDone, TaskId, Tokenised
-from enginepool.workers.events import BatchDone, Effect, RunBatch, RunTokenise, Send, TextDone, WorkFailed
+from enginepool.protocol.messages import Done, FrameSpec, PartDone, TaskId, Tokenized
+from enginepool.workers.events import (
+    EngineBatchDone,
+    RunBatch,
+    RunTokenize,
+    SendToCoordinator,
+    TextDone,
+    WorkerEffect,
+    WorkFailed,
+)
 
 #: finished answers kept for a batch that is delivered again, and their payload bytes in all
 KEPT_ANSWERS = 64
 KEPT_BYTES = 16 << 20
 
-Run = RunBatch | RunTokenise
+Run = RunBatch | RunTokenize
 
 
-class Work:
+class TaskLedger:
     """The work of one epoch, and what earlier epochs left inside the engine."""
 
     def __init__(self) -> None:
-        #: work of this epoch that is not answered: its number of parts, None for a tokenise task
+        #: work of this epoch that is not answered: its number of parts, None for a tokenize task
         self.running: dict[TaskId, int | None] = {}
         #: the part of `running` that is not yet given to the engine; empty when `leaving` is, and no weights are taken
         self.held: dict[TaskId, Run] = {}
         #: work that nobody waits for any more and that is still inside the engine
         self.leaving: set[TaskId] = set()
         #: answers of this epoch in the order they were finished; at most KEPT_ANSWERS and KEPT_BYTES
-        self.answers: dict[TaskId, Send] = {}
+        self.answers: dict[TaskId, SendToCoordinator] = {}
         self.answer_bytes = 0
         #: answers that are not sent yet because the link was unusable; in `answers` too, unless those are full
-        self.unsent: dict[TaskId, Send] = {}
+        self.unsent: dict[TaskId, SendToCoordinator] = {}
 
     def __repr__(self) -> str:
         return f"running={len(self.running)} held={len(self.held)} leaving={len(self.leaving)} unsent={len(self.unsent)}"
@@ -39,7 +47,7 @@ class Work:
         """Answers that somebody waits for."""
         return len(self.running) + len(self.unsent)
 
-    def begin(self, task: TaskId, parts: int | None, run: Run, *, hold: bool) -> list[Effect]:
+    def begin(self, task: TaskId, parts: int | None, run: Run, *, hold: bool) -> list[WorkerEffect]:
         """Take work, which goes into the engine at once unless it is to be held, or something is still leaving the engine."""
         self.running[task] = parts
         if self.leaving or hold:
@@ -53,7 +61,7 @@ class Work:
         self.held.clear()
         return held
 
-    def finish(self, task: TaskId, answer: Send, *, said: bool) -> bool:
+    def finish(self, task: TaskId, answer: SendToCoordinator, *, said: bool) -> bool:
         """`task` has left the engine, and its answer is kept. False: nobody waits for it."""
         if task not in self.running:
             return False
@@ -69,7 +77,7 @@ class Work:
                 self.answer_bytes -= len(frame)
         return True
 
-    def unsaid(self) -> Iterable[Send]:
+    def unsaid(self) -> Iterable[SendToCoordinator]:
         """The answers that are not sent yet; they are now."""
         unsent, self.unsent = self.unsent, {}
         return unsent.values()
@@ -83,13 +91,13 @@ class Work:
         self.answer_bytes = 0
         self.unsent.clear()
 
-    def failed(self, event: WorkFailed, version: int) -> Send:
+    def failed(self, event: WorkFailed, version: int) -> SendToCoordinator:
         """The answer to work that failed: of a batch, every part has."""
         parts = self.running.get(event.task)
         if parts is None:
-            return Send(Tokenised(event.task, code=event.code, message=event.message))
+            return SendToCoordinator(Tokenized(event.task, code=event.code, message=event.message))
         failed = PartDone(code=event.code, message=event.message)
-        return Send(Done(event.task, [failed] * parts, version=version, forwards=0))
+        return SendToCoordinator(Done(event.task, [failed] * parts, version=version, forwards=0))
 
     def check(self, epoch: int) -> None:
         """Raise AssertionError when an invariant of the state does not hold."""
@@ -104,16 +112,16 @@ class Work:
         assert self.answer_bytes <= KEPT_BYTES
 
 
-def scored(event: BatchDone) -> Send:
+def scored(event: EngineBatchDone) -> SendToCoordinator:
     """The answer to a batch."""
     done = Done(event.batch, event.parts, version=event.version, forwards=event.forwards, run_us=event.run_us)
-    return Send(done, event.frames)
+    return SendToCoordinator(done, event.frames)
 
 
-def tokenised(event: TextDone) -> Send:
-    """The answer to a tokenise task."""
+def tokenized(event: TextDone) -> SendToCoordinator:
+    """The answer to a tokenize task."""
     specs = [
         FrameSpec("items", "int32", (len(event.items) // 4,)),
         FrameSpec("item_lengths", "uint32", (len(event.item_lengths) // 4,)),
     ]
-    return Send(Tokenised(event.task, specs), (event.items, event.item_lengths))
+    return SendToCoordinator(Tokenized(event.task, specs), (event.items, event.item_lengths))

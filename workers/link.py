@@ -1,6 +1,6 @@
 """The link to the coordinator: a thread that owns the ZeroMQ socket and answers pings, whatever the main thread is doing.
 
-Messages go to the worker's loop through `Link.take`, and from it through `Link.send`. The thread is also the last resort: a
+Messages go to the worker's loop through `take`, and from it through `send`. The thread is also the last resort: a
 main thread that stands still in an engine's code cannot notice that its owner or every coordinator is gone, or that a
 coordinator tells it to end, so the thread ends the process then.
 
@@ -24,9 +24,9 @@ from enginepool.errors import ConfigError
 from enginepool.keys import Key, read_key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
-from enginepool.protocol.messages import Accept, Failure, Message, Ping, Pong, ToWorker
+from enginepool.protocol.messages import Accept, ErrorReply, Message, Ping, Pong, ToWorker
 from enginepool.workers.codec import name_task
-from enginepool.workers.events import Connected, Disconnected, Event, Exit, Frame, LifelineClosed, Received
+from enginepool.workers.events import Connected, Disconnected, Exit, Frame, FromCoordinator, LifelineClosed, WorkerEvent
 from enginepool.workers.log import say
 from enginepool.workers.machine import FINAL_REFUSALS, STALL_S
 from enginepool.workers.process import end_process
@@ -43,7 +43,7 @@ ORPHAN_GRACE = 2.0
 _POLL_MS = 500
 
 
-class Link:
+class WorkerLink:
     """One DEALER in one thread.
 
     Args:
@@ -58,7 +58,7 @@ class Link:
     def __init__(
         self,
         endpoint: str,
-        take: Callable[[Event], None],
+        take: Callable[[WorkerEvent], None],
         after: Callable[[], None],
         *,
         lifeline_fd: int | None = None,
@@ -74,7 +74,7 @@ class Link:
         self._lifeline = lifeline_fd
         self._orphan_s = orphan_s
         self._loop = asyncio.get_running_loop()
-        self._inbox: deque[Event] = deque()
+        self._inbox: deque[WorkerEvent] = deque()
         self._taking = False
         self._outbox: deque[list[Frame]] = deque()
         self._woken = False
@@ -147,7 +147,7 @@ class Link:
 
     # --- in the thread --------------------------------------------------------------------------------------------------
 
-    def _deliver(self, event: Event) -> None:
+    def _deliver(self, event: WorkerEvent) -> None:
         self._inbox.append(event)
         if not self._taking:
             self._taking = True
@@ -222,16 +222,16 @@ class Link:
                     say(f"dropped a message of the coordinator: {error.message}")
                 else:
                     self._deliver(
-                        Received(now, task, unreadable=f"the worker was sent work that cannot be read: {error.message}")
+                        FromCoordinator(now, task, unreadable=f"the worker was sent work that cannot be read: {error.message}")
                     )
                 continue
             if type(message) is Ping:
                 self._outbox.append([encode_header(Pong(message.at, stage=self.stage))])
             elif type(message) is Accept and self._orphan_s != float("inf"):
                 self._orphan_s = message.orphan_s
-            elif type(message) is Failure and message.code in FINAL_REFUSALS:
+            elif type(message) is ErrorReply and message.code in FINAL_REFUSALS:
                 self._doom(Exit.REFUSED, "the coordinator refuses this worker")
-            self._deliver(Received(now, message, tuple(frames)))
+            self._deliver(FromCoordinator(now, message, tuple(frames)))
 
     def _write(self) -> None:
         outbox = self._outbox

@@ -21,7 +21,7 @@ that ends it, and waits for a coordinator without a limit.
 What an update of the weights asks of a worker is in `updates`; while the engine takes weights, and before that while it empties
 for them, work is held back in the same way.
 
-    stage: starting -> loading -> compiling -> ready -> draining, and from each of them the end (`End`), after which
+    stage: starting -> loading -> compiling -> ready -> draining, and from each of them the end (`EndProcess`), after which
     nothing has an effect.
 """
 
@@ -31,22 +31,32 @@ from typing import Any
 from enginepool.protocol.messages import (
     Accept,
     Batch,
-    Bye,
     Capabilities,
     Drain,
+    ErrorReply,
+    Exiting,
     Expired,
-    Failure,
     Idle,
     Ready,
     Register,
     Stage,
     TaskId,
-    Tokenise,
+    Tokenize,
 )
 from enginepool.workers import events as ev
 from enginepool.workers.engine import ran_out_of_memory
-from enginepool.workers.events import Asked, Effect, End, Exit, Frame, Note, RunBatch, RunTokenise, Send
-from enginepool.workers.ledger import Run, Work, scored, tokenised
+from enginepool.workers.events import (
+    Asked,
+    EndProcess,
+    Exit,
+    Frame,
+    Note,
+    RunBatch,
+    RunTokenize,
+    SendToCoordinator,
+    WorkerEffect,
+)
+from enginepool.workers.ledger import Run, TaskLedger, scored, tokenized
 from enginepool.workers.weights.machine import WorkerUpdates
 
 #: how often the shell sends `Tick`
@@ -60,7 +70,7 @@ ASK_AGAIN_S = 1.0
 #: no event for this long, though ticks are due, means that this process stood still; the coordinator is not blamed for it
 STALL_S = 2.0
 #: refusals after which this incarnation can never be served
-FINAL_REFUSALS = frozenset({"superseded", "forbidden", "unauthorised", "protocol_version", "unknown_group"})
+FINAL_REFUSALS = frozenset({"superseded", "forbidden", "unauthorized", "protocol_version", "unknown_group"})
 
 
 class WorkerMachine:
@@ -114,16 +124,16 @@ class WorkerMachine:
         #: the weights in the engine, and what is asked about them
         self.updates = WorkerUpdates()
         #: the batches and texts that it was given
-        self.work = Work()
+        self.work = TaskLedger()
         self.drain_until: float | None = None
         self.drain_reason = ""
-        self.ended: End | None = None
-        self._handlers: dict[type[ev.Event], Callable[[Any], list[Effect]]] = {
-            ev.Received: self._received,
-            ev.BatchDone: lambda event: self._finished(event.batch, scored(event)),
-            ev.TextDone: lambda event: self._finished(event.task, tokenised(event)),
+        self.ended: EndProcess | None = None
+        self._handlers: dict[type[ev.WorkerEvent], Callable[[Any], list[WorkerEffect]]] = {
+            ev.FromCoordinator: self._received,
+            ev.EngineBatchDone: lambda event: self._finished(event.batch, scored(event)),
+            ev.TextDone: lambda event: self._finished(event.task, tokenized(event)),
             ev.WorkFailed: lambda event: self._finished(event.task, self.work.failed(event, self.updates.version)),
-            ev.Tick: self._tick,
+            ev.WorkerTick: self._tick,
             ev.Connected: self._connected,
             ev.Disconnected: self._disconnected,
             ev.EngineStage: self._engine_stage,
@@ -142,7 +152,7 @@ class WorkerMachine:
             f" {'registered' if self.registered else 'linked' if self.linked else 'unlinked'} {self.work}>"
         )
 
-    def handle(self, event: ev.Event) -> list[Effect]:
+    def handle(self, event: ev.WorkerEvent) -> list[WorkerEffect]:
         """Take one event; return what is to be done, in order."""
         if self.ended is not None:
             return []
@@ -157,40 +167,40 @@ class WorkerMachine:
 
     # --- the link -------------------------------------------------------------------------------------------------------
 
-    def _connected(self, event: ev.Connected) -> list[Effect]:
+    def _connected(self, event: ev.Connected) -> list[WorkerEffect]:
         self.linked = True
         self.registered = False
         return self._register()
 
-    def _disconnected(self, event: ev.Disconnected) -> list[Effect]:
+    def _disconnected(self, event: ev.Disconnected) -> list[WorkerEffect]:
         self.linked = self.registered = False
         return []
 
-    def _register(self) -> list[Effect]:
+    def _register(self) -> list[WorkerEffect]:
         self.asked_at = self.now
         me = Register(self.group, self.incarnation, pid=self.pid, host=self.host, epoch=self.epoch)
-        return [Send(me)]
+        return [SendToCoordinator(me)]
 
-    def _ask(self) -> list[Effect]:
+    def _ask(self) -> list[WorkerEffect]:
         """Register, unless the last one may still be answered."""
         return self._register() if self.now - self.asked_at >= ASK_AGAIN_S else []
 
-    def _received(self, event: ev.Received) -> list[Effect]:
+    def _received(self, event: ev.FromCoordinator) -> list[WorkerEffect]:
         silent, self.heard_at = self.now - self.heard_at, self.now
         if self.silence_noted:
             self.silence_noted = False
             return [Note(f"the coordinator speaks again, after {silent:.0f} s"), *self._act_on(event)]
         return self._act_on(event)
 
-    def _act_on(self, event: ev.Received) -> list[Effect]:
+    def _act_on(self, event: ev.FromCoordinator) -> list[WorkerEffect]:
         message = event.message
         if isinstance(message, Batch):
             return self._work(message.batch, len(message.parts), RunBatch(message, event.frames, event.unreadable))
-        if isinstance(message, Tokenise):
-            return self._work(message.task, None, RunTokenise(message, event.frames, event.unreadable))
+        if isinstance(message, Tokenize):
+            return self._work(message.task, None, RunTokenize(message, event.frames, event.unreadable))
         if isinstance(message, Accept):
             return self._accept(message)
-        if isinstance(message, Failure):
+        if isinstance(message, ErrorReply):
             return self._refused(message)
         if isinstance(message, Expired):
             return self._expired(message)
@@ -200,31 +210,31 @@ class WorkerMachine:
             return self._weights(message, event.frames)
         return []
 
-    def _accept(self, message: Accept) -> list[Effect]:
+    def _accept(self, message: Accept) -> list[WorkerEffect]:
         if message.epoch < self.epoch:
             return [Note(f"ignored: accept of epoch {message.epoch}, a coordinator of epoch {self.epoch} was heard")]
         self.linked = self.registered = True
         self.orphan_s = message.orphan_s
         self.halvings = message.halvings
-        effects: list[Effect] = []
+        effects: list[WorkerEffect] = []
         if message.epoch > self.epoch:
             self.epoch = message.epoch
             effects += self._drop_all("a coordinator ended")
             if self.ended:
                 return effects
-        effects += [Send(Idle(self.epoch)), self._say_stage(), *self.work.unsaid(), *self.updates.owed()]
+        effects += [SendToCoordinator(Idle(self.epoch)), self._say_stage(), *self.work.unsaid(), *self.updates.owed()]
         return effects + self._end_if_drained()
 
-    def _drop_all(self, why: str) -> list[Effect]:
+    def _drop_all(self, why: str) -> list[WorkerEffect]:
         """Drop what was begun for a coordinator that does not know this worker any more."""
         self.work.drop()
         if self.updates.exposed:
             # The rest of what the engine receives, and whether it is committed, will never be known.
             reason = f"{why} while the engine took weights from its publisher"
-            return [Send(Bye(reason, failed=True)), *self._end(Exit.ENGINE_DIED, reason, close=False)]
+            return [SendToCoordinator(Exiting(reason, failed=True)), *self._end(Exit.ENGINE_DIED, reason, close=False)]
         return list(self.updates.new_epoch())
 
-    def _expired(self, message: Expired) -> list[Effect]:
+    def _expired(self, message: Expired) -> list[WorkerEffect]:
         """Only the link failed: go on under a new incarnation. A repeated message names an older one."""
         if message.incarnation != self.incarnation:
             return []
@@ -237,7 +247,7 @@ class WorkerMachine:
         line = f"{message.incarnation} was given up: {message.reason}; registering again as {self.incarnation}"
         return [*effects, Note(line), *self._register()]
 
-    def _refused(self, message: Failure) -> list[Effect]:
+    def _refused(self, message: ErrorReply) -> list[WorkerEffect]:
         if message.code == "hello_required":
             self.registered = False
             return self._ask()
@@ -247,21 +257,21 @@ class WorkerMachine:
 
     # --- work -----------------------------------------------------------------------------------------------------------
 
-    def _work(self, task: TaskId, parts: int | None, run: Run) -> list[Effect]:
+    def _work(self, task: TaskId, parts: int | None, run: Run) -> list[WorkerEffect]:
         work = self.work
         if task in work.running or task in work.unsent:
             return []
         if task in work.answers:
             return [work.answers[task]] if self.registered else []
         if self.stage == "draining":
-            return [Send(Failure("shutting_down", f"this worker drains and takes no work: {task}", id=task[1]))]
+            return [SendToCoordinator(ErrorReply("shutting_down", f"this worker drains and takes no work: {task}", id=task[1]))]
         if task[0] != self.epoch or self.stage != "ready":
             why = f"work {task} is refused: epoch {self.epoch} is accepted here, stage {self.stage}"
-            refusal: list[Effect] = [Send(Failure("hello_required", why, id=task[1]))]
+            refusal: list[WorkerEffect] = [SendToCoordinator(ErrorReply("hello_required", why, id=task[1]))]
             return refusal if self.registered else refusal + self._ask()
         return work.begin(task, parts, run, hold=self.updates.busy)
 
-    def _finished(self, task: TaskId, answer: Send) -> list[Effect]:
+    def _finished(self, task: TaskId, answer: SendToCoordinator) -> list[WorkerEffect]:
         """`task` has left the engine. Its answer is sent, kept or, when its epoch is over, dropped."""
         work = self.work
         if task in work.leaving:
@@ -271,7 +281,7 @@ class WorkerMachine:
             return []
         return [answer, *self._end_if_drained()] if self.registered else self._end_if_drained()
 
-    def _emptied(self) -> list[Effect]:
+    def _emptied(self) -> list[WorkerEffect]:
         """Nothing that nobody waits for is inside the engine: weights first, then the work that was held back."""
         effects = self.updates.take()
         if not self.updates.busy:
@@ -280,26 +290,26 @@ class WorkerMachine:
 
     # --- weights --------------------------------------------------------------------------------------------------------
 
-    def _weights(self, message: Asked, frames: tuple[Frame, ...]) -> list[Effect]:
+    def _weights(self, message: Asked, frames: tuple[Frame, ...]) -> list[WorkerEffect]:
         effects = self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.stage == "ready"))
         if self.updates.wanted is not None:
             # Nobody waits for the answers of what is inside: it runs again on the new weights.
             self.work.drop()
         return effects + self._resumed()
 
-    def _allowed(self, effects: list[Effect]) -> list[Effect]:
+    def _allowed(self, effects: list[WorkerEffect]) -> list[WorkerEffect]:
         """Without a usable link nothing is said; what is owed then is said after `accept`."""
-        return effects if self.registered else [effect for effect in effects if not isinstance(effect, Send)]
+        return effects if self.registered else [effect for effect in effects if not isinstance(effect, SendToCoordinator)]
 
-    def _weights_answered(self, event: ev.WeightsAnswered) -> list[Effect]:
-        effects: list[Effect] = list(self.updates.answered(event.answer, event.frames))
+    def _weights_answered(self, event: ev.WeightsAnswered) -> list[WorkerEffect]:
+        effects: list[WorkerEffect] = list(self.updates.answered(event.answer, event.frames))
         return self._allowed(effects) + self._resumed()
 
-    def _weights_taken(self, event: ev.WeightsTaken) -> list[Effect]:
+    def _weights_taken(self, event: ev.WeightsTaken) -> list[WorkerEffect]:
         self.updates.taken(event.version, event.digest)
         return self._resumed()
 
-    def _resumed(self) -> list[Effect]:
+    def _resumed(self) -> list[WorkerEffect]:
         """The engine may have other weights now, and be free again."""
         effects = [] if self.work.leaving else self._emptied()
         if not self.updates.changed:
@@ -309,22 +319,24 @@ class WorkerMachine:
 
     # --- the engine -----------------------------------------------------------------------------------------------------
 
-    def _say_stage(self) -> Send:
+    def _say_stage(self) -> SendToCoordinator:
         if self.stage == "ready" and self.updates.busy:
             # Work that is sent now would wait here, and run on weights that nobody expected.
             self.updates.changed = True
-            return Send(Stage("loading", "takes weights"))
+            return SendToCoordinator(Stage("loading", "takes weights"))
         if self.stage == "ready" and self.capabilities is not None:
-            return Send(Ready(self.capabilities, self.updates.version, self.updates.digest, self.updates.committed))
-        return Send(Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
+            return SendToCoordinator(
+                Ready(self.capabilities, self.updates.version, self.updates.digest, self.updates.committed)
+            )
+        return SendToCoordinator(Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
 
-    def _engine_stage(self, event: ev.EngineStage) -> list[Effect]:
+    def _engine_stage(self, event: ev.EngineStage) -> list[WorkerEffect]:
         if self.stage in ("ready", "draining"):
             return []
         self.stage, self.detail = event.stage, event.detail
         return [self._say_stage()] if self.registered else []
 
-    def _engine_ready(self, event: ev.EngineReady) -> list[Effect]:
+    def _engine_ready(self, event: ev.EngineReady) -> list[WorkerEffect]:
         self.capabilities = event.capabilities
         self.updates.version, self.updates.digest = event.version, event.digest
         if self.stage == "draining":
@@ -332,16 +344,16 @@ class WorkerMachine:
         self.stage, self.detail = "ready", ""
         return [self._say_stage()] if self.registered else []
 
-    def _engine_lost(self, event: ev.EngineLost) -> list[Effect]:
+    def _engine_lost(self, event: ev.EngineLost) -> list[WorkerEffect]:
         worked = self.stage in ("compiling", "ready", "draining") and not self.updates.busy
         memory = worked and ran_out_of_memory(event.reason)
-        bye = Send(Bye(event.reason, failed=True, permanent=event.unusable, out_of_memory=memory))
+        bye = SendToCoordinator(Exiting(event.reason, failed=True, permanent=event.unusable, out_of_memory=memory))
         code = Exit.UNUSABLE if event.unusable else Exit.OUT_OF_MEMORY if memory else Exit.ENGINE_DIED
         return [bye, *self._end(code, event.reason, close=False)]
 
     # --- the end --------------------------------------------------------------------------------------------------------
 
-    def _drain(self, reason: str) -> list[Effect]:
+    def _drain(self, reason: str) -> list[WorkerEffect]:
         if self.drain_until is not None:
             return []
         self.drain_until = self.now + self.drain_s
@@ -351,7 +363,7 @@ class WorkerMachine:
             return [self._say_stage(), *self._end_if_drained()]
         return self._end_if_drained()
 
-    def _end_if_drained(self) -> list[Effect]:
+    def _end_if_drained(self) -> list[WorkerEffect]:
         if self.drain_until is None:
             return []
         owed = self.work.owed
@@ -360,25 +372,25 @@ class WorkerMachine:
         reason = f"drained: {self.drain_reason}"
         if owed:
             reason += f"; {owed} unfinished after {self.drain_s:g} s"
-        return [Send(Bye(reason)), *self._end(Exit.DRAINED, reason, close=True)]
+        return [SendToCoordinator(Exiting(reason)), *self._end(Exit.DRAINED, reason, close=True)]
 
-    def _lifeline_closed(self, event: ev.LifelineClosed) -> list[Effect]:
+    def _lifeline_closed(self, event: ev.LifelineClosed) -> list[WorkerEffect]:
         return self._end(Exit.OWNER_GONE, "the process that owns this worker is gone", close=False)
 
-    def _tick(self, event: ev.Tick) -> list[Effect]:
+    def _tick(self, event: ev.WorkerTick) -> list[WorkerEffect]:
         silent = self.now - self.heard_at
         if silent >= self.orphan_s and not self.external:
             return self._end(Exit.ORPHANED, f"no word from a coordinator for {self.orphan_s:g} s", close=True)
         return self._note_silence(silent) + self._keep_up()
 
-    def _note_silence(self, silent: float) -> list[Effect]:
+    def _note_silence(self, silent: float) -> list[WorkerEffect]:
         if silent < NOTED_SILENCE_S or self.silence_noted:
             return []
         self.silence_noted = True
         then = "keeps its model and waits" if self.external else f"ends after {self.orphan_s:g} s of silence"
         return [Note(f"no word from a coordinator for {silent:.0f} s: this worker {then}")]
 
-    def _keep_up(self) -> list[Effect]:
+    def _keep_up(self) -> list[WorkerEffect]:
         """End what has drained; register where the coordinator is to be asked."""
         effects = self._end_if_drained()
         if effects or not self.linked:
@@ -387,8 +399,8 @@ class WorkerMachine:
         since = self.now - (max(self.heard_at, self.asked_at) if self.registered else self.asked_at)
         return self._register() if since >= wait else []
 
-    def _end(self, code: Exit, reason: str, *, close: bool) -> list[Effect]:
-        self.ended = End(code, reason, close)
+    def _end(self, code: Exit, reason: str, *, close: bool) -> list[WorkerEffect]:
+        self.ended = EndProcess(code, reason, close)
         return [self.ended]
 
     def check(self) -> None:

@@ -19,36 +19,36 @@ import msgspec
 import uvloop
 
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Bye, TaskId
+from enginepool.protocol.messages import Exiting, TaskId
 from enginepool.workers.codec import decode_batch, decode_texts, encode_rows, encode_scores
 from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights, ScoreBatch
 from enginepool.workers.events import (
-    BatchDone,
     DrainWanted,
-    Effect,
-    End,
+    EndProcess,
+    EngineBatchDone,
     EngineLost,
     EngineReady,
     EngineStage,
-    Event,
     Exit,
     Note,
     RunBatch,
-    RunTokenise,
+    RunTokenize,
     RunWeights,
-    Send,
+    SendToCoordinator,
     TextDone,
-    Tick,
+    WorkerEffect,
+    WorkerEvent,
+    WorkerTick,
     WorkFailed,
 )
-from enginepool.workers.link import Link
+from enginepool.workers.link import WorkerLink
 from enginepool.workers.log import name_source, never_fail, report, say
 from enginepool.workers.machine import TICK_S, WorkerMachine
 from enginepool.workers.process import end_process
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.spec import VARIABLE, SpecError, WorkerSpec, read_spec
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_under
-from enginepool.workers.weights.executor import Weights
+from enginepool.workers.weights.executor import WeightExecutor
 
 #: an engine may hold the main thread while it loads; a coordinator that is there has this long to be heard before
 ACCEPT_FIRST_S = 3.0
@@ -100,7 +100,7 @@ def located(spec: WorkerSpec) -> WorkerSpec:
     return msgspec.structs.replace(spec, checkpoint=os.path.realpath(spec.checkpoint)) if spec.checkpoint else spec
 
 
-class Worker:
+class WorkerProcess:
     """Performs what the machine decides. Everything runs on the loop of the main thread, except the link's thread."""
 
     def __init__(self, spec: WorkerSpec, engine: Engine) -> None:
@@ -117,14 +117,14 @@ class Worker:
             drain_s=spec.drain_s,
         )
         self.loop = asyncio.get_running_loop()
-        self.link = Link(
+        self.link = WorkerLink(
             spec.endpoint, self.take, self.after,
             lifeline_fd=spec.lifeline_fd, orphan_s=float("inf") if spec.external else spec.orphan_s, keys=spec.keys,
         )  # fmt: skip
-        self.end: asyncio.Future[End] = self.loop.create_future()
+        self.end: asyncio.Future[EndProcess] = self.loop.create_future()
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.weights = Weights(spec.stager, spec.incarnation, engine, self.feed, self._spawn, spec.checkpoint_roots)
+        self.weights = WeightExecutor(spec.stager, spec.incarnation, engine, self.feed, self._spawn, spec.checkpoint_roots)
 
     async def run(self) -> Exit:
         """Serve until the machine says that it is over; return the exit code."""
@@ -150,7 +150,7 @@ class Worker:
                 report(error, "the engine did not close")
         return end.code
 
-    def take(self, event: Event) -> None:
+    def take(self, event: WorkerEvent) -> None:
         """Let the machine handle one event and perform its effects."""
         try:
             for effect in self.machine.handle(event):
@@ -160,23 +160,23 @@ class Worker:
             # is told, and the log has the traceback.
             report(error, f"at event {type(event).__name__}")
             reason = f"the worker failed at {type(event).__name__}: {_one_line(error)}"
-            self.link.send(Bye(reason, failed=True))
+            self.link.send(Exiting(reason, failed=True))
             if not self.end.done():
-                self.end.set_result(End(Exit.ENGINE_DIED, reason, False))
+                self.end.set_result(EndProcess(Exit.ENGINE_DIED, reason, False))
         self.link.stage = self.machine.stage
 
-    def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Send):
+    def _perform(self, effect: WorkerEffect) -> None:
+        if isinstance(effect, SendToCoordinator):
             self.link.send(effect.message, effect.frames)
         elif isinstance(effect, RunBatch):
             self._run_batch(effect)
-        elif isinstance(effect, RunTokenise):
-            self._run_tokenise(effect)
+        elif isinstance(effect, RunTokenize):
+            self._run_tokenize(effect)
         elif isinstance(effect, RunWeights):
             self.weights.run(effect)
         elif isinstance(effect, Note):
             say(effect.line)
-        elif isinstance(effect, End) and not self.end.done():
+        elif isinstance(effect, EndProcess) and not self.end.done():
             self.end.set_result(effect)
 
     def after(self) -> None:
@@ -185,7 +185,7 @@ class Worker:
             self.accepted.set()
         self.link.flush()
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: WorkerEvent) -> None:
         """An event from this side of the link."""
         self.take(event)
         self.link.flush()
@@ -195,7 +195,7 @@ class Worker:
     def _tick(self) -> None:
         self.loop.call_later(TICK_S, self._tick)
         self.link.take_all()
-        self.feed(Tick(time.monotonic()))
+        self.feed(WorkerTick(time.monotonic()))
 
     def _listen_to_signals(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -296,12 +296,12 @@ class Worker:
             scores = await self.engine.score(batch)
             now = time.monotonic()
             parts, frames = encode_scores(scores)
-            event = BatchDone(now, key, parts, frames, scores.version, scores.forwards, int((now - began) * 1e6))
+            event = EngineBatchDone(now, key, parts, frames, scores.version, scores.forwards, int((now - began) * 1e6))
         except Exception as error:  # engines raise what they like, and every batch has an answer: this one's is the error
             event = _failure(key, error)
         self.feed(event)
 
-    def _run_tokenise(self, run: RunTokenise) -> None:
+    def _run_tokenize(self, run: RunTokenize) -> None:
         if run.unreadable:
             self.feed(WorkFailed(time.monotonic(), run.task.task, run.unreadable))
             return
@@ -310,18 +310,18 @@ class Worker:
         except WireError as error:
             self.feed(WorkFailed(time.monotonic(), run.task.task, error.message, error.code))
             return
-        self._spawn(self._tokenise(run.task.task, pairs, run.task.raw))
+        self._spawn(self._tokenize(run.task.task, pairs, run.task.raw))
 
-    async def _tokenise(self, key: TaskId, pairs: list[tuple[str, str]], raw: bool) -> None:
+    async def _tokenize(self, key: TaskId, pairs: list[tuple[str, str]], raw: bool) -> None:
         try:
-            items, lengths = encode_rows(await self.engine.tokenise(pairs, raw))
+            items, lengths = encode_rows(await self.engine.tokenize(pairs, raw))
             event = TextDone(time.monotonic(), key, items, lengths)
         except Exception as error:  # as in `_score`
             event = _failure(key, error)
         self.feed(event)
 
 
-def _failure(key: TaskId, error: Exception) -> Event:
+def _failure(key: TaskId, error: Exception) -> WorkerEvent:
     now = time.monotonic()
     if isinstance(error, EngineDied):
         return EngineLost(now, str(error))
@@ -349,7 +349,7 @@ async def serve(spec: WorkerSpec) -> NoReturn:
     """Run one worker on the running loop, then end the process. Raises SpecError."""
     spec = located(spec)
     engine = make_engine(spec)
-    code = await Worker(spec, engine).run()
+    code = await WorkerProcess(spec, engine).run()
     # Not by returning: closing the loop waits for the executor's threads, and an engine may have left one stuck.
     end_process(code)
 

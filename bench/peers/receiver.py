@@ -19,7 +19,7 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.transfer.collective import join
 from enginepool.transfer.digest import Digest
-from enginepool.transfer.process_group import Group
+from enginepool.transfer.process_group import ProcessGroup
 from enginepool.transfer.shared_memory import Memory, make_space
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.receiving import Reception, be_small
@@ -53,7 +53,7 @@ class Receiver:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         self._space: Memory | None = None
         #: into that space, by bucket size and what is left out
         self._receptions: dict[tuple[int, bool], Reception] = {}

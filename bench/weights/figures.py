@@ -21,7 +21,7 @@ CEASELESS = "during continuous transfers"
 SHORT, LONG = "short requests", "requests of 10 x 300 tokens"
 #: phases in the order in which they come, and as they are called here
 PHASES = {
-    "join": "group", "ready": "ready", "staged": "staged to hold", "drain": "drain", "hand_over": "hand over", "load": "load",
+    "join": "group", "prepare": "prepare", "staged": "staged to hold", "drain": "drain", "load": "load", "copy": "copy",
     "flush": "flush", "journal": "journal", "first_answer": "first answer",
 }  # fmt: skip
 
@@ -54,7 +54,7 @@ class Update(msgspec.Struct, frozen=True):
     @property
     def hold_ms(self) -> float:
         """Beyond the drain: from there to the moment at which work may start again."""
-        return (self.phases.get("hand_over", 0) + self.phases.get("journal", 0)) / 1e3
+        return (self.phases.get("load", 0) + self.phases.get("journal", 0)) / 1e3
 
 
 class Continuous(NamedTuple):
@@ -138,7 +138,7 @@ def update_rows(setting: str, nbytes: int, passed: Passed, raw: float | None) ->
     for name, some in (("first", updates[:1]), ("repeated", updates[1:])):
         if not some:
             continue
-        seconds = median(update.phases["hand_over"] / 1e6 if direct else update.transfer_s for update in some)
+        seconds = median(update.phases["load"] / 1e6 if direct else update.transfer_s for update in some)
         speed = gigabytes(nbytes, seconds)
         add(f"{size_of(passed.bucket_bytes)}, {name}: transfer", speed, "GB/s", speed / raw if raw else None)
         tail = f"{size_of(passed.bucket_bytes)}, {name}"

@@ -4,7 +4,7 @@ import importlib
 import time
 from typing import Any
 
-from enginepool.transfer.process_group import Group
+from enginepool.transfer.process_group import ProcessGroup
 
 torch: Any = importlib.import_module("torch")
 
@@ -12,22 +12,22 @@ torch: Any = importlib.import_module("torch")
 BUCKET_S = 60.0
 
 
-def broadcast(group: Group, space: Any, bucket_bytes: int, times: int) -> list[float]:
+def broadcast(group: ProcessGroup, space: Any, bucket_bytes: int, times: int) -> list[float]:
     """Seconds of each of so many broadcasts of the whole space, from its first byte to the last one being here."""
     start = torch.zeros(256, dtype=torch.uint8, device=space.device)
     took: list[float] = []
     for _ in range(times):
         group.broadcast(start)
-        _synchronise(space)
+        _synchronize(space)
         began = time.perf_counter()
         ways = [group.begin(part) for part in space.split(bucket_bytes)]
         for way in ways:
             way.wait(BUCKET_S)
-        _synchronise(space)
+        _synchronize(space)
         took.append(time.perf_counter() - began)
     return took
 
 
-def _synchronise(space: Any) -> None:
+def _synchronize(space: Any) -> None:
     if space.is_cuda:
         torch.cuda.synchronize()

@@ -28,11 +28,11 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.trainer import streaming
 from enginepool.trainer.buffers import Buffers, Cut
 from enginepool.trainer.streaming import Sending
-from enginepool.trainer.tensors import Plan, make_plan
-from enginepool.trainer.trainer_ranks import Lockstep
+from enginepool.trainer.tensors import SendPlan, make_plan
+from enginepool.trainer.trainer_ranks import TrainerRanks
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import Digest
-from enginepool.transfer.process_group import Group
+from enginepool.transfer.process_group import ProcessGroup
 
 torch: Any = importlib.import_module("torch")
 
@@ -74,7 +74,7 @@ STAND_INS: StandIns = {"digest": (streaming, "Digest", NoDigest), "filling": (Bu
 class Gate:
     """The tensors of a plan; the first one in the second half of the bytes comes when the gate is opened."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SendPlan) -> None:
         self.reached = threading.Event()
         self.opened = threading.Event()
         self._plan = plan
@@ -103,7 +103,7 @@ class Trainer:
         self._weights = {"first": first, "other": other}
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in first.values())
         self._rendezvous = Rendezvous()
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, ProcessGroup] = {}
         self._buffers: Buffers | None = None
         self._pool: Pool | None = None
         self._publishers: dict[int, WeightPublisher] = {}
@@ -144,14 +144,16 @@ class Trainer:
         """
         return await asyncio.to_thread(self._stream, self._groups[name], bucket_bytes, times, without, rest_s)
 
-    def _stream(self, group: Group, bucket_bytes: int, times: int, without: list[str], rest_s: float) -> dict[str, object]:
+    def _stream(
+        self, group: ProcessGroup, bucket_bytes: int, times: int, without: list[str], rest_s: float
+    ) -> dict[str, object]:
         buffers = self._buffers = self._buffers or Buffers(torch.device(self._device))
         buffers.make_ready()
         starts: list[float] = []
         digests: list[str] = []
         with left_out(without, STAND_INS):
             for _ in range(times):
-                sending = Sending(make_plan(self._weights["first"]), buffers, bucket_bytes, Lockstep(), lambda: False)
+                sending = Sending(make_plan(self._weights["first"]), buffers, bucket_bytes, TrainerRanks(), lambda: False)
                 sending.prepare()
                 if buffers.stream is not None:
                     buffers.stream.synchronize()  # a pool's workers join meanwhile
@@ -177,7 +179,7 @@ class Trainer:
         await asyncio.to_thread(self._send, self._groups[name], list(self._weights[which].values()), bucket_bytes, flat)
         return {}
 
-    def _send(self, group: Group, tensors: list[Any], bucket_bytes: int, flat: bool) -> None:
+    def _send(self, group: ProcessGroup, tensors: list[Any], bucket_bytes: int, flat: bool) -> None:
         for run in cut([tensor.numel() * tensor.element_size() for tensor in tensors], bucket_bytes):
             parts = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors[run]]
             for way in [group.begin(part) for part in ([torch.cat(parts)] if flat else parts)]:

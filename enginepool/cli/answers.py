@@ -28,7 +28,7 @@ class _Answer(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
-class Answers:
+class AnswerWriter:
     """The output file, open for appending and locked against a second run.
 
     Attributes:

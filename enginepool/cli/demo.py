@@ -46,11 +46,11 @@ def demo(
             f"the real engine needs {' and '.join(missing)}, not installed here: `make demo` in a clone of the project sets "
             "everything up (no GPU needed); or see the same without a model: enginepool demo --engine sim"
         )
-    from enginepool.cli.demo_run import Demonstration
+    from enginepool.cli.demo_run import DemoRun
 
     work_s = QUICK_WORK_S if quick else WORK_S
     with tempfile.TemporaryDirectory(prefix="enginepool-demo-") as directory:
-        show = Demonstration(work_s=work_s, say=typer.echo)
+        show = DemoRun(work_s=work_s, say=typer.echo)
         show.say("A pool of two workers scores for four clients, and loses a worker on the way.\n")
         group = _sim() if engine is EngineName.sim else _real(Path(directory) / "model", device, show)
         story = _run(show, group, Path(directory))

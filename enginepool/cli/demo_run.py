@@ -36,7 +36,7 @@ Scores = npt.NDArray[np.float32]
 
 
 @dataclass
-class Client:
+class DemoClient:
     """What one client saw. A request is its number; `answers` holds the scores and when it was sent and answered."""
 
     name: str
@@ -56,7 +56,7 @@ class Client:
 class Story:
     """What happened, for the tables and the verdict."""
 
-    clients: list[Client]
+    clients: list[DemoClient]
     group: GroupStatus
     open_at_kill: int
     killed: WorkerStatus
@@ -108,7 +108,7 @@ def content(client: str, number: int) -> tuple[str, list[str]]:
     )
 
 
-class Demonstration:
+class DemoRun:
     """One run. `work_s`: how long the clients work before the worker is killed, and again after it is back."""
 
     def __init__(self, *, work_s: float, say: Callable[[str], None]) -> None:
@@ -142,7 +142,7 @@ class Demonstration:
             await pool.close()
 
     async def _load(self, pool: Pool) -> Story:
-        clients = [Client(name, priority) for name, priority, _ in CLIENTS]
+        clients = [DemoClient(name, priority) for name, priority, _ in CLIENTS]
         links = [await Pool.connect(pool.address) for _ in clients]
         tasks = [
             asyncio.create_task(self._client(link, client, depth))
@@ -176,7 +176,7 @@ class Demonstration:
             await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
         return Story(clients, group, open_at_kill, killed, back_s, meanwhile, asked, differing)
 
-    async def _client(self, link: Pool, client: Client, depth: int) -> None:
+    async def _client(self, link: Pool, client: DemoClient, depth: int) -> None:
         """Keep `depth` requests under way until told to stop."""
 
         async def one_after_another() -> None:
@@ -228,7 +228,7 @@ class Demonstration:
                 raise CommandFailed(f"the workers were not ready within {within:.0f} s: {'; '.join(self._said.values())}")
             await asyncio.sleep(LOOK_S)
 
-    async def _ask_again(self, pool: Pool, clients: list[Client], killed_at: float) -> tuple[int, int]:
+    async def _ask_again(self, pool: Pool, clients: list[DemoClient], killed_at: float) -> tuple[int, int]:
         """Repeat some requests, those that were under way at the kill first. Returns how many, and how many scores differ."""
         known = [(c.name, number, scores, at, end) for c in clients for number, (scores, at, end) in c.answers.items()]
         draw = random.Random(0)

@@ -19,9 +19,9 @@ def doctor(
       enginepool doctor
       enginepool doctor --json
     """
-    from enginepool.cli.doctor_checks import examine
+    from enginepool.cli.doctor_checks import verify
 
-    examination = examine()
+    examination = verify()
     if as_json:
         import msgspec
 

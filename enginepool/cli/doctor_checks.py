@@ -59,7 +59,7 @@ print(json.dumps(said))
 """
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """One thing that was looked at. `note` is neither good nor bad by itself."""
 
     what: str
@@ -75,11 +75,11 @@ class Verdict(msgspec.Struct, frozen=True):
     said: str
 
 
-class Examination(msgspec.Struct, frozen=True):
+class DoctorChecks(msgspec.Struct, frozen=True):
     """Everything that was found, and the verdicts: coordinator, sim engine, real engine on the CPU, real engine on GPUs."""
 
     version: str
-    findings: list[Finding]
+    findings: list[CheckResult]
     verdicts: list[Verdict]
 
 
@@ -87,18 +87,20 @@ class Gpus(msgspec.Struct):
     """The NVIDIA GPUs that torch or the driver knows."""
 
     names: list[str] = []
-    finding: Finding = Finding("GPUs", "note", "none found (no torch, no nvidia-smi)")
+    finding: CheckResult = CheckResult("GPUs", "note", "none found (no torch, no nvidia-smi)")
     #: torch can use them
     usable: bool = False
     torch_works: bool = False
 
 
-def examine() -> Examination:
+def verify() -> DoctorChecks:
     """Look at this machine. Takes some ten seconds where SGLang is installed: what is reported as good has been imported."""
     python = sys.version_info >= (3, 11)
     findings = [
-        Finding("Python", "good" if python else "bad", f"{platform.python_version()} ({sys.executable})"),
-        Finding("system", "note", f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} CPU cores to use"),
+        CheckResult("Python", "good" if python else "bad", f"{platform.python_version()} ({sys.executable})"),
+        CheckResult(
+            "system", "note", f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} CPU cores to use"
+        ),
     ]
     core_missing = [name for name in CORE if version_of(name) is None]
     engine_missing = [name for name in ENGINE if find_spec(name) is None]
@@ -108,7 +110,7 @@ def examine() -> Examination:
     gpus = find_gpus()
     findings.append(gpus.finding)
     available, total = _memory()
-    findings.append(Finding("memory", "note", f"{available / GB:.1f} of {total / GB:.1f} GB available"))
+    findings.append(CheckResult("memory", "note", f"{available / GB:.1f} of {total / GB:.1f} GB available"))
     findings += [_disk(), _shm(), _files(), endpoint()]
 
     bad = [finding.what for finding in findings if finding.state == "bad"]
@@ -143,7 +145,7 @@ def examine() -> Examination:
             _gpu_verdict(images, gpus, missing or f"{IMAGES} cannot be imported or is not installed"),
         ),
     ]
-    return Examination(__version__, findings, verdicts)
+    return DoctorChecks(__version__, findings, verdicts)
 
 
 def _gpu_verdict(engine: bool, gpus: Gpus, missing: str) -> str:
@@ -164,11 +166,11 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def _package(name: str, *, needed: bool) -> Finding:
+def _package(name: str, *, needed: bool) -> CheckResult:
     version = version_of(name)
     if version is not None:
-        return Finding(name, "good", version)
-    return Finding(name, "bad" if needed else "note", "not installed" + (f": pip install {name}" if needed else ""))
+        return CheckResult(name, "good", version)
+    return CheckResult(name, "bad" if needed else "note", "not installed" + (f": pip install {name}" if needed else ""))
 
 
 def supported(version: str) -> bool:
@@ -194,20 +196,20 @@ def import_errors(names: Sequence[str]) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _engine_package(name: str, broken: Mapping[str, str]) -> Finding:
+def _engine_package(name: str, broken: Mapping[str, str]) -> CheckResult:
     version = version_of(name)
     if find_spec(name) is None:
         said = "not installed; an engine on a CPU does without" if name == IMAGES else "not installed"
-        return Finding(name, "note", said)
+        return CheckResult(name, "note", said)
     if name in broken:
         instead = f"; an engine on a CPU does without: pip uninstall {name}" if name == IMAGES else ""
-        return Finding(name, "note", f"{version}, but it cannot be imported: {broken[name]}{instead}")
+        return CheckResult(name, "note", f"{version}, but it cannot be imported: {broken[name]}{instead}")
     if name == "sglang":
         which = f"{SGLANG_OLDEST} to {SGLANG_NEWEST}"
         if not supported(version or ""):
-            return Finding(name, "note", f"{version} is not supported: {which} are")
-        return Finding(name, "good", f"{version} (supported: {which})")
-    return Finding(name, "good", version or "")
+            return CheckResult(name, "note", f"{version} is not supported: {which} are")
+        return CheckResult(name, "good", f"{version} (supported: {which})")
+    return CheckResult(name, "good", version or "")
 
 
 def find_gpus() -> Gpus:
@@ -217,10 +219,10 @@ def find_gpus() -> Gpus:
         try:
             done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
         except subprocess.TimeoutExpired:
-            return Gpus(finding=Finding("torch", "note", f"installed, but its import took over {PROBE_S:.0f} s"))
+            return Gpus(finding=CheckResult("torch", "note", f"installed, but its import took over {PROBE_S:.0f} s"))
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            return Gpus(names=_smi(), finding=Finding("torch", "note", f"installed, but it cannot be imported: {last}"))
+            return Gpus(names=_smi(), finding=CheckResult("torch", "note", f"installed, but it cannot be imported: {last}"))
         said = json.loads(done.stdout.splitlines()[-1])
         found.torch_works = True
         found.names = [name for name, _ in said["devices"]]
@@ -228,13 +230,15 @@ def find_gpus() -> Gpus:
         if found.names:
             size = min(total for _, total in said["devices"]) / GB
             text = f"{len(found.names)} x {found.names[0]}, {size:.0f} GB (torch's CUDA {said['cuda']})"
-            found.finding = Finding("GPUs", "good", text)
+            found.finding = CheckResult("GPUs", "good", text)
             return found
     found.names = _smi()
     if found.names:
-        found.finding = Finding("GPUs", "note", f"{len(found.names)} x {found.names[0]} (by nvidia-smi; torch cannot use them)")
+        found.finding = CheckResult(
+            "GPUs", "note", f"{len(found.names)} x {found.names[0]} (by nvidia-smi; torch cannot use them)"
+        )
     elif found.torch_works:
-        found.finding = Finding("GPUs", "note", "none that torch can use, and none by nvidia-smi")
+        found.finding = CheckResult("GPUs", "note", "none that torch can use, and none by nvidia-smi")
     return found
 
 
@@ -261,51 +265,53 @@ def _memory() -> tuple[int, int]:
     return machine.available, machine.total
 
 
-def _disk() -> Finding:
+def _disk() -> CheckResult:
     try:
         state = Path(STATE_DIR).expanduser()
     except RuntimeError as error:  # no HOME, and a user of no name
-        return Finding("state directory", "bad", f"{error}; set state_dir in pool.toml")
+        return CheckResult("state directory", "bad", f"{error}; set state_dir in pool.toml")
     stands = next(path for path in (state, *state.parents) if path.exists())
     if not os.access(stands, os.W_OK):
-        return Finding("state directory", "bad", f"{state}: {stands} cannot be written; set state_dir in pool.toml")
+        return CheckResult("state directory", "bad", f"{state}: {stands} cannot be written; set state_dir in pool.toml")
     free = shutil.disk_usage(stands).free
-    return Finding("state directory", "good" if free > 0.1 * GB else "bad", f"{state}, {free / GB:.1f} GB free")
+    return CheckResult("state directory", "good" if free > 0.1 * GB else "bad", f"{state}, {free / GB:.1f} GB free")
 
 
-def _shm() -> Finding:
+def _shm() -> CheckResult:
     path = Path("/dev/shm")
     if not path.is_dir():
-        return Finding("/dev/shm", "note", "does not exist; engines on several GPUs need it")
+        return CheckResult("/dev/shm", "note", "does not exist; engines on several GPUs need it")
     total = shutil.disk_usage(path).total
     few = total < GB
     said = f"{total / GB:.1f} GB" + ("; engines on several GPUs want 1 GB (docker: --shm-size)" if few else "")
-    return Finding("/dev/shm", "note" if few else "good", said)
+    return CheckResult("/dev/shm", "note" if few else "good", said)
 
 
-def _files() -> Finding:
+def _files() -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 0 <= soft < FILES
     said = f"{_limit(soft)} (can be raised to {_limit(hard)})"
-    return Finding("open files", "note" if few else "good", said + (f"; ulimit -n {FILES} or more is better" if few else ""))
+    return CheckResult(
+        "open files", "note" if few else "good", said + (f"; ulimit -n {FILES} or more is better" if few else "")
+    )
 
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def endpoint() -> Finding:
+def endpoint() -> CheckResult:
     """Whether a pool can listen on the default endpoint: an ipc socket in a directory of this user alone."""
     try:
         listen = default_address()
     except ConfigError as error:
-        return Finding("default endpoint", "note", str(error))
+        return CheckResult("default endpoint", "note", str(error))
     folder = Path(listen.removeprefix("ipc://")).parent
     try:
         if why := exposed(folder) if folder.exists() else "":
-            return Finding("default endpoint", "note", f"{listen}: {why}")
+            return CheckResult("default endpoint", "note", f"{listen}: {why}")
     except OSError:
-        return Finding("default endpoint", "good", f"{listen} is free")
+        return CheckResult("default endpoint", "good", f"{listen} is free")
     if is_in_use(listen):
-        return Finding("default endpoint", "note", f"{listen}: in use; is a pool running? (enginepool status)")
-    return Finding("default endpoint", "good", f"{listen} is free")
+        return CheckResult("default endpoint", "note", f"{listen}: in use; is a pool running? (enginepool status)")
+    return CheckResult("default endpoint", "good", f"{listen} is free")

@@ -44,7 +44,7 @@ class Options(msgspec.Struct, frozen=True):
         return zlib.crc32(msgspec.json.encode((*shaping, self.logprobs, self.raw)))
 
 
-class Request(msgspec.Struct, forbid_unknown_fields=True):
+class InputLine(msgspec.Struct, forbid_unknown_fields=True):
     """An input line. Either `query` and `items`, or `prompts` and `responses`."""
 
     id: str | int | None = None
@@ -74,7 +74,7 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_decoder = msgspec.json.Decoder(Request)
+_decoder = msgspec.json.Decoder(InputLine)
 
 
 def input_lines(source: BinaryIO, number: int = 1, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
@@ -98,7 +98,7 @@ def checksum(line: bytes, seed: int) -> int:
     return zlib.crc32(line.rstrip(b"\r\n"), seed)
 
 
-def read_request(line: bytes) -> Request:
+def read_request(line: bytes) -> InputLine:
     """The request on an input line. Raises BadLine."""
     if len(line) > MAX_LINE_BYTES:
         raise BadLine(f"over {MAX_LINE_BYTES} bytes long")
@@ -122,7 +122,7 @@ def _say(field: str, what: str) -> str:
     if unknown:
         from enginepool.client.arguments import meant
 
-        return f"unknown key {unknown.group(1)}{meant(unknown.group(1), Request.__struct_fields__)}"
+        return f"unknown key {unknown.group(1)}{meant(unknown.group(1), InputLine.__struct_fields__)}"
     if what.endswith("got `object`"):
         return f"{field}: an object; text or token ids (of chat messages: apply the chat template first)"
     allowed, received = wrong_type(what, JSON)
@@ -130,7 +130,7 @@ def _say(field: str, what: str) -> str:
     return f"{field}: {what}" if field else what
 
 
-def answer_line(number: int, crc: int, request: Request, result: "ScoreResult") -> bytes:
+def answer_line(number: int, crc: int, request: InputLine, result: "ScoreResult") -> bytes:
     """The output line of an answer."""
     record: dict[str, Any] = {"line": number, "input_crc": crc}
     if request.id is not None:
@@ -149,7 +149,7 @@ def bad_line(number: int, crc: int, error: BadLine) -> bytes:
     return msgspec.json.encode({"line": number, "input_crc": crc, "error": {"code": "bad_line", "message": message}}) + b"\n"
 
 
-def error_line(number: int, crc: int, request: Request, error: "EnginepoolError") -> bytes:
+def error_line(number: int, crc: int, request: InputLine, error: "EnginepoolError") -> bytes:
     """The output line of a request that was refused or failed."""
     said: dict[str, Any] = {"code": error.code, "message": f"line {number}: {error.args[0]}"}
     said |= {name: value for name, value in (("field", error.field), ("limit", error.limit)) if value}

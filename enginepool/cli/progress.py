@@ -9,7 +9,7 @@ import typer
 from rich import progress as bars
 from rich.console import Console
 
-from enginepool.cli.answers import Answers
+from enginepool.cli.answers import AnswerWriter
 from enginepool.cli.streams import StreamAnswers
 
 #: Seconds between two lines where there is no terminal.
@@ -24,7 +24,7 @@ class Progress:
     `size` is None for a pipe, whose end is not known.
     """
 
-    def __init__(self, size: int | None, answers: Answers | StreamAnswers) -> None:
+    def __init__(self, size: int | None, answers: AnswerWriter | StreamAnswers) -> None:
         self._answers = answers
         self._known = size is not None
         self._size = max(size or 0, 1)

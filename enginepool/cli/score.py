@@ -13,7 +13,7 @@ from enginepool.cli.cli_errors import BAD_USAGE, INTERRUPTED, TERMINATED, Comman
 from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
 
 if TYPE_CHECKING:
-    from enginepool.cli.answers import Answers
+    from enginepool.cli.answers import AnswerWriter
     from enginepool.cli.jsonl import Options
     from enginepool.cli.streams import StreamAnswers
 
@@ -71,7 +71,7 @@ def score(
       enginepool score in.jsonl out.jsonl --connect ipc:///run/pool.sock
       make-requests | enginepool score - - | use-scores
     """
-    from enginepool.cli.answers import Answers
+    from enginepool.cli.answers import AnswerWriter
     from enginepool.cli.jsonl import Options
     from enginepool.cli.streams import STREAM
 
@@ -104,7 +104,7 @@ def score(
     if piped:
         _score_piped(source, target, options, connect, concurrency, mixed_versions)
         return
-    with Answers(target, source, seed=options.seed(), retry_errors=retry_errors, mixed_versions=mixed_versions) as answers:
+    with AnswerWriter(target, source, seed=options.seed(), retry_errors=retry_errors, mixed_versions=mixed_versions) as answers:
         _score(source, answers, options, connect, concurrency)
         _conclude(answers)
 
@@ -120,7 +120,7 @@ def _score_piped(source: Path, target: Path, options: "Options", address: str, c
         _conclude(answers)
 
 
-def _conclude(answers: "Answers | StreamAnswers") -> None:
+def _conclude(answers: "AnswerWriter | StreamAnswers") -> None:
     typer.echo(f"{answers.path}: {_count(answers.scored)} scored, {answers.failed} with an error", err=True)
     if mixed := str(answers.versions):
         typer.echo(f"{answers.path}: answers of several weight versions: {mixed}", err=True)
@@ -156,7 +156,7 @@ def _count(lines: int) -> str:
     return f"{lines:,} line{'' if lines == 1 else 's'}"
 
 
-def _score(source: Path, answers: "Answers | StreamAnswers", options: "Options", address: str, concurrency: int) -> None:
+def _score(source: Path, answers: "AnswerWriter | StreamAnswers", options: "Options", address: str, concurrency: int) -> None:
     """Answer every line of `source` that has no answer yet; say so when stopped before that."""
     from enginepool.cli.jsonl import input_lines
     from enginepool.cli.progress import Progress

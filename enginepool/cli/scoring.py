@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-from enginepool.cli.answers import Answers
+from enginepool.cli.answers import AnswerWriter
 from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
 from enginepool.cli.jsonl import BadLine, Options, answer_line, bad_line, checksum, error_line, read_request
 from enginepool.cli.streams import Line, StreamAnswers
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 BREATH = 256
 
 #: Errors that say nothing about the line: the run stops, and the line is asked again when it is resumed.
-NOT_THE_LINES = {"closed", "forbidden", "superseded", "unauthorised", "protocol_version"}
+NOT_THE_LINES = {"closed", "forbidden", "superseded", "unauthorized", "protocol_version"}
 
 
 class Run:
     """One pass over the input."""
 
-    def __init__(self, pool: "Pool", answers: Answers | StreamAnswers, options: Options, progress: "Progress") -> None:
+    def __init__(self, pool: "Pool", answers: AnswerWriter | StreamAnswers, options: Options, progress: "Progress") -> None:
         self._pool = pool
         self._answers = answers
         self._options = options

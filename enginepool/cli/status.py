@@ -115,13 +115,15 @@ def tables(report: "StatusReport") -> "Group":
         counts = (group.queued, group.queued_tokens, _span(group.oldest_s), group.running, group.answered, group.failed)
         groups.add_row(name, *map(str, counts), str(group.batches), split, str(group.lost_batches))
         for worker in group.workers:
-            colour = "green" if worker.stage == "ready" else "yellow"
+            color = "green" if worker.stage == "ready" else "yellow"
             version = "-" if worker.version is None else worker.version
             counts = (worker.pid or "-", version, worker.batches, worker.tokens, worker.done, _span(worker.silent_s))
-            stage = f"[{colour}]{escape(worker.stage)}[/]{' packed' if worker.packed else ''}"
+            stage = f"[{color}]{escape(worker.stage)}[/]{' packed' if worker.packed else ''}"
             workers.add_row(escape(worker.name), stage, *map(str, counts), str(worker.restarts))
             if worker.pace:
-                details.append(f"{escape(worker.name)}: pace {worker.pace:,} tokens; a row counts for {worker.pace_row:,} more")
+                details.append(
+                    f"{escape(worker.name)}: pace {worker.pace:,} tokens; a row counts for {worker.forward_row_tokens:,} more"
+                )
             if worker.detail:
                 details.append(f"{escape(worker.name)}: {escape(worker.detail)}")
     return Group(*lines, "", groups, "", workers, *details)

@@ -165,17 +165,17 @@ def publish(
 
 
 @weights.command()
-def relabel(version: Version, connect: Address = DEFAULT_ADDRESS, group: Group = "", new_run: NewRun = False) -> None:
+def set_version(version: Version, connect: Address = DEFAULT_ADDRESS, group: Group = "", new_run: NewRun = False) -> None:
     """Give a group's weights another version.
 
     No weight changes.
 
     \b
     Examples:
-      enginepool weights relabel --version 12
-      enginepool weights relabel --version 0 --new-run
+      enginepool weights set-version --version 12
+      enginepool weights set-version --version 0 --new-run
     """
-    typer.echo(_committed(_ask(connect, lambda pool: pool.relabel(version, group, new_run=new_run))))
+    typer.echo(_committed(_ask(connect, lambda pool: pool.set_version(version, group, new_run=new_run))))
 
 
 def _committed(record: "UpdateRecord") -> str:

@@ -128,9 +128,11 @@ class BlockingPool:
         """As `Pool.weight`."""
         return self.call(self._pool.weight(name, group, timeout=timeout))
 
-    def relabel(self, version: int, group: str = "", *, new_run: bool = False, timeout: float | None = 60.0) -> UpdateRecord:
-        """As `Pool.relabel`."""
-        return self.call(self._pool.relabel(version, group, new_run=new_run, timeout=timeout))
+    def set_version(
+        self, version: int, group: str = "", *, new_run: bool = False, timeout: float | None = 60.0
+    ) -> UpdateRecord:
+        """As `Pool.set_version`."""
+        return self.call(self._pool.set_version(version, group, new_run=new_run, timeout=timeout))
 
     def publish_checkpoint(
         self,

@@ -10,28 +10,28 @@ from typing import TypeVar
 
 from enginepool import __version__
 from enginepool.client.dns import follow_name
-from enginepool.client.link import Link
+from enginepool.client.link import ClientLink
 from enginepool.client.session.events import (
-    Abandon,
+    AbandonUpdate,
     Abort,
     Answer,
     Close,
+    CommittedWeightsLost,
     Complaint,
-    Effect,
     Ended,
-    Event,
     Fail,
-    JoinGroup,
+    JoinProcessGroup,
+    MessageReceived,
     OpenLink,
     OpenUpdate,
     PhaseReached,
-    Received,
     Report,
-    Send,
+    SendMessage,
+    SessionEffect,
+    SessionEvent,
+    SessionTick,
     Start,
-    Tick,
     UpdateDone,
-    Wanted,
     WeightsAnswer,
     Welcomed,
 )
@@ -39,13 +39,13 @@ from enginepool.client.session.machine import ClientSession
 from enginepool.errors import ConnectError, EnginepoolError, error_from
 from enginepool.keys import Key, no_answer_hint
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Failure, ToClient
+from enginepool.protocol.messages import ErrorReply, ToClient
 
 log = logging.getLogger("enginepool")
 
 T = TypeVar("T", Answer, Report, WeightsAnswer)
 #: What an update hears: where it stands, and at last one of the second line.
-UpdateEffect = JoinGroup | PhaseReached | UpdateDone | Fail
+UpdateEffect = JoinProcessGroup | PhaseReached | UpdateDone | Fail
 
 _NO_POOL = "; is a pool running there? `enginepool serve` starts one"
 #: How long a Goodbye may take to leave, in seconds.
@@ -65,15 +65,15 @@ class Connection:
         jitter = random.Random(os.urandom(16)).random
         agent = f"enginepool-python/{__version__}"
         self._session = ClientSession(os.urandom(16), os.urandom(16), jitter, agent=agent)
-        self._link = Link(address, self._received, self._complain, key)
+        self._link = ClientLink(address, self._received, self._complain, key)
         self._futures: dict[int, asyncio.Future[Answer | Report | WeightsAnswer | Fail]] = {}
         self._updates: dict[int, Callable[[UpdateEffect], None]] = {}
         #: called when the committed weights of a group exist nowhere any more
-        self.wanted: list[Callable[[Wanted], None]] = []
+        self.wanted: list[Callable[[CommittedWeightsLost], None]] = []
         self._last_id = 0
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = math.inf
-        self._opened: asyncio.Future[Failure | None] = self._loop.create_future()
+        self._opened: asyncio.Future[ErrorReply | None] = self._loop.create_future()
         #: why its host cannot be found by its name; "": it can, or has none; and who finds out
         self._unnamed = ""
         self._lookup: asyncio.Task[None] | None = None
@@ -107,10 +107,10 @@ class Connection:
             return
         if failure.code == "connect" and within is not None:
             unnamed = f": {self._unnamed}" if self._unnamed else ""
-            failure = Failure("connect", f"{failure.message} within {within:g} s{unnamed}")
+            failure = ErrorReply("connect", f"{failure.message} within {within:g} s{unnamed}")
         raise self._error(failure)
 
-    async def ask(self, question: Callable[[int], Event], answer: type[T], names: Mapping[str, str] | None = None) -> T:
+    async def ask(self, question: Callable[[int], SessionEvent], answer: type[T], names: Mapping[str, str] | None = None) -> T:
         """What answers the event that `question` makes of a fresh id. Cancelling takes the question back.
 
         Raises:
@@ -125,7 +125,7 @@ class Connection:
             said = await future
         except asyncio.CancelledError:
             if self._futures.pop(id_, None) is not None:
-                self._handle(Abandon(self._loop.time(), id_))
+                self._handle(AbandonUpdate(self._loop.time(), id_))
             raise
         if isinstance(said, Fail):
             raise self._error(said.failure, names)
@@ -142,15 +142,15 @@ class Connection:
         self._handle(update(id_))
         return id_
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: SessionEvent) -> None:
         """An event about an update, or another one that nobody answers."""
         self._handle(event)
 
-    def failed(self, failure: Failure, names: Mapping[str, str] | None = None) -> EnginepoolError:
+    def failed(self, failure: ErrorReply, names: Mapping[str, str] | None = None) -> EnginepoolError:
         """The exception for a failure that an update heard."""
         return self._error(failure, names)
 
-    def abort(self, failure: Failure) -> None:
+    def abort(self, failure: ErrorReply) -> None:
         """End everything that waits, and what will be asked, with `failure`."""
         self._handle(Abort(self._loop.time(), failure))
 
@@ -158,7 +158,7 @@ class Connection:
         """Take back what is not answered and say goodbye. Twice is once."""
         self._handle(Close(self._loop.time()))
 
-    def _error(self, failure: Failure, names: Mapping[str, str] | None = None) -> EnginepoolError:
+    def _error(self, failure: ErrorReply, names: Mapping[str, str] | None = None) -> EnginepoolError:
         if failure.code == "connect":
             return ConnectError(f"{self.address}: {failure.message}{_NO_POOL}{no_answer_hint(self.address, self._key)}")
         return error_from(failure, names)
@@ -168,25 +168,25 @@ class Connection:
 
     # --- the session's side --------------------------------------------------------------------------------------------
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: SessionEvent) -> None:
         for effect in self._session.handle(event):
             self._perform(effect)
         wake_at = self._session.wake_at
         if wake_at < self._wake_at:
             self._set_timer(wake_at)
 
-    def _perform(self, effect: Effect) -> None:
-        if isinstance(effect, Send):
+    def _perform(self, effect: SessionEffect) -> None:
+        if isinstance(effect, SendMessage):
             self._link.send(effect.message, effect.frames)
         elif isinstance(effect, Answer | Report | WeightsAnswer | Fail) and effect.id not in self._updates:
             future = self._futures.pop(effect.id, None)
             if future is not None and not future.done():
                 future.set_result(effect)
-        elif isinstance(effect, JoinGroup | PhaseReached):
+        elif isinstance(effect, JoinProcessGroup | PhaseReached):
             self._updates[effect.id](effect)
         elif isinstance(effect, UpdateDone | Fail):
             self._updates.pop(effect.id)(effect)
-        elif isinstance(effect, Wanted):
+        elif isinstance(effect, CommittedWeightsLost):
             for call in self.wanted:
                 call(effect)
         elif isinstance(effect, OpenLink):
@@ -212,13 +212,13 @@ class Connection:
         try:
             self._link.open()
         except OSError as error:
-            failure = Failure("connect", f"cannot connect: {error.strerror or error}")
+            failure = ErrorReply("connect", f"cannot connect: {error.strerror or error}")
             if self._lookup is not None:
                 # It is no address, whatever names it has.
                 self._lookup.cancel()
             self._loop.call_soon(self.abort, failure)
 
-    def _end(self, failure: Failure) -> None:
+    def _end(self, failure: ErrorReply) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -229,7 +229,7 @@ class Connection:
             log.error("%s: %s: %s", self.address, failure.code, failure.message)
 
     def _received(self, message: ToClient, frames: Sequence[Buffer]) -> None:
-        self._handle(Received(self._loop.time(), message, frames))
+        self._handle(MessageReceived(self._loop.time(), message, frames))
 
     def _complain(self, line: str) -> None:
         log.warning("%s: %s", self.address, line)
@@ -244,4 +244,4 @@ class Connection:
         self._timer = None
         self._wake_at = math.inf
         self._link.drain(_ALL)
-        self._handle(Tick(self._loop.time()))
+        self._handle(SessionTick(self._loop.time()))

@@ -27,7 +27,7 @@ from enginepool.errors import ConfigError
 from enginepool.folders import PrivateFolder, snapshot_folders
 from enginepool.gpus import check_gpus
 from enginepool.host import LONGEST_PATH, os_error
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, STOPPED, RestartPolicy, exit_text
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
@@ -113,7 +113,7 @@ class EmbeddedCoordinator:
         """Of the running child."""
         return None if self._process is None else self._process.pid
 
-    def start(self, lost: Callable[[Failure], None]) -> None:
+    def start(self, lost: Callable[[ErrorReply], None]) -> None:
         """Start the child. `lost` is called once, if it ended and stays down."""
         self._loop = asyncio.get_running_loop()
         self._lost = lost
@@ -168,7 +168,7 @@ class EmbeddedCoordinator:
                 )  # fmt: skip
         except OSError as error:
             text = f"the coordinator could not be started: {os_error(error)}"
-            self._loop.call_soon(self._lost, Failure("pool_down", text))
+            self._loop.call_soon(self._lost, ErrorReply("pool_down", text))
             return
         self.starts += 1
         self._gone.clear()
@@ -189,7 +189,7 @@ class EmbeddedCoordinator:
             return
         if code == STOPPED:
             text = "the pool was stopped: its coordinator was told to end with the workers (SIGTERM)"
-            self._lost(Failure("pool_down", text, evidence=self._last_lines()))
+            self._lost(ErrorReply("pool_down", text, evidence=self._last_lines()))
             return
         wait = self._policy.after_end(code, self._loop.time())
         if wait is None:
@@ -203,11 +203,11 @@ class EmbeddedCoordinator:
         self._process = None
         return code
 
-    def _failure(self, story: str, code: int) -> Failure:
+    def _failure(self, story: str, code: int) -> ErrorReply:
         lines = self._last_lines()
         if code in (BAD_CONFIG, HOST_FAULT) and lines:
-            return Failure("config", lines[-1].removeprefix("enginepool: "))
-        return Failure("pool_down", f"the coordinator {story} with {exit_text(code)}", evidence=lines)
+            return ErrorReply("config", lines[-1].removeprefix("enginepool: "))
+        return ErrorReply("pool_down", f"the coordinator {story} with {exit_text(code)}", evidence=lines)
 
     def _last_lines(self) -> list[str]:
         with contextlib.suppress(OSError):

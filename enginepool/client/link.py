@@ -17,7 +17,7 @@ from enginepool.dealer import connect
 from enginepool.keys import Key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
-from enginepool.protocol.messages import Failure, FrameSpec, Message, Result, ToClient
+from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, ToClient
 from enginepool.protocol.updates import WeightsReport
 
 #: Frames over this many bytes are handed to libzmq, and taken from it, without a copy; below it a copy is cheaper.
@@ -31,7 +31,7 @@ _SNDHWM = 1000
 Received = Callable[[ToClient, Sequence[Buffer]], None]
 
 
-class Link:
+class ClientLink:
     """A connection to one address, opened anew as often as the session asks.
 
     Args:
@@ -151,7 +151,7 @@ class Link:
                 check_frames(specs, frames)
             except WireError as error:
                 text = f"the answer cannot be read: {error.message}"
-                message = Failure(error.code, text, id=message.id, field=error.field, limit=error.limit)
+                message = ErrorReply(error.code, text, id=message.id, field=error.field, limit=error.limit)
                 frames = []
         if message is not None:
             self._received(message, frames)

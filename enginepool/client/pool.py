@@ -25,11 +25,11 @@ from enginepool.client.notices import Notices
 from enginepool.client.payload import Payload, check_labels, check_softmax, encode_pairs, encode_shared
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.results import Floats, ScoreResult, WeightReader, read_result
-from enginepool.client.session.events import Answer, AskStatus, AskWeights, Report, Submit, WeightsAnswer
+from enginepool.client.session.events import Answer, AskStatus, AskWeights, Report, SubmitRequest, WeightsAnswer
 from enginepool.client.worker_restarts import restart_workers
 from enginepool.keys import key_for
-from enginepool.protocol.messages import Restart, Score, StatusReport
-from enginepool.protocol.updates import InFlight, UpdateRecord, WeightsQuestion, WeightsReport
+from enginepool.protocol.messages import RestartWorker, Score, StatusReport
+from enginepool.protocol.updates import InFlight, InspectWeights, UpdateRecord, WeightsReport
 
 if TYPE_CHECKING:
     from enginepool.client.embedded import EmbeddedCoordinator
@@ -237,7 +237,7 @@ class Pool:
             query: a text, or token ids (a sequence of ints, or a one-dimensional integer array).
             items: texts, or token ids of each item (also a two-dimensional array: a row each).
             label_token_ids: the tokens to score; CausalLM only, at most 4096. Default: None.
-            apply_softmax: CausalLM: normalise over the labels alone. Classifiers: softmax over the outputs. Default: False.
+            apply_softmax: CausalLM: normalize over the labels alone. Classifiers: softmax over the outputs. Default: False.
             item_first: rows are item + query. Default: False.
             return_pooled_hidden_states: classifiers only. Default: False.
             group: may be left out where the pool has one group.
@@ -323,7 +323,7 @@ class Pool:
             now = self._connection.now()
 
             def ask(id_: int) -> AskStatus:
-                return AskStatus(now, id_, None, Restart(id_, group, worker, incarnation))
+                return AskStatus(now, id_, None, RestartWorker(id_, group, worker, incarnation))
 
             return (await self._connection.ask(ask, Report)).report
 
@@ -339,7 +339,7 @@ class Pool:
             UnknownGroup: there is no such group.
             DeadlineExceeded: no answer within `timeout` seconds.
         """
-        return (await self._ask_weights(WeightsQuestion(0, check_group(group)), timeout)).report
+        return (await self._ask_weights(InspectWeights(0, check_group(group)), timeout)).report
 
     async def weights_digest(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:  # noqa: ASYNC109
         """The digest of every worker's weights as they are in its engine now; equal ones are the same weights.
@@ -348,14 +348,14 @@ class Pool:
 
         Raises what `weights` does. A worker that cannot say has `code` and `message`.
         """
-        return (await self._ask_weights(WeightsQuestion(0, check_group(group), "digest"), timeout)).report
+        return (await self._ask_weights(InspectWeights(0, check_group(group), "digest"), timeout)).report
 
     async def validate_weights(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:  # noqa: ASYNC109
         """Look for NaN, infinity and tensors of nothing but zeros in every engine: the `findings` of each worker.
 
         Raises what `weights` does. A worker that cannot say has `code` and `message`.
         """
-        return (await self._ask_weights(WeightsQuestion(0, check_group(group), "validate"), timeout)).report
+        return (await self._ask_weights(InspectWeights(0, check_group(group), "validate"), timeout)).report
 
     async def weight(self, name: str, group: str = "", *, timeout: float | None = 60.0) -> Floats:  # noqa: ASYNC109
         """One weight as an engine holds it, by its name in the checkpoint: float32, in the shape that the engine has.
@@ -369,12 +369,12 @@ class Pool:
         end = None if seconds is None else self._connection.now() + seconds
         while reader.weight is None:
             left = None if end is None else max(end - self._connection.now(), 0.001)
-            question = WeightsQuestion(0, group, "tensor", name, offset=reader.offset)
+            question = InspectWeights(0, group, "tensor", name, offset=reader.offset)
             answer = await self._ask_weights(question, left)
             reader.take(answer.report, answer.frames)
         return reader.weight
 
-    async def relabel(
+    async def set_version(
         self,
         version: int,
         group: str = "",
@@ -393,7 +393,7 @@ class Pool:
             Publishing: an update of the group is under way; `limit` names its publisher.
             UpdateAborted: the message says why.
         """
-        publish = publish_message(version, group=group, transfer="relabel", in_flight="drain", drain=10.0, new_run=new_run)
+        publish = publish_message(version, group=group, transfer="set_version", in_flight="drain", drain=10.0, new_run=new_run)
         return await publish_unsent(self._connection, publish, check_timeout(timeout))
 
     async def publish_checkpoint(
@@ -405,7 +405,7 @@ class Pool:
         in_flight: InFlight = "drain",
         drain: float = 10.0,
         new_run: bool = False,
-        timeout: float | None = 600.0,  # noqa: ASYNC109 (as in `relabel`)
+        timeout: float | None = 600.0,  # noqa: ASYNC109 (as in `set_version`)
     ) -> UpdateRecord:
         """Let every worker of a group load the checkpoint directory `path`, which each must be able to see, as `version`.
 
@@ -416,9 +416,9 @@ class Pool:
             path: a relative one is of this program's folder if there is such a directory, else of each worker's.
             in_flight: batches in flight finish before (`drain`), or run again on the new weights (`abort`).
             drain: seconds that `drain` waits for at most; then as `abort`.
-            new_run, timeout: as in `relabel`.
+            new_run, timeout: as in `set_version`.
 
-        Raises what `relabel` does, and WeightsRefused: the checkpoint does not fit the model.
+        Raises what `set_version` does, and WeightsRefused: the checkpoint does not fit the model.
         """
         publish = publish_message(
             version, group=group, transfer="checkpoint", in_flight=in_flight, drain=drain, new_run=new_run
@@ -426,7 +426,7 @@ class Pool:
         publish.path = check_path(path)
         return await publish_unsent(self._connection, publish, check_timeout(timeout))
 
-    async def _ask_weights(self, question: WeightsQuestion, seconds: float | None) -> WeightsAnswer:
+    async def _ask_weights(self, question: InspectWeights, seconds: float | None) -> WeightsAnswer:
         seconds = check_timeout(seconds)
         now = self._connection.now()
 
@@ -472,9 +472,9 @@ class Pool:
         check_softmax(score.softmax, score.labels)
         deadline = None if seconds is None else now + seconds
 
-        def submit(id_: int) -> Submit:
+        def submit(id_: int) -> SubmitRequest:
             score.id = id_
-            return Submit(now, score, frames, deadline, retry)
+            return SubmitRequest(now, score, frames, deadline, retry)
 
         if deadline is None:
             self._notices.begin()

@@ -18,7 +18,7 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 RESTARTS = 3
 
 
-class Usage(NamedTuple):
+class ScoreUsage(NamedTuple):
     """Rows scored and prompt tokens computed, over all parts of a request."""
 
     items: int
@@ -52,7 +52,7 @@ class ScoreResult:
     version: int
     forwards: tuple[int, ...]
     timings: ScoreTimings
-    usage: Usage
+    usage: ScoreUsage
 
 
 def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
@@ -76,7 +76,7 @@ def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
         result.version,
         tuple(result.forwards),
         ScoreTimings(result.timings.queued_us / 1e6, result.timings.run_us / 1e6),
-        Usage(result.usage.items, result.usage.tokens),
+        ScoreUsage(result.usage.items, result.usage.tokens),
     )
 
 

@@ -54,9 +54,9 @@ class BlockingUpdateHandle:
         """As `UpdateHandle.finish`."""
         return self._call(self._handle.finish(timeout))
 
-    def abandon(self, reason: str = "") -> None:
-        """As `UpdateHandle.abandon`."""
-        self._call(self._handle.abandon(reason))
+    def abort(self, reason: str = "") -> None:
+        """As `UpdateHandle.abort`."""
+        self._call(self._handle.abort(reason))
 
 
 class BlockingWeightPublisher:

@@ -38,7 +38,7 @@ def stand_behind(device: Any = None) -> None:
     torch.cuda.default_stream(gpu).wait_event(torch.cuda.current_stream(gpu).record_event())
 
 
-class Copies(NamedTuple):
+class BufferCopies(NamedTuple):
     """Copies that are one call: words of tensors, by their places, into `targets`. A part of None is the whole tensor."""
 
     targets: list[Any]
@@ -56,7 +56,7 @@ class Filling(NamedTuple):
     bytes: Any
     until: int
     through: list[int]
-    copies: list[Copies]
+    copies: list[BufferCopies]
     gaps: list[Any]
 
 
@@ -100,7 +100,7 @@ class Buffers:
         self.stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pair: list[Any] = []
         #: what they lie in, where others may copy them
-        self._spaces: list[Memory] = []
+        self._regions: list[Memory] = []
         self._cut: Cut | None = None
 
     def make_ready(self) -> None:
@@ -111,7 +111,7 @@ class Buffers:
         """Give their memory back, whoever else knows this object."""
         self._cut = None
         self._pair.clear()
-        self._spaces.clear()
+        self._regions.clear()
 
     @contextmanager
     def aside(self, after: Any = None) -> Generator[None]:
@@ -142,10 +142,10 @@ class Buffers:
         """Two uint8 tensors of at least so many bytes. Raises OSError: no room."""
         if not self._pair or self._pair[0].numel() < nbytes:
             self._pair.clear()
-            self._spaces.clear()
+            self._regions.clear()
             if copied(self.device):
-                self._spaces += [make_space(nbytes, self.device) for _ in range(2)]
-                self._pair += [memory.tensors[0] for memory in self._spaces]
+                self._regions += [make_space(nbytes, self.device) for _ in range(2)]
+                self._pair += [memory.tensors[0] for memory in self._regions]
             else:
                 self._pair += [torch.empty(nbytes, dtype=torch.uint8, device=self.device) for _ in range(2)]
         return self._pair
@@ -163,7 +163,7 @@ def cut_up(manifest: Sequence[Tensor], bucket_bytes: int, memory: Callable[[Buck
 
 
 def _filling(bucket: Bucket, expected: Sequence[Expected], memory: Any, needed: int) -> Filling:
-    copies: dict[Any, Copies] = {}
+    copies: dict[Any, BufferCopies] = {}
     gaps: list[Any] = []
     through: list[int] = []
     end = 0
@@ -174,7 +174,7 @@ def _filling(bucket: Bucket, expected: Sequence[Expected], memory: Any, needed: 
         tensor = expected[place]
         size = tensor.word.itemsize
         whole = nbytes == tensor.nbytes
-        targets, sources = copies.setdefault(tensor.word, Copies([], []))
+        targets, sources = copies.setdefault(tensor.word, BufferCopies([], []))
         targets.append(memory[bucket_at:end].view(tensor.word))
         sources.append((place, None if whole else slice(tensor_at // size, (tensor_at + nbytes) // size)))
         if tensor_at + nbytes == tensor.nbytes:

@@ -43,7 +43,7 @@ class Word(msgspec.Struct, array_like=True):
     failure: str = ""
 
 
-class Watch:
+class RankWatch:
     """Whether the other ranks let an update go on, as one rank sees it. Pure.
 
     Args:
@@ -179,14 +179,14 @@ class Heartbeats:
     def _run(self) -> None:
         try:
             last = self._words([self._rank]).get(self._rank, Word())
-            watch = Watch(self._rank, self._size, last, self._version, self._timeout_s, time.monotonic())
+            watch = RankWatch(self._rank, self._size, last, self._version, self._timeout_s, time.monotonic())
             while self._beat(watch):
                 pass
         except Exception as error:  # of any kind: ranks wait for this thread
             text = " ".join(str(error).split()) or type(error).__name__
             self._give_up(f"the store of the trainer's process group is gone, and with it a trainer rank: {text}")
 
-    def _beat(self, watch: Watch) -> bool:
+    def _beat(self, watch: RankWatch) -> bool:
         """One look at the others, and one word. False: it was the last."""
         others = range(1, self._size) if self._rank == 0 else [0]
         words = self._words(others)

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 
 from enginepool.protocol.layout import ALIGNMENT, layout
-from enginepool.protocol.updates import Space
+from enginepool.protocol.updates import MemoryRegion
 from enginepool.trainer.buffers import Buffers, cut_up
 from enginepool.trainer.streaming import Feed
-from enginepool.trainer.tensors import Plan
-from enginepool.trainer.trainer_ranks import Lockstep
+from enginepool.trainer.tensors import SendPlan
+from enginepool.trainer.trainer_ranks import TrainerRanks
 from enginepool.transfer.digest import Digest
 from enginepool.transfer.shared_memory import DeviceSpace, HostSpace, Memory, break_seal, gpu_uuid, set_seal
 
 torch: Any = importlib.import_module("torch")
 
 
-class Lender:
+class IpcExporter:
     """What a publisher has for lending.
 
     Args:
@@ -66,23 +66,23 @@ class Lender:
             self._spare = None
 
 
-class Loan:
+class IpcExport:
     """What is lent for one update. A thread that is stuck in one does not touch what the next one lends."""
 
-    def __init__(self, lender: Lender) -> None:
+    def __init__(self, lender: IpcExporter) -> None:
         self._lender = lender
         self._memory: Memory | None = None
 
     def fill(
         self,
-        plan: Plan,
+        plan: SendPlan,
         *,
         bucket_bytes: int,
-        lockstep: Lockstep,
+        lockstep: TrainerRanks,
         stopped: Callable[[], bool],
         progress: Callable[[int], None],
         after: Any = None,
-    ) -> tuple[str, int, list[Space]]:
+    ) -> tuple[str, int, list[MemoryRegion]]:
         """Lay everything out; returns the digest, the bytes of the space, and where it is. Arguments are those of `Sending`.
 
         Raises:
@@ -109,7 +109,7 @@ class Loan:
             feed.end()
             # It waits for what the device still has to do.
             seal = set_seal(content)
-            return digest.text(), laid, [msgspec.structs.replace(space, seal=seal) for space in memory.spaces()]
+            return digest.text(), laid, [msgspec.structs.replace(space, seal=seal) for space in memory.regions()]
 
     def end(self) -> None:
         """The update is over."""

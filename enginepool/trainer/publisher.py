@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_options, check_timeout, kind, utf8
 from enginepool.client.metadata_update import publish_message
-from enginepool.client.session.events import Wanted
+from enginepool.client.session.events import CommittedWeightsLost
 from enginepool.errors import BadRequest, EnginepoolError
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.updates import MAX_MS, InFlight, Publish, UpdateRecord
 from enginepool.trainer.buffers import Buffers
-from enginepool.trainer.ipc_export import Lender
-from enginepool.trainer.publisher_context import Desk
+from enginepool.trainer.ipc_export import IpcExporter
+from enginepool.trainer.publisher_context import PublisherContext
 from enginepool.trainer.retries import Retries
-from enginepool.trainer.tensors import Described, Gather, Plan, Rename, Source, make_plan
+from enginepool.trainer.tensors import Described, Gather, Rename, SendPlan, Source, make_plan
 from enginepool.trainer.update_handle import UpdateHandle
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ log = logging.getLogger("enginepool")
 class UpdateOptions(TypedDict, total=False):
     """The options of `WeightPublisher.start` and `publish`, which say what each one does."""
 
-    transfer: Literal["staged", "direct", "handles"]
+    transfer: Literal["staged", "direct", "ipc"]
     in_flight: InFlight
     drain: float
     partial: bool
@@ -74,7 +74,7 @@ class WeightPublisher:
             first failure; 0: it tries once.
         on_wanted: called with the version when the pool has lost its weights and needs them again, also when that was so before
             this publisher was made; `wanted` is set then too. Every publisher of the group hears it.
-        keep_memory: what `handles` lays tensors out in stays for the next update; else it goes back after each.
+        keep_memory: what `ipc` lays tensors out in stays for the next update; else it goes back after each.
 
     Attributes:
         rank, group: of the trainer; of the pool.
@@ -129,11 +129,11 @@ class WeightPublisher:
         self._lease_ms = int((check_timeout(lease, "lease", MAX_MS // 1000) or 10.0) * 1000)
         self._on_wanted = on_wanted
         buffers = Buffers(device_of(device))
-        self._desk = Desk(
+        self._desk = PublisherContext(
             None if pool is None else pool.connection,
             trainer_group,
             buffers,
-            Lender(buffers, keep=check_flag("keep_memory", keep_memory)),
+            IpcExporter(buffers, keep=check_flag("keep_memory", keep_memory)),
             host=host,
             bucket_bytes=bucket_bytes,
             timeout=check_timeout(timeout) or 600.0,
@@ -191,7 +191,7 @@ class WeightPublisher:
         source: Source,
         version: int | None = None,
         *,
-        transfer: Literal["staged", "direct", "handles"] = "staged",
+        transfer: Literal["staged", "direct", "ipc"] = "staged",
         in_flight: InFlight = "drain",
         drain: float = 10.0,
         partial: bool = False,
@@ -213,7 +213,7 @@ class WeightPublisher:
             version: above the committed one; a pool that has lost its weights takes them again under their own. None: the
                 committed one + 1. All trainer ranks name the same.
             transfer: `staged`: into memory beside each engine, which serves meanwhile; `direct`: straight into the engines,
-                which stand still from `finish` on, for when there is no room, and nobody looks for NaN before; `handles`: into
+                which stand still from `finish` on, for when there is no room, and nobody looks for NaN before; `ipc`: into
                 memory on this publisher's `device`, as large as all tensors together, out of which the engines copy them. For
                 that the workers are on the same host, and their engines see that GPU: a trainer that shares GPUs with its
                 engines.
@@ -249,15 +249,15 @@ class WeightPublisher:
         source: Source,
         version: int | None,
         *,
-        transfer: Literal["staged", "direct", "handles"] = "staged",
+        transfer: Literal["staged", "direct", "ipc"] = "staged",
         in_flight: InFlight = "drain",
         drain: float = 10.0,
         partial: bool = False,
         new_run: bool = False,
         manifest: Described | None = None,
-    ) -> tuple[Publish, Callable[[], Plan]]:
+    ) -> tuple[Publish, Callable[[], SendPlan]]:
         """The message of an update, and how its plan is made. Raises BadRequest."""
-        check_choice("transfer", transfer, ("staged", "direct", "handles"))
+        check_choice("transfer", transfer, ("staged", "direct", "ipc"))
         publish = publish_message(
             0 if version is None else version,
             group=self.group,
@@ -269,12 +269,12 @@ class WeightPublisher:
         publish.partial = check_flag("partial", partial)
         publish.lease_ms, publish.bucket_bytes = self._lease_ms, self._desk.bucket_bytes
 
-        def plan() -> Plan:
+        def plan() -> SendPlan:
             return make_plan(source, manifest=manifest, **self._hooks)
 
         return publish, plan
 
-    async def _begin(self, handle: UpdateHandle, publish: Publish, plan: Callable[[], Plan]) -> None:
+    async def _begin(self, handle: UpdateHandle, publish: Publish, plan: Callable[[], SendPlan]) -> None:
         if self.rank == 0:
             await handle.begin(publish, plan, self._next_version)
         else:
@@ -287,7 +287,7 @@ class WeightPublisher:
     async def close(self) -> None:
         """Give up what is under way, leave the process group, give memory back. Twice is once."""
         if self._desk.open is not None and not self._desk.loop.is_closed():
-            await self._desk.open.abandon("the publisher closed")
+            await self._desk.open.abort("the publisher closed")
         if self._asking is not None:
             self._asking.cancel()
         if self._desk.connection is not None and self._hear_wanted in self._desk.connection.wanted:
@@ -302,9 +302,9 @@ class WeightPublisher:
             return
         for status in report.groups:
             if status.needs_weights and not self.wanted.is_set():
-                self._hear_wanted(Wanted(status.name, status.version or 0))
+                self._hear_wanted(CommittedWeightsLost(status.name, status.version or 0))
 
-    def _hear_wanted(self, wanted: Wanted) -> None:
+    def _hear_wanted(self, wanted: CommittedWeightsLost) -> None:
         if wanted.group == self.group or not self.group:
             self.wanted_version = wanted.version
             if self._on_wanted is not None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from enginepool.trainer.buffers import Buffers
 from enginepool.trainer.heartbeats import Heartbeats
-from enginepool.trainer.ipc_export import Lender
+from enginepool.trainer.ipc_export import IpcExporter
 from enginepool.trainer.trainer_ranks import store_of
 from enginepool.trainer.update_sender import Side
 
@@ -23,11 +23,11 @@ class Open(Protocol):
         """Why the next one cannot begin."""
         ...
 
-    async def abandon(self, reason: str = "") -> None:
+    async def abort(self, reason: str = "") -> None:
         """Give it up, unless it is too late. Returns when it has ended."""
 
 
-class Desk:
+class PublisherContext:
     """One for each publisher.
 
     Attributes:
@@ -47,7 +47,7 @@ class Desk:
         connection: "Connection | None",
         trainer_group: Any,
         buffers: Buffers,
-        lender: Lender,
+        lender: IpcExporter,
         *,
         host: str,
         bucket_bytes: int,
@@ -90,7 +90,7 @@ class Desk:
         """Leave the process group, lend nothing, and give memory back."""
         side, self.side = self.side, None
         if side is not None:
-            await asyncio.to_thread(side.abandon)
+            await asyncio.to_thread(side.abort)
         self.lender.close()
         self.buffers.close()
 

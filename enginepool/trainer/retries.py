@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from enginepool.protocol.errors import CODES
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 
 #: seconds before the second attempt; before each further one it is twice as long, up to the last
 _FIRST_S, _LAST_S = 0.5, 5.0
@@ -24,7 +24,7 @@ class Retries:
         self._until: float | None = None
         self._pause_s = _FIRST_S
 
-    def again(self, failure: Failure) -> float | None:
+    def again(self, failure: ErrorReply) -> float | None:
         """In how many seconds to try again after `failure`; None: not at all."""
         facts = CODES.get(failure.code)
         if failure.code not in self._more and (facts is None or not facts.retry):

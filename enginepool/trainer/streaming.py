@@ -11,10 +11,10 @@ from typing import Any
 
 from enginepool.errors import BadRequest
 from enginepool.trainer.buffers import Buffers, Expected, Filling
-from enginepool.trainer.tensors import Held, Plan
-from enginepool.trainer.trainer_ranks import Lockstep
+from enginepool.trainer.tensors import HeldTensors, SendPlan
+from enginepool.trainer.trainer_ranks import TrainerRanks
 from enginepool.transfer.digest import Digest
-from enginepool.transfer.process_group import Broadcast, Group
+from enginepool.transfer.process_group import Broadcast, ProcessGroup
 
 torch: Any = importlib.import_module("torch")
 
@@ -34,13 +34,13 @@ class Feed:
         stopped: whether the update was given up.
     """
 
-    def __init__(self, plan: Plan, expected: list[Expected], lockstep: Lockstep, stopped: Callable[[], bool]) -> None:
+    def __init__(self, plan: SendPlan, expected: list[Expected], lockstep: TrainerRanks, stopped: Callable[[], bool]) -> None:
         self._expected = expected
         self._lockstep = lockstep
         self._stopped = stopped
         self._tensors: Iterator[tuple[str, Any]] = plan.tensors()
         self._held: dict[int, Any] = {}
-        self._memory = Held()
+        self._memory = HeldTensors()
         self._pulled = 0
 
     def fill(self, filling: Filling, free: Callable[[], None] | None = None) -> None:
@@ -119,10 +119,10 @@ class Sending:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: SendPlan,
         buffers: Buffers,
         bucket_bytes: int,
-        lockstep: Lockstep,
+        lockstep: TrainerRanks,
         stopped: Callable[[], bool],
         after: Any = None,
     ) -> None:
@@ -152,7 +152,7 @@ class Sending:
                 self._feed.fill(filling)
                 self._digest.add(filling.bytes, filling.at)
 
-    def send(self, group: Group, timeout_s: float, progress: Callable[[int], None]) -> tuple[str, int]:
+    def send(self, group: ProcessGroup, timeout_s: float, progress: Callable[[int], None]) -> tuple[str, int]:
         """Broadcast everything until nobody needs this rank any more; returns the digest and the bytes of the space.
 
         Args:
@@ -173,7 +173,7 @@ class Sending:
                 self._buffers.stream.synchronize()
         return digest, sent
 
-    def _send(self, feed: Feed, group: Group, timeout_s: float, progress: Callable[[int], None]) -> tuple[str, int]:
+    def _send(self, feed: Feed, group: ProcessGroup, timeout_s: float, progress: Callable[[int], None]) -> tuple[str, int]:
         ways: list[Broadcast] = []
         sent = settled = 0
 

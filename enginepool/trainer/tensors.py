@@ -1,8 +1,8 @@
 """What a trainer gives to a publisher, as named tensors in a fixed order: modules, state dicts, iterators, sharded or not.
 
 The names that travel are those of the checkpoint, so wrappers' prefixes are taken off, tied tensors are sent once, and `rename`
-may do the rest. What comes is described first (`Plan.manifest`), without a byte being gathered, and then given tensor by
-tensor (`Plan.tensors`), each gathered when its turn comes.
+may do the rest. What comes is described first (`SendPlan.manifest`), without a byte being gathered, and then given tensor by
+tensor (`SendPlan.tensors`), each gathered when its turn comes.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SendPlan:
     """What an update sends: its description, and its tensors in the same order. `tensors` may be called once.
 
     `sharded`: a digest of those that a collective of all ranks makes whole, which has to be the same on each; 0: nobody knows.
@@ -59,7 +59,7 @@ def make_plan(
     rename: Rename | None = None,
     gather: Gather | None = None,
     dtype: Any = None,
-) -> Plan:
+) -> SendPlan:
     """What `source` sends.
 
     Args:
@@ -79,15 +79,15 @@ def make_plan(
         read = cast("Callable[[], Iterable[tuple[str, Any]]]", source)
         if manifest is None:
             described = _described(sharded.seen(read()), rename, dtype)
-            return Plan(described, lambda: _given(read(), rename, gather, dtype), sharded.digest)
-        return Plan(_written(manifest), lambda: _given(read(), rename, gather, dtype))
+            return SendPlan(described, lambda: _given(read(), rename, gather, dtype), sharded.digest)
+        return SendPlan(_written(manifest), lambda: _given(read(), rename, gather, dtype))
     if isinstance(source, Iterator) and manifest is not None:
         stream = cast("Iterator[tuple[str, Any]]", source)
-        return Plan(_written(manifest), lambda: _given(stream, rename, gather, dtype))
+        return SendPlan(_written(manifest), lambda: _given(stream, rename, gather, dtype))
     pairs = list(sharded.seen(_kept(_pairs(source))))
     if manifest is not None:
-        return Plan(_written(manifest), lambda: _given(pairs, rename, gather, dtype), sharded.digest)
-    return Plan(_described(pairs, rename, dtype), lambda: _given(pairs, rename, gather, dtype), sharded.digest)
+        return SendPlan(_written(manifest), lambda: _given(pairs, rename, gather, dtype), sharded.digest)
+    return SendPlan(_described(pairs, rename, dtype), lambda: _given(pairs, rename, gather, dtype), sharded.digest)
 
 
 # --- what is there -----------------------------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def _checked(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
                 raise BadRequest(f"source: its entry {number} is {kind(pair)}; (name, tensor)", field="source")
 
 
-class Held:
+class HeldTensors:
     """Tensors that a source has given and that are still needed: memory that it gives again must be what it was.
 
     A source that uses one buffer for all its tensors would send the last one under every name, and nobody would know.
@@ -193,7 +193,7 @@ def _memory(tensor: Any) -> tuple[int, int]:
 
 def _kept(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Pairs that are read to the end before any is used."""
-    held = Held()
+    held = HeldTensors()
     for name, tensor in _checked(pairs):
         held.add(name, tensor)
         yield name, tensor

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 
 from enginepool.errors import BadRequest
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.updates import Published
 from enginepool.trainer.heartbeats import Heartbeats, RankFailed
-from enginepool.trainer.tensors import Plan
+from enginepool.trainer.tensors import SendPlan
 
 torch: Any = importlib.import_module("torch")
 
@@ -36,17 +36,17 @@ _LONG_S = 3.0
 _NEXT = -1
 
 
-class End(msgspec.Struct):
+class RoundEnd(msgspec.Struct):
     """How an update ended. `again_s`: all ranks try it again after so many seconds."""
 
-    outcome: Published | Failure
+    outcome: Published | ErrorReply
     again_s: float | None = None
 
 
-_end = msgspec.json.Decoder(End)
+_end = msgspec.json.Decoder(RoundEnd)
 
 
-class Lockstep:
+class TrainerRanks:
     """Rank 0's side of the update to `version`; with no group, or one of a single rank, no other rank is told.
 
     Args:
@@ -81,7 +81,7 @@ class Lockstep:
         name, since = self._reading
         return name if time.monotonic() - since > _LONG_S else ""
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self, plan: SendPlan) -> None:
         """Before the first tensor: all ranks bring the same version, can read their source, and have the same sharded tensors.
 
         Raises:
@@ -128,11 +128,11 @@ class Lockstep:
         """Another rank said that it failed."""
         return RankFailed((self._heartbeats.why(broken=False) if self._heartbeats is not None else "") or _ELSEWHERE)
 
-    def end(self, outcome: Published | Failure, again_s: float | None = None) -> None:
+    def end(self, outcome: Published | ErrorReply, again_s: float | None = None) -> None:
         """How the update ended: the last word, which every update has."""
         if self._group is None:
             return
-        text = msgspec.json.encode(End(outcome, again_s))
+        text = msgspec.json.encode(RoundEnd(outcome, again_s))
         untold = ""
         try:
             if self._heartbeats is not None:
@@ -141,21 +141,21 @@ class Lockstep:
             _move(self._group, torch.tensor(list(text), dtype=torch.uint8))
         except RankFailed as error:
             log.warning("the other trainer ranks cannot be told how the update ended: %s", error)
-            untold = outcome.message if isinstance(outcome, Failure) else str(error)
+            untold = outcome.message if isinstance(outcome, ErrorReply) else str(error)
         finally:
             if self._heartbeats is not None:
                 self._heartbeats.end(untold)
 
 
 def follow(
-    group: Any, plan: Plan | Exception, version: int | None = 0, heartbeats: Heartbeats | None = None
-) -> tuple[End, Exception | None]:
+    group: Any, plan: SendPlan | Exception, version: int | None = 0, heartbeats: Heartbeats | None = None
+) -> tuple[RoundEnd, Exception | None]:
     """What the ranks above 0 do: take tensors when rank 0 says so, until it says how the update ended.
 
     Args:
         plan: of this rank, or why it has none.
         version: that this rank brings, which is to be rank 0's; None: rank 0 says.
-        heartbeats: as of `Lockstep`.
+        heartbeats: as of `TrainerRanks`.
 
     Returns the end, and what is wrong with this rank's own part. Raises RankFailed: rank 0 is gone.
     """
@@ -177,8 +177,8 @@ def follow(
 
 
 def _follow(
-    group: Any, plan: Plan | Exception, version: int | None, own: Exception | None, heartbeats: Heartbeats | None
-) -> tuple[End, Exception | None]:
+    group: Any, plan: SendPlan | Exception, version: int | None, own: Exception | None, heartbeats: Heartbeats | None
+) -> tuple[RoundEnd, Exception | None]:
     mine = _NEXT if version is None else version
     source: Iterator[object] | None = None
     while True:
@@ -189,7 +189,7 @@ def _follow(
             # Also without a plan: it is a collective.
             own = _other_version(group, mine) or own
         try:
-            if isinstance(plan, Plan) and own is None:
+            if isinstance(plan, SendPlan) and own is None:
                 if count == _BEGIN:
                     _compare(plan, word)
                 source = plan.tensors() if source is None else source
@@ -231,7 +231,7 @@ def _other_version(group: Any, own: int) -> BadRequest | None:
     return None
 
 
-def _compare(plan: Plan, sharded: int) -> None:
+def _compare(plan: SendPlan, sharded: int) -> None:
     """Each tensor is gathered out of what all ranks give at its place. Raises BadRequest: they would give different ones."""
     if sharded and plan.sharded not in (0, sharded):
         raise BadRequest(

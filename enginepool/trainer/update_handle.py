@@ -11,7 +11,7 @@ from enginepool import threads
 from enginepool.client.arguments import check_timeout
 from enginepool.client.metadata_update import NAMES
 from enginepool.client.session.events import (
-    JoinGroup,
+    JoinProcessGroup,
     OpenUpdate,
     PhaseReached,
     UpdateAbandon,
@@ -23,14 +23,14 @@ from enginepool.client.session.events import (
 from enginepool.errors import EnginepoolError, Publishing, error_from
 from enginepool.host import host_identity
 from enginepool.protocol.manifest import encode_manifest
-from enginepool.protocol.messages import Failure, FrameSpec
-from enginepool.protocol.updates import PhaseName, Publish, Published, Space, UpdateRecord
+from enginepool.protocol.messages import ErrorReply, FrameSpec
+from enginepool.protocol.updates import MemoryRegion, PhaseName, Publish, Published, UpdateRecord
 from enginepool.trainer.heartbeats import RankFailed
-from enginepool.trainer.ipc_export import Loan
-from enginepool.trainer.publisher_context import Desk
-from enginepool.trainer.tensors import Plan
-from enginepool.trainer.trainer_ranks import End, Lockstep
-from enginepool.trainer.update_sender import Courier, Follower, Notes, Outcome, Side
+from enginepool.trainer.ipc_export import IpcExport
+from enginepool.trainer.publisher_context import PublisherContext
+from enginepool.trainer.tensors import SendPlan
+from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks
+from enginepool.trainer.update_sender import Follower, Outcome, SenderNotes, Side, UpdateSender
 from enginepool.transfer.process_group import CollectiveError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class UpdateHandle:
 
     Attributes:
         version: of the weights that it brings; None as long as only rank 0 knows it.
-        phase: `open`, `join`, `transfer`, `staged`, `hold`, `hand_over`; at last `committed` or `failed`. On a trainer rank
+        phase: `open`, `join`, `transfer`, `staged`, `hold`, `load`; at last `committed` or `failed`. On a trainer rank
             above 0 `open` until the end.
         members: workers that take part.
         done: those of them that have finished the phase.
@@ -58,7 +58,9 @@ class UpdateHandle:
         total_bytes: to be broadcast.
     """
 
-    def __init__(self, desk: Desk, version: int | None, again: Callable[[Failure], float | None] | None = None) -> None:
+    def __init__(
+        self, desk: PublisherContext, version: int | None, again: Callable[[ErrorReply], float | None] | None = None
+    ) -> None:
         """Not for callers: `WeightPublisher.start` makes it. `again`: in how many seconds to try again after a failure, if at
         all."""
         if asyncio.get_running_loop() is not desk.loop:
@@ -76,7 +78,7 @@ class UpdateHandle:
         #: that the caller named
         self._asked_version = version
         self._heartbeats = desk.heartbeats(version, lambda error: desk.post(self._lost, error))
-        self._courier: Courier | None = None
+        self._courier: UpdateSender | None = None
         self._id: int | None = None
         #: the process group forms, or stands
         self._joining = False
@@ -117,12 +119,12 @@ class UpdateHandle:
         try:
             return await asyncio.shield(self._final)
         except asyncio.CancelledError:
-            await self.abandon("the caller gave up")
+            await self.abort("the caller gave up")
             raise
         finally:
             await self._wait_left()
 
-    async def abandon(self, reason: str = "") -> None:
+    async def abort(self, reason: str = "") -> None:
         """Give the update up, unless it is too late. Returns when it has ended, however it did.
 
         On a trainer rank above 0 it waits for rank 0 to say how it ended.
@@ -136,16 +138,16 @@ class UpdateHandle:
 
     # --- beginning: by the publisher -----------------------------------------------------------------------------------
 
-    async def begin(self, publish: Publish, plan: Callable[[], Plan], next_version: Callable[[], Awaitable[int]]) -> None:
+    async def begin(self, publish: Publish, plan: Callable[[], SendPlan], next_version: Callable[[], Awaitable[int]]) -> None:
         """On rank 0: make the plan, open the transaction, and wait until it is agreed to."""
         desk = self._desk
         if self._heartbeats is not None:
             self._heartbeats.start()
-        side: Side | Loan = Loan(desk.lender)
+        side: Side | IpcExport = IpcExport(desk.lender)
         try:
             if self.version is None:
                 self.version = publish.version = await next_version()
-            if publish.transfer == "handles":
+            if publish.transfer == "ipc":
                 publish.host, publish.gpu = host_identity(), desk.lender.gpu
             else:
                 side = await desk.have_side()
@@ -158,14 +160,14 @@ class UpdateHandle:
             # It was given up while there was nobody yet to be told.
             await self._call_off("rank 0 gave it up before it began")
             self._final.result()
-        notes = Notes(
+        notes = SenderNotes(
             planned=lambda plan: desk.post(self._planned, publish, plan),
             progress=lambda sent: desk.post(self._progress, sent),
-            sent=lambda digest, sent, spaces: desk.post(self._all_sent, digest, sent, spaces),
+            sent=lambda digest, sent, regions: desk.post(self._all_sent, digest, sent, regions),
             failed=lambda error: desk.post(self._failed, error),
             ended=lambda: desk.post(self._leave),
         )
-        self._courier = Courier(
+        self._courier = UpdateSender(
             plan,
             side,
             desk.buffers,
@@ -179,7 +181,7 @@ class UpdateHandle:
             await asyncio.shield(self._opened)
         except BaseException:
             # Cancelled too: the transaction would hold its group until the lease ends. It is raised again.
-            await self.abandon("the caller gave up")
+            await self.abort("the caller gave up")
             raise
 
     async def _call_off(self, why: str) -> None:
@@ -195,13 +197,13 @@ class UpdateHandle:
         threads.start(tell, "weights")
         await self._wait_left()
 
-    def _lockstep(self) -> Lockstep:
-        return Lockstep(self._desk.trainer_group, self._asked_version, self._heartbeats)
+    def _lockstep(self) -> TrainerRanks:
+        return TrainerRanks(self._desk.trainer_group, self._asked_version, self._heartbeats)
 
-    def follow(self, plan: Callable[[], Plan]) -> None:
+    def follow(self, plan: Callable[[], SendPlan]) -> None:
         """On the other ranks: take part in the gathering."""
 
-        def ended(end: End, own: Exception | None) -> None:
+        def ended(end: RoundEnd, own: Exception | None) -> None:
             self._desk.post(self._follower_ended, end, own)
 
         if self._heartbeats is not None:
@@ -214,7 +216,7 @@ class UpdateHandle:
 
     def _hear(self, effect: "UpdateEffect") -> None:
         assert self._courier is not None
-        if isinstance(effect, JoinGroup):
+        if isinstance(effect, JoinProcessGroup):
             self._joining = True
             self._courier.join_group(effect.join)
             self._agreed()
@@ -236,15 +238,15 @@ class UpdateHandle:
     def _end(self, outcome: Outcome) -> None:
         """The last word is spoken. After a failure the process group is of no more use, and who waits in it has to leave."""
         side = None if self._courier is None else self._courier.side
-        if isinstance(outcome, Failure) and self._joining and isinstance(side, Side):
+        if isinstance(outcome, ErrorReply) and self._joining and isinstance(side, Side):
             side.lost = True
-            self._desk.loop.run_in_executor(None, side.abandon)
+            self._desk.loop.run_in_executor(None, side.abort)
         # What this trainer's own ranks met, they would meet again; a process group breaks when a worker is lost.
         pools = self._cause is None or isinstance(self._cause, CollectiveError)
-        if isinstance(outcome, Failure) and self._again is not None and pools and not (self._given_up or self._final.done()):
+        if isinstance(outcome, ErrorReply) and self._again is not None and pools and not (self._given_up or self._final.done()):
             self.again_s = self._again(outcome)
         if self._courier is not None:
-            self._courier.end(End(outcome, self.again_s))
+            self._courier.end(RoundEnd(outcome, self.again_s))
         self._settle(outcome)
 
     def _settle(self, outcome: Outcome) -> None:
@@ -268,7 +270,7 @@ class UpdateHandle:
             for future in waiting:
                 future.set_exception(error)
 
-    def _error(self, failure: Failure) -> EnginepoolError:
+    def _error(self, failure: ErrorReply) -> EnginepoolError:
         if self._cause is None and (stuck := self._stuck()):
             # The coordinator only knows that nothing comes.
             failure = msgspec.structs.replace(failure, message=failure.message + stuck)
@@ -285,11 +287,11 @@ class UpdateHandle:
 
     def blocks(self) -> str:
         """Why the next update cannot begin."""
-        return "finish or abandon it first" if not self._final.done() else f"its thread is still busy{self._stuck()}"
+        return "finish or abort it first" if not self._final.done() else f"its thread is still busy{self._stuck()}"
 
     # --- what the threads say ------------------------------------------------------------------------------------------
 
-    def _planned(self, publish: Publish, plan: Plan) -> None:
+    def _planned(self, publish: Publish, plan: SendPlan) -> None:
         """Tell the coordinator, unless the caller has given up meanwhile."""
         connection, now = self._desk.connection, self._desk.loop.time()
         if self._final.done() or connection is None:
@@ -309,10 +311,10 @@ class UpdateHandle:
         if self._desk.connection is not None and self._id is not None:
             self._desk.connection.tell(UpdateProgress(self._desk.loop.time(), self._id, sent))
 
-    def _all_sent(self, digest: str, sent: int, spaces: list[Space]) -> None:
+    def _all_sent(self, digest: str, sent: int, regions: list[MemoryRegion]) -> None:
         self.sent_bytes = sent
         if self._desk.connection is not None and self._id is not None:
-            self._desk.connection.tell(UpdateSent(self._desk.loop.time(), self._id, digest, sent, spaces))
+            self._desk.connection.tell(UpdateSent(self._desk.loop.time(), self._id, digest, sent, regions))
         if not self._sent.done():
             self._sent.set_result(None)
 
@@ -333,7 +335,7 @@ class UpdateHandle:
         else:
             self._desk.connection.tell(UpdateAbandon(self._desk.loop.time(), self._id, reason[:_MAX_REASON], broken))
 
-    def _follower_ended(self, end: End, own: Exception | None) -> None:
+    def _follower_ended(self, end: RoundEnd, own: Exception | None) -> None:
         self._cause = self._cause or own
         self.again_s = end.again_s if own is None and not self._final.done() else None
         self._settle(end.outcome)
@@ -347,9 +349,9 @@ class UpdateHandle:
             self._cause = error
             self._settle(self._aborted(str(error)))
 
-    def _aborted(self, why: str) -> Failure:
+    def _aborted(self, why: str) -> ErrorReply:
         update = "the update" if self.version is None else f"the update to version {self.version}"
-        return Failure("update_aborted", f"{update} was aborted: {why}")
+        return ErrorReply("update_aborted", f"{update} was aborted: {why}")
 
     # --- the end -------------------------------------------------------------------------------------------------------
 

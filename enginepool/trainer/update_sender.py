@@ -16,21 +16,21 @@ from typing import Any
 
 from enginepool import threads
 from enginepool.errors import BadRequest
-from enginepool.protocol.messages import Failure
-from enginepool.protocol.updates import Join, Published, Space
+from enginepool.protocol.messages import ErrorReply
+from enginepool.protocol.updates import Join, MemoryRegion, Published
 from enginepool.trainer import buffers
 from enginepool.trainer.buffers import Buffers, stand_behind
 from enginepool.trainer.heartbeats import Heartbeats, RankFailed
-from enginepool.trainer.ipc_export import Loan
+from enginepool.trainer.ipc_export import IpcExport
 from enginepool.trainer.streaming import Sending, Stopped
-from enginepool.trainer.tensors import Plan
-from enginepool.trainer.trainer_ranks import End, Lockstep, as_error, follow
+from enginepool.trainer.tensors import SendPlan
+from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks, as_error, follow
 from enginepool.transfer.collective import Rendezvous
-from enginepool.transfer.process_group import CollectiveError, Group
+from enginepool.transfer.process_group import CollectiveError, ProcessGroup
 
 torch: Any = importlib.import_module("torch")
 
-Outcome = Published | Failure
+Outcome = Published | ErrorReply
 
 
 class Side:
@@ -50,11 +50,11 @@ class Side:
             text = f"host: {host!r} is no address of this machine: {error.strerror}"
             raise BadRequest(text, field="host") from None
         self.address = self._rendezvous.address
-        self._group: Group | None = None
+        self._group: ProcessGroup | None = None
         #: nobody may use it any more
         self.lost = False
 
-    def join(self, join: Join, timeout_s: float) -> Group:
+    def join(self, join: Join, timeout_s: float) -> ProcessGroup:
         """The group that `join` describes: the one of last time, if it is that. Raises CollectiveError."""
         group = self._group
         if group is None or (group.name, group.world) != (join.rendezvous, join.world):
@@ -75,7 +75,7 @@ class Side:
             self._group = group
         return group
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Leave the group, whatever its other ranks do, and stop listening. Any thread; takes seconds at most."""
         self.lost = True
         if self._group is not None:
@@ -83,21 +83,21 @@ class Side:
         self._rendezvous.close()
 
 
-class Notes:
+class SenderNotes:
     """What a courier tells its update; each is called in the courier's thread."""
 
     def __init__(
         self,
-        planned: Callable[[Plan], None],
+        planned: Callable[[SendPlan], None],
         progress: Callable[[int], None],
-        sent: Callable[[str, int, list[Space]], None],
+        sent: Callable[[str, int, list[MemoryRegion]], None],
         failed: Callable[[Exception], None],
         ended: Callable[[], None],
     ) -> None:
         self.planned, self.progress, self.sent, self.failed, self.ended = planned, progress, sent, failed, ended
 
 
-class Courier:
+class UpdateSender:
     """One update's thread on rank 0.
 
     Args:
@@ -109,18 +109,18 @@ class Courier:
 
     def __init__(
         self,
-        plan: Callable[[], Plan],
-        side: Side | Loan,
+        plan: Callable[[], SendPlan],
+        side: Side | IpcExport,
         buffers: Buffers,
-        lockstep: Lockstep,
-        notes: Notes,
+        lockstep: TrainerRanks,
+        notes: SenderNotes,
         *,
         bucket_bytes: int,
         timeout_s: float,
     ) -> None:
         self._plan, self.side, self._buffers, self._lockstep, self._notes = plan, side, buffers, lockstep, notes
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
-        self._orders: queue.SimpleQueue[Join | Group | Exception | End | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Join | ProcessGroup | Exception | RoundEnd | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._forming = False
         self._after: Any = None
@@ -133,7 +133,7 @@ class Courier:
 
     @property
     def stuck_at(self) -> str:
-        """As `Lockstep.stuck_at`."""
+        """As `TrainerRanks.stuck_at`."""
         return self._lockstep.stuck_at
 
     def start(self) -> None:
@@ -153,7 +153,7 @@ class Courier:
         """All members have joined: send. What is lent is laid out now, once all have agreed."""
         self._orders.put(None)
 
-    def end(self, end: End) -> None:
+    def end(self, end: RoundEnd) -> None:
         """The update ended so. What is not sent is not sent any more."""
         self._stopped.set()
         self._orders.put(end)
@@ -176,27 +176,27 @@ class Courier:
         end = self._serve(plan)
         try:
             try:
-                if isinstance(self.side, Loan):
+                if isinstance(self.side, IpcExport):
                     self.side.end()
             finally:
                 self._lockstep.end(end.outcome, end.again_s)
         finally:
             self._notes.ended()
 
-    def _serve(self, plan: Plan | None) -> End:
-        group: Group | None = None
+    def _serve(self, plan: SendPlan | None) -> RoundEnd:
+        group: ProcessGroup | None = None
         sending: Sending | None = None
         wanted = False
         while True:
             order = self._orders.get()
-            if isinstance(order, End):
+            if isinstance(order, RoundEnd):
                 return order
             if isinstance(order, Exception):
                 self._notes.failed(order)
             elif isinstance(order, Join):
                 sending = self._prepared(plan) if plan is not None else None
             elif order is None:
-                if isinstance(self.side, Loan) and plan is not None and not wanted:
+                if isinstance(self.side, IpcExport) and plan is not None and not wanted:
                     self._went_well(partial(self._lend, self.side, plan))
                 wanted = True
             else:
@@ -205,7 +205,7 @@ class Courier:
                 self._went_well(partial(self._send, sending, group))
                 sending = None
 
-    def _prepared(self, plan: Plan) -> Sending | None:
+    def _prepared(self, plan: SendPlan) -> Sending | None:
         """With its first buckets filled; None: it failed, which is told."""
         sending = Sending(plan, self._buffers, self._bucket_bytes, self._lockstep, self._stopped.is_set, self._after)
         return sending if self._went_well(sending.prepare) else None
@@ -219,10 +219,10 @@ class Courier:
         except Exception as error:
             self._orders.put(error)
 
-    def _send(self, sending: Sending, group: Group) -> None:
+    def _send(self, sending: Sending, group: ProcessGroup) -> None:
         self._notes.sent(*sending.send(group, self._timeout_s, self._notes.progress), [])
 
-    def _lend(self, loan: Loan, plan: Plan) -> None:
+    def _lend(self, loan: IpcExport, plan: SendPlan) -> None:
         lent = loan.fill(
             plan,
             bucket_bytes=self._bucket_bytes,
@@ -251,16 +251,16 @@ class Follower:
 
     def __init__(
         self,
-        plan: Callable[[], Plan],
+        plan: Callable[[], SendPlan],
         version: int | None,
         group: Any,
         heartbeats: Heartbeats | None,
         device: Any,
-        ended: Callable[[End, Exception | None], None],
+        ended: Callable[[RoundEnd, Exception | None], None],
     ) -> None:
         self._plan, self._version, self._group, self._heartbeats = plan, version, group, heartbeats
         self._device, self._ended = device, ended
-        # As in `Courier`: a gather reads what this rank has.
+        # As in `UpdateSender`: a gather reads what this rank has.
         stand_behind(device)
 
     def start(self) -> None:
@@ -269,13 +269,13 @@ class Follower:
     def _run(self) -> None:
         try:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # as in `Courier`
-            plan: Plan | Exception = self._plan()
-        except BaseException as error:  # as in `Courier`
+                torch.cuda.set_device(self._device)  # as in `UpdateSender`
+            plan: SendPlan | Exception = self._plan()
+        except BaseException as error:  # as in `UpdateSender`
             plan = as_error(error)
         try:
             end, own = follow(self._group, plan, self._version, self._heartbeats)
         except RankFailed as error:
             # Rank 0, most likely.
-            end, own = End(Failure("update_aborted", str(error))), error
+            end, own = RoundEnd(ErrorReply("update_aborted", str(error))), error
         self._ended(end, own)

@@ -23,7 +23,7 @@ from typing import Any
 from enginepool import threads
 from enginepool.transfer.peer_copy import Origin, Taker
 from enginepool.transfer.peer_probe import SAYS, agree, agree_at_0, decline, tell_way
-from enginepool.transfer.process_group import Broadcast, CollectiveError, Group
+from enginepool.transfer.process_group import Broadcast, CollectiveError, ProcessGroup
 
 torch: Any = importlib.import_module("torch")
 dist: Any = importlib.import_module("torch.distributed")
@@ -81,15 +81,15 @@ class Rendezvous:
         timeout_s: float = 60.0,
         connect: bool = True,
         copies: bool = False,
-    ) -> Group:
+    ) -> ProcessGroup:
         """Be rank 0 of group `name`, once all `world` ranks are there. Raises CollectiveError.
 
         Args:
             connect: begin with a broadcast of one byte, as `join` does elsewhere; SGLang's own ranks do not wait for one.
-            copies: where all ranks can, let them copy the buckets, each of which lies in a space of `spaces`.
+            copies: where all ranks can, let them copy the buckets, each of which lies in a space of `regions`.
         """
 
-        def form() -> Group:
+        def form() -> ProcessGroup:
             store = self._store.clone()
             store.set_timeout(_seconds(timeout_s))
             own = dist.PrefixStore(name, store)
@@ -101,7 +101,7 @@ class Rendezvous:
 
         return _in_time(form, name, world, 0, timeout_s)
 
-    def _copied(self, store: Any, name: str, world: int, device: Any, timeout_s: float) -> Group | None:
+    def _copied(self, store: Any, name: str, world: int, device: Any, timeout_s: float) -> ProcessGroup | None:
         """The group, if all ranks copy."""
         with socket.create_server((self._host, 0), family=self._family, backlog=world) as listener:
             token = secrets.token_hex(16)
@@ -125,15 +125,15 @@ def join(
     timeout_s: float = 60.0,
     copies: bool = False,
     stays: bool = False,
-) -> Group:
+) -> ProcessGroup:
     """Be rank `rank` of the group `name` of `world` ranks, whose rank 0 listens at `address`. Raises CollectiveError.
 
     Args:
         copies: copy the buckets out of the memory of the rank before, where all ranks can.
-        stays: buckets lie in a space of `spaces`, where they stay until the update is over: another rank may copy them.
+        stays: buckets lie in a space of `regions`, where they stay until the update is over: another rank may copy them.
     """
 
-    def form() -> Group:
+    def form() -> ProcessGroup:
         host, _, port = address.rpartition(":")
         store = dist.TCPStore(host.strip("[]"), int(port), is_master=False, wait_for_workers=False, timeout=_seconds(timeout_s))
         own = dist.PrefixStore(name, store)
@@ -148,7 +148,7 @@ def join(
     return _in_time(form, name, world, rank, timeout_s)
 
 
-class TorchGroup(Group):
+class TorchGroup(ProcessGroup):
     """A process group of torch."""
 
     def __init__(self, group: Any, name: str, world: int, rank: int, backend: str, device: Any) -> None:
@@ -226,7 +226,7 @@ class TorchBroadcast(Broadcast):
 
 def _formed(
     store: Any, name: str, world: int, rank: int, backend: str, device: Any, timeout_s: float, *, first: bool = True
-) -> Group:
+) -> ProcessGroup:
     """A process group of torch, in its own store."""
     with _environment(backend):
         made = _form(store, name, world, rank, backend, timeout_s)
@@ -242,7 +242,7 @@ def _formed(
     return group
 
 
-def _in_time(form: Callable[[], Group], name: str, world: int, rank: int, timeout_s: float) -> Group:
+def _in_time(form: Callable[[], ProcessGroup], name: str, world: int, rank: int, timeout_s: float) -> ProcessGroup:
     try:
         # A little more: a limit that torch keeps itself comes with a better reason.
         return _beside(form, timeout_s + 2.0, late=lambda group: group.abort())

@@ -91,7 +91,7 @@ def _try_look(kernels: Any, device: Any) -> None:
     kernels.look(space.to(device).view(torch.int32), rows.to(device), sums, levels)
     if sums.tolist() != _by_torch(space.view(torch.int32)).tolist():
         raise RuntimeError("it gives other sums than torch where it looks at tensors")
-    batch = Batch([tensor.name for tensor in manifest], tensors, targets)
+    batch = DigestBatch([tensor.name for tensor in manifest], tensors, targets)
     largest = zip(torch.cat(batch.largest()).tolist(), batch.limits, strict=True)
     most = dict(zip(batch.places, largest, strict=True))
     if levels.tolist() != [kernels.level(*most[place]) for place in range(len(manifest))]:
@@ -104,7 +104,7 @@ def use_once(device: Any, dtypes: Collection[Any]) -> None:
     for at in (0, ALIGNMENT):
         digest.add(torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device), at)
         tensors = [torch.ones(2, device=device).to(dtype) for dtype in dtypes for _ in range(2)]
-        findings.add(Batch(["" for _ in tensors], tensors))
+        findings.add(DigestBatch(["" for _ in tensors], tensors))
     digest.text()
     findings.found()
 
@@ -175,7 +175,7 @@ def views(space: Any, manifest: Manifest) -> list[Any]:
     ]
 
 
-class Batch:
+class DigestBatch:
     """Tensors that are looked at together, sorted for it: made once for memory that stays, and looked at in every update.
 
     `targets`: the dtype in which the engine holds each, or "" where that is its own; without it, all are their own.
@@ -220,10 +220,10 @@ class Findings:
     """
 
     def __init__(self) -> None:
-        self._batches: list[Batch] = []
+        self._batches: list[DigestBatch] = []
         self._largest: list[Any] = []
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: DigestBatch) -> None:
         """Look at whole tensors, whose memory stays as it is until `found`."""
         self._batches.append(batch)
         self._largest += batch.largest()

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from enginepool import threads
-from enginepool.protocol.updates import Space
-from enginepool.transfer.process_group import Broadcast, CollectiveError, Group
+from enginepool.protocol.updates import MemoryRegion
+from enginepool.transfer.process_group import Broadcast, CollectiveError, ProcessGroup
 from enginepool.transfer.shared_memory import open_space, place_of
 
 torch: Any = importlib.import_module("torch")
@@ -32,7 +32,7 @@ _LONGEST = 1 << 16
 _OPEN = 4
 
 
-class Hello(msgspec.Struct):
+class PeerHello(msgspec.Struct):
     """The first word on a connection."""
 
     rank: int
@@ -45,7 +45,7 @@ class Here(msgspec.Struct):
 
     number: int
     nbytes: int
-    space: Space | None = None
+    space: MemoryRegion | None = None
     at: int = 0
 
 
@@ -63,7 +63,7 @@ class _Way(Broadcast):
         self._group.over(self._number, timeout_s)
 
 
-class _Copies(Group):
+class _Copies(ProcessGroup):
     """What both sides have."""
 
     def __init__(self, name: str, world: int, rank: int, device: Any) -> None:
@@ -95,7 +95,7 @@ class _Copies(Group):
 
 
 class Origin(_Copies):
-    """Rank 0: its buckets lie in spaces of its own, and stay there until rank 1 has them.
+    """Rank 0: its buckets lie in regions of its own, and stay there until rank 1 has them.
 
     Args:
         listener: where the other ranks connect to, within `timeout_s`; it is closed then.
@@ -147,7 +147,7 @@ class Origin(_Copies):
         self._until(lambda: self._have[1] > number, timeout_s)
 
     def finish(self, timeout_s: float) -> None:
-        """See `Group`: by way of this rank they hear what the one before them has."""
+        """See `ProcessGroup`: by way of this rank they hear what the one before them has."""
         self._until(lambda: min(self._have[1:]) >= self._begun, timeout_s)
 
     def _listen(self, rank: int) -> None:
@@ -191,7 +191,7 @@ class Taker(_Copies):
         host, _, port = address.rpartition(":")
         self._origin = socket.create_connection((host, int(port)), timeout_s)
         _make_quick(self._origin)
-        _say(self._origin, Hello(rank, token))
+        _say(self._origin, PeerHello(rank, token))
         threads.start(self._copy, "copies")
         threads.start(self._tell, "copied")
 
@@ -261,7 +261,7 @@ class Taker(_Copies):
             self._changed.notify_all()
         return event, Here(here.number, here.nbytes, space, at)
 
-    def _open(self, space: Space) -> Any:
+    def _open(self, space: MemoryRegion) -> Any:
         if not space.handle:
             # A path names another file when the first one is gone; a GPU's handle names one piece of memory for ever.
             return open_space(space)
@@ -300,7 +300,7 @@ def _greeted(peer: socket.socket, token: str) -> int | None:
     """The rank that has connected; None: it is none of this group, or says nothing."""
     peer.settimeout(HELLO_S)
     try:
-        hello = _said(peer, Hello)
+        hello = _said(peer, PeerHello)
     except (OSError, msgspec.MsgspecError):
         return None
     if hello is None or not hmac.compare_digest(hello.token.encode(), token.encode()):

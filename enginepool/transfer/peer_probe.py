@@ -14,7 +14,7 @@ import msgspec
 
 from enginepool.host import host_identity
 from enginepool.protocol.layout import ALIGNMENT
-from enginepool.protocol.updates import Space
+from enginepool.protocol.updates import MemoryRegion
 from enginepool.transfer.shared_memory import make_space, open_space, sealed, set_seal
 
 torch: Any = importlib.import_module("torch")
@@ -27,7 +27,7 @@ SAYS, WAY = "enginepool.says", "enginepool.way"
 _COPIES, _TORCH = "copies", "torch"
 
 
-class Card(msgspec.Struct):
+class PeerProbe(msgspec.Struct):
     """What a rank leaves.
 
     host: as `host_identity` says it. probe: a sealed piece of its memory. stays: buckets stay in its memory, which is a space,
@@ -35,7 +35,7 @@ class Card(msgspec.Struct):
     """
 
     host: str
-    probe: Space
+    probe: MemoryRegion
     stays: bool = True
     address: str = ""
     token: str = ""
@@ -60,7 +60,7 @@ def agree_at_0(store: Any, world: int, device: Any, listener: socket.socket, tok
         tell_way(store)
         return False
     host, port = listener.getsockname()[:2]
-    _leave(store, 0, Card(host_identity(), probe[1], address=f"{host}:{port}", token=token))
+    _leave(store, 0, PeerProbe(host_identity(), probe[1], address=f"{host}:{port}", token=token))
     reaches = [_reaches_key(rank) for rank in range(1, world)]
     able = _came(store, reaches) and all(store.get(key) == b"1" for key in reaches)
     tell_way(store, _COPIES if able else _TORCH)
@@ -73,7 +73,7 @@ def decline(store: Any, rank: int) -> None:
     store.set(_reaches_key(rank), "0")
 
 
-def agree(store: Any, rank: int, device: Any, *, stays: bool) -> Card | None:
+def agree(store: Any, rank: int, device: Any, *, stays: bool) -> PeerProbe | None:
     """Another rank that would copy: rank 0's card if all do, else None.
 
     Raises:
@@ -83,7 +83,7 @@ def agree(store: Any, rank: int, device: Any, *, stays: bool) -> Card | None:
     if probe is None:
         decline(store, rank)
         return None
-    mine = Card(host_identity(), probe[1], stays=stays)
+    mine = PeerProbe(host_identity(), probe[1], stays=stays)
     _leave(store, rank, mine)
     before = _card(store, rank - 1) if _came(store, [_card_key(rank - 1)]) else None
     reaches = before is not None and before.host == mine.host and before.stays and _finds(before.probe)
@@ -100,14 +100,14 @@ def _reaches_key(rank: int) -> str:
     return f"enginepool.reaches-{rank}"
 
 
-def _leave(store: Any, rank: int, card: Card) -> None:
+def _leave(store: Any, rank: int, card: PeerProbe) -> None:
     store.set(_card_key(rank), msgspec.json.encode(card).decode())
 
 
-def _card(store: Any, rank: int) -> Card | None:
+def _card(store: Any, rank: int) -> PeerProbe | None:
     """The card of a rank that has left one; None: it is blank."""
     text: bytes = store.get(_card_key(rank))
-    return msgspec.json.decode(text, type=Card) if text else None
+    return msgspec.json.decode(text, type=PeerProbe) if text else None
 
 
 def _came(store: Any, keys: list[str]) -> bool:
@@ -119,17 +119,17 @@ def _came(store: Any, keys: list[str]) -> bool:
     return True
 
 
-def _probe(device: Any) -> "tuple[Any, Space] | None":
+def _probe(device: Any) -> "tuple[Any, MemoryRegion] | None":
     """(memory, how others open it), sealed; None where memory cannot be shared."""
     try:
         memory = make_space(ALIGNMENT, device)
         seal = set_seal(memory.tensors[0])
-        return memory, msgspec.structs.replace(memory.spaces()[0], seal=seal)
+        return memory, msgspec.structs.replace(memory.regions()[0], seal=seal)
     except (OSError, RuntimeError):
         return None
 
 
-def _finds(probe: Space) -> bool:
+def _finds(probe: MemoryRegion) -> bool:
     """Whether another rank's memory can be read from here."""
     try:
         return sealed(open_space(probe, across=True), probe.seal)

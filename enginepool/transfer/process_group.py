@@ -26,7 +26,7 @@ class Broadcast(ABC):
         """Until its bytes are here, or sent. Raises CollectiveError: a peer is gone, the time is over, the group is aborted."""
 
 
-class Group(ABC):
+class ProcessGroup(ABC):
     """A group in which rank 0 broadcasts.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The memory that an update's bytes lie in: made by a stager or a publisher, opened by engines. Both ends of a `Space`.
+"""The memory that an update's bytes lie in: made by a stager or a publisher, opened by engines. Both ends of a `MemoryRegion`.
 
 On a host it is an unnamed file in shared memory, on a GPU memory that torch shares by CUDA IPC. A *seal* makes it possible to
 lend it: random bytes at its end, which are gone before its content changes. Whoever has copied out of it and still finds the
@@ -18,7 +18,7 @@ import msgspec
 from enginepool.host import SHARED, unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import SEAL_BYTES, Finding, Space
+from enginepool.protocol.updates import SEAL_BYTES, Finding, MemoryRegion
 from enginepool.transfer.weight_scan import Look
 
 torch: Any = importlib.import_module("torch")
@@ -57,9 +57,9 @@ class HostSpace:
         self.tensors = [space]
         _made[space.data_ptr()] = self
 
-    def spaces(self) -> list[Space]:
+    def regions(self) -> list[MemoryRegion]:
         """As other processes open it."""
-        return [Space("file", self.nbytes, path=f"/proc/{os.getpid()}/fd/{self.fd}")]
+        return [MemoryRegion("file", self.nbytes, path=f"/proc/{os.getpid()}/fd/{self.fd}")]
 
     def close(self) -> None:
         """Nobody can open it any more; the memory goes with its last mapping, here or elsewhere."""
@@ -106,7 +106,7 @@ class DeviceSpace:
             raise OSError(str(error).splitlines()[0]) from None
         _made.update({tensor.data_ptr(): self for tensor in self.tensors})
 
-    def spaces(self) -> list[Space]:
+    def regions(self) -> list[MemoryRegion]:
         """As other processes open them.
 
         Torch counts a user for each time that something is shared, keeps the memory until that one has opened and closed it,
@@ -114,7 +114,7 @@ class DeviceSpace:
         """
         self._shared = self._shared or [tensor.untyped_storage()._share_cuda_() for tensor in self.tensors]
         return [
-            Space("cuda", self.nbytes, handle=msgspec.msgpack.encode(_uncounted(shared)), gpu=gpu_uuid(tensor.device))
+            MemoryRegion("cuda", self.nbytes, handle=msgspec.msgpack.encode(_uncounted(shared)), gpu=gpu_uuid(tensor.device))
             for tensor, shared in zip(self.tensors, self._shared, strict=True)
         ]
 
@@ -154,14 +154,14 @@ def make_space(nbytes: int, device: Any) -> Memory:
     return DeviceSpace(nbytes, [device]) if torch.device(device).type == "cuda" else HostSpace(nbytes)
 
 
-def place_of(part: Any) -> tuple[Space, int]:
+def place_of(part: Any) -> tuple[MemoryRegion, int]:
     """(the space that a uint8 tensor is a part of, where it begins there). Raises RuntimeError: it is part of none."""
     begin = part.untyped_storage().data_ptr()
     memory = _made.get(begin)
     if memory is None:
         raise RuntimeError("a bucket that others are to copy does not lie in memory that can be shared")
     which = next(k for k, tensor in enumerate(memory.tensors) if tensor.data_ptr() == begin)
-    return memory.spaces()[which], part.data_ptr() - begin
+    return memory.regions()[which], part.data_ptr() - begin
 
 
 def gpu_uuid(device: Any) -> str:
@@ -174,7 +174,7 @@ def visible_gpus() -> list[str]:
     return [gpu_uuid(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
 
 
-def open_space(space: Space, *, across: bool = False, by_current: bool = False, pinned: bool = False) -> Any:
+def open_space(space: MemoryRegion, *, across: bool = False, by_current: bool = False, pinned: bool = False) -> Any:
     """Its bytes, in this process: a uint8 tensor. They stay for as long as it lives, whatever becomes of who made them.
 
     Args:
@@ -202,7 +202,7 @@ def open_space(space: Space, *, across: bool = False, by_current: bool = False, 
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[: space.nbytes]
 
 
-def _open_file(space: Space, pinned: bool) -> Any:
+def _open_file(space: MemoryRegion, pinned: bool) -> Any:
     if not pinned or (content := _shared_mapping(space)) is None:
         return torch.from_file(space.path, shared=False, size=space.nbytes, dtype=torch.uint8)
     if _pin(content, _READ_ONLY):
@@ -210,7 +210,7 @@ def _open_file(space: Space, pinned: bool) -> Any:
     return content
 
 
-def _shared_mapping(space: Space) -> Any:
+def _shared_mapping(space: MemoryRegion) -> Any:
     """A private one would be copied, page by page, to be pinned. None: this process may only read it, or not all is there."""
     try:
         fd = os.open(space.path, os.O_RDWR | os.O_CLOEXEC)
@@ -228,7 +228,7 @@ def _unpin(at: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(at)
 
 
-def examined(content: Any, manifest: Sequence[Tensor], targets: Sequence[str] = ()) -> tuple[str, list[Finding]]:
+def verified(content: Any, manifest: Sequence[Tensor], targets: Sequence[str] = ()) -> tuple[str, list[Finding]]:
     """(digest, findings) of the bytes at the front of `content`, a space laid out by `protocol.layout`; on a GPU beside
     whatever else runs there. `targets` as `Look` has them.
 
@@ -240,11 +240,11 @@ def examined(content: Any, manifest: Sequence[Tensor], targets: Sequence[str] = 
         raise ValueError(f"a space of {content.numel()} bytes for {nbytes}")
     if content.is_cuda:
         with torch.cuda.device(content.device), torch.cuda.stream(torch.cuda.Stream(content.device)):
-            return _examined(content, manifest, nbytes, targets)
-    return _examined(content, manifest, nbytes, targets)
+            return _verified(content, manifest, nbytes, targets)
+    return _verified(content, manifest, nbytes, targets)
 
 
-def _examined(content: Any, manifest: Sequence[Tensor], nbytes: int, targets: Sequence[str]) -> tuple[str, list[Finding]]:
+def _verified(content: Any, manifest: Sequence[Tensor], nbytes: int, targets: Sequence[str]) -> tuple[str, list[Finding]]:
     looking = Look(content, manifest, [nbytes], targets).begin()
     looking.add(0)
     return looking.result()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
 from enginepool.protocol.manifest import Manifest, overflow
 from enginepool.protocol.updates import Finding
-from enginepool.transfer.digest import Batch, Digest, Findings, kernels_on, use_once, views, what_is_wrong
+from enginepool.transfer.digest import Digest, DigestBatch, Findings, kernels_on, use_once, views, what_is_wrong
 
 torch: Any = importlib.import_module("torch")
 
@@ -112,7 +112,7 @@ class _InTurn:
         self.order = {name: place for place, name in enumerate(names)}
         begins, nbytes = layout(manifest)
         ends = [*begins[1:], nbytes]
-        self.batches: list[Batch] = []
+        self.batches: list[DigestBatch] = []
         #: by part: the batches that need it; and of how many parts each of them is
         self.needed: list[list[int]] = [[] for _ in edges[1:]]
         self.parts: list[int] = []
@@ -123,7 +123,7 @@ class _InTurn:
             for need in range(since, part + 1):
                 self.needed[need].append(part)
             self.parts.append(part + 1 - since)
-            self.batches.append(Batch(names[first:until], tensors[first:until], targets[first:until]))
+            self.batches.append(DigestBatch(names[first:until], tensors[first:until], targets[first:until]))
             first = until
 
     def begin(self) -> Looking:

@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
+from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.machine import Machine
@@ -14,12 +14,12 @@ from enginepool.protocol.messages import (
     Accept,
     Batch,
     Capabilities,
-    Failure,
+    ErrorReply,
     FrameSpec,
     Message,
     Result,
     Score,
-    Tokenise,
+    Tokenize,
 )
 
 CAN = Capabilities("causal", 1000, 100, batch_tokens=100, batch_rows=8, inflight_tokens=200, inflight_rows=16)
@@ -67,7 +67,7 @@ def config(
     ageing_s: float | None = None,
     groups: tuple[str, ...] = ("g",),
     limits: Limits | None = None,
-    restart: Restart | None = None,
+    restart: RestartConfig | None = None,
     forwards_in_flight: int = 2,
     restart_updates: Literal["rolling", "at_once"] = "rolling",
 ) -> PoolConfig:
@@ -79,7 +79,7 @@ def config(
         groups=dict.fromkeys(groups, group),
         limits=limits or Limits(),
         timing=Timing(),
-        restart=restart or Restart(),
+        restart=restart or RestartConfig(),
     )
 
 
@@ -207,16 +207,16 @@ def results(sent: list[Sent]) -> dict[int, Result]:
     return {s.message.id: s.message for s in sent if isinstance(s.message, Result)}
 
 
-def failures(sent: list[Sent]) -> dict[int | None, Failure]:
-    return {s.message.id: s.message for s in sent if isinstance(s.message, Failure)}
+def failures(sent: list[Sent]) -> dict[int | None, ErrorReply]:
+    return {s.message.id: s.message for s in sent if isinstance(s.message, ErrorReply)}
 
 
 def codes(sent: list[Sent]) -> list[str]:
-    return [s.message.code for s in sent if isinstance(s.message, Failure)]
+    return [s.message.code for s in sent if isinstance(s.message, ErrorReply)]
 
 
 def texts(sent: list[Sent]) -> list[Sent]:
-    return [s for s in sent if isinstance(s.message, Tokenise)]
+    return [s for s in sent if isinstance(s.message, Tokenize)]
 
 
 def accepts(sent: list[Sent]) -> list[Sent]:

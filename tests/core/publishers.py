@@ -14,10 +14,9 @@ from enginepool.protocol.messages import FrameSpec, Message
 from enginepool.protocol.updates import (
     Commit,
     Finding,
-    HandedOver,
-    HandOver,
     Join,
     Joined,
+    LoadWeights,
     Prepare,
     Prepared,
     Publish,
@@ -25,6 +24,7 @@ from enginepool.protocol.updates import (
     Sent,
     Staged,
     UpdateRecord,
+    WeightsLoaded,
 )
 from tests.core.machines import Pool, config
 from tests.core.machines import Sent as Message_
@@ -47,7 +47,7 @@ class Trainer:
         """Offer weights; what was sent to anybody."""
         self.ids = self.ids + 1 if id is None else id
         manifest: tuple[bytes, ...] = (encode_manifest(changes.pop("manifest", MANIFEST)),)
-        if changes.get("transfer") in ("checkpoint", "relabel"):
+        if changes.get("transfer") in ("checkpoint", "set_version"):
             manifest = ()
         offer = Publish(self.ids, version, address=ADDRESS, peer=self.link.decode())
         offer.frames = [FrameSpec("manifest", "utf8", (len(manifest[0]),))] if manifest else []
@@ -150,8 +150,8 @@ def reply_to(message: Message) -> Message | None:
         return Prepared(message.update, peer="peer", ranks=1, staging="host")
     if isinstance(message, Join) and message.update != (0, 0):
         return Joined(message.update)
-    if isinstance(message, HandOver):
-        return HandedOver(message.update, message.version, DIGEST)
+    if isinstance(message, LoadWeights):
+        return WeightsLoaded(message.update, message.version, DIGEST)
     return None
 
 

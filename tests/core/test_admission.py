@@ -7,7 +7,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.requests import lifecycle as requests
 from enginepool.coordinator.requests.memory import charge
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
-from enginepool.protocol.messages import FrameSpec, Tokenise
+from enginepool.protocol.messages import FrameSpec, Tokenize
 from tests.core.machines import Pool, codes, config, failures, results, text, texts, work
 
 #: what one item of `work` is charged with
@@ -130,8 +130,8 @@ def test_a_text_without_a_request_leaves_the_count_of_its_worker_when_that_has_t
     assert len(worker.texts) == len(given) == len(texts(pool.sent)) == MOST_TEXTS
     specs = [FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
     for count, sent in enumerate(given, 1):
-        assert isinstance(sent.message, Tokenise)
-        pool.do(ev.TextTokenised(0, sent.link, sent.message.task, specs, [b"\1\0\0\0", b"\1\0\0\0"]))
+        assert isinstance(sent.message, Tokenize)
+        pool.do(ev.TextTokenized(0, sent.link, sent.message.task, specs, [b"\1\0\0\0", b"\1\0\0\0"]))
         assert len(texts(pool.sent)) == MOST_TEXTS + count
     assert {request.id for request, _ in worker.texts.values()} == set(range(100, 100 + MOST_TEXTS))
     assert worker.text_bytes == MOST_TEXTS * text("q", ["y"]).nbytes
@@ -195,7 +195,7 @@ def test_text_whose_ids_find_no_memory_is_busy(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(requests, "with_ids", with_ids)
     (asked,) = texts(pool.submit(link, 1, text("q", ["x"])))
-    assert isinstance(asked.message, Tokenise)
-    sent = pool.do(ev.TextTokenised(0, worker, asked.message.task, [], []))
+    assert isinstance(asked.message, Tokenize)
+    sent = pool.do(ev.TextTokenized(0, worker, asked.message.task, [], []))
     assert failures(sent)[1].code == "busy"
     assert pool.machine.core.live_bytes == 0

@@ -392,8 +392,8 @@ def test_what_was_learnt_is_kept_while_the_worker_is_and_not_for_its_successor()
     told = pool.do(ev.StatusAsked(0, busy.client, 1))[0].message
     assert isinstance(told, StatusReport)
     (worker,) = told.groups[0].workers
-    assert (worker.pace, worker.pace_row) == (learnt.tokens, round(learnt.row))
-    assert worker.pace_row > 100, "0.5 ms are 200 tokens of 2.5 us"
+    assert (worker.pace, worker.forward_row_tokens) == (learnt.tokens, round(learnt.row))
+    assert worker.forward_row_tokens > 100, "0.5 ms are 200 tokens of 2.5 us"
     pool.worker("successor", can=FAST)
     fresh = pool.machine.core.groups["g"].workers["successor"].pace
     assert fresh is not None and (fresh.tokens, fresh.row) == (10_000, 0.0)

@@ -24,7 +24,7 @@ from enginepool.protocol.messages import (
     Result,
     Score,
     StatusReport,
-    Tokenise,
+    Tokenize,
 )
 from enginepool.workers.codec import decode_batch, encode_scores
 from enginepool.workers.engine import ScoreBatch
@@ -556,12 +556,12 @@ def test_an_idle_worker_of_the_other_class_is_no_place_for_what_waits_behind_tex
     tasks = [task for id_ in (2, 3) for task in texts(pool.submit(client, id_, text("q", ["x"])))]
     assert sorted(task.link for task in tasks) == [b"packed", b"plain"]
     packed, plain = sorted(tasks, key=lambda task: task.link)
-    assert isinstance(packed.message, Tokenise) and isinstance(plain.message, Tokenise)
-    pool.do(ev.TextTokenised(0, packed.link, packed.message.task, [], [], "no tokenizer"))
+    assert isinstance(packed.message, Tokenize) and isinstance(plain.message, Tokenize)
+    pool.do(ev.TextTokenized(0, packed.link, packed.message.task, [], [], "no tokenizer"))
     pool.batches.clear()
     pool.do(ev.WorkerBroken(0, lost, "dies"))
     assert (who(pool.batches), kept(pool)) == ([], b"plain")
-    pool.do(ev.TextTokenised(0, plain.link, plain.message.task, [], [], "no tokenizer"))
+    pool.do(ev.TextTokenized(0, plain.link, plain.message.task, [], [], "no tokenizer"))
     assert who(pool.batches) == [b"plain"]
 
 

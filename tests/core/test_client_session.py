@@ -7,32 +7,32 @@ from math import inf
 import pytest
 
 from enginepool.client.session.events import (
-    Abandon,
+    AbandonUpdate,
     Abort,
     Answer,
     AskStatus,
     Close,
     Complaint,
-    Effect,
     Ended,
-    Event,
     Fail,
+    MessageReceived,
     OpenLink,
-    Received,
     Report,
-    Send,
+    SendMessage,
+    SessionEffect,
+    SessionEvent,
+    SessionTick,
     Start,
-    Submit,
-    Tick,
+    SubmitRequest,
     Welcomed,
 )
 from enginepool.client.session.machine import ClientSession
-from enginepool.client.session.settings import Settings
+from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.messages import (
     MAX_ACKS,
     Ack,
     Cancel,
-    Failure,
+    ErrorReply,
     FrameSpec,
     Goodbye,
     Hello,
@@ -64,12 +64,12 @@ def result(id_: int, version: int = 1) -> Result:
 class Driver:
     """A session under test: every event is followed by `check`, and effects are sorted by kind."""
 
-    def __init__(self, settings: Settings | None = None, jitter: float = 0.5) -> None:
-        self.session = ClientSession(b"c" * 16, b"t" * 16, lambda: jitter, settings or Settings())
+    def __init__(self, settings: SessionSettings | None = None, jitter: float = 0.5) -> None:
+        self.session = ClientSession(b"c" * 16, b"t" * 16, lambda: jitter, settings or SessionSettings())
         self.now: float = 100.0
-        self.effects: list[Effect] = []
+        self.effects: list[SessionEffect] = []
 
-    def __call__(self, event: Event) -> list[Effect]:
+    def __call__(self, event: SessionEvent) -> list[SessionEffect]:
         self.effects = self.session.handle(event)
         self.session.check()
         return self.effects
@@ -81,37 +81,37 @@ class Driver:
         self.start()
         self.welcome(window=window, window_bytes=window_bytes, message_bytes=message_bytes, epoch=epoch)
 
-    def welcome(self, *, window: int = 0, window_bytes: int = 0, message_bytes: int = 0, epoch: int = 7) -> list[Effect]:
+    def welcome(self, *, window: int = 0, window_bytes: int = 0, message_bytes: int = 0, epoch: int = 7) -> list[SessionEffect]:
         return self.hear(
             Welcome(epoch, window_requests=window, window_bytes=window_bytes, max_message_bytes=message_bytes, groups=["g"])
         )
 
-    def hear(self, message: ToClient) -> list[Effect]:
+    def hear(self, message: ToClient) -> list[SessionEffect]:
         if isinstance(message, Welcome) and not message.incarnation:
             message.incarnation = self.session.link.incarnation
-        return self(Received(self.now, message, (b"\0\0\0\0",) if isinstance(message, Result) else ()))
+        return self(MessageReceived(self.now, message, (b"\0\0\0\0",) if isinstance(message, Result) else ()))
 
-    def refuse(self, code: str, id_: int | None = None, retry_after_ms: int | None = None) -> list[Effect]:
-        return self.hear(Failure(code, "no", id=id_, retry_after_ms=retry_after_ms))
+    def refuse(self, code: str, id_: int | None = None, retry_after_ms: int | None = None) -> list[SessionEffect]:
+        return self.hear(ErrorReply(code, "no", id=id_, retry_after_ms=retry_after_ms))
 
-    def refuse_hello(self, code: str, incarnation: int | None = None) -> list[Effect]:
+    def refuse_hello(self, code: str, incarnation: int | None = None) -> list[SessionEffect]:
         """The answer to the newest Hello, or to that of this incarnation."""
-        return self.hear(Failure(code, "no", incarnation=incarnation or self.session.link.incarnation))
+        return self.hear(ErrorReply(code, "no", incarnation=incarnation or self.session.link.incarnation))
 
     def submit(
         self, id_: int, *, priority: int = 0, timeout: float | None = None, retry_busy: bool = True, size: int = 0
-    ) -> list[Effect]:
+    ) -> list[SessionEffect]:
         deadline = None if timeout is None else self.now + timeout
         frames = (*FRAMES, b"\0" * size) if size else FRAMES
-        return self(Submit(self.now, score(id_, priority=priority), frames, deadline, retry_busy))
+        return self(SubmitRequest(self.now, score(id_, priority=priority), frames, deadline, retry_busy))
 
-    def pass_time(self, seconds: float, *, answer_pings: bool = True) -> list[Effect]:
+    def pass_time(self, seconds: float, *, answer_pings: bool = True) -> list[SessionEffect]:
         """Ticks as they fall due, for so long; a live coordinator answers each ping."""
         end = self.now + seconds
-        seen: list[Effect] = []
+        seen: list[SessionEffect] = []
         while self.session.wake_at <= end:
             self.now = max(self.now, self.session.wake_at)
-            seen += self(Tick(self.now))
+            seen += self(SessionTick(self.now))
             if answer_pings and any(isinstance(m, Ping) for m in self.sent()):
                 seen += self.hear(Pong(epoch=self.session.link.epoch))
         self.now = end
@@ -119,7 +119,7 @@ class Driver:
         return seen
 
     def sent(self) -> list[Message]:
-        return [effect.message for effect in self.effects if isinstance(effect, Send)]
+        return [effect.message for effect in self.effects if isinstance(effect, SendMessage)]
 
     def sent_ids(self) -> list[int]:
         return [message.id for message in self.sent() if isinstance(message, Score)]
@@ -144,7 +144,7 @@ def driver() -> Driver:
 def test_the_first_word_is_hello_on_a_new_link_and_requests_wait_for_the_welcome():
     driver = Driver()
     driver.start()
-    assert [type(effect) for effect in driver.effects] == [OpenLink, Send]
+    assert [type(effect) for effect in driver.effects] == [OpenLink, SendMessage]
     (hello,) = driver.sent()
     assert isinstance(hello, Hello)
     assert (hello.client, hello.token, hello.incarnation) == (b"c" * 16, b"t" * 16, 1)
@@ -155,7 +155,7 @@ def test_the_first_word_is_hello_on_a_new_link_and_requests_wait_for_the_welcome
 
 
 def test_an_unanswered_hello_is_said_again_with_a_higher_incarnation_and_at_last_on_a_new_socket():
-    driver = Driver(Settings(silence_s=3.0, hello_s=1.0))
+    driver = Driver(SessionSettings(silence_s=3.0, hello_s=1.0))
     driver.start()
     driver.pass_time(3.5)
     assert [m.incarnation for m in driver.sent() if isinstance(m, Hello)] == [2, 3, 4]
@@ -181,7 +181,7 @@ def test_the_connect_deadline_is_over_with_the_first_welcome():
     assert driver.session.link.state == "welcomed"
 
 
-@pytest.mark.parametrize("code", ["protocol_version", "unauthorised", "bad_request"])
+@pytest.mark.parametrize("code", ["protocol_version", "unauthorized", "bad_request"])
 def test_a_refused_hello_ends_the_session_and_says_why(code: str):
     driver = Driver()
     driver.start()
@@ -191,7 +191,7 @@ def test_a_refused_hello_ends_the_session_and_says_why(code: str):
     assert isinstance(driver.effects[-1], Ended)
 
 
-@pytest.mark.parametrize("code", ["protocol_version", "unauthorised", "bad_request", "superseded"])
+@pytest.mark.parametrize("code", ["protocol_version", "unauthorized", "bad_request", "superseded"])
 def test_what_answers_an_earlier_hello_does_not_count(code: str):
     driver = Driver()
     driver.start()
@@ -263,7 +263,7 @@ def test_a_full_batch_of_acknowledgements_goes_at_once(driver: Driver):
 
 
 def test_more_acknowledgements_than_one_message_may_have_go_in_several():
-    driver = Driver(settings=Settings(ack_batch=2 * MAX_ACKS + 1))
+    driver = Driver(settings=SessionSettings(ack_batch=2 * MAX_ACKS + 1))
     driver.connect(window=10_000)
     sent: list[Message] = []
     for id_ in range(1, 2 * MAX_ACKS + 2):
@@ -393,7 +393,7 @@ def test_busy_is_the_answer_for_a_caller_that_wants_to_know(driver: Driver):
 
 
 def test_backing_off_doubles_up_to_its_cap():
-    driver = Driver(Settings(busy_s=0.1, busy_cap_s=1.0), jitter=0.999)
+    driver = Driver(SessionSettings(busy_s=0.1, busy_cap_s=1.0), jitter=0.999)
     driver.connect()
     driver.submit(1)
     waits: list[float] = []
@@ -424,7 +424,7 @@ def test_a_request_that_was_never_sent_is_cancelled_at_once():
     driver = Driver()
     driver.start()
     driver.submit(1)
-    driver(Abandon(driver.now, 1))
+    driver(AbandonUpdate(driver.now, 1))
     assert driver.failed() == [(1, "cancelled")]
     driver.welcome()
     assert driver.sent_ids() == []
@@ -433,9 +433,9 @@ def test_a_request_that_was_never_sent_is_cancelled_at_once():
 def test_cancelling_a_sent_request_tells_the_coordinator_and_takes_whichever_answer_comes(driver: Driver):
     driver.submit(1)
     driver.submit(2)
-    driver(Abandon(driver.now, 1))
+    driver(AbandonUpdate(driver.now, 1))
     assert driver.sent() == [Cancel(1)]
-    driver(Abandon(driver.now, 2))
+    driver(AbandonUpdate(driver.now, 2))
     driver.refuse("cancelled", 1)
     assert driver.failed() == [(1, "cancelled")]
     driver.hear(result(2))
@@ -444,7 +444,7 @@ def test_cancelling_a_sent_request_tells_the_coordinator_and_takes_whichever_ans
 
 def test_a_cancelled_request_without_an_answer_ends_after_a_second(driver: Driver):
     driver.submit(1)
-    driver(Abandon(driver.now, 1))
+    driver(AbandonUpdate(driver.now, 1))
     driver.pass_time(1.1)
     assert driver.failed() == [(1, "cancelled")]
 
@@ -453,7 +453,7 @@ def test_a_cancel_survives_a_lost_link_and_the_request_is_not_sent_again(driver:
     driver.submit(1)
     driver.now += 0.2
     driver.refuse("hello_required")
-    driver(Abandon(driver.now, 1))
+    driver(AbandonUpdate(driver.now, 1))
     driver.welcome()
     assert driver.sent_ids() == []
     assert Cancel(1) in driver.sent()
@@ -462,7 +462,7 @@ def test_a_cancel_survives_a_lost_link_and_the_request_is_not_sent_again(driver:
 def test_a_coordinator_of_a_new_epoch_holds_nothing_that_could_be_cancelled(driver: Driver):
     driver.submit(1)
     driver.now += 0.2
-    driver(Abandon(driver.now, 1))
+    driver(AbandonUpdate(driver.now, 1))
     driver.welcome(epoch=8)
     assert driver.failed() == [(1, "cancelled")]
     assert driver.sent() == []
@@ -537,7 +537,7 @@ def test_a_client_that_was_stopped_does_not_hold_its_own_pause_against_the_coord
     driver.submit(1)
     driver.pass_time(1.05, answer_pings=False)
     driver.now += 60.0
-    driver(Tick(driver.now))
+    driver(SessionTick(driver.now))
     assert not [effect for effect in driver.effects if isinstance(effect, OpenLink)]
     assert driver.session.link.state == "welcomed"
     driver.pass_time(5.1, answer_pings=False)
@@ -614,7 +614,7 @@ def test_closing_acknowledges_says_goodbye_and_answers_everything(driver: Driver
 
 def test_aborting_fails_what_waits_and_what_comes_later_with_the_reason(driver: Driver):
     driver.submit(1)
-    driver(Abort(driver.now, Failure("pool_down", "exit code 3")))
+    driver(Abort(driver.now, ErrorReply("pool_down", "exit code 3")))
     assert driver.failed() == [(1, "pool_down")]
     driver.submit(2)
     assert driver.failed() == [(2, "pool_down")]
@@ -648,8 +648,8 @@ def test_the_state_reads_in_words():
 def test_a_failed_session_names_the_code_in_its_words():
     driver = Driver()
     driver.start()
-    driver.refuse_hello("unauthorised")
-    assert driver.session.describe() == "failed (unauthorised) pending=0 sent=0 resends=0"
+    driver.refuse_hello("unauthorized")
+    assert driver.session.describe() == "failed (unauthorized) pending=0 sent=0 resends=0"
 
 
 def test_memory_of_timers_and_queues_is_bounded_by_what_is_pending():
@@ -657,12 +657,12 @@ def test_memory_of_timers_and_queues_is_bounded_by_what_is_pending():
     driver.start()
     session = driver.session
     for id_ in range(1, 20_000):
-        session.handle(Submit(driver.now, score(id_), FRAMES, driver.now + 1e6))
-        session.handle(Abandon(driver.now, id_))
+        session.handle(SubmitRequest(driver.now, score(id_), FRAMES, driver.now + 1e6))
+        session.handle(AbandonUpdate(driver.now, id_))
     driver.welcome()
     for id_ in range(20_000, 40_000):
-        session.handle(Submit(driver.now, score(id_), FRAMES, driver.now + 1e6))
-        session.handle(Received(driver.now, result(id_)))
+        session.handle(SubmitRequest(driver.now, score(id_), FRAMES, driver.now + 1e6))
+        session.handle(MessageReceived(driver.now, result(id_)))
     sizes = {name: len(value) for name, value in vars(session.calls).items() if isinstance(value, Sized)}
     assert sizes
     assert {name: size for name, size in sizes.items() if size > 1026} == {}
@@ -693,20 +693,20 @@ class RoughCoordinator:
             self.greeted.add(link)
             return [Welcome(self.epoch, window_requests=self.window, incarnation=message.incarnation)]
         if link not in self.greeted:
-            return [Failure("hello_required", "who are you?", id=getattr(message, "id", None))]
+            return [ErrorReply("hello_required", "who are you?", id=getattr(message, "id", None))]
         if isinstance(message, Ping):
             return [Pong(at=message.at, epoch=self.epoch)]
         if isinstance(message, Ack):
             for id_ in message.ids:
                 self.kept.pop(id_, None)
         if isinstance(message, Cancel):
-            self.kept.setdefault(message.id, Failure("cancelled", "as you wish", id=message.id))
+            self.kept.setdefault(message.id, ErrorReply("cancelled", "as you wish", id=message.id))
             return [self.kept[message.id]]
         if isinstance(message, Score):
             if message.id not in self.kept and rng.random() < 0.2:
-                return [Failure("busy", "full", id=message.id, retry_after_ms=rng.choice([None, 10, 300]))]
+                return [ErrorReply("busy", "full", id=message.id, retry_after_ms=rng.choice([None, 10, 300]))]
             failed = rng.random() < 0.1
-            answer = Failure("engine_error", "no", id=message.id) if failed else result(message.id, self.epoch)
+            answer = ErrorReply("engine_error", "no", id=message.id) if failed else result(message.id, self.epoch)
             return [self.kept.setdefault(message.id, answer)]
         return []
 
@@ -714,7 +714,7 @@ class RoughCoordinator:
 @pytest.mark.parametrize("seed", range(150))
 def test_every_request_gets_exactly_one_final_answer_whatever_the_network_does(seed: int):
     rng = random.Random(seed)
-    session = ClientSession(b"c" * 16, b"t" * 16, rng.random, Settings(resend_s=4.0))
+    session = ClientSession(b"c" * 16, b"t" * 16, rng.random, SessionSettings(resend_s=4.0))
     coordinator = RoughCoordinator(rng)
     loss = rng.choice([0.0, 0.05, 0.3])
     now, link, next_id = 0.0, 0, 1
@@ -731,12 +731,12 @@ def test_every_request_gets_exactly_one_final_answer_whatever_the_network_does(s
                 number += 1
                 wire.append((now + rng.random() * rng.choice([0.01, 0.01, 2.0]), number, to_session, on, message))
 
-    def do(event: Event) -> None:
+    def do(event: SessionEvent) -> None:
         nonlocal link
         for effect in session.handle(event):
             if isinstance(effect, OpenLink):
                 link += 1
-            elif isinstance(effect, Send):
+            elif isinstance(effect, SendMessage):
                 put(False, link, effect.message)
             elif isinstance(effect, Answer):
                 outcomes[effect.id].append("result")
@@ -754,10 +754,10 @@ def test_every_request_gets_exactly_one_final_answer_whatever_the_network_does(s
                 outcomes[next_id] = []
                 timeout = rng.choice([None, None, 0.5, 5.0])
                 deadline = None if timeout is None else now + timeout
-                do(Submit(now, score(next_id, priority=rng.randint(-3, 3)), FRAMES, deadline))
+                do(SubmitRequest(now, score(next_id, priority=rng.randint(-3, 3)), FRAMES, deadline))
                 next_id += 1
             elif chance < 0.30 and next_id > 1:
-                do(Abandon(now, rng.randrange(1, next_id)))
+                do(AbandonUpdate(now, rng.randrange(1, next_id)))
             elif chance < 0.305:
                 coordinator.restart()
             elif chance < 0.31:
@@ -770,9 +770,9 @@ def test_every_request_gets_exactly_one_final_answer_whatever_the_network_does(s
                     put(True, on, answer)
             elif on == link:
                 assert isinstance(message, ToClient)
-                do(Received(now, message))
+                do(MessageReceived(now, message))
         if session.wake_at <= now:
-            do(Tick(now))
+            do(SessionTick(now))
     assert session.end is None
     assert outcomes
     assert {id_: got for id_, got in outcomes.items() if len(got) != 1} == {}
@@ -781,15 +781,18 @@ def test_every_request_gets_exactly_one_final_answer_whatever_the_network_does(s
 
 
 def test_the_same_seed_gives_the_same_effects():
-    def run() -> list[Effect]:
+    def run() -> list[SessionEffect]:
         rng = random.Random(3)
         session = ClientSession(b"c" * 16, b"t" * 16, rng.random)
-        seen = [*session.handle(Start(0.0)), *session.handle(Received(0.1, Welcome(1, window_requests=2, incarnation=1)))]
+        seen = [
+            *session.handle(Start(0.0)),
+            *session.handle(MessageReceived(0.1, Welcome(1, window_requests=2, incarnation=1))),
+        ]
         for id_ in range(1, 9):
-            seen += session.handle(Submit(0.2, score(id_, priority=rng.randint(0, 3)), FRAMES, 9.0))
-            seen += session.handle(Received(0.3, Failure("busy", "full", id=id_)))
+            seen += session.handle(SubmitRequest(0.2, score(id_, priority=rng.randint(0, 3)), FRAMES, 9.0))
+            seen += session.handle(MessageReceived(0.3, ErrorReply("busy", "full", id=id_)))
         while session.wake_at < 8.0:
-            seen += session.handle(Tick(session.wake_at))
+            seen += session.handle(SessionTick(session.wake_at))
         return seen
 
     assert run() == run()

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 from enginepool.trainer.buffers import Buffers
-from enginepool.trainer.ipc_export import Lender, Loan
-from enginepool.trainer.tensors import Plan, make_plan
-from enginepool.trainer.trainer_ranks import End, Lockstep
-from enginepool.trainer.update_sender import Courier, Follower, Notes
+from enginepool.trainer.ipc_export import IpcExport, IpcExporter
+from enginepool.trainer.tensors import SendPlan, make_plan
+from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks
+from enginepool.trainer.update_sender import Follower, SenderNotes, UpdateSender
 
 PATIENCE_S = 60.0
 
@@ -40,19 +40,19 @@ def test_a_source_that_is_read_at_once_is_computed_on_the_stream_that_sends_it()
     read: list[bool] = []
     planned, ended = threading.Event(), threading.Event()
 
-    def plan() -> Plan:
+    def plan() -> SendPlan:
         def pairs() -> Generator[tuple[str, torch.Tensor]]:
             read.append(buffers.inside)
             yield "a", torch.ones(3)
 
         return make_plan(pairs())
 
-    notes = Notes(lambda _: planned.set(), ignore, ignore, lambda _: planned.set(), ended.set)
-    side = Loan(Lender(buffers, keep=False))
-    courier = Courier(plan, side, buffers, Lockstep(), notes, bucket_bytes=4096, timeout_s=1.0)
+    notes = SenderNotes(lambda _: planned.set(), ignore, ignore, lambda _: planned.set(), ended.set)
+    side = IpcExport(IpcExporter(buffers, keep=False))
+    courier = UpdateSender(plan, side, buffers, TrainerRanks(), notes, bucket_bytes=4096, timeout_s=1.0)
     courier.start()
     assert planned.wait(PATIENCE_S)
-    courier.end(End(Failure("update_aborted", "enough")))
+    courier.end(RoundEnd(ErrorReply("update_aborted", "enough")))
     assert ended.wait(PATIENCE_S)
     assert read == [True]
 
@@ -80,7 +80,7 @@ def test_what_the_caller_still_computes_comes_before_what_any_rank_reads_of_it(
     def default_stream(gpu: Any) -> Stream:
         return Stream(f"{gpu}")
 
-    def plan() -> Plan:
+    def plan() -> SendPlan:
         raise AssertionError("nobody reads it")
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: current)
@@ -89,8 +89,10 @@ def test_what_the_caller_still_computes_comes_before_what_any_rank_reads_of_it(
     monkeypatch.setattr(torch.cuda, "default_stream", default_stream)
     cpu = torch.device("cpu")
     buffers = Buffers(cpu)
-    notes = Notes(ignore, ignore, ignore, ignore, ignore)
-    Courier(plan, Loan(Lender(buffers, keep=False)), buffers, Lockstep(), notes, bucket_bytes=4096, timeout_s=1.0)
+    notes = SenderNotes(ignore, ignore, ignore, ignore, ignore)
+    UpdateSender(
+        plan, IpcExport(IpcExporter(buffers, keep=False)), buffers, TrainerRanks(), notes, bucket_bytes=4096, timeout_s=1.0
+    )
     Follower(plan, 1, None, None, cpu, ignore)
     first = "cuda:1 waits for what cuda:1 aside had to do"
     assert events == ([first, first] if current else [])

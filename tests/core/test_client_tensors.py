@@ -13,12 +13,12 @@ from enginepool.protocol.manifest import Tensor, difference
 from enginepool.trainer import streaming
 from enginepool.trainer.buffers import Buffers
 from enginepool.trainer.streaming import Sending, Stopped
-from enginepool.trainer.tensors import Plan, Source, make_plan
-from enginepool.trainer.trainer_ranks import Lockstep
+from enginepool.trainer.tensors import SendPlan, Source, make_plan
+from enginepool.trainer.trainer_ranks import TrainerRanks
 from enginepool.transfer.digest import Digest, digest_of, views
 
 
-def names(plan: Plan) -> list[str]:
+def names(plan: SendPlan) -> list[str]:
     """The names that are announced; what comes has to have the same."""
     announced = [tensor.name for tensor in plan.manifest]
     assert [name for name, _ in plan.tensors()] == announced
@@ -229,7 +229,7 @@ def in_bytes(tensor: Any) -> Any:
 
 
 def send(
-    plan: Plan,
+    plan: SendPlan,
     bucket_bytes: int,
     tape: Tape,
     progress: list[int] | None = None,
@@ -238,7 +238,7 @@ def send(
 ) -> tuple[str, int]:
     told: list[int] = []
     buffers = buffers or Buffers(torch.device("cpu"))
-    sending = Sending(plan, buffers, bucket_bytes, Lockstep(), stopped=lambda: len(tape.buckets) >= stop)
+    sending = Sending(plan, buffers, bucket_bytes, TrainerRanks(), stopped=lambda: len(tape.buckets) >= stop)
     sending.prepare()
     assert tape.buckets == []
     sent = sending.send(tape, 5.0, told.append if progress is None else progress.append)  # type: ignore[arg-type]
@@ -353,7 +353,7 @@ def test_no_more_is_read_ahead_than_two_buckets_hold() -> None:
 
     plan = make_plan(source(), manifest=[(f"t{i}", "float32", [64]) for i in range(6)])
     tape = Tape()
-    sending = Sending(plan, Buffers(torch.device("cpu")), 256, Lockstep(), stopped=lambda: False)
+    sending = Sending(plan, Buffers(torch.device("cpu")), 256, TrainerRanks(), stopped=lambda: False)
     sending.prepare()
     assert read == ["t0", "t1"]
     sending.send(tape, 5.0, lambda _sent: None)  # type: ignore[arg-type]
@@ -415,13 +415,13 @@ def test_an_update_that_is_given_up_while_its_source_is_read_leaves_the_buffers_
     def stuck() -> Iterator[tuple[str, Any]]:
         yield "t0", torch.ones(64)
         # Nobody waits any longer for what comes now: the next update has begun.
-        over.append(Sending(make_plan(weights), buffers, 256, Lockstep(), stopped=lambda: False))
+        over.append(Sending(make_plan(weights), buffers, 256, TrainerRanks(), stopped=lambda: False))
         over[0].prepare()
         yield "t1", torch.ones(64)
 
     plan = make_plan(stuck, manifest=[(f"t{i}", "float32", [64]) for i in range(2)])
     with pytest.raises(Stopped):
-        Sending(plan, buffers, 256, Lockstep(), stopped=lambda: bool(over)).prepare()
+        Sending(plan, buffers, 256, TrainerRanks(), stopped=lambda: bool(over)).prepare()
     tape = Tape()
     over[0].send(tape, 5.0, lambda _sent: None)  # type: ignore[arg-type]
     assert torch.equal(torch.cat(tape.buckets), torch.cat([in_bytes(tensor) for tensor in weights.values()]))

@@ -6,34 +6,35 @@ from math import inf
 import pytest
 
 from enginepool.client.session.events import (
-    Abandon,
+    AbandonUpdate,
     AskWeights,
     Close,
-    Effect,
-    Event,
+    CommittedWeightsLost,
     Fail,
-    JoinGroup,
+    JoinProcessGroup,
+    MessageReceived,
     OpenLink,
     OpenUpdate,
     PhaseReached,
-    Received,
-    Send,
+    SendMessage,
+    SessionEffect,
+    SessionEvent,
+    SessionTick,
     Start,
-    Tick,
     UpdateAbandon,
     UpdateCommit,
     UpdateDone,
     UpdateProgress,
     UpdateSent,
-    Wanted,
     WeightsAnswer,
 )
 from enginepool.client.session.machine import ClientSession
-from enginepool.client.session.settings import Settings
+from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol import updates
-from enginepool.protocol.messages import Ack, Failure, Goodbye, Hello, Message, Ping, Pong, ToClient, Welcome
+from enginepool.protocol.messages import Ack, ErrorReply, Goodbye, Hello, Message, Ping, Pong, ToClient, Welcome
 from enginepool.protocol.updates import (
     Commit,
+    InspectWeights,
     Join,
     Phase,
     Publish,
@@ -42,9 +43,8 @@ from enginepool.protocol.updates import (
     Sent,
     Transfer,
     UpdateRecord,
-    WeightsQuestion,
+    WeightsNeeded,
     WeightsReport,
-    WeightsWanted,
 )
 from tests.core.test_client_session import Driver
 
@@ -63,17 +63,17 @@ def published(id_: int, version: int = 8) -> Published:
 class Publisher(Driver):
     """A session with an update under way."""
 
-    def open(self, id_: int = 1, *, timeout: float | None = None, transfer: Transfer = "staged") -> list[Effect]:
+    def open(self, id_: int = 1, *, timeout: float | None = None, transfer: Transfer = "staged") -> list[SessionEffect]:
         deadline = None if timeout is None else self.now + timeout
         return self(OpenUpdate(self.now, publish(id_, transfer=transfer), MANIFEST, deadline))
 
-    def send_all(self, id_: int = 1) -> list[Effect]:
+    def send_all(self, id_: int = 1) -> list[SessionEffect]:
         return self(UpdateSent(self.now, id_, DIGEST, 1000))
 
-    def commit(self, id_: int = 1, *, timeout: float | None = None) -> list[Effect]:
+    def commit(self, id_: int = 1, *, timeout: float | None = None) -> list[SessionEffect]:
         return self(UpdateCommit(self.now, id_, None if timeout is None else self.now + timeout))
 
-    def restart(self) -> list[Effect]:
+    def restart(self) -> list[SessionEffect]:
         """The coordinator is another one; returns what the session does about it."""
         self.now += 1.0
         self.hear(Pong(epoch=self.session.link.epoch + 1))
@@ -104,12 +104,12 @@ def publisher() -> Publisher:
 
 def test_an_update_is_opened_joined_sent_committed_and_acknowledged(publisher: Publisher):
     (opened,) = publisher.open()
-    assert opened == Send(publish(1), MANIFEST)
+    assert opened == SendMessage(publish(1), MANIFEST)
     join, phase = Join("group", 3, id=1), Phase(1, "transfer", 2, 2)
-    assert publisher.hear(join) == [JoinGroup(1, join)]
+    assert publisher.hear(join) == [JoinProcessGroup(1, join)]
     assert publisher.hear(phase) == [PhaseReached(1, phase)]
-    assert publisher.send_all() == [Send(Sent(1, DIGEST, 1000))]
-    assert publisher.commit() == [Send(Commit(1))]
+    assert publisher.send_all() == [SendMessage(Sent(1, DIGEST, 1000))]
+    assert publisher.commit() == [SendMessage(Commit(1))]
     assert publisher.hear(published(1)) == [UpdateDone(1, published(1))]
     publisher.pass_time(0.2)
     assert publisher.sent() == [Ack([1])]
@@ -185,11 +185,11 @@ def test_the_journal_of_a_new_coordinator_decides(publisher: Publisher, report: 
     publisher.send_all()
     publisher.commit()
     publisher.restart()
-    assert publisher.sent() == [WeightsQuestion(1, group="g")]
+    assert publisher.sent() == [InspectWeights(1, group="g")]
     publisher.hear(Join("group", 3, id=1))
     assert publisher.effects == []
     publisher.pass_time(1.5)
-    assert publisher.words() == ["WeightsQuestion"]
+    assert publisher.words() == ["InspectWeights"]
     publisher.hear(report)
     assert publisher.ended() == [outcome]
 
@@ -206,7 +206,7 @@ def test_a_refusal_of_what_was_said_again_may_mean_that_it_is_committed_so_the_j
     publisher.welcome()
     publisher.refuse(code, 1)
     assert publisher.ended() == []
-    assert publisher.sent() == [WeightsQuestion(1, group="g")]
+    assert publisher.sent() == [InspectWeights(1, group="g")]
     # So are `sent` and `commit`, which were said again with it: no such transaction is open any more.
     publisher.refuse("update_aborted", 1)
     publisher.refuse("update_aborted", 1)
@@ -227,7 +227,7 @@ def test_a_refusal_of_what_was_said_again_stands_if_the_journal_holds_other_weig
     assert publisher.ended() == ["version_backwards"]
 
 
-@pytest.mark.parametrize("transfer", ["checkpoint", "relabel"])
+@pytest.mark.parametrize("transfer", ["checkpoint", "set_version"])
 def test_weights_that_are_not_broadcast_are_known_by_their_version(publisher: Publisher, transfer: Transfer):
     publisher.open(transfer=transfer)
     publisher.commit()
@@ -260,7 +260,7 @@ def test_a_message_that_comes_after_the_end_changes_nothing(publisher: Publisher
 
 def test_giving_up_is_told_and_the_coordinator_has_the_last_word(publisher: Publisher):
     publisher.open()
-    assert publisher(UpdateAbandon(publisher.now, 1, "a NaN")) == [Send(updates.Abandon(1, "a NaN"))]
+    assert publisher(UpdateAbandon(publisher.now, 1, "a NaN")) == [SendMessage(updates.AbortUpdate(1, "a NaN"))]
     assert publisher(UpdateAbandon(publisher.now, 1, "again")) == []
     publisher.hear(published(1))
     assert publisher.ended() == ["committed"]
@@ -287,7 +287,7 @@ def test_an_update_gives_itself_up_at_its_deadline(publisher: Publisher):
     publisher.open(timeout=5.0)
     publisher.pass_time(5.1)
     assert publisher.ended() == ["deadline_exceeded"]
-    assert publisher.words()[-1] == "Abandon"
+    assert publisher.words()[-1] == "AbortUpdate"
 
 
 def test_an_update_that_is_sent_waits_for_its_caller_without_a_deadline(publisher: Publisher):
@@ -318,7 +318,7 @@ def test_a_deadline_holds_without_any_coordinator(publisher: Publisher):
 def test_closing_gives_up_what_is_open(publisher: Publisher):
     publisher.open()
     publisher(Close(publisher.now))
-    assert [type(message) for message in publisher.sent()] == [updates.Abandon, Goodbye]
+    assert [type(message) for message in publisher.sent()] == [updates.AbortUpdate, Goodbye]
     assert publisher.ended() == ["closed"]
     assert publisher.session.wake_at == inf
     publisher.open(2)
@@ -337,8 +337,8 @@ def test_closing_leaves_to_the_coordinator_what_may_be_committed(publisher: Publ
 
 
 def test_a_question_about_weights_is_asked_again_after_a_lost_link_and_answered_once(publisher: Publisher):
-    question = WeightsQuestion(1, what="tensor", name="w")
-    assert publisher(AskWeights(publisher.now, question)) == [Send(question)]
+    question = InspectWeights(1, what="tensor", name="w")
+    assert publisher(AskWeights(publisher.now, question)) == [SendMessage(question)]
     publisher.pass_time(5.0)
     assert publisher.words() == []
     publisher.refuse("hello_required")
@@ -350,7 +350,7 @@ def test_a_question_about_weights_is_asked_again_after_a_lost_link_and_answered_
 
 
 def test_a_refused_question_fails_and_is_not_acknowledged(publisher: Publisher):
-    publisher(AskWeights(publisher.now, WeightsQuestion(1, group="nope")))
+    publisher(AskWeights(publisher.now, InspectWeights(1, group="nope")))
     publisher.refuse("unknown_group", 1)
     assert publisher.failed() == [(1, "unknown_group")]
     publisher.pass_time(0.5)
@@ -358,16 +358,16 @@ def test_a_refused_question_fails_and_is_not_acknowledged(publisher: Publisher):
 
 
 def test_a_question_ends_at_its_deadline_and_when_it_is_taken_back(publisher: Publisher):
-    publisher(AskWeights(publisher.now, WeightsQuestion(1), publisher.now + 2.0))
-    publisher(AskWeights(publisher.now, WeightsQuestion(2)))
-    publisher(Abandon(publisher.now, 2))
+    publisher(AskWeights(publisher.now, InspectWeights(1), publisher.now + 2.0))
+    publisher(AskWeights(publisher.now, InspectWeights(2)))
+    publisher(AbandonUpdate(publisher.now, 2))
     publisher.pass_time(100.0)
     assert publisher.failed() == [(1, "deadline_exceeded")]
     assert publisher.words() == []
 
 
 def test_weights_that_are_wanted_are_asked_of_the_caller(publisher: Publisher):
-    assert publisher.hear(WeightsWanted("g", 7)) == [Wanted("g", 7)]
+    assert publisher.hear(WeightsNeeded("g", 7)) == [CommittedWeightsLost("g", 7)]
 
 
 # --- a coordinator that does everything wrong that a network can -------------------------------------------------------
@@ -398,20 +398,20 @@ class RoughCoordinator:
             self.greeted.add(link)
             return [Welcome(self.epoch, incarnation=message.incarnation)]
         if link not in self.greeted:
-            return [Failure("hello_required", "who are you?", id=getattr(message, "id", None))]
+            return [ErrorReply("hello_required", "who are you?", id=getattr(message, "id", None))]
         if isinstance(message, Ping):
             return [Pong(at=message.at, epoch=self.epoch)]
-        if isinstance(message, WeightsQuestion):
+        if isinstance(message, InspectWeights):
             last = self.journal[-1]
             return [WeightsReport(message.id, "g", version=last.version, digest=last.digest, history=self.journal[-3:])]
         if isinstance(message, Publish):
             return self._publish(message)
         if isinstance(message, Commit):
             self.allowed.add(message.id)
-        if isinstance(message, Sent | Commit | Renew | updates.Abandon) and self.open and message.id == self.open.id:
+        if isinstance(message, Sent | Commit | Renew | updates.AbortUpdate) and self.open and message.id == self.open.id:
             if isinstance(message, Sent):
                 self.sent = message
-            if isinstance(message, updates.Abandon):
+            if isinstance(message, updates.AbortUpdate):
                 return self._end("given up")
             if self.rng.random() < 0.1:
                 return self._end("a worker was lost")
@@ -425,13 +425,13 @@ class RoughCoordinator:
         if message.id in self.kept:
             return [self.kept[message.id]]
         if message.version <= self.journal[-1].version:
-            return [Failure("version_backwards", "no", id=message.id)]
+            return [ErrorReply("version_backwards", "no", id=message.id)]
         if self.open is not None and self.open.id != message.id:
-            return [Failure("publishing", "no", id=message.id)]
+            return [ErrorReply("publishing", "no", id=message.id)]
         self.open = message
         return [Join("group", 2, id=message.id), Phase(message.id, "transfer")]
 
-    def _say(self, answer: Published | Failure) -> list[ToClient]:
+    def _say(self, answer: Published | ErrorReply) -> list[ToClient]:
         assert answer.id is not None
         self.kept[answer.id] = answer
         self.open = self.sent = None
@@ -439,13 +439,13 @@ class RoughCoordinator:
 
     def _end(self, why: str) -> list[ToClient]:
         assert self.open is not None
-        return self._say(Failure("update_aborted", why, id=self.open.id))
+        return self._say(ErrorReply("update_aborted", why, id=self.open.id))
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_update_ends_once_and_as_the_journal_says_whatever_the_network_does(seed: int):
     rng = random.Random(seed)
-    session = ClientSession(b"c" * 16, b"t" * 16, rng.random, Settings(resend_s=4.0))
+    session = ClientSession(b"c" * 16, b"t" * 16, rng.random, SessionSettings(resend_s=4.0))
     coordinator = RoughCoordinator(rng)
     loss = rng.choice([0.0, 0.05, 0.3])
     now, link, number = 0.0, 0, 0
@@ -461,13 +461,13 @@ def test_every_update_ends_once_and_as_the_journal_says_whatever_the_network_doe
                 number += 1
                 wire.append((now + rng.random() * rng.choice([0.01, 0.01, 2.0]), number, to_session, on, message))
 
-    def do(event: Event) -> None:
+    def do(event: SessionEvent) -> None:
         nonlocal link
-        todo: list[Event] = []
+        todo: list[SessionEvent] = []
         for effect in session.handle(event):
             if isinstance(effect, OpenLink):
                 link += 1
-            elif isinstance(effect, Send):
+            elif isinstance(effect, SendMessage):
                 put(False, link, effect.message)
             elif isinstance(effect, UpdateDone):
                 outcomes[effect.id].append("committed")
@@ -506,9 +506,9 @@ def test_every_update_ends_once_and_as_the_journal_says_whatever_the_network_doe
                     put(True, on, answer)
             elif on == link:
                 assert isinstance(message, ToClient)
-                do(Received(now, message))
+                do(MessageReceived(now, message))
         if session.wake_at <= now:
-            do(Tick(now))
+            do(SessionTick(now))
     assert session.end is None
     assert outcomes
     assert {id_: got for id_, got in outcomes.items() if len(got) != 1} == {}

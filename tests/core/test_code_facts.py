@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from enginepool.config import Limits, Restart
+from enginepool.config import Limits, RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.protocol.errors import CODES
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 from tests.core.machines import EPOCH, Pool, Sent, config, failures, results, work
 
 ID = 5
@@ -113,7 +113,7 @@ CASES: list[tuple[str, bool, Provoke]] = [
 def test_an_error_is_kept_as_its_code_says(code: str, kept: bool, provoke: Provoke) -> None:
     places = 1 if code == "pool_down" else 0
     window = 1 if code == "busy" else 100
-    pool = Pool(config(workers=places, limits=Limits(window_requests=window), restart=Restart(max_attempts=1)))
+    pool = Pool(config(workers=places, limits=Limits(window_requests=window), restart=RestartConfig(max_attempts=1)))
     pool.client(LINK)
     failure = failures(provoke(pool))[ID]
     assert failure.code == code
@@ -172,5 +172,5 @@ def test_a_hello_is_answered_with_its_incarnation(incarnation: int) -> None:
     ]
     assert [sent.message.incarnation for (sent,) in answers] == [incarnation] * 3  # type: ignore[attr-defined]
     (refused,) = pool.submit(b"nobody", 1, FINE)
-    assert isinstance(refused.message, Failure)
+    assert isinstance(refused.message, ErrorReply)
     assert refused.message.incarnation is None

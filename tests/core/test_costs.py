@@ -16,7 +16,7 @@ from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.requests import validation as door
 from enginepool.coordinator.requests.validation import Offsets, cut, open_score, row_lengths
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Score
-from enginepool.protocol.updates import Commit, HandedOver, Prepared, Publish
+from enginepool.protocol.updates import Commit, Prepared, Publish, WeightsLoaded
 from tests.core.counting import Cost, cost_of
 from tests.core.machines import CAN, text, work
 
@@ -93,13 +93,13 @@ class Pool:
         """Answer the oldest batch."""
         self.do(self.done(self.batches.pop(0)))
 
-    def say(self, link: bytes, message: Prepared | HandedOver) -> list[ef.Effect]:
+    def say(self, link: bytes, message: Prepared | WeightsLoaded) -> list[ef.Effect]:
         return self.do(ev.MemberSaid(0, link, message))
 
     def publish(self, version: int = 1, **kwargs: bool) -> None:
         """A transaction of the workers `w` that waits for its commit."""
         self.offer = (1 << 50) + version
-        offer = Publish(self.offer, version, transfer="relabel", new_run=kwargs.get("new_run", False))
+        offer = Publish(self.offer, version, transfer="set_version", new_run=kwargs.get("new_run", False))
         self.do(ev.PublishAsked(0, b"few", offer, [], (), 1))
         update = self.machine.core.updates["g"]
         self.do(ev.JournalChecked(0, update.id))
@@ -116,7 +116,7 @@ class Pool:
         while self.batches:
             self.finish()
         for member in list(update.members.values()):
-            self.say(member.worker.link, HandedOver(update.id, update.offer.version, ""))
+            self.say(member.worker.link, WeightsLoaded(update.id, update.offer.version, ""))
         return ev.JournalWritten(self.now, update.id)
 
     def lose(self, link: bytes) -> ev.Event:

@@ -10,7 +10,7 @@ import pytest
 from enginepool.protocol.layout import buckets, digest_text, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.transfer.digest import Batch, Digest, Findings, digest_of, use_once, views
+from enginepool.transfer.digest import Digest, DigestBatch, Findings, digest_of, use_once, views
 
 torch: Any = importlib.import_module("torch")
 tree_leaves: Any = importlib.import_module("torch.utils._pytree").tree_leaves
@@ -75,7 +75,7 @@ def filled() -> tuple[Any, dict[str, Any]]:
 
 def findings(tensors: dict[str, Any]) -> list[Finding]:
     look = Findings()
-    look.add(Batch(list(tensors), list(tensors.values())))
+    look.add(DigestBatch(list(tensors), list(tensors.values())))
     return look.found()
 
 
@@ -125,7 +125,7 @@ def test_what_an_update_is_looked_at_with_has_been_used_once() -> None:
         digest, look = Digest(), Findings()
         for at in range(0, space.numel(), 256):
             digest.add(space[at : at + 256], at)
-        look.add(Batch(list(tensors), list(tensors.values())))
+        look.add(DigestBatch(list(tensors), list(tensors.values())))
         assert (digest.text(), look.found()) == (digest_of(space), [])
     views_ = {one for one in then.operations if one[0].split(".")[1] in ("view", "slice", "select", "detach", "alias")}
     assert len(then.operations - views_) > 5 and then.operations - views_ <= before.operations

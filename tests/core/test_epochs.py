@@ -97,4 +97,4 @@ def test_the_token_of_a_known_client_is_checked_before_its_epoch() -> None:
     pool = Raised()
     pool.client(b"own", client=b"c" * 16)
     sent = pool.do(ev.ClientHello(0, b"thief", b"c" * 16, b"x" * 16, 3, epoch=EPOCH + 5))
-    assert codes(sent) == ["unauthorised"] and not pool.raised
+    assert codes(sent) == ["unauthorized"] and not pool.raised

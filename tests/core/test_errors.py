@@ -6,7 +6,7 @@ import pytest
 
 from enginepool import errors
 from enginepool.protocol.errors import CODES
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 
 
 def test_every_wire_code_has_its_own_exception_with_the_facts_of_the_table():
@@ -23,7 +23,9 @@ def test_local_codes_never_travel():
 
 @pytest.mark.parametrize("code", sorted(errors.BY_CODE))
 def test_a_failure_becomes_an_exception_that_says_it_all_and_survives_pickling(code: str):
-    failure = Failure(code, "items[3]: too long", field="items[3]", limit="512", retry_after_ms=250, evidence=["exit code 3"])
+    failure = ErrorReply(
+        code, "items[3]: too long", field="items[3]", limit="512", retry_after_ms=250, evidence=["exit code 3"]
+    )
     error = pickle.loads(pickle.dumps(errors.error_from(failure)))
     assert type(error) is errors.BY_CODE[code]
     assert isinstance(error, errors.EnginepoolError)
@@ -32,13 +34,13 @@ def test_a_failure_becomes_an_exception_that_says_it_all_and_survives_pickling(c
 
 
 def test_a_code_of_a_newer_protocol_is_still_an_error_that_names_its_code():
-    error = errors.error_from(Failure("quota_exceeded", "no more"))
+    error = errors.error_from(ErrorReply("quota_exceeded", "no more"))
     assert type(error) is errors.EnginepoolError
     assert (error.code, error.fault, error.retry, str(error)) == ("quota_exceeded", "pool", False, "no more")
 
 
 def test_fields_are_named_as_the_caller_knows_them():
-    failure = Failure("bad_request", "labels[1]: too large", field="labels[1]")
+    failure = ErrorReply("bad_request", "labels[1]: too large", field="labels[1]")
     error = errors.error_from(failure, {"labels": "label_token_ids"})
     assert (error.field, str(error)) == ("label_token_ids[1]", "label_token_ids[1]: too large")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from enginepool.config import Restart
+from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.failures import signature
 from enginepool.protocol.messages import StatusReport
@@ -110,7 +110,7 @@ def test_failures_that_differ_do_not_count_together() -> None:
 
 
 def test_a_worker_that_was_ready_once_is_started_again_however_it_fails_after() -> None:
-    pool = Pool(config(workers=1, restart=Restart(max_restarts=100)))
+    pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=100)))
     incarnation = pool.started[-1].incarnation
     pool.worker(incarnation)
     pool.do(ev.WorkerExited(0, incarnation, "ended by SIGKILL"))
@@ -121,7 +121,7 @@ def test_a_worker_that_was_ready_once_is_started_again_however_it_fails_after() 
 
 def test_ends_that_a_worker_says_nothing_of_are_no_failures_of_its_start() -> None:
     """Killed from outside, silent, or late: another start may well succeed."""
-    pool = Pool(config(workers=1, restart=Restart(max_restarts=100)))
+    pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=100)))
     for _ in range(5):
         pool.do(ev.WorkerExited(0, pool.started[-1].incarnation, "ended by SIGKILL"))
         pool.worker(next_start(pool), ready=False)
@@ -132,7 +132,7 @@ def test_ends_that_a_worker_says_nothing_of_are_no_failures_of_its_start() -> No
     assert not pool.machine.core.groups["g"].down
 
 
-def test_what_two_starts_of_one_place_have_shown_holds_for_its_neighbours() -> None:
+def test_what_two_starts_of_one_place_have_shown_holds_for_its_neighbors() -> None:
     """One of them waits for its next start, one loads: neither needs two failures of its own."""
     pool = Pool(workers=3)
     client = pool.client()
@@ -151,7 +151,7 @@ def test_what_two_starts_of_one_place_have_shown_holds_for_its_neighbours() -> N
     assert len(pool.started) == 4
 
 
-def test_a_neighbour_that_fails_otherwise_or_was_ready_is_started_again() -> None:
+def test_a_neighbor_that_fails_otherwise_or_was_ready_is_started_again() -> None:
     pool = Pool(workers=3)
     first, second, third = (started.incarnation for started in pool.started)
     pool.worker(third)

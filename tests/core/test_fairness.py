@@ -7,7 +7,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.requests import clients
-from enginepool.coordinator.scheduling.queue import Peer, Queue
+from enginepool.coordinator.scheduling.queue import Queue, QueueClient
 from enginepool.protocol.messages import Batch, Result
 from tests.core.machines import CAN, Pool, Sent, work
 
@@ -183,10 +183,10 @@ def test_requests_of_a_client_whose_link_was_cut_wait_behind_all_others() -> Non
 def test_a_link_that_two_clients_have_in_turn_moves_so_many_requests_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their requests are where they belong after the next looks."""
     monkeypatch.setattr(clients, "MOVES", 50)
-    moved: list[Peer] = []
+    moved: list[QueueClient] = []
 
     class Counted(Queue[Any]):
-        def move(self, client: Peer) -> None:
+        def move(self, client: QueueClient) -> None:
             moved.append(client)
             super().move(client)
 

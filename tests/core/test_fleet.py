@@ -3,12 +3,22 @@
 import msgspec
 import pytest
 
-from enginepool.config import GroupConfig, Restart
+from enginepool.config import GroupConfig, RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.machine import WATCH_S
 from enginepool.coordinator.fleet.slots import STEADY_S
 from enginepool.coordinator.fleet.workers import GOODBYE_S
-from enginepool.protocol.messages import Accept, Batch, Drain, Expired, Failure, FrameSpec, Ping, Settings, StatusReport
+from enginepool.protocol.messages import (
+    Accept,
+    Batch,
+    Drain,
+    ErrorReply,
+    Expired,
+    FrameSpec,
+    Ping,
+    StatusReport,
+    WorkerSettings,
+)
 from tests.core.machines import CAN, EPOCH, Pool, accepts, codes, config, failures, results, work
 
 
@@ -183,9 +193,9 @@ def test_a_worker_that_answers_something_else_is_lost_and_its_work_is_done_by_an
     assert list(results(pool.finish_all())) == [1]
 
 
-def test_a_poisonous_request_is_found_and_its_neighbours_are_answered() -> None:
+def test_a_poisonous_request_is_found_and_its_neighbors_are_answered() -> None:
     """Each worker that gets request 3 dies. It runs alone after the first death, and three deaths alone make it poisoned."""
-    pool = Pool(config(restart=Restart(max_attempts=3)))
+    pool = Pool(config(restart=RestartConfig(max_attempts=3)))
     client = pool.client()
     for i in range(1, 6):
         pool.submit(client, i, work(1, first=20 * i))
@@ -293,7 +303,7 @@ def test_a_fault_of_the_host_retires_no_place_and_is_tried_again_after_the_longe
     """One that repeats more often than a worker may fail."""
     pool = Pool(workers=1)
     (place,) = pool.machine.core.groups["g"].places
-    restart = Restart()
+    restart = RestartConfig()
     for count in range(1, restart.max_restarts + 5):
         at, reason = pool.now, "the worker process could not be started: /s/logs/g-0.log: No space left on device"
         pool.do(ev.WorkerExited(0, pool.started[-1].incarnation, reason, unstarted=True))
@@ -335,7 +345,7 @@ def test_an_end_for_no_fault_of_its_own_makes_no_backoff_longer() -> None:
 
 @pytest.mark.parametrize(("up_s", "retired"), [(58.0, False), (40.0, True)])
 def test_losses_are_counted_and_waited_for_within_a_window(up_s: float, retired: bool) -> None:
-    pool = Pool(config(workers=1, restart=Restart(max_restarts=2, window_s=100.0)))
+    pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=2, window_s=100.0)))
     assert backoff(pool, up_s) == 0.5
     assert backoff(pool, up_s) == 1.0
     (place,) = pool.machine.core.groups["g"].places
@@ -373,7 +383,7 @@ def test_no_two_coordinators_name_a_worker_alike() -> None:
 
 def test_losses_are_counted_also_of_workers_that_take_long_to_fail() -> None:
     """A large model may load for longer than makes a worker steady, and fail then, each time."""
-    pool = Pool(config(workers=1, restart=Restart(max_restarts=3, window_s=3600.0)))
+    pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=3, window_s=3600.0)))
     gaps: list[float] = []
     for count in range(1, 5):
         pool.wait(90.0)
@@ -387,7 +397,7 @@ def test_losses_are_counted_also_of_workers_that_take_long_to_fail() -> None:
 
 
 def test_a_worker_may_be_restarted_for_ever() -> None:
-    pool = Pool(config(workers=1, restart=Restart(max_restarts=10**9, window_s=1e9, backoff_max_s=0.1)))
+    pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=10**9, window_s=1e9, backoff_max_s=0.1)))
     for count in range(1, 1100):
         pool.do(ev.WorkerExited(0, pool.started[-1].incarnation, "exit code 1"))
         pool.wait(0.6)
@@ -498,7 +508,7 @@ def test_what_a_worker_said_of_its_end_is_said_of_its_kill_and_shown_until_its_s
 
 @pytest.mark.parametrize("permanent", [True, False])
 def test_when_no_worker_can_come_back_the_pool_says_so(permanent: bool) -> None:
-    pool = Pool(config(workers=1, restart=Restart(max_restarts=2)))
+    pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=2)))
     client = pool.client()
     pool.submit(client, 1, work())
     losses = 0
@@ -662,7 +672,7 @@ def test_an_external_worker_whose_link_was_silent_registers_again_under_a_new_in
     pool.worker("outside")
     client = pool.client()
     pool.submit(client, 1, work())
-    told = [s.message for s in pool.wait(12) if isinstance(s.message, Expired | Failure)]
+    told = [s.message for s in pool.wait(12) if isinstance(s.message, Expired | ErrorReply)]
     assert [type(message) for message in told] == [Expired]
     again = pool.do(ev.WorkerRegistered(0, b"outside", "g", "outside", 1, "host", EPOCH))
     assert [s.message.incarnation for s in again if isinstance(s.message, Expired)] == ["outside"]
@@ -675,7 +685,7 @@ def test_an_external_worker_at_fault_is_told_to_end_and_not_to_come_back() -> No
     pool = Pool(workers=0)
     pool.worker("outside")
     told = [s.message for s in pool.do(ev.WorkerBroken(0, b"outside", "nonsense"))]
-    assert [message.code for message in told if isinstance(message, Failure)] == ["superseded"]
+    assert [message.code for message in told if isinstance(message, ErrorReply)] == ["superseded"]
     again = pool.do(ev.WorkerRegistered(0, b"outside", "g", "outside", 1, "host"))
     assert codes(again) == ["superseded"]
 
@@ -691,7 +701,7 @@ def test_a_new_incarnation_on_the_link_of_the_old_one_is_not_told_to_end() -> No
 def test_a_program_that_starts_workers_hears_the_settings_of_their_group() -> None:
     pool = Pool(groups=("a", "b"))
     [sent] = pool.do(ev.SettingsAsked(0, b"unit", "b"))
-    assert isinstance(sent.message, Settings) and sent.message.group == "b"
+    assert isinstance(sent.message, WorkerSettings) and sent.message.group == "b"
     group = msgspec.json.decode(sent.message.settings, type=GroupConfig)
     assert group == pool.machine.core.config.groups["b"]
     assert codes(pool.do(ev.SettingsAsked(0, b"unit", "c"))) == ["unknown_group"]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.config import Restart
+from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.checks import impossible
 from enginepool.protocol.halving import MOST_HALVINGS, halved
@@ -109,7 +109,7 @@ def test_workers_that_die_of_the_same_budgets_halve_them_once() -> None:
 
 
 def test_an_engine_whose_first_batches_are_too_large_starts_again_with_half() -> None:
-    pool = Pool(config(workers=2, restart=Restart(max_restarts=0)))
+    pool = Pool(config(workers=2, restart=RestartConfig(max_restarts=0)))
     first, second = (start.incarnation for start in pool.started)
     pool.worker(first, ready=False)
     pool.worker(second, ready=False)
@@ -126,16 +126,16 @@ def test_an_engine_whose_first_batches_are_too_large_starts_again_with_half() ->
     assert group.plain == halved(CAN, 1)
 
 
-@pytest.mark.parametrize("first", ["bye", "exit"])
+@pytest.mark.parametrize("first", ["exiting", "exit"])
 @pytest.mark.parametrize("ready", [False, True])
 def test_the_exit_of_a_worker_says_as_its_last_message_does_that_memory_ran_out(first: str, ready: bool) -> None:
     """Which of the two is read first is up to chance, and the message may be lost with its link."""
-    pool = Pool(config(workers=1, restart=Restart(max_restarts=0)))
+    pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=0)))
     (incarnation,) = (start.incarnation for start in pool.started)
     pool.worker(incarnation, ready=ready)
     if ready:
         pool.submit(pool.client(), 1, work(8, 10))
-    if first == "bye":
+    if first == "exiting":
         bye(pool, incarnation.encode())
     pool.batches.clear()
     pool.do(ev.WorkerExited(0, incarnation, "exit code 71: OutOfMemoryError", failed=True, out_of_memory=True))
@@ -171,7 +171,7 @@ def test_what_is_too_large_even_in_small_batches_is_a_loss_like_any_other() -> N
 
 
 def test_an_engine_that_had_nothing_to_run_did_not_die_of_a_batch_and_its_loss_counts() -> None:
-    pool = Pool(config(workers=1, restart=Restart(max_restarts=0)))
+    pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=0)))
     (incarnation,) = (start.incarnation for start in pool.started)
     pool.worker(incarnation)
     bye(pool, incarnation.encode())

@@ -1,19 +1,19 @@
 """Which trainer rank keeps an update from going on, and when a publisher tries again: decided without threads or clocks."""
 
-from enginepool.protocol.messages import Failure
-from enginepool.trainer.heartbeats import BELIEVE_S, SUSPECT_S, Watch, Word
+from enginepool.protocol.messages import ErrorReply
+from enginepool.trainer.heartbeats import BELIEVE_S, SUSPECT_S, RankWatch, Word
 from enginepool.trainer.retries import Retries
 
 TIMEOUT_S = 10.0
 FAILED = "trainer rank 2 failed: OSError: no such shard"
 
 
-def rank_0(last: int = 0) -> Watch:
-    return Watch(0, 4, Word(last), 7, TIMEOUT_S, 0.0)
+def rank_0(last: int = 0) -> RankWatch:
+    return RankWatch(0, 4, Word(last), 7, TIMEOUT_S, 0.0)
 
 
-def follower(last: int = 0, version: int | None = 7) -> Watch:
-    return Watch(1, 4, Word(last), version, TIMEOUT_S, 0.0)
+def follower(last: int = 0, version: int | None = 7) -> RankWatch:
+    return RankWatch(1, 4, Word(last), version, TIMEOUT_S, 0.0)
 
 
 def test_ranks_that_have_not_begun_are_named_when_the_time_is_over() -> None:
@@ -69,7 +69,7 @@ def test_a_publish_is_tried_again_within_its_time_and_less_and_less_often() -> N
     now = 0.0
     retries = Retries(20.0, lambda: now, next_version=False)
     pauses: list[float] = []
-    while (pause := retries.again(Failure("update_aborted", "a worker was lost"))) is not None:
+    while (pause := retries.again(ErrorReply("update_aborted", "a worker was lost"))) is not None:
         pauses.append(pause)
         now += pause + 1.0
     assert pauses == [0.5, 1.0, 2.0, 4.0, 5.0]
@@ -77,7 +77,7 @@ def test_a_publish_is_tried_again_within_its_time_and_less_and_less_often() -> N
 
 def test_only_what_can_help_is_tried_again() -> None:
     def again(code: str, limit_s: float = 20.0, next_version: bool = False) -> bool:
-        return Retries(limit_s, lambda: 0.0, next_version=next_version).again(Failure(code, "")) is not None
+        return Retries(limit_s, lambda: 0.0, next_version=next_version).again(ErrorReply(code, "")) is not None
 
     assert again("update_aborted") and again("publishing") and again("pool_down")
     assert not again("update_aborted", limit_s=0.0)

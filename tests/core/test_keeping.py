@@ -9,29 +9,29 @@ from typing import Any, cast
 import pytest
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Space
+from enginepool.protocol.updates import MemoryRegion
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.main import Stager
 from enginepool.workers.stager.messages import (
     AskHeld,
+    BytesReceived,
     Forget,
-    Held,
     InGroup,
     JoinGroup,
     Keep,
-    Received,
     Reserve,
     Reserved,
+    StagerHolds,
     StagerSpec,
 )
 from enginepool.workers.stager.snapshot import Footer, write_footer
-from enginepool.workers.stager.state import Kept, Update
+from enginepool.workers.stager.state import KeptUpdate, StagedUpdate
 
 PATIENCE_S = 60.0
 OLD, NEW, OTHER = "a" * 32, "b" * 32, "c" * 32
 UPDATE = (7, 1)
-NOTHING = Held()
+NOTHING = StagerHolds()
 
 
 class Memory:
@@ -42,8 +42,8 @@ class Memory:
     def __init__(self, name: str, kind: str = "host", nbytes: int = 0) -> None:
         self.name, self.kind, self.nbytes = name, kind, nbytes
 
-    def spaces(self) -> list[Space]:
-        return [Space("file", 0, path=self.name)]
+    def regions(self) -> list[MemoryRegion]:
+        return [MemoryRegion("file", 0, path=self.name)]
 
     def save(self, path: str, footer: Footer, left: Callable[[], None]) -> None:
         with open(path, "wb") as file:
@@ -65,9 +65,9 @@ def manifest(name: str) -> list[Tensor]:
     return [Tensor(name, "float32", (0,))]
 
 
-def held(version: int, digest: str, name: str) -> Held:
+def held(version: int, digest: str, name: str) -> StagerHolds:
     """What is said of the memory of this name."""
-    return Held(version, digest, manifest(name), [Space("file", 0, path=name)])
+    return StagerHolds(version, digest, manifest(name), [MemoryRegion("file", 0, path=name)])
 
 
 class Scene:
@@ -76,16 +76,16 @@ class Scene:
     def __init__(self, one: Stager, link: StagerLink) -> None:
         self.stager, self.link = one, link
         self.group = Group()
-        one.kept = Kept(1, OLD, manifest("kept"), cast(Any, Memory("kept")))
-        one.update = self.update = Update(Reserve(UPDATE, manifest("update"), 256), cast(Any, Memory("update")))
+        one.kept = KeptUpdate(1, OLD, manifest("kept"), cast(Any, Memory("kept")))
+        one.update = self.update = StagedUpdate(Reserve(UPDATE, manifest("update"), 256), cast(Any, Memory("update")))
         one.group, one.peer = cast(Any, self.group), "peer"
 
-    async def holds(self, digest: str = "") -> Held:
-        return await self.link.ask(AskHeld(digest), Held)
+    async def holds(self, digest: str = "") -> StagerHolds:
+        return await self.link.ask(AskHeld(digest), StagerHolds)
 
     def came(self, digest: str = NEW, message: str = "") -> None:
         """All bytes of the update; or why not."""
-        self.update.received = Received(UPDATE, digest, message=message)
+        self.update.received = BytesReceived(UPDATE, digest, message=message)
 
 
 def play(path: Path, story: Callable[[Scene], Awaitable[None]]) -> None:
@@ -222,9 +222,9 @@ def test_larger_room_on_a_device_takes_the_place_of_what_is_kept_there(tmp_path:
         return Memory(f"{nbytes} bytes", "device", nbytes)
 
     async def story(scene: Scene) -> None:
-        async def room(number: int, nbytes: int) -> list[Space]:
+        async def room(number: int, nbytes: int) -> list[MemoryRegion]:
             tensors = [Tensor("a", "uint8", (nbytes,))]
-            return (await scene.link.ask(Reserve((7, number), tensors, 256), Reserved)).spaces
+            return (await scene.link.ask(Reserve((7, number), tensors, 256), Reserved)).regions
 
         small = await room(2, 256)
         assert await scene.holds() == held(1, OLD, "kept"), "which lies on the host"

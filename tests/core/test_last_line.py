@@ -8,7 +8,7 @@ import pytest
 
 from enginepool.coordinator.launchers.processes import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
 from enginepool.protocol.messages import Ping
-from enginepool.workers.events import Exit, Note, Received, Tick
+from enginepool.workers.events import Exit, FromCoordinator, Note, WorkerTick
 from enginepool.workers.machine import WorkerMachine
 
 
@@ -42,8 +42,8 @@ def test_the_last_line_that_is_no_progress_bar_says_how_a_process_ended(log: byt
 @pytest.mark.parametrize("external", [True, False])
 def test_a_silence_of_the_coordinator_that_a_worker_survived_is_not_its_last_word(external: bool) -> None:
     w = WorkerMachine("g-0.1.1", "g", now=0.0, external=external)
-    notes = [effect for second in range(1, 20) for effect in w.handle(Tick(second)) if isinstance(effect, Note)]
-    notes += [effect for effect in w.handle(Received(20.0, Ping(1))) if isinstance(effect, Note)]
+    notes = [effect for second in range(1, 20) for effect in w.handle(WorkerTick(second)) if isinstance(effect, Note)]
+    notes += [effect for effect in w.handle(FromCoordinator(20.0, Ping(1))) if isinstance(effect, Note)]
     assert len(notes) == 2
     log = "ready\n" + "".join(f"2026-11-23T12:00:01.123Z enginepool worker g-0.1.1: {note.line}\n" for note in notes)
     assert last_line(log.encode()) == "ready"

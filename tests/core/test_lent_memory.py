@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from enginepool.host import unnamed_file
-from enginepool.protocol.updates import Space
+from enginepool.protocol.updates import MemoryRegion
 from enginepool.transfer.shared_memory import HostSpace, set_seal
 from enginepool.workers.main import located
 from enginepool.workers.spec import WorkerSpec
@@ -29,7 +29,7 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def memfd(stack: ExitStack, content: bytes = CONTENT, seals: int = SHRINK) -> Space:
+def memfd(stack: ExitStack, content: bytes = CONTENT, seals: int = SHRINK) -> MemoryRegion:
     """Memory of this process, which plays the publisher."""
     descriptor = os.memfd_create("m", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, descriptor)
@@ -38,15 +38,15 @@ def memfd(stack: ExitStack, content: bytes = CONTENT, seals: int = SHRINK) -> Sp
     return at(descriptor, len(content))
 
 
-def at(descriptor: int, nbytes: int = len(CONTENT)) -> Space:
-    return Space("file", nbytes, path=f"/proc/{os.getpid()}/fd/{descriptor}", seal=SEAL)
+def at(descriptor: int, nbytes: int = len(CONTENT)) -> MemoryRegion:
+    return MemoryRegion("file", nbytes, path=f"/proc/{os.getpid()}/fd/{descriptor}", seal=SEAL)
 
 
 def test_what_a_publisher_lends_is_held_as_it_is() -> None:
     memory = HostSpace(1024, lent=True)
     content = memory.tensors[0]
     content.fill_(7)
-    [space] = memory.spaces()
+    [space] = memory.regions()
     space = msgspec.structs.replace(space, seal=set_seal(content))
     held, own = hold(space)
     try:
@@ -89,8 +89,8 @@ def test_other_memory_is_refused_without_a_word_of_what_is_in_it(stack: ExitStac
         "a seal has 16 bytes": [msgspec.structs.replace(whole, seal=seal) for seal in (b"", b"f", SEAL * 2)],
     }
     before = len(os.listdir("/proc/self/fd"))
-    for words, spaces in wrong.items():
-        for space in spaces:
+    for words, regions in wrong.items():
+        for space in regions:
             with pytest.raises(LentError, match=words) as refused:
                 hold(space)
             assert "x" * 8 not in str(refused.value) and SEAL.decode() not in str(refused.value)

@@ -2,10 +2,10 @@
 
 import re
 
-from enginepool.config import Limits, Restart
+from enginepool.config import Limits, RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import GroupWeights
-from enginepool.protocol.updates import Abandon, Restored
+from enginepool.protocol.updates import AbortUpdate, Restored
 from tests.core.machines import CAN, EPOCH, Pool, codes, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool
 
@@ -55,7 +55,7 @@ def test_a_worker_that_is_refused_is_a_line_with_the_reason() -> None:
 
 
 def test_a_worker_that_is_given_up_is_a_line_with_the_command_that_revives_it() -> None:
-    pool = Pool(workers=1, restart=Restart(max_restarts=0))
+    pool = Pool(workers=1, restart=RestartConfig(max_restarts=0))
     pool.do(ev.WorkerExited(0, pool.started[0].incarnation, "exit code 1: no"))
     (line,) = lines(pool, "given up")
     assert line.startswith("worker g-0 is given up: ended more than 0 times")
@@ -112,7 +112,7 @@ def test_an_update_is_one_line_when_it_is_committed_and_one_with_the_reason_when
     pool = UpdatePool()
     trainer, worker = Trainer(pool), pool.worker()
     trainer.publish(1)
-    trainer.say(Abandon(trainer.ids, "the trainer changed its mind"))
+    trainer.say(AbortUpdate(trainer.ids, "the trainer changed its mind"))
     (line,) = lines(pool, "update of")
     assert pool.kinds[-1] == "update"
     assert line.startswith("update of g to version 1 (staged, 1 worker): update_aborted: ")

@@ -13,7 +13,7 @@ from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
 from enginepool.protocol.manifest import SIZES, Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.transfer import digest as digests
-from enginepool.transfer.digest import Batch, Digest, Findings, make_ready, views
+from enginepool.transfer.digest import Digest, DigestBatch, Findings, make_ready, views
 from enginepool.transfer.weight_scan import Look
 from tests.core.interpreted import allow_runtime_bounds, run_interpreted
 
@@ -100,7 +100,7 @@ def by_torch(space: Any, manifest: list[Tensor], targets: list[str]) -> tuple[st
     """One after the other, each at once."""
     digest, findings = Digest(), Findings()
     digest.add(space, 0)
-    findings.add(Batch([tensor.name for tensor in manifest], views(space, manifest), targets))
+    findings.add(DigestBatch([tensor.name for tensor in manifest], views(space, manifest), targets))
     return digest.text(), findings.found()
 
 

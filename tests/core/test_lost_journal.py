@@ -7,7 +7,7 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.status import report
 from enginepool.protocol.messages import Idle, Ready
-from enginepool.protocol.updates import Prepare, Restore, WeightsWanted
+from enginepool.protocol.updates import Prepare, Restore, WeightsNeeded
 from tests.core.machines import CAN, EPOCH, codes, failures, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 from tests.core.test_weights import ready, refusal, to_transfer
@@ -29,7 +29,7 @@ def test_workers_that_hold_more_than_the_journal_knows_are_neither_killed_nor_gi
     failure = failures(pool.sent)[50]
     assert failure.code == "needs_weights"
     assert "the journal is behind: old holds the committed weight version 11" in failure.message
-    assert [(wanted.version, wanted.group) for wanted in of_type(pool.sent, WeightsWanted)] == [(11, "g")]
+    assert [(wanted.version, wanted.group) for wanted in of_type(pool.sent, WeightsNeeded)] == [(11, "g")]
     pool.batches.clear()
     assert codes(pool.submit(trainer.link, 51, work())) == ["needs_weights"]
     pool.live(60.0)
@@ -44,12 +44,12 @@ def test_workers_that_hold_more_than_the_journal_knows_are_neither_killed_nor_gi
     assert {worker.stage for worker in report(pool.machine.core, ev.StatusAsked(0, b"x", 1)).groups[0].workers} == {"restoring"}
 
 
-def test_a_relabel_takes_up_what_the_workers_hold_although_the_journal_has_lost_it() -> None:
+def test_a_set_version_takes_up_what_the_workers_hold_although_the_journal_has_lost_it() -> None:
     pool, trainer, links = lost_journal()
     pool.batches.clear()
-    refused = refusal(trainer.publish(10, transfer="relabel"), 1)
+    refused = refusal(trainer.publish(10, transfer="set_version"), 1)
     assert (refused.code, refused.limit) == ("version_backwards", "11")
-    asked = trainer.publish(11, transfer="relabel")
+    asked = trainer.publish(11, transfer="set_version")
     assert [one.link for one in asked if isinstance(one.message, Prepare)] == [b"old"]
     pool.answer(asked)
     pool.answer(trainer.commit())

@@ -3,12 +3,12 @@
 import msgspec
 import pytest
 
-from enginepool.config import Restart, Timing
+from enginepool.config import RestartConfig, Timing
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS, TEXT_BYTES
-from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Tokenise
+from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Tokenize
 from tests.core.machines import CAN, EPOCH, Pool, Sent, codes, config, failures, results, text, texts, work
 
 
@@ -18,11 +18,11 @@ def lose(pool: Pool, link: bytes) -> None:
     pool.do(ev.WorkerBroken(0, link, "dies"))
 
 
-def tokenise(pool: Pool, task: Sent) -> list[Sent]:
+def tokenize(pool: Pool, task: Sent) -> list[Sent]:
     """The worker turns the one row of a text into the id 1."""
-    assert isinstance(task.message, Tokenise)
+    assert isinstance(task.message, Tokenize)
     specs = [FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
-    return pool.do(ev.TextTokenised(0, task.link, task.message.task, specs, [b"\1\0\0\0", b"\1\0\0\0"]))
+    return pool.do(ev.TextTokenized(0, task.link, task.message.task, specs, [b"\1\0\0\0", b"\1\0\0\0"]))
 
 
 def one_suspect_and_two_busy_workers() -> tuple[Pool, Sent, Sent]:
@@ -91,8 +91,8 @@ def test_a_trial_goes_to_an_idle_worker_rather_than_to_one_that_has_text() -> No
     tasks = [texts(pool.submit(client, id_, text("q", ["x"])))[0] for id_ in (2, 3, 4)]
     assert sorted(task.link for task in tasks) == [b"a", b"b", lost]
     (task,) = [task for task in tasks if task.link == b"b"]
-    assert isinstance(task.message, Tokenise)
-    pool.do(ev.TextTokenised(0, task.link, task.message.task, [], [], "no tokenizer"))
+    assert isinstance(task.message, Tokenize)
+    pool.do(ev.TextTokenized(0, task.link, task.message.task, [], [], "no tokenizer"))
     lose(pool, lost)
     assert [sent.link for sent in pool.batches] == [b"b"]
 
@@ -142,7 +142,7 @@ def test_a_worker_kept_for_a_trial_is_free_again_when_all_suspects_are_gone_at_o
 # --- text --------------------------------------------------------------------------------------------------------------
 
 
-def test_text_that_came_during_a_trial_is_tokenised_after_it() -> None:
+def test_text_that_came_during_a_trial_is_tokenized_after_it() -> None:
     pool = Pool()
     client = pool.client()
     lost = pool.worker("lost")
@@ -163,7 +163,7 @@ def test_an_urgent_text_waits_behind_a_few_and_not_behind_all_that_came_before_i
     pool.submit(client, 1000, text("q", ["urgent"]), priority=100)
     done = 0
     while not any(task.frames[1] == b"urgent" for task in texts(pool.sent)):
-        tokenise(pool, texts(pool.sent)[done])
+        tokenize(pool, texts(pool.sent)[done])
         done += 1
     before = next(i for i, task in enumerate(texts(pool.sent)) if task.frames[1] == b"urgent")
     assert before == MOST_TEXTS and done == 1
@@ -176,7 +176,7 @@ def test_long_texts_are_with_a_worker_two_at_a_time() -> None:
     for id_ in range(10):
         pool.submit(client, id_, text("q", ["x" * TEXT_BYTES]))
     assert len(texts(pool.sent)) == 2
-    tokenise(pool, texts(pool.sent)[0])
+    tokenize(pool, texts(pool.sent)[0])
     assert len(texts(pool.sent)) == 3
 
 
@@ -186,16 +186,16 @@ def test_only_the_text_that_was_tokenized_is_suspected_of_a_loss() -> None:
     lost = pool.worker("lost")
     for id_ in range(1, 6):
         pool.submit(client, id_, text("q", [str(id_)]))
-    tokenise(pool, texts(pool.sent)[0])
+    tokenize(pool, texts(pool.sent)[0])
     lose(pool, lost)
     group = pool.machine.core.groups["g"]
     assert [request.id for request in group.suspects.waiting() if request.state == TEXT] == [2]
     assert sorted(request.id for request in group.texts.waiting()) == [3, 4, 5]
 
 
-def test_text_that_kills_its_worker_is_found_and_its_neighbours_are_tokenised() -> None:
+def test_text_that_kills_its_worker_is_found_and_its_neighbors_are_tokenized() -> None:
     """Four texts are with a worker together. The first one is suspected, and the next time what was behind it."""
-    pool = Pool(config(restart=Restart(max_attempts=2)))
+    pool = Pool(config(restart=RestartConfig(max_attempts=2)))
     client = pool.client()
     for id_ in range(1, 5):
         pool.submit(client, id_, text("q", ["bad" if id_ % 2 else "good"]))
@@ -210,7 +210,7 @@ def test_text_that_kills_its_worker_is_found_and_its_neighbours_are_tokenised() 
                 lose(pool, link)
                 break
             for task in tasks:
-                tokenise(pool, task)
+                tokenize(pool, task)
             pool.finish_all()
     assert deaths == 2 + 2 * 2
     assert {id_: failure.code for id_, failure in failures(pool.sent).items() if id_} == {1: "poisoned", 3: "poisoned"}

@@ -12,11 +12,11 @@ from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.state import Client
 from enginepool.coordinator.requests.memory import Bound, answer_bytes, misfit, request_bytes, unread_bytes
-from enginepool.coordinator.requests.reply_cache import Answers
+from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.shell.host_memory import bounds
 from enginepool.protocol.basis import RESULT_BYTES
 from enginepool.protocol.frames import encode_header
-from enginepool.protocol.messages import Capabilities, Failure, FrameSpec, Result, Timings, Usage
+from enginepool.protocol.messages import Capabilities, ErrorReply, FrameSpec, Result, Timings, Usage
 from tests.core.machines import CAN, Pool, codes, config, failures, results, text, work
 
 MB = 1 << 20
@@ -177,27 +177,27 @@ def client(name: bytes) -> Client:
 
 
 def test_large_answers_of_one_client_do_not_displace_those_of_others() -> None:
-    answers = Answers(60.0, 10 * MB)
+    answers = ReplyCache(60.0, 10 * MB)
     small, big = [client(b"%d" % i) for i in range(50)], client(b"big")
     for i in range(20):
         for one in small:
-            answers.add(one, i, 0, Failure("cancelled", ""), (bytes(100),), 0.0)
+            answers.add(one, i, 0, ErrorReply("cancelled", ""), (bytes(100),), 0.0)
     for i in range(30):
-        answers.add(big, i, 0, Failure("cancelled", ""), (bytes(3 * MB),), 0.0)
+        answers.add(big, i, 0, ErrorReply("cancelled", ""), (bytes(3 * MB),), 0.0)
         answers.check()
     assert all(answers.get(one, i) is not None for one in small for i in range(20))
     assert [i for i in range(30) if answers.get(big, i) is not None] == [28, 29]
 
 
 def test_a_client_that_acknowledged_large_answers_keeps_its_small_one() -> None:
-    answers = Answers(60.0, 10 * MB)
+    answers = ReplyCache(60.0, 10 * MB)
     was_big, other = client(b"was big"), client(b"other")
     for i in range(3):
-        answers.add(was_big, i, 0, Failure("cancelled", ""), (bytes(3 * MB if i else 100),), 0.0)
+        answers.add(was_big, i, 0, ErrorReply("cancelled", ""), (bytes(3 * MB if i else 100),), 0.0)
     for i in (1, 2):
         answers.drop(was_big, i)
     for i in range(12):
-        answers.add(other, i, 0, Failure("cancelled", ""), (bytes(MB),), 0.0)
+        answers.add(other, i, 0, ErrorReply("cancelled", ""), (bytes(MB),), 0.0)
         answers.check()
     assert answers.get(was_big, 0) is not None
     assert [i for i in range(12) if answers.get(other, i) is not None] == list(range(3, 12))
@@ -206,11 +206,11 @@ def test_a_client_that_acknowledged_large_answers_keeps_its_small_one() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 4000), st.booleans()), max_size=60))
 def test_answers_are_within_their_bytes_whatever_comes_and_goes(steps: list[tuple[int, int, int, bool]]) -> None:
     clients = [client(b"%d" % i) for i in range(4)]
-    answers = Answers(60.0, 12_000)
+    answers = ReplyCache(60.0, 12_000)
     known: set[tuple[int, int]] = set()
     for who, id_, size, add in steps:
         if add and (who, id_) not in known:
-            answers.add(clients[who], id_, 0, Failure("cancelled", ""), (bytes(size),), 0.0)
+            answers.add(clients[who], id_, 0, ErrorReply("cancelled", ""), (bytes(size),), 0.0)
         elif id_ == 5:
             answers.drop_client(clients[who])
         else:

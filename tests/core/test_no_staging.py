@@ -7,7 +7,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.updates import Committed, HandOver, Join, Prepared, Published, Release, Restore
+from enginepool.protocol.updates import Committed, Join, LoadWeights, Prepared, Published, ReleaseWeights, Restore
 from tests.core.machines import CAN, failures, results, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 
@@ -36,7 +36,7 @@ def able(pool: UpdatePool, links: list[bytes]) -> list[Any]:
 def test_an_update_goes_on_without_a_worker_that_has_no_staging_memory() -> None:
     pool, trainer, links = opened()
     sent = unable(pool, links[1])
-    assert [s.link for s in sent if isinstance(s.message, Release)] == [links[1]]
+    assert [s.link for s in sent if isinstance(s.message, ReleaseWeights)] == [links[1]]
     unable(pool, links[1])  # said again on a new link
     joins = able(pool, [links[0], links[2]])
     assert [s.link for s in joins if isinstance(s.message, Join)] == [trainer.link, links[0], links[2]]
@@ -45,7 +45,7 @@ def test_an_update_goes_on_without_a_worker_that_has_no_staging_memory() -> None
     trainer.sent()
     pool.stage([links[0], links[2]])
     handed = trainer.commit()
-    assert [s.link for s in handed if isinstance(s.message, HandOver)] == [links[0], links[2]]
+    assert [s.link for s in handed if isinstance(s.message, LoadWeights)] == [links[0], links[2]]
     pool.answer(handed)
     end = pool.written()
     assert [s.link for s in end if isinstance(s.message, Committed)] == [links[0], links[2]]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from enginepool.coordinator.scheduling.cost_model import MOST_FIXED_S, MOST_ROW_S, TOGETHER_S, Pace
+from enginepool.coordinator.scheduling.cost_model import MOST_FIXED_S, MOST_ROW_S, TOGETHER_S, ForwardCostModel
 from enginepool.protocol.pace import FORWARD_S
 
 SAID = 10_000
@@ -20,7 +20,7 @@ class Batches:
     """Batches that follow each other on a worker; `now` is when the last was done."""
 
     def __init__(self, said: int = SAID, forward_s: float = FORWARD_S) -> None:
-        self.pace = Pace(said, forward_s)
+        self.pace = ForwardCostModel(said, forward_s)
         self.now = 100.0
 
     def run(self, seconds: float, tokens: int, rows: int, *, waited: float = 0.01, fits: bool = True) -> None:
@@ -29,13 +29,15 @@ class Batches:
         self.pace.done(self.now, seconds + waited, tokens, rows, fits=fits)
         self.pace.check()
 
-    def end(self) -> Pace:
+    def end(self) -> ForwardCostModel:
         """What was learnt once the last batch counts too: the next one shows that nothing came together with it."""
         self.run(1.0, 1, 1, fits=False)
         return self.pace
 
 
-def learnt(shapes: Callable[[], Shape], cost: Callable[[int, int], float], random: Random, batches: int = 100) -> Pace:
+def learnt(
+    shapes: Callable[[], Shape], cost: Callable[[int, int], float], random: Random, batches: int = 100
+) -> ForwardCostModel:
     """From batches with 10 % of noise, 2 % of which take ten times as long."""
     run = Batches()
     outliers = random.sample(range(batches), batches // 50)
@@ -48,7 +50,7 @@ def learnt(shapes: Callable[[], Shape], cost: Callable[[int, int], float], rando
 
 def test_at_first_the_pace_is_what_the_worker_said() -> None:
     for said in (1, 45, 777, 10_000, 131_072):
-        pace = Pace(said)
+        pace = ForwardCostModel(said)
         assert (pace.tokens, pace.row) == (said, 0.0)
         assert pace.seconds(said, 7) == pytest.approx(FORWARD_S)  # pyright: ignore[reportUnknownMemberType]
         assert pace.weigh(300, 7) == 300

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.coordinator.shell.adaptive_poll import MOST_SKIPPED, Patience
+from enginepool.coordinator.shell.adaptive_poll import MOST_SKIPPED, AdaptivePoll
 
 
-def waits(patience: Patience, sends: int, *, found: bool) -> int:
+def waits(patience: AdaptivePoll, sends: int, *, found: bool) -> int:
     """How many of `sends` are waited after, when each wait ends like this."""
     count = 0
     for _ in range(sends):
@@ -17,17 +17,17 @@ def waits(patience: Patience, sends: int, *, found: bool) -> int:
 
 
 def test_replies_that_come_at_once_are_waited_for_every_time() -> None:
-    assert waits(Patience(), 100, found=True) == 100
+    assert waits(AdaptivePoll(), 100, found=True) == 100
 
 
 def test_after_misses_in_a_row_almost_no_wait_is_left() -> None:
-    patience = Patience()
+    patience = AdaptivePoll()
     assert waits(patience, 10 * MOST_SKIPPED, found=False) < 20
     assert waits(patience, 10 * MOST_SKIPPED, found=False) <= 10
 
 
 def test_one_reply_in_time_restores_it() -> None:
-    patience = Patience()
+    patience = AdaptivePoll()
     waits(patience, 1000, found=False)
     while not patience.worth():
         pass
@@ -37,7 +37,7 @@ def test_one_reply_in_time_restores_it() -> None:
 
 @given(st.lists(st.booleans(), max_size=200))
 def test_a_wait_is_never_further_away_than_the_most_that_are_skipped(found: list[bool]) -> None:
-    patience = Patience()
+    patience = AdaptivePoll()
     for outcome in found:
         skipped = 0
         while not patience.worth():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from enginepool.config import Restart
+from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.protocol.messages import Batch, StatusReport, WorkerStatus
 from tests.core.machines import Pool, Sent, codes, failures, results, work
@@ -78,7 +78,7 @@ def test_what_is_not_finished_in_time_runs_elsewhere_and_nothing_is_suspected() 
 
 
 def test_a_retired_worker_is_revived_and_its_group_takes_requests_again() -> None:
-    pool = Pool(workers=1, restart=Restart(max_restarts=1000))
+    pool = Pool(workers=1, restart=RestartConfig(max_restarts=1000))
     for _ in range(2):
         ended(pool, pool.started[-1].incarnation, failed=True)
         pool.wait(60.0)
@@ -154,7 +154,7 @@ def test_what_cannot_be_restarted_is_refused_by_name() -> None:
 
 
 def test_a_worker_that_is_to_be_restarted_and_crashes_is_started_at_once() -> None:
-    pool = Pool(workers=1, restart=Restart(max_restarts=0))
+    pool = Pool(workers=1, restart=RestartConfig(max_restarts=0))
     up(pool)
     pool.submit(pool.client(), 1, work())
     restart(pool, "g-0", pool.started[0].incarnation)

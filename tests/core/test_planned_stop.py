@@ -2,9 +2,9 @@
 
 import pytest
 
-from enginepool.client.session.events import Abandon, Abort, Complaint, Tick
+from enginepool.client.session.events import AbandonUpdate, Abort, Complaint, SessionTick
 from enginepool.coordinator.core import events as ev
-from enginepool.protocol.messages import Drain, Failure, Ping
+from enginepool.protocol.messages import Drain, ErrorReply, Ping
 from tests.core.machines import Pool, codes, failures, results, work
 from tests.core.test_client_session import Driver, result
 from tests.core.test_fleet import start
@@ -59,18 +59,18 @@ def test_a_deadline_ends_the_wait_for_the_next_coordinator(driver: Driver) -> No
 def test_a_cancelled_request_does_not_wait_for_the_next_coordinator(driver: Driver) -> None:
     driver.submit(1)
     driver.submit(2)
-    driver(Abandon(driver.now, 1))
+    driver(AbandonUpdate(driver.now, 1))
     driver.refuse("shutting_down", 1)
     assert driver.failed() == [(1, "cancelled")]
     driver.refuse("shutting_down", 2)
-    driver(Abandon(driver.now, 2))
+    driver(AbandonUpdate(driver.now, 2))
     assert driver.failed() == [(2, "cancelled")]
 
 
 def test_a_pool_that_stays_down_ends_what_waits_for_the_next_coordinator(driver: Driver) -> None:
     driver.submit(1)
     driver.refuse("shutting_down", 1)
-    driver(Abort(driver.now, Failure("pool_down", "the pool was stopped")))
+    driver(Abort(driver.now, ErrorReply("pool_down", "the pool was stopped")))
     assert driver.failed() == [(1, "pool_down")]
 
 
@@ -81,7 +81,7 @@ def test_the_end_is_announced_once_and_the_next_coordinator_is_looked_for_often(
     assert driver.effects == []
     pings = [driver.session.wake_at]
     while pings[-1] < driver.now + 1.0:
-        driver(Tick(pings[-1]))
+        driver(SessionTick(pings[-1]))
         assert any(isinstance(message, Ping) for message in driver.sent())
         pings.append(driver.session.wake_at)
     assert len(pings) >= 4
@@ -95,7 +95,7 @@ def test_clients_hear_at_once_that_the_coordinator_ends() -> None:
     start(pool)
     links = [pool.client(), pool.client()]
     sent = pool.do(ev.DrainAsked(0, 10))
-    told = [s.link for s in sent if isinstance(s.message, Failure) and s.message.code == "shutting_down"]
+    told = [s.link for s in sent if isinstance(s.message, ErrorReply) and s.message.code == "shutting_down"]
     assert told == links
     assert list(failures(sent)) == [None]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
-from enginepool.coordinator.scheduling.queue import Early, Queue
+from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
 
 
 @dataclass
@@ -52,14 +52,14 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue: Queue[Waiting] = Queue()
-        self.early: Early[Waiting] = Early()
+        self.early: VersionQueue[Waiting] = VersionQueue()
         self.version = 0
         self.requests: list[Waiting] = []
         self.clients = [Asks(number) for number in range(4)]
         #: taken by a worker; they may come back
         self.taken: list[Waiting] = []
 
-    def place(self, request: Waiting) -> Queue[Waiting] | Early[Waiting]:
+    def place(self, request: Waiting) -> Queue[Waiting] | VersionQueue[Waiting]:
         return self.early if request.min_version > self.version else self.queue
 
     def live(self) -> list[Waiting]:

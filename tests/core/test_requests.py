@@ -13,7 +13,7 @@ from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.state import Client
 from enginepool.coordinator.requests.memory import answer_bytes, request_bytes
-from enginepool.coordinator.requests.reply_cache import OVERHEAD, Answers
+from enginepool.coordinator.requests.reply_cache import OVERHEAD, ReplyCache
 from enginepool.coordinator.requests.validation import open_score
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.errors import WireError
@@ -21,14 +21,14 @@ from enginepool.protocol.messages import (
     PROTOCOL_VERSION,
     Batch,
     Capabilities,
-    Failure,
+    ErrorReply,
     FrameSpec,
     Score,
     StatusReport,
-    Tokenise,
+    Tokenize,
     Welcome,
 )
-from enginepool.protocol.updates import WeightsQuestion
+from enginepool.protocol.updates import InspectWeights
 from tests.core.machines import CAN, EPOCH, Pool, codes, config, failures, results, text, texts, work
 
 #: what a request takes with its answer
@@ -135,7 +135,7 @@ def test_a_head_is_not_asked_for_what_it_cannot_say(labels: int, settings: dict[
     head = CROSSING if labels < 0 else msgspec.structs.replace(CAN, kind="classifier", labels=labels)
     pool.worker(can=head)
     pool.submit(late, 1, heads(**settings))
-    told = [s.message for s in pool.sent if isinstance(s.message, Failure)]
+    told = [s.message for s in pool.sent if isinstance(s.message, ErrorReply)]
     assert [(f.code, f.field) for f in told] == ([("bad_request", field)] * 2 if field else [])
 
 
@@ -182,7 +182,7 @@ def test_a_row_of_a_cross_encoder_has_a_separator_between_query_and_item(content
     pool.submit(early, 1, content)
     pool.worker(can=CROSSING)
     pool.submit(late, 1, content)
-    told = [s.message for s in pool.sent if isinstance(s.message, Failure)]
+    told = [s.message for s in pool.sent if isinstance(s.message, ErrorReply)]
     assert [(f.code, f.field, f.limit) for f in told] == (
         [] if wrong is None else [("bad_request", f"items[{wrong}]", str(SEP))] * 2
     )
@@ -207,11 +207,11 @@ def test_a_worker_hears_whether_texts_are_joined_as_pairs(raw: bool) -> None:
     specs = [FrameSpec("query", "utf8", (1,)), FrameSpec("items", "utf8", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
     content = open_score(Score(1, specs, raw=raw), [b"q", b"a", b"\1\0\0\0"])
     [task] = texts(pool.submit(client, 1, content))
-    assert isinstance(task.message, Tokenise)
+    assert isinstance(task.message, Tokenize)
     assert task.message.raw is raw
     # Whatever the tokenizer made of it: the row is whole, and has nothing to separate.
     pool.do(
-        ev.TextTokenised(
+        ev.TextTokenized(
             0, task.link, task.message.task, [FrameSpec("items", "int32", (2,)), specs[2]], [b"\1\0\0\0" * 2, b"\2\0\0\0"]
         )
     )
@@ -236,12 +236,12 @@ def test_a_client_is_known_by_its_token_and_its_newest_link_wins() -> None:
     pool = Pool()
     first = pool.client(b"one", client=b"c" * 16, incarnation=1)
     (refused,) = pool.do(ev.ClientHello(0, b"thief", b"c" * 16, b"x" * 16, 5))
-    assert isinstance(refused.message, Failure)
-    assert (refused.message.code, refused.message.field) == ("unauthorised", "token")
+    assert isinstance(refused.message, ErrorReply)
+    assert (refused.message.code, refused.message.field) == ("unauthorized", "token")
     pool.submit(first, 1, work())
     for stale, newest in ((0, 1), (0, 2), (1, 2)):
         (refused,) = pool.do(ev.ClientHello(0, b"old", b"c" * 16, b"t" * 16, stale))
-        assert isinstance(refused.message, Failure)
+        assert isinstance(refused.message, ErrorReply)
         assert (refused.message.code, refused.message.field) == ("superseded", "incarnation")
         pool.client(b"two", client=b"c" * 16, incarnation=newest)
         assert codes(pool.submit(first, 2, work())) == ["hello_required"]
@@ -385,7 +385,7 @@ def test_a_label_that_is_no_token_id_is_named(wrong: int) -> None:
 def test_what_the_model_cannot_serve_is_refused_with_field_and_limit(
     can: Capabilities, content: ev.Work, field: str, limit: str, early: bool
 ) -> None:
-    """Before the queue when the model is known, else as soon as the first worker says what it is; neighbours are served."""
+    """Before the queue when the model is known, else as soon as the first worker says what it is; neighbors are served."""
     pool = Pool()
     client = pool.client()
     if not early:
@@ -474,10 +474,10 @@ def test_answers_are_kept_within_bytes_and_seconds() -> None:
 
 def test_the_oldest_answers_go_for_what_the_newest_weigh() -> None:
     client, frame = Client(b"c", b"t", 0, b"link", 0.0), b"." * 500
-    answers = Answers(60.0, 3 * OVERHEAD + 3 * len(frame))
+    answers = ReplyCache(60.0, 3 * OVERHEAD + 3 * len(frame))
 
     def add(id_: int, *frames: bytes) -> list[int]:
-        answers.add(client, id_, 0, Failure("cancelled", ""), frames, 0.0)
+        answers.add(client, id_, 0, ErrorReply("cancelled", ""), frames, 0.0)
         answers.check()
         return [known for known in range(10) if answers.get(client, known) is not None]
 
@@ -509,7 +509,7 @@ def test_whatever_a_client_says_counts_as_being_heard(what: str) -> None:
         elif what == "status":
             pool.do(ev.StatusAsked(0, client, 1))
         else:
-            pool.do(ev.WeightsAsked(0, client, WeightsQuestion(1)))
+            pool.do(ev.WeightsAsked(0, client, InspectWeights(1)))
         pool.wait(1.0)
     pool.worker()
     assert 1 in results(pool.finish_all())
@@ -558,10 +558,10 @@ def ids(pool: Pool, sent: object, rows: list[list[int]]) -> None:
     flat = np.array([i for row in rows for i in row], np.int32)
     specs = [FrameSpec("items", "int32", flat.shape), FrameSpec("item_lengths", "uint32", (len(rows),))]
     frames = [flat.tobytes(), np.array([len(row) for row in rows], np.uint32).tobytes()]
-    pool.do(ev.TextTokenised(0, sent.link, task, specs, frames))  # type: ignore[attr-defined]
+    pool.do(ev.TextTokenized(0, sent.link, task, specs, frames))  # type: ignore[attr-defined]
 
 
-def test_text_is_tokenised_on_a_worker_before_it_is_queued() -> None:
+def test_text_is_tokenized_on_a_worker_before_it_is_queued() -> None:
     pool = Pool()
     client = pool.client()
     assert pool.submit(client, 1, text("ab", ["c", "dé"])) == []
@@ -652,7 +652,7 @@ def test_refusals_of_one_do_not_touch_others() -> None:
     good, bad = pool.client(), pool.client()
     pool.submit(good, 1, work())
     for i in range(1, 50):
-        assert isinstance(pool.submit(bad, i, work(labels=()))[0].message, Failure)
+        assert isinstance(pool.submit(bad, i, work(labels=()))[0].message, ErrorReply)
     assert list(results(pool.finish_all())) == [1]
 
 
@@ -671,7 +671,7 @@ def test_text_that_a_worker_refuses_goes_to_another_one() -> None:
     pool.worker("a")
     pool.submit(client, 1, text("q", ["a"]))
     (task,) = texts(pool.sent)
-    assert isinstance(task.message, Tokenise)
+    assert isinstance(task.message, Tokenize)
     pool.worker("b")
     (again,) = texts(pool.do(ev.WorkerRefused(0, b"a", task.message.task[1], True)))
     assert again.link == b"b"
@@ -718,7 +718,7 @@ def test_many_texts_at_once_have_time_each() -> None:
     assert not pool.machine.core.groups["g"].workers
 
 
-def test_text_that_is_not_tokenised_in_time_loses_the_worker() -> None:
+def test_text_that_is_not_tokenized_in_time_loses_the_worker() -> None:
     pool = Pool()
     client = pool.client()
     pool.worker("a")

@@ -7,7 +7,7 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import GroupWeights
 from enginepool.protocol.messages import Batch, Result
-from enginepool.protocol.updates import Committed, Prepare, Prepared, Published, Release
+from enginepool.protocol.updates import Committed, Prepare, Prepared, Published, ReleaseWeights
 from tests.core.machines import CAN, EPOCH, failures, results, work
 from tests.core.machines import Sent as Message_
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
@@ -127,7 +127,7 @@ def test_at_once_holds_the_group_and_restarts_all() -> None:
     (published,) = of_type(pool.written(), Published)
     took = published.record.phases
     assert published.record.committed == 3
-    assert took["hold"] == sum(took[part] for part in ("drain", "restart", "hand_over", "journal")) > 0
+    assert took["hold"] == sum(took[part] for part in ("drain", "restart", "load", "journal")) > 0
     assert results(pool.finish(pool.batches[0], version=1))[10].version == 1
 
 
@@ -219,14 +219,14 @@ def test_old_work_that_takes_too_long_or_is_not_waited_for_runs_again() -> None:
         assert results(pool.finish(pool.batches[0], version=1))[10].version == 1
 
 
-def test_an_abandoned_restart_turns_back() -> None:
+def test_an_aborted_restart_turns_back() -> None:
     pool = RestartPool(2)
     pool.offer()
     pool.end()
-    from enginepool.protocol.updates import Abandon
+    from enginepool.protocol.updates import AbortUpdate
 
-    sent = pool.trainer.say(Abandon(1, "as a test"))
-    assert len(of_type(sent, Release)) == 1
+    sent = pool.trainer.say(AbortUpdate(1, "as a test"))
+    assert len(of_type(sent, ReleaseWeights)) == 1
     assert pool.killed == [pool.started.pop(0).incarnation]
     pool.end()
     assert [start.weights for start in pool.started] == [None]

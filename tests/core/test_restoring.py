@@ -12,12 +12,12 @@ import pytest
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Restore, Restored, Space
+from enginepool.protocol.updates import MemoryRegion, Restore, Restored
 from enginepool.tiny_model import make_tiny_model
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
 from enginepool.workers.events import WeightsAnswered, WeightsTaken
 from enginepool.workers.stager.link import StagerGone, StagerLink
-from enginepool.workers.stager.messages import AskHeld, Held
+from enginepool.workers.stager.messages import AskHeld, StagerHolds
 from enginepool.workers.stager.snapshot import Footer, digest_of_bytes, write_footer
 from enginepool.workers.weights.checkpoint import checkpoint_tensors
 from enginepool.workers.weights.restoring import restore
@@ -25,21 +25,21 @@ from enginepool.workers.weights.restoring import restore
 MANIFEST = [Tensor("a", "float32", (3,))]
 NBYTES = layout(MANIFEST).nbytes
 DIGEST, OTHER = "d" * 32, "e" * 32
-SPACES = [Space("file", NBYTES, path="/of/the/stager")]
+SPACES = [MemoryRegion("file", NBYTES, path="/of/the/stager")]
 
 
 class FakeEngine:
     """Notes what it takes; a checkpoint's digest is what the test says."""
 
     def __init__(self, digest: str = "", *, checkpoint: str = "", fails: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`fails`: the paths of spaces that it cannot take, and why."""
+        """`fails`: the paths of regions that it cannot take, and why."""
         self.digest, self.version = digest, 1
         self.took: list[tuple[NewWeights, int, str]] = []
         self._checkpoint, self._fails = checkpoint, fails
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> None:
         self.took.append((weights, version, digest))
-        for space in weights.spaces:
+        for space in weights.regions:
             if space.path in self._fails:
                 raise EngineError(self._fails[space.path])
         self.version, self.digest = version, self._checkpoint if weights.checkpoint else digest
@@ -48,21 +48,21 @@ class FakeEngine:
 class FakeStager:
     """Holds this, or is gone."""
 
-    def __init__(self, held: Held | None) -> None:
+    def __init__(self, held: StagerHolds | None) -> None:
         self._held = held
         self.asked: list[str] = []
 
-    async def ask(self, message: AskHeld, _kind: type[Held]) -> Held:
+    async def ask(self, message: AskHeld, _kind: type[StagerHolds]) -> StagerHolds:
         self.asked.append(message.digest)
         if self._held is None:
             raise StagerGone("no stager here")
         return self._held
 
 
-HOLDS = Held(3, DIGEST, MANIFEST, SPACES)
+HOLDS = StagerHolds(3, DIGEST, MANIFEST, SPACES)
 
 
-def restored(engine: FakeEngine, held: Held | None, message: Restore) -> WeightsTaken | Restored:
+def restored(engine: FakeEngine, held: StagerHolds | None, message: Restore) -> WeightsTaken | Restored:
     """What the machine hears of it."""
     stager = FakeStager(held)
     event = asyncio.run(restore(cast(Engine, engine), cast(StagerLink, stager), message, ["/"]))
@@ -75,7 +75,7 @@ def restored(engine: FakeEngine, held: Held | None, message: Restore) -> Weights
     return event.answer
 
 
-def refusal(engine: FakeEngine, held: Held | None, message: Restore) -> str:
+def refusal(engine: FakeEngine, held: StagerHolds | None, message: Restore) -> str:
     answer = restored(engine, held, message)
     assert isinstance(answer, Restored)
     return answer.message
@@ -111,12 +111,14 @@ def test_what_the_stager_holds_comes_before_any_file(tmp_path: Path) -> None:
     assert engine.took == [(NewWeights(tuple(MANIFEST), tuple(SPACES)), 3, DIGEST)]
 
 
-@pytest.mark.parametrize("held", [None, Held(), Held(2, OTHER, MANIFEST, SPACES)], ids=["gone", "nothing", "others"])
-def test_a_snapshot_comes_before_a_checkpoint(tmp_path: Path, held: Held | None) -> None:
+@pytest.mark.parametrize(
+    "held", [None, StagerHolds(), StagerHolds(2, OTHER, MANIFEST, SPACES)], ids=["gone", "nothing", "others"]
+)
+def test_a_snapshot_comes_before_a_checkpoint(tmp_path: Path, held: StagerHolds | None) -> None:
     path, digest = snapshot(tmp_path / "g")
     engine = FakeEngine(OTHER)
     assert isinstance(restored(engine, held, Restore(3, digest, path, str(tmp_path))), WeightsTaken)
-    assert engine.took == [(NewWeights(tuple(MANIFEST), (Space("file", NBYTES, path=path),)), 3, digest)]
+    assert engine.took == [(NewWeights(tuple(MANIFEST), (MemoryRegion("file", NBYTES, path=path),)), 3, digest)]
 
 
 def test_a_checkpoint_is_believed_when_the_engine_has_read_it(tmp_path: Path) -> None:
@@ -133,9 +135,9 @@ def test_a_checkpoint_is_believed_when_the_engine_has_read_it(tmp_path: Path) ->
     assert (engine.version, engine.digest) == (0, "f" * 32)
 
 
-@pytest.mark.parametrize("held", [None, Held(2, OTHER, MANIFEST, SPACES)], ids=["gone", "others"])
+@pytest.mark.parametrize("held", [None, StagerHolds(2, OTHER, MANIFEST, SPACES)], ids=["gone", "others"])
 def test_a_snapshot_that_others_could_have_put_there_is_not_opened_and_the_checkpoint_serves(
-    tmp_path: Path, held: Held | None
+    tmp_path: Path, held: StagerHolds | None
 ) -> None:
     """Its name can be foreseen, and so can be its digest, which is a checksum."""
     forged = tmp_path / "enginepool-0123456789ab"
@@ -177,9 +179,13 @@ def test_what_is_said_of_a_snapshot_names_no_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("held", "said"),
-    [(None, "no stager here"), (Held(), "the stager holds nothing"), (Held(2, OTHER), "the stager holds version 2")],
+    [
+        (None, "no stager here"),
+        (StagerHolds(), "the stager holds nothing"),
+        (StagerHolds(2, OTHER), "the stager holds version 2"),
+    ],
 )
-def test_all_that_was_tried_is_said(tmp_path: Path, held: Held | None, said: str) -> None:
+def test_all_that_was_tried_is_said(tmp_path: Path, held: StagerHolds | None, said: str) -> None:
     path, _ = snapshot(tmp_path / "g")
     nowhere = str(tmp_path / "nowhere")
     engine = FakeEngine(OTHER)
@@ -198,10 +204,10 @@ def test_what_the_engine_refuses_from_one_it_is_given_from_the_next(tmp_path: Pa
     """A stager may hold them in memory that the engine cannot reach."""
     path, digest = snapshot(tmp_path / "g")
     stager, saved = SPACES[0].path, f"the engine cannot open {path}"
-    held = Held(3, digest, MANIFEST, SPACES)
+    held = StagerHolds(3, digest, MANIFEST, SPACES)
     engine = FakeEngine(OTHER, fails={stager: "the engine cannot reach it"})
     assert isinstance(restored(engine, held, Restore(3, digest, path)), WeightsTaken)
-    assert [weights.spaces[0].path for weights, _, _ in engine.took] == [stager, path]
+    assert [weights.regions[0].path for weights, _, _ in engine.took] == [stager, path]
     make_tiny_model(tmp_path)
     engine = FakeEngine(OTHER, checkpoint=digest, fails={stager: "the engine cannot reach it", path: saved})
     assert isinstance(restored(engine, held, Restore(3, digest, path, str(tmp_path))), WeightsTaken)

@@ -7,13 +7,13 @@ import pytest
 
 from enginepool.coordinator.shell.decode import client_event, worker_event
 from enginepool.coordinator.shell.peers import Peer
-from enginepool.coordinator.weights.publish_validation import check_spaces, outside
+from enginepool.coordinator.weights.publish_validation import check_regions, outside
 from enginepool.protocol.basis import Message
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import FromClient, FromWorker
 from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES, Role
-from enginepool.protocol.updates import Publish, Sent, Space, WeightsQuestion
+from enginepool.protocol.updates import InspectWeights, MemoryRegion, Publish, Sent
 from tests.wire.make_vectors import VALID
 
 SEAL = b"0123456789abcdef"
@@ -62,11 +62,11 @@ def test_a_worker_s_message_becomes_an_event_for_workers_alone(role: Role, type_
     assert refused.value.code == "forbidden"
 
 
-def test_a_link_without_a_role_is_unauthorised_whatever_it_says() -> None:
+def test_a_link_without_a_role_is_unauthorized_whatever_it_says() -> None:
     for type_ in FROM_CLIENT:
         with pytest.raises(WireError) as refused:
             client_event(0, b"l", frames_of("client-coordinator", type_), 1 << 20, Peer())
-        assert refused.value.code == "unauthorised"
+        assert refused.value.code == "unauthorized"
 
 
 def to_coordinator(message: Message, peer: Peer, *frames: bytes) -> Any:
@@ -74,7 +74,7 @@ def to_coordinator(message: Message, peer: Peer, *frames: bytes) -> Any:
 
 
 def test_a_new_run_is_an_operator_s() -> None:
-    publish = Publish(1, 1, transfer="relabel", new_run=True)
+    publish = Publish(1, 1, transfer="set_version", new_run=True)
     to_coordinator(publish, Peer(INCLUDES["admin"]))
     with pytest.raises(WireError, match="new_run: true needs the role admin; this link has: client, publisher") as refused:
         to_coordinator(publish, Peer(INCLUDES["publisher"]))
@@ -85,36 +85,36 @@ def test_a_new_run_is_an_operator_s() -> None:
 @pytest.mark.parametrize(
     "space",
     [
-        Space("file", 768, path="/proc/7/fd/3"),
-        Space("file", 768, path="/proc/7/fd/3", seal=b"short"),
-        Space("file", 768, path="/etc/shadow", seal=SEAL),
-        Space("file", 768, path="/proc/7/fd/../../../etc/shadow", seal=SEAL),
-        Space("file", 768, path="/proc/7/fd/3/x", seal=SEAL),
-        Space("file", 768, path="/proc/self/fd/3", seal=SEAL),
-        Space("file", 768, path="/proc/7/root/fd/3", seal=SEAL),
-        Space("file", 768, path="/proc/7/fd/3\0", seal=SEAL),
-        Space("file", 768, path="/proc/8/fd/3", seal=SEAL),
-        Space("file", 768, path="", seal=SEAL),
-        Space("cuda", 768, handle=b"h"),
-        Space("cuda", 768, handle=bytes(5000), seal=SEAL),
+        MemoryRegion("file", 768, path="/proc/7/fd/3"),
+        MemoryRegion("file", 768, path="/proc/7/fd/3", seal=b"short"),
+        MemoryRegion("file", 768, path="/etc/shadow", seal=SEAL),
+        MemoryRegion("file", 768, path="/proc/7/fd/../../../etc/shadow", seal=SEAL),
+        MemoryRegion("file", 768, path="/proc/7/fd/3/x", seal=SEAL),
+        MemoryRegion("file", 768, path="/proc/self/fd/3", seal=SEAL),
+        MemoryRegion("file", 768, path="/proc/7/root/fd/3", seal=SEAL),
+        MemoryRegion("file", 768, path="/proc/7/fd/3\0", seal=SEAL),
+        MemoryRegion("file", 768, path="/proc/8/fd/3", seal=SEAL),
+        MemoryRegion("file", 768, path="", seal=SEAL),
+        MemoryRegion("cuda", 768, handle=b"h"),
+        MemoryRegion("cuda", 768, handle=bytes(5000), seal=SEAL),
     ],
 )
-def test_memory_that_is_not_the_publisher_s_own_is_refused_before_a_worker_hears_of_it(space: Space) -> None:
-    check_spaces([Space("file", 768, path="/proc/7/fd/3", seal=SEAL)], 7)
-    with pytest.raises(WireError, match=r"^spaces\[1\]\.") as refused:
-        check_spaces([Space("file", 1, path="/proc/7/fd/3", seal=SEAL), space], 7)
+def test_memory_that_is_not_the_publisher_s_own_is_refused_before_a_worker_hears_of_it(space: MemoryRegion) -> None:
+    check_regions([MemoryRegion("file", 768, path="/proc/7/fd/3", seal=SEAL)], 7)
+    with pytest.raises(WireError, match=r"^regions\[1\]\.") as refused:
+        check_regions([MemoryRegion("file", 1, path="/proc/7/fd/3", seal=SEAL), space], 7)
     assert refused.value.code == "bad_request"
-    with pytest.raises(WireError, match="spaces"):
+    with pytest.raises(WireError, match="regions"):
         client_event(0, b"l", [encode_header(Sent(1, "d" * 32, 1, [space]))], 1 << 20, pid=lambda: 7)
 
 
 def test_where_the_transport_names_no_process_the_form_of_the_path_is_checked_alone() -> None:
-    check_spaces([Space("file", 768, path="/proc/8/fd/3", seal=SEAL)], None)
+    check_regions([MemoryRegion("file", 768, path="/proc/8/fd/3", seal=SEAL)], None)
 
 
-def test_more_spaces_than_workers_have_ranks_are_refused() -> None:
-    sent = Sent(1, "d" * 32, 1, [Space("file", 768, path="/proc/7/fd/3", seal=SEAL)] * 1025)
-    with pytest.raises(WireError, match=r"^spaces: expected at most 1024 entries, got more$"):
+def test_more_regions_than_workers_have_ranks_are_refused() -> None:
+    sent = Sent(1, "d" * 32, 1, [MemoryRegion("file", 768, path="/proc/7/fd/3", seal=SEAL)] * 1025)
+    with pytest.raises(WireError, match=r"^regions: expected at most 1024 entries, got more$"):
         client_event(0, b"l", [encode_header(sent)], 1 << 20, pid=lambda: 7)
 
 
@@ -137,10 +137,10 @@ def test_a_path_elsewhere_may_not(path: str) -> None:
 @pytest.mark.parametrize(
     ("message", "field"),
     [
-        (WeightsQuestion(1, what="tensor", name="é" * 2049), "name"),
+        (InspectWeights(1, what="tensor", name="é" * 2049), "name"),
         (Publish(1, 1, transfer="checkpoint", path="/" + "a" * 4096), "path"),
         (Publish(1, 1, transfer="staged", address="a" * 5000), "address"),
-        (Sent(1, "d" * 32, 1, [Space("cuda", 768, handle=b"h", gpu="g" * 5000, seal=SEAL)]), "spaces[0].gpu"),
+        (Sent(1, "d" * 32, 1, [MemoryRegion("cuda", 768, handle=b"h", gpu="g" * 5000, seal=SEAL)]), "regions[0].gpu"),
     ],
 )
 def test_a_name_that_is_too_long_to_be_sent_on_is_refused(message: Any, field: str) -> None:

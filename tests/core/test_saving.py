@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from enginepool.workers.stager.saving import Snapshots
 from enginepool.workers.stager.snapshot import Footer, remove_all, write_footer
-from enginepool.workers.stager.state import Kept
+from enginepool.workers.stager.state import KeptUpdate
 
 PATIENCE_S = 60.0
 
@@ -39,7 +39,7 @@ def test_a_snapshot_that_is_read_is_waited_for_and_one_behind_a_slow_disk_is_giv
 
     snapshots = Snapshots(say)
     first, second = Slow(), Slow()
-    snapshots.write(Kept(1, "a", [], cast(Any, first)), str(tmp_path / f"g-{'a' * 32}"))
+    snapshots.write(KeptUpdate(1, "a", [], cast(Any, first)), str(tmp_path / f"g-{'a' * 32}"))
     assert first.begun.wait(PATIENCE_S)
     waiting = threading.Thread(target=snapshots.leave_memory)
     waiting.start()
@@ -48,7 +48,7 @@ def test_a_snapshot_that_is_read_is_waited_for_and_one_behind_a_slow_disk_is_giv
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive(), "the disk is not waited for"
     for version in (2, 3):
-        snapshots.write(Kept(version, "b", [], cast(Any, second)), str(tmp_path / f"g-{'b' * 32}"))
+        snapshots.write(KeptUpdate(version, "b", [], cast(Any, second)), str(tmp_path / f"g-{'b' * 32}"))
     snapshots.leave_memory()
     first.written.set()
     while len(said) < 2:
@@ -82,14 +82,14 @@ def test_no_snapshot_is_written_into_a_folder_that_others_can_reach_and_one_line
             forged.write_bytes(b"forged")
         else:
             forged.unlink()
-        snapshots.write(Kept(1, "a", [], cast(Any, Written())), str(forged))
+        snapshots.write(KeptUpdate(1, "a", [], cast(Any, Written())), str(forged))
         snapshots.finish()
         assert said.pop().endswith(f": others can enter {folder} (mode 0777): chmod 700 it") and not said
         assert list(folder.iterdir()) == ([forged] if there else [])
         remove_all(str(forged))
         assert list(folder.iterdir()) == ([forged] if there else []), "what lies there is not ours to remove"
     folder.rmdir()
-    snapshots.write(Kept(1, "a", [], cast(Any, Written())), str(forged))
+    snapshots.write(KeptUpdate(1, "a", [], cast(Any, Written())), str(forged))
     snapshots.finish()
     assert not said and forged.exists() and stat.S_IMODE(folder.stat().st_mode) == 0o700
     remove_all(str(forged))

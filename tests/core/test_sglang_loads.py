@@ -13,11 +13,11 @@ import pytest
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import encode_manifest
 from enginepool.transfer.digest import digest_of, views
-from enginepool.workers.engine import EngineError, NewWeights, Space
+from enginepool.workers.engine import EngineError, MemoryRegion, NewWeights
 from enginepool.workers.sglang.host import process as sglang_process
 from enginepool.workers.sglang.patches import scheduler as sglang_scheduler
 from enginepool.workers.sglang.weights import loader as sglang_weights
-from enginepool.workers.sglang.weights.load_plan import Plan, Unplannable
+from enginepool.workers.sglang.weights.load_plan import LoadPlan, Unplannable
 from enginepool.workers.sglang.weights.loader import ModelWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 from tests.core.test_sglang_updates import Engine
@@ -80,7 +80,7 @@ def test_a_load_that_makes_tensors_of_the_model_anew_is_not_understood(kind: typ
     model = kind()
     before, made, kept = state(model), model.w_kc.clone(), model.w_kc
     with pytest.raises(Unplannable):
-        Plan(model, TENSORS)
+        LoadPlan(model, TENSORS)
     assert same(before, state(model))
     assert model.w_kc is kept and torch.equal(kept, made)
 
@@ -150,7 +150,7 @@ def test_what_one_rank_leaves_to_another_is_no_weight_that_an_update_may_lack(
     async def story() -> None:
         await engine.weights.describe()
         assert engine.weights.model_tensors().optional == {"skipped"}
-        weights = NewWeights(tuple(whole), (Space("file", space.numel(), path=str(path)),))
+        weights = NewWeights(tuple(whole), (MemoryRegion("file", space.numel(), path=str(path)),))
         await engine.weights.take(weights, 1, digest_of(space))
         for name in ("q", "k", "norm"):
             chunk = await engine.weights.tensor(name, 0, given[name].numel())

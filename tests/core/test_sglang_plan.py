@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.sglang.weights.load_plan import Plan, Unplannable
+from enginepool.workers.sglang.weights.load_plan import LoadPlan, Unplannable
 
 torch: Any = importlib.import_module("torch")
 
@@ -68,7 +68,7 @@ def same(one: list[Any], other: list[Any]) -> bool:
 def test_a_replay_gives_the_same_bits_as_load_weights() -> None:
     replayed, plain = Model(), Model()
     before = state(replayed)
-    plan = Plan(replayed, TENSORS)
+    plan = LoadPlan(replayed, TENSORS)
     assert same(before, state(replayed))
     for seed in (1, 2):
         plan.replay(drawn(seed))
@@ -83,7 +83,7 @@ def test_a_proof_changes_every_bit_and_puts_it_back() -> None:
     loads: list[str] = []
     model = Model(lambda _model, name, tensor: loads.append(name) if not tensor.is_meta else None)
     before = state(model)
-    plan = Plan(model, TENSORS)
+    plan = LoadPlan(model, TENSORS)
     plan.prove(TENSORS)
     assert same(before, state(model))
     assert loads == [tensor.name for tensor in TENSORS if tensor.name != "skipped"]
@@ -92,7 +92,7 @@ def test_a_proof_changes_every_bit_and_puts_it_back() -> None:
 
 def test_a_tensor_is_read_back_as_far_as_the_model_holds_it() -> None:
     model = Model()
-    plan = Plan(model, TENSORS)
+    plan = LoadPlan(model, TENSORS)
     tensors = dict(drawn(4))
     plan.replay(tensors.items())
     for name in ("embed", "q", "k", "norm"):
@@ -123,7 +123,7 @@ def test_a_load_that_computes_is_not_understood(extra: Load, why: str) -> None:
     model = Model(extra)
     before = state(model)
     with pytest.raises(Unplannable, match=why):
-        Plan(model, TENSORS)
+        LoadPlan(model, TENSORS)
     assert same(before, state(model))
 
 
@@ -133,7 +133,7 @@ def test_constants_are_filled_in_again() -> None:
             model.norm.data.fill_(2.0)
 
     model = Model(fills)
-    plan = Plan(model, TENSORS)
+    plan = LoadPlan(model, TENSORS)
     plan.replay(drawn(1)[1:3])
     assert bool((model.norm == 2).all())
 
@@ -144,7 +144,7 @@ def test_a_plan_that_would_give_other_weights_is_found_out_and_the_model_is_as_b
 
     model = Model(swaps)
     before = state(model)
-    plan = Plan(model, TENSORS)
+    plan = LoadPlan(model, TENSORS)
     with pytest.raises(Unplannable, match="q: a replay would give other weights"):
         plan.prove(TENSORS)
     assert same(before, state(model))
@@ -156,14 +156,14 @@ def test_a_load_that_writes_elsewhere_too_is_told_apart() -> None:
             model.norm.data[0] = 5.0
 
     model = Model(elsewhere)
-    plan = Plan(model, TENSORS[:2])
+    plan = LoadPlan(model, TENSORS[:2])
     with pytest.raises(RuntimeError, match="not as before"):
         plan.prove(TENSORS[:2])
 
 
 def test_a_plan_holds_while_the_models_memory_stays() -> None:
     model = Model()
-    plan = Plan(model, TENSORS)
+    plan = LoadPlan(model, TENSORS)
     for looked in (False, True):
         assert plan.holds(["q", "k"], looked=looked) and not plan.holds(["unknown"], looked=looked)
     model.norm.data = model.norm.data.clone()
@@ -197,7 +197,7 @@ def filled(bias: Any, number: float) -> None:
 
 def test_a_number_that_is_filled_in_is_a_copy() -> None:
     replayed = Number(filled)
-    plan = Plan(replayed, [BIAS, *TENSORS])
+    plan = LoadPlan(replayed, [BIAS, *TENSORS])
     plan.prove([BIAS, *TENSORS])
     assert replayed.bias.item() == 0
     plan.replay([("bias", torch.tensor([0.25]))])
@@ -225,5 +225,5 @@ def dropped(bias: Any, number: float) -> None:
 def test_what_is_done_with_a_number_otherwise_is_refused(load: Callable[[Any, float], None]) -> None:
     model = Number(load)
     with pytest.raises(Unplannable, match="bias: its load "):
-        Plan(model, [BIAS, *TENSORS])
+        LoadPlan(model, [BIAS, *TENSORS])
     assert model.bias.item() == 0

@@ -11,11 +11,11 @@ import pytest
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, encode_manifest
-from enginepool.protocol.updates import Space
-from enginepool.transfer import shared_memory as spaces
+from enginepool.protocol.updates import MemoryRegion
+from enginepool.transfer import shared_memory as regions
 from enginepool.transfer.digest import views
-from enginepool.workers.sglang.weights.load_plan import Copy, Plan
-from enginepool.workers.sglang.weights.prepared_load import Copies, Ready, open_spaces
+from enginepool.workers.sglang.weights.load_plan import Copy, LoadPlan
+from enginepool.workers.sglang.weights.prepared_load import HostCopies, PreparedLoad, open_regions
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")
@@ -48,14 +48,14 @@ def write(space: dict[str, Any], seed: int) -> None:
 
 
 def copied(model: Any, seed: int) -> None:
-    plan, copies = Plan(model, TENSORS), Copies()
+    plan, copies = LoadPlan(model, TENSORS), HostCopies()
     for name, tensor in drawn(seed):
         for copy in plan.copies[name]:
             copies.add(copy, tensor)
     copies.replay()
 
 
-def finish(ready: Ready) -> int:
+def finish(ready: PreparedLoad) -> int:
     """How many moments it took."""
     moments = 0
     while not ready.done:
@@ -83,7 +83,7 @@ def test_elements_are_copied_as_the_widest_words_that_both_ends_allow_and_keep_e
         (torch.zeros((), dtype=torch.float64), torch.tensor(2.5, dtype=torch.float64), torch.int64),
         (torch.zeros(8), bits[:8].view(torch.bfloat16).float().bfloat16(), torch.float32),
     ]
-    copies = Copies()
+    copies = HostCopies()
     for target, source, _ in cases:
         copies.add(Copy(target, tuple(source.shape), source.stride()), source)
     [run] = copies._runs  # pyright: ignore[reportPrivateUsage]
@@ -116,7 +116,7 @@ def test_what_is_written_twice_holds_what_load_weights_leaves() -> None:
 def test_bytes_that_come_after_it_was_made_ready_are_those_that_are_taken(space: dict[str, Any]) -> None:
     model, plain = Model(), Model()
     before = state(model)
-    ready = Ready(1, Plan(model, TENSORS), [space], TEXT)
+    ready = PreparedLoad(1, LoadPlan(model, TENSORS), [space], TEXT)
     assert not ready.done
     assert finish(ready) > len(TENSORS)
     assert same(state(model), before)
@@ -146,7 +146,7 @@ def test_bytes_in_shards_that_cut_tensors_are_taken_as_those_of_one_space(tmp_pa
         path = tmp_path / f"shard-{number}"
         path.write_bytes(whole[begin : begin + size].numpy().tobytes().ljust(size, b"?"))
         described.append({"kind": "file", "nbytes": size, "path": str(path)})
-    opened = open_spaces(described, where.nbytes)
+    opened = open_regions(described, where.nbytes)
     expected = dict(zip((one.name for one in tensors), views(whole, tensors), strict=True))
     for name, tensor in opened.tensors(tensors):
         assert tensor.shape == expected[name].shape and torch.equal(bits(tensor), bits(expected[name]))
@@ -161,7 +161,7 @@ def test_bytes_in_shards_that_cut_tensors_are_taken_as_those_of_one_space(tmp_pa
     for choose in slices:
         source = choose(torch.empty(96, 24, device="meta"))
         target = torch.zeros(source.shape, dtype=getattr(torch, dtype))
-        copies = Copies()
+        copies = HostCopies()
         for part, own in Copy(target, tuple(source.shape), source.stride(), source.storage_offset()).cut(begins):
             assert own.target.numel() == 0 or own.target.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
             copies.add(own, parts[part])
@@ -178,7 +178,7 @@ def bits(tensor: Any) -> Any:
 @pytest.mark.parametrize("wrong", [{"nbytes": NBYTES - 1}, {"path": "/gone"}, {"nbytes": NBYTES + 1}])
 def test_a_space_that_is_not_there_whole_is_refused(space: dict[str, Any], wrong: dict[str, Any]) -> None:
     with pytest.raises((ValueError, RuntimeError)):
-        open_spaces([space | wrong], NBYTES)
+        open_regions([space | wrong], NBYTES)
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])
@@ -187,36 +187,36 @@ def test_memory_of_the_host_is_pinned_for_an_engine_on_a_gpu(
 ) -> None:
     asked: list[bool] = []
 
-    def opened(_space: Space, *, by_current: bool, pinned: bool) -> Any:
+    def opened(_space: MemoryRegion, *, by_current: bool, pinned: bool) -> Any:
         asked.append(pinned)
         assert by_current
         return torch.empty(0)
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
-    monkeypatch.setattr(spaces, "open_space", opened)
-    open_spaces([space], NBYTES)
+    monkeypatch.setattr(regions, "open_space", opened)
+    open_regions([space], NBYTES)
     assert asked == [on_gpu]
 
 
 def test_a_model_that_was_moved_is_not_made_ready(space: dict[str, Any]) -> None:
     model = Model()
-    plan = Plan(model, TENSORS)
+    plan = LoadPlan(model, TENSORS)
     assert plan.stays()
     model.norm.data = model.norm.data.clone()
     assert not plan.stays()
     with pytest.raises(ValueError, match="memory"):
-        finish(Ready(1, plan, [space], TEXT))
+        finish(PreparedLoad(1, plan, [space], TEXT))
 
 
 def test_a_parameter_in_the_place_of_another_is_seen() -> None:
     model = Model()
-    plan = Plan(model, TENSORS)
+    plan = LoadPlan(model, TENSORS)
     model.norm = torch.nn.Parameter(model.norm.data, requires_grad=False)
     assert not plan.stays()
 
 
 def test_only_the_one_memory_of_a_gpu_serves_another_update(space: dict[str, Any]) -> None:
-    ready = Ready(1, Plan(Model(), TENSORS), [space], TEXT)
+    ready = PreparedLoad(1, LoadPlan(Model(), TENSORS), [space], TEXT)
     finish(ready)
     assert not ready.serves(2, [space], TEXT)
     handle = space | {"kind": "cuda", "handle": "00ff"}
@@ -230,7 +230,7 @@ def test_only_the_one_memory_of_a_gpu_serves_another_update(space: dict[str, Any
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("moments", [0, 2, 100])
 def test_what_is_let_go_of_is_gone_at_once(space: dict[str, Any], moments: int) -> None:
-    ready = Ready(1, Plan(Model(), TENSORS), [space], TEXT)
+    ready = PreparedLoad(1, LoadPlan(Model(), TENSORS), [space], TEXT)
     for _ in range(moments):
         ready.go_on(0)
     gone = weakref.ref(ready)

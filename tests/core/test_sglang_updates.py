@@ -18,14 +18,14 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.transfer import collective
 from enginepool.transfer.digest import digest_of, views
-from enginepool.workers.engine import EngineDied, EngineError, NewWeights, NotComparable, OnlyAtStart, Space
+from enginepool.workers.engine import EngineDied, EngineError, MemoryRegion, NewWeights, NotComparable, OnlyAtStart
 from enginepool.workers.sglang.host import process as sglang_process
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
 from enginepool.workers.sglang.patches import scheduler as sglang_scheduler
 from enginepool.workers.sglang.patches.scheduler import pass_tickets_of_refused_updates
 from enginepool.workers.sglang.weights import loader as sglang_weights
 from enginepool.workers.sglang.weights import updates as sglang_updates
-from enginepool.workers.sglang.weights.load_plan import Plan
+from enginepool.workers.sglang.weights.load_plan import LoadPlan
 from enginepool.workers.sglang.weights.updates import EngineWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
@@ -169,7 +169,7 @@ class Drawn:
         self.digest = digest_of(space)
         self.path = directory / f"space-{seed}"
         self.path.write_bytes(space.numpy().tobytes())
-        self.weights = NewWeights(tuple(TENSORS), (Space("file", space.numel(), path=str(self.path)),))
+        self.weights = NewWeights(tuple(TENSORS), (MemoryRegion("file", space.numel(), path=str(self.path)),))
 
     def is_in(self, engine: Engine) -> bool:
         return all(same(state(model), state(self.model)) for model in engine.models)
@@ -240,16 +240,16 @@ def test_what_computes_digests_on_a_device_is_made_ready_before_it_is_wanted(
 ) -> None:
     done: list[str] = []
 
-    def examined(space: Any, manifest: Any, targets: Any) -> tuple[str, list[Any]]:
-        done.append(f"examined on {space.device}")
+    def verified(space: Any, manifest: Any, targets: Any) -> tuple[str, list[Any]]:
+        done.append(f"verified on {space.device}")
         return "", []
 
     monkeypatch.setattr(sglang_weights, "make_ready", lambda device: done.append(f"ready on {device}"))  # type: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr(sglang_weights, "examined", examined)
+    monkeypatch.setattr(sglang_weights, "verified", verified)
     engine, weights = make(1), Drawn(tmp_path, 1)
     assert done == ["ready on cpu"], "the model's own, before the engine serves"
-    asyncio.run(engine.weights.examine(weights.weights))
-    assert done[1:] == ["ready on cpu", "examined on cpu"]
+    asyncio.run(engine.weights.verify(weights.weights))
+    assert done[1:] == ["ready on cpu", "verified on cpu"]
 
 
 def test_what_is_finite_and_becomes_infinity_in_the_engine_is_found(
@@ -263,7 +263,7 @@ def test_what_is_finite_and_becomes_infinity_in_the_engine_is_found(
     assert model.targets([Tensor("q", "float16", (4, 6))]) == [], "its own dtype holds what it holds"
     values = torch.from_file(str(weights.path), shared=True, size=48, dtype=torch.float32)
     values[3], values[5] = 65519.0, -65520.0
-    assert asyncio.run(engine.weights.examine(weights.weights))[1] == [Finding("embed", "overflow", 1)]
+    assert asyncio.run(engine.weights.verify(weights.weights))[1] == [Finding("embed", "overflow", 1)]
 
 
 def test_without_a_plan_the_smallest_dtype_of_the_model_counts(
@@ -362,9 +362,9 @@ def test_the_model_is_looked_through_when_a_group_is_joined_and_not_while_the_en
             self.came += bucket.numel()
             return SimpleNamespace(order=lambda limit: None, wait=lambda limit: None)  # type: ignore[reportUnknownLambdaType]
 
-    look = Plan._look  # pyright: ignore[reportPrivateUsage]
+    look = LoadPlan._look  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(collective, "join", lambda *_arguments, **_more: Group())  # type: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr(Plan, "_look", lambda plan: looks.append("whole") or look(plan))  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(LoadPlan, "_look", lambda plan: looks.append("whole") or look(plan))  # type: ignore[reportUnknownLambdaType]
 
     async def story() -> None:
         await engine.weights.join("g", "address", 2, 1, "gloo")
@@ -387,7 +387,7 @@ def test_other_weights_than_those_that_were_made_ready_are_taken_unprepared(
         assert engine.did() == ["ready", "take"]
         # And what was ready for the one is not asked for again.
         await engine.weights.take(one.weights, 2, one.digest)
-        assert [ticket.keys() for ticket in engine.tickets] == [{"do", "spaces", "manifest", "answer"}]
+        assert [ticket.keys() for ticket in engine.tickets] == [{"do", "regions", "manifest", "answer"}]
 
     asyncio.run(story())
     assert one.is_in(engine)
@@ -408,7 +408,7 @@ def test_what_is_not_ready_any_more_is_taken_unprepared(make: Callable[[int], En
         await engine.weights.take(weights.weights, 1, weights.digest)
         assert [sorted(ticket) for ticket in engine.tickets] == [
             ["answer", "do", "name"],
-            ["answer", "do", "manifest", "spaces"],
+            ["answer", "do", "manifest", "regions"],
         ]
 
     asyncio.run(story())

@@ -12,7 +12,7 @@ from enginepool.protocol.layout import ALIGNMENT, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.transfer.digest import digest_of, views
-from enginepool.transfer.shared_memory import examined
+from enginepool.transfer.shared_memory import verified
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.shards import cut_space, shard_sizes, whole_digest, whole_findings
 from enginepool.workers.stager.snapshot import Footer, read_footer
@@ -65,11 +65,11 @@ def test_what_is_found_in_shards_is_what_is_found_in_the_whole_space(manifest: l
         assert shard.begin == ends[-1] and layout(shard.manifest).nbytes == shard.end - shard.begin
         ends.append(shard.end)
         if shard.end > shard.begin:
-            digest, found = examined(space[shard.begin : shard.end], shard.manifest)
+            digest, found = verified(space[shard.begin : shard.end], shard.manifest)
             digests.append((shard.begin, digest))
             findings.append(found)
     assert ends[-1] == nbytes
-    assert (whole_digest(digests), whole_findings(manifest, findings)) == examined(space, manifest)
+    assert (whole_digest(digests), whole_findings(manifest, findings)) == verified(space, manifest)
 
 
 def test_shards_that_are_too_small_are_refused() -> None:
@@ -96,7 +96,7 @@ def test_what_comes_by_a_group_lies_in_shards_whole_and_was_looked_at(backend: s
     reception = receiving.ShardedReception(memory, manifest, BUCKET, "cpu", ["", "float16", ""])
     for _ in range(2):
         digest, findings = reception.receive(Sent(space, backend))  # type: ignore[arg-type]
-        assert (digest, findings) == examined(space, manifest, ["", "float16", ""])
+        assert (digest, findings) == verified(space, manifest, ["", "float16", ""])
         assert digest == digest_of(space)
         shards = cut_space(manifest, sizes)
         found = torch.cat([part[: shard.end - shard.begin] for part, shard in zip(memory, shards, strict=True)])

@@ -161,13 +161,13 @@ def test_scores_depend_on_prompt_label_seed_and_version_and_on_nothing_else() ->
 
 def test_text_is_its_bytes() -> None:
     sim = engine()
-    assert work(sim.tokenise([("a", "é"), ("", "")])) == [[97 + BYTE_OFFSET, 0xC3 + BYTE_OFFSET, 0xA9 + BYTE_OFFSET], []]
+    assert work(sim.tokenize([("a", "é"), ("", "")])) == [[97 + BYTE_OFFSET, 0xC3 + BYTE_OFFSET, 0xA9 + BYTE_OFFSET], []]
     crossing = engine(separator=2)
     a, b = (97 + BYTE_OFFSET, 98 + BYTE_OFFSET)
-    assert work(crossing.tokenise([("a", "b"), ("", "b")])) == [[a, 2, b, 2], [b, 2]]
-    assert work(crossing.tokenise([("a", "b")], raw=True)) == [[a, b]]
+    assert work(crossing.tokenize([("a", "b"), ("", "b")])) == [[a, 2, b, 2], [b, 2]]
+    assert work(crossing.tokenize([("a", "b")], raw=True)) == [[a, b]]
     with pytest.raises(EngineError, match="no room"):
-        work(engine(vocab=100).tokenise([("", "a")]))
+        work(engine(vocab=100).tokenize([("", "a")]))
 
 
 def test_scores_lie_strictly_between_zero_and_one() -> None:

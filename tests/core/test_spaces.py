@@ -16,15 +16,15 @@ import pytest
 from enginepool.errors import BadRequest
 from enginepool.host import host_identity
 from enginepool.protocol.layout import layout
-from enginepool.protocol.messages import Failure
-from enginepool.protocol.updates import Finding, Published, Space
-from enginepool.trainer.ipc_export import Lender, Loan
+from enginepool.protocol.messages import ErrorReply
+from enginepool.protocol.updates import Finding, MemoryRegion, Published
+from enginepool.trainer.ipc_export import IpcExport, IpcExporter
 from enginepool.trainer.streaming import Buffers, Stopped
 from enginepool.trainer.tensors import make_plan
-from enginepool.trainer.trainer_ranks import End, Lockstep
-from enginepool.trainer.update_sender import Courier, Notes
-from enginepool.transfer import shared_memory as spaces
-from enginepool.transfer.shared_memory import HostSpace, break_seal, examined, open_space, sealed, set_seal, visible_gpus
+from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks
+from enginepool.trainer.update_sender import SenderNotes, UpdateSender
+from enginepool.transfer import shared_memory as regions
+from enginepool.transfer.shared_memory import HostSpace, break_seal, open_space, sealed, set_seal, verified, visible_gpus
 from tests.open_files import lent_here, open_here
 
 torch: Any = importlib.import_module("torch")
@@ -34,29 +34,33 @@ SOURCE = {"a": torch.arange(1000.0), "b": torch.full((7,), 2.0, dtype=torch.bflo
 
 
 @pytest.fixture
-def lender() -> Lender:
-    return Lender(Buffers(torch.device("cpu")), keep=False)
+def lender() -> IpcExporter:
+    return IpcExporter(Buffers(torch.device("cpu")), keep=False)
 
 
-def lend(lender: Lender, source: Any = SOURCE, *, stopped: Callable[[], bool] = lambda: False) -> tuple[Loan, str, Space]:
-    loan = Loan(lender)
+def lend(
+    lender: IpcExporter, source: Any = SOURCE, *, stopped: Callable[[], bool] = lambda: False
+) -> tuple[IpcExport, str, MemoryRegion]:
+    loan = IpcExport(lender)
     progress: list[int] = []
     plan = make_plan(source)
-    digest, nbytes, (space,) = loan.fill(plan, bucket_bytes=512, lockstep=Lockstep(), stopped=stopped, progress=progress.append)
+    digest, nbytes, (space,) = loan.fill(
+        plan, bucket_bytes=512, lockstep=TrainerRanks(), stopped=stopped, progress=progress.append
+    )
     assert nbytes == progress[-1] == layout(plan.manifest).nbytes
     return loan, digest, space
 
 
-def test_another_process_sees_what_was_laid_out(lender: Lender) -> None:
+def test_another_process_sees_what_was_laid_out(lender: IpcExporter) -> None:
     loan, digest, space = lend(lender)
     code = (
         "import sys, msgspec\n"
         "from enginepool.protocol.manifest import Tensor\n"
-        "from enginepool.protocol.updates import Space\n"
-        "from enginepool.transfer.shared_memory import examined, open_space, sealed\n"
-        "space, manifest = msgspec.json.decode(sys.argv[1], type=tuple[Space, list[Tensor]])\n"
+        "from enginepool.protocol.updates import MemoryRegion\n"
+        "from enginepool.transfer.shared_memory import verified, open_space, sealed\n"
+        "space, manifest = msgspec.json.decode(sys.argv[1], type=tuple[MemoryRegion, list[Tensor]])\n"
         "opened = open_space(space)\n"
-        "print(*examined(opened, manifest), sealed(opened, space.seal))\n"
+        "print(*verified(opened, manifest), sealed(opened, space.seal))\n"
     )
     text = msgspec.json.encode((space, make_plan(SOURCE).manifest)).decode()
     done = subprocess.run([sys.executable, "-c", code, text], capture_output=True, text=True, check=True, cwd=Path.cwd())
@@ -64,12 +68,12 @@ def test_another_process_sees_what_was_laid_out(lender: Lender) -> None:
     loan.end()
 
 
-def test_what_is_open_stays_when_its_owner_gives_it_back_and_can_be_opened_by_nobody_else(lender: Lender) -> None:
+def test_what_is_open_stays_when_its_owner_gives_it_back_and_can_be_opened_by_nobody_else(lender: IpcExporter) -> None:
     loan, digest, space = lend(lender)
     opened = open_space(space)
     loan.end()
     manifest = make_plan(SOURCE).manifest
-    assert examined(opened, manifest)[0] == digest
+    assert verified(opened, manifest)[0] == digest
     assert not sealed(opened, space.seal), "but nobody promises that it is as it was"
     with pytest.raises((OSError, RuntimeError)):
         open_space(space)
@@ -91,17 +95,17 @@ def test_torch_waits_for_the_maker_of_memory_on_a_gpu_and_for_none_who_opens_it(
         released.append((handle, offset))
         assert device == Shared.device
 
-    monkeypatch.setattr(spaces.torch.UntypedStorage, "_release_ipc_counter", release)
-    monkeypatch.setattr(spaces, "gpu_uuid", str)
-    memory = spaces.DeviceSpace(512, [])
+    monkeypatch.setattr(regions.torch.UntypedStorage, "_release_ipc_counter", release)
+    monkeypatch.setattr(regions, "gpu_uuid", str)
+    memory = regions.DeviceSpace(512, [])
     memory.tensors = [Shared()]
     for _ in range(2):
-        [space] = memory.spaces()
+        [space] = memory.regions()
         opened = msgspec.msgpack.decode(space.handle)
         assert opened == [1, b"memory", 512, 0, b"/enginepool-uncounted", 0, b"event", True]
     memory.close()
     assert released == [(b"/torch_counters", 7)]
-    memory.spaces()
+    memory.regions()
     del memory
     assert len(released) == 2, "memory that was dropped is given back too"
 
@@ -147,7 +151,7 @@ def test_host_memory_that_a_gpu_copies_from_is_pinned_where_it_is_opened_until_i
     cudart = Cudart()
     monkeypatch.setattr(torch.cuda, "cudart", cudart)
     memory = HostSpace(8192)
-    [space] = memory.spaces()
+    [space] = memory.regions()
     content = open_space(space, pinned=True)
     at = content.data_ptr()
     memory.tensors[0].fill_(7)
@@ -172,7 +176,7 @@ def test_host_memory_that_cuda_does_not_pin_is_opened_all_the_same(monkeypatch: 
     monkeypatch.setattr(torch, "zeros", zeros)
     path = tmp_path / "snapshot"
     path.write_bytes(b"\x03" * 4096)
-    content = open_space(Space("file", 4096, path=str(path)), pinned=True)
+    content = open_space(MemoryRegion("file", 4096, path=str(path)), pinned=True)
     assert int(content.sum()) == 3 * 4096
     at = content.data_ptr()
     del content
@@ -189,7 +193,7 @@ def test_a_file_that_may_only_be_read_is_opened_without_being_pinned(monkeypatch
         raise PermissionError("read-only")
 
     monkeypatch.setattr(os, "open", refused)
-    content = open_space(Space("file", 4096, path=str(path)), pinned=True)
+    content = open_space(MemoryRegion("file", 4096, path=str(path)), pinned=True)
     assert int(content.sum()) == 3 * 4096
     assert cudart.told == []
 
@@ -200,7 +204,7 @@ def test_what_is_not_there_whole_is_not_made_there_by_whoever_opens_it(tmp_path:
     if there:
         path.write_bytes(bytes(4095))
     with pytest.raises(RuntimeError):
-        open_space(Space("file", 4096, path=str(path)), pinned=True)
+        open_space(MemoryRegion("file", 4096, path=str(path)), pinned=True)
     assert path.exists() == there
     assert not there or path.stat().st_size == 4095
 
@@ -251,7 +255,7 @@ def test_memory_is_given_back_after_each_update_unless_it_is_kept() -> None:
 
     buffers = Buffers(torch.device("cpu"))
     for keep in (False, True):
-        lender = Lender(buffers, keep=keep)
+        lender = IpcExporter(buffers, keep=keep)
         places: set[str] = set()
         for _ in range(3):
             loan, _, space = lend(lender)
@@ -279,18 +283,18 @@ def test_memory_for_which_the_file_system_has_no_room_leaves_no_file_open(monkey
     memory = HostSpace(1024)
     assert refused and len(open_here() - before) == 1
     memory.tensors[0].fill_(3)
-    assert int(open_space(memory.spaces()[0]).sum()) == 3 * 1024
+    assert int(open_space(memory.regions()[0]).sum()) == 3 * 1024
     memory.close()
     assert open_here() <= before
 
 
 def test_kept_memory_that_is_too_small_is_replaced() -> None:
-    lender = Lender(Buffers(torch.device("cpu")), keep=True)
+    lender = IpcExporter(Buffers(torch.device("cpu")), keep=True)
     loan, _, small = lend(lender, {"a": torch.ones(10)})
     loan.end()
     loan, digest, large = lend(lender)
     assert large.nbytes > small.nbytes
-    assert examined(open_space(large), make_plan(SOURCE).manifest)[0] == digest
+    assert verified(open_space(large), make_plan(SOURCE).manifest)[0] == digest
     loan.end()
     loan, _, again = lend(lender, {"a": torch.ones(10)})
     assert again.nbytes == large.nbytes
@@ -299,7 +303,7 @@ def test_kept_memory_that_is_too_small_is_replaced() -> None:
 
 
 def test_an_update_that_is_stuck_does_not_touch_what_the_next_one_lends() -> None:
-    lender = Lender(Buffers(torch.device("cpu")), keep=True)
+    lender = IpcExporter(Buffers(torch.device("cpu")), keep=True)
     reached, opened = threading.Event(), threading.Event()
 
     def stuck() -> Iterator[tuple[str, Any]]:
@@ -309,11 +313,11 @@ def test_an_update_that_is_stuck_does_not_touch_what_the_next_one_lends() -> Non
         yield "b", torch.zeros(500)
 
     plan = make_plan(stuck, manifest=[("a", torch.float32, (500,)), ("b", torch.float32, (500,))])
-    old = Loan(lender)
+    old = IpcExport(lender)
     done: list[object] = []
 
     def run() -> None:
-        done.append(old.fill(plan, bucket_bytes=256, lockstep=Lockstep(), stopped=lambda: False, progress=lambda _: None))
+        done.append(old.fill(plan, bucket_bytes=256, lockstep=TrainerRanks(), stopped=lambda: False, progress=lambda _: None))
         old.end()
 
     thread = threading.Thread(target=run)
@@ -324,38 +328,40 @@ def test_an_update_that_is_stuck_does_not_touch_what_the_next_one_lends() -> Non
     opened.set()
     thread.join(60)
     assert done
-    assert examined(content, make_plan(SOURCE).manifest)[0] == digest and sealed(content, space.seal)
+    assert verified(content, make_plan(SOURCE).manifest)[0] == digest and sealed(content, space.seal)
     loan.end()
     lender.close()
 
 
-def test_other_trainer_ranks_hear_how_an_update_ended_though_its_memory_is_beyond_reach(lender: Lender) -> None:
+def test_other_trainer_ranks_hear_how_an_update_ended_though_its_memory_is_beyond_reach(lender: IpcExporter) -> None:
     said: list[object] = []
 
-    class Lost(Loan):
+    class Lost(IpcExport):
         def end(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    class Ranks(Lockstep):
-        def end(self, outcome: Published | Failure, again_s: float | None = None) -> None:
+    class Ranks(TrainerRanks):
+        def end(self, outcome: Published | ErrorReply, again_s: float | None = None) -> None:
             said.append(outcome)
 
     def note(*what: object) -> None:
         said.append(what)
 
-    notes = Notes(planned=note, progress=note, sent=note, failed=note, ended=note)
-    courier = Courier(lambda: make_plan(SOURCE), Lost(lender), lender.buffers, Ranks(), notes, bucket_bytes=512, timeout_s=1.0)
-    outcome = Failure("update_aborted", "as a test")
-    courier.end(End(outcome))
+    notes = SenderNotes(planned=note, progress=note, sent=note, failed=note, ended=note)
+    courier = UpdateSender(
+        lambda: make_plan(SOURCE), Lost(lender), lender.buffers, Ranks(), notes, bucket_bytes=512, timeout_s=1.0
+    )
+    outcome = ErrorReply("update_aborted", "as a test")
+    courier.end(RoundEnd(outcome))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         courier._run()  # pyright: ignore[reportPrivateUsage]
     assert said[1:] == [outcome, ()]
 
 
-def test_what_is_wrong_with_the_content_is_found_where_it_is_opened(lender: Lender) -> None:
+def test_what_is_wrong_with_the_content_is_found_where_it_is_opened(lender: IpcExporter) -> None:
     source = {**SOURCE, "c": torch.full((3, 50), float("nan")), "z": torch.zeros(4)}
     loan, _, space = lend(lender, source)
-    _, findings = examined(open_space(space), make_plan(source).manifest)
+    _, findings = verified(open_space(space), make_plan(source).manifest)
     assert findings == [Finding("c", "nan", 150), Finding("z", "zero", 4)]
     loan.end()
 
@@ -363,21 +369,21 @@ def test_what_is_wrong_with_the_content_is_found_where_it_is_opened(lender: Lend
 def test_a_space_that_is_too_small_is_refused() -> None:
     memory = HostSpace(256)
     with pytest.raises(ValueError, match="a space of 256 bytes for 4608"):
-        examined(open_space(memory.spaces()[0]), make_plan({"a": torch.ones(1100)}).manifest)
+        verified(open_space(memory.regions()[0]), make_plan({"a": torch.ones(1100)}).manifest)
 
 
-def test_a_source_that_gives_something_else_and_one_that_is_given_up_lend_nothing(lender: Lender) -> None:
+def test_a_source_that_gives_something_else_and_one_that_is_given_up_lend_nothing(lender: IpcExporter) -> None:
     with pytest.raises(Stopped):
         lend(lender, stopped=lambda: True)
     plan = make_plan(iter([("a", torch.ones(3))]), manifest=[("a", torch.float32, (4,))])
-    loan = Loan(lender)
+    loan = IpcExport(lender)
     with pytest.raises(BadRequest, match="shape"):
-        loan.fill(plan, bucket_bytes=256, lockstep=Lockstep(), stopped=lambda: False, progress=lambda _: None)
+        loan.fill(plan, bucket_bytes=256, lockstep=TrainerRanks(), stopped=lambda: False, progress=lambda _: None)
     loan.end()
 
 
 def test_a_gpu_that_is_not_visible_is_named() -> None:
-    space = Space("cuda", 256, handle=b"\x90", gpu="a-b")
+    space = MemoryRegion("cuda", 256, handle=b"\x90", gpu="a-b")
     with pytest.raises(RuntimeError, match="GPU a-b is not visible here"):
         open_space(space)
 

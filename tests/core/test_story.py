@@ -3,10 +3,10 @@
 import pytest
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.state import Group
 from enginepool.coordinator.core.story import story
-from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.fleet.workers import WorkerRegistry
 from tests.core.machines import Pool, work
 
 
@@ -22,10 +22,10 @@ def test_the_story_of_a_message_names_its_client_its_request_and_its_group(monke
     pool.worker()
     client = pool.client()
 
-    def fail(self: Core, group: Group) -> None:
+    def fail(self: Context, group: Group) -> None:
         raise KeyError("what\nwas missing")
 
-    monkeypatch.setattr(Core, "wake", fail)
+    monkeypatch.setattr(Context, "wake", fail)
     told = broken(pool, ev.Submit(0, client, 5, work(), 3, None))
     assert told.startswith("internal error: KeyError: 'what\\nwas missing'\nraised in: ")
     assert "admission.py" in told and f"event: Submit link={client.hex()} id=5" in told
@@ -39,7 +39,7 @@ def test_the_story_of_a_worker_names_its_batches_and_their_requests(monkeypatch:
     worker = pool.worker()
     pool.submit(pool.client(), 1, work())
 
-    def fail(self: Fleet, e: ev.WorkerStage) -> None:
+    def fail(self: WorkerRegistry, e: ev.WorkerStage) -> None:
         raise KeyError(0)
 
     monkeypatch.setitem(pool.machine._on, ev.WorkerStage, lambda e: fail(pool.machine.fleet, e))  # pyright: ignore[reportPrivateUsage]

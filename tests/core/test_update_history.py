@@ -15,7 +15,7 @@ from enginepool.coordinator.shell.journal import Journal
 from enginepool.coordinator.shell.journal_writer import JournalWriter
 from enginepool.coordinator.shell.update_history import UpdateHistory
 from enginepool.coordinator.weights.outcomes import RECORD_TEXT
-from enginepool.protocol.updates import Abandon, UpdateRecord
+from enginepool.protocol.updates import AbortUpdate, UpdateRecord
 from tests.core.machines import work
 from tests.core.publishers import UpdatePool
 from tests.core.test_weights import ready, to_transfer
@@ -31,7 +31,7 @@ def test_each_outcome_of_an_update_and_its_first_answer_is_written() -> None:
     pool.finish(pool.batches[0], version=1)
     assert "first_answer" in pool.histories.pop()[0].phases
     to_transfer(pool, trainer, 2)
-    trainer.say(Abandon(trainer.ids, "x" * 5000))
+    trainer.say(AbortUpdate(trainer.ids, "x" * 5000))
     records = pool.histories.pop()
     assert [(one.version, one.outcome) for one in records] == [(1, "committed"), (2, "update_aborted")]
     assert len(records[1].message) == RECORD_TEXT

@@ -20,7 +20,7 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.tiny_model import make_tiny_model
 from enginepool.transfer.digest import digest_of
-from enginepool.workers.main import Worker, wants_room
+from enginepool.workers.main import WorkerProcess, wants_room
 from enginepool.workers.sglang.host.build import prepare
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.sglang.host.settings import SettingsError
@@ -260,7 +260,7 @@ def test_a_quantized_model_reserves_no_memory(tmp_path: Path, options: dict[str,
         asked.append(nbytes)
         return ""
 
-    worker: Any = Worker.__new__(Worker)
+    worker: Any = WorkerProcess.__new__(WorkerProcess)
     worker.spec = WorkerSpec(
         endpoint="ipc://x", group="g", incarnation="w", model=str(tmp_path), engine="sglang", options=options
     )

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.config import Restart
+from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import GroupWeights
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
@@ -13,30 +13,30 @@ from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_HEADER_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import worst
-from enginepool.protocol.messages import Batch, Capabilities, Failure, Ready, Stage
+from enginepool.protocol.messages import Batch, Capabilities, ErrorReply, Ready, Stage
 from enginepool.protocol.updates import (
     HELD,
-    Abandon,
+    AbortUpdate,
     Committed,
     Finding,
-    HandedOver,
-    HandOver,
     Inspect,
     Inspected,
+    InspectWeights,
     Join,
     Joined,
+    LoadWeights,
     Phase,
     Prepare,
     Prepared,
     Published,
-    Release,
+    ReleaseWeights,
     Restore,
     Restored,
     Sent,
     Staged,
-    WeightsQuestion,
+    WeightsLoaded,
+    WeightsNeeded,
     WeightsReport,
-    WeightsWanted,
 )
 from tests.core.machines import CAN, EPOCH, codes, failures, results, text, texts, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
@@ -48,7 +48,7 @@ def ready(workers: int = 2, **kwargs: Any) -> tuple[UpdatePool, Trainer, list[by
     return pool, Trainer(pool), [pool.worker(f"w{i}") for i in range(workers)]
 
 
-def refusal(sent: list[Any], id: int) -> Failure:
+def refusal(sent: list[Any], id: int) -> ErrorReply:
     """The error that answers this publish."""
     return failures(sent)[id]
 
@@ -83,7 +83,7 @@ def test_the_straight_path_of_a_staged_update() -> None:
     assert trainer.sent() == []
     assert phases(pool.stage(links)) == ["staged"]
     handed = trainer.commit()
-    assert [s.link for s in handed if isinstance(s.message, HandOver)] == links
+    assert [s.link for s in handed if isinstance(s.message, LoadWeights)] == links
     pool.wait(0.7)
     assert of_type(pool.answer(handed), Published) == []
     assert pool.journal[-1].weights == GroupWeights(1, DIGEST)
@@ -95,7 +95,7 @@ def test_the_straight_path_of_a_staged_update() -> None:
     took = published.record.phases
     assert {"open", "join", "transfer", "staged", "hold", *HELD} <= took.keys()
     assert took["hold"] == sum(took[part] for part in HELD)
-    assert took["hand_over"] >= 700_000 > took["journal"] >= 400_000
+    assert took["load"] >= 700_000 > took["journal"] >= 400_000
     pool.submit(trainer.link, 50, work())
     assert results(pool.finish(pool.batches[0], version=1))[50].version == 1
 
@@ -126,15 +126,15 @@ def test_a_process_group_is_not_kept_for_a_member_whose_stager_is_another_one() 
     assert first is not None and len(joins) == 3 and all(join.rendezvous != first.name for join in joins)
 
 
-@pytest.mark.parametrize("transfer", ["checkpoint", "relabel"])
+@pytest.mark.parametrize("transfer", ["checkpoint", "set_version"])
 def test_an_update_without_bytes_needs_only_a_commit(transfer: str) -> None:
     pool, trainer, _ = ready()
     opened = pool.answer(trainer.publish(4, transfer=transfer, path="/models/4" if transfer == "checkpoint" else ""))
     assert phases(opened) == ["staged"]
     digest = DIGEST if transfer == "checkpoint" else ""
     for sent in trainer.commit():
-        if isinstance(sent.message, HandOver):
-            pool.tell(sent.link, HandedOver(sent.message.update, 4, digest))
+        if isinstance(sent.message, LoadWeights):
+            pool.tell(sent.link, WeightsLoaded(sent.message.update, 4, digest))
     assert pool.journal[-1].weights.path == ("/models/4" if transfer == "checkpoint" else "")
     assert of_type(pool.written(), Published)[0].version == 4
     assert pool.machine.core.groups["g"].weights.digest == digest
@@ -145,7 +145,7 @@ def test_a_direct_transfer_holds_before_it_transfers() -> None:
     assert phases(to_transfer(pool, trainer, transfer="direct")) == []
     handed = trainer.commit()
     assert phases(handed) == ["hold", "transfer"]
-    assert [s.link for s in handed if isinstance(s.message, HandOver)] == links
+    assert [s.link for s in handed if isinstance(s.message, LoadWeights)] == links
     pool.answer(handed)
     assert not pool.journal, "the publisher has not said what it sent"
     trainer.sent()
@@ -214,7 +214,7 @@ def test_the_id_of_an_open_transaction_is_used_for_nothing_else() -> None:
     pool, trainer, _ = ready()
     trainer.publish(1)
     assert codes(pool.submit(trainer.link, trainer.ids, work())) == ["id_reused"]
-    trainer.say(Abandon(trainer.ids))
+    trainer.say(AbortUpdate(trainer.ids))
     assert codes(pool.submit(trainer.link, trainer.ids, work())) == ["id_reused"], "its answer is kept"
     assert len(pool.machine.core.answers) == 1
 
@@ -229,7 +229,7 @@ def test_the_id_of_a_live_request_names_no_transaction() -> None:
 def test_nobody_hears_of_a_transaction_that_is_not_his() -> None:
     pool, trainer, _ = ready()
     assert refusal(trainer.renew(), 0).code == "update_aborted"
-    assert codes(pool.do(ev.PublisherSaid(0, b"stranger", Abandon(1)))) == ["hello_required"]
+    assert codes(pool.do(ev.PublisherSaid(0, b"stranger", AbortUpdate(1)))) == ["hello_required"]
 
 
 def test_without_a_ready_worker_there_is_nothing_to_update() -> None:
@@ -248,7 +248,7 @@ def aborted(pool: UpdatePool, sent: list[Any], code: str = "update_aborted") -> 
     assert failure.code == code
     group = pool.machine.core.groups["g"]
     assert not pool.machine.core.updates and not group.held
-    assert [s.link for s in sent if isinstance(s.message, Release)] == [w.link for w in group.workers.values()]
+    assert [s.link for s in sent if isinstance(s.message, ReleaseWeights)] == [w.link for w in group.workers.values()]
     assert all(worker.able for worker in group.workers.values())
     assert group.history[-1].outcome == code
     return failure.message
@@ -285,7 +285,7 @@ def test_bytes_flow_while_one_member_after_the_other_has_them_all() -> None:
 
 
 @pytest.mark.parametrize("phase", ["open", "join", "transfer", "staged", "hold"])
-def test_a_lost_member_aborts_before_the_hand_over(phase: str) -> None:
+def test_a_lost_member_aborts_before_the_load(phase: str) -> None:
     pool, trainer, links = ready()
     if phase == "hold":
         pool.submit(trainer.link, 50, work())
@@ -331,7 +331,7 @@ class Broken:
         return self.pool.tell(self.links[place], said)
 
     def publisher(self) -> list[Any]:
-        return self.trainer.say(Abandon(1, "connection closed", broken=True))
+        return self.trainer.say(AbortUpdate(1, "connection closed", broken=True))
 
     def culprit(self) -> list[Any]:
         said = Staged(self.pool.update.id, code="update_aborted", message="the stager ended")
@@ -347,7 +347,7 @@ def test_who_broke_a_process_group_is_waited_for() -> None:
 def test_a_process_group_that_broke_for_no_known_reason_is_given_up_after_a_second() -> None:
     broken = Broken()
     assert broken.member(0) == []
-    assert not of_type(broken.pool.wait(0.6), Release) and broken.publisher() == []
+    assert not of_type(broken.pool.wait(0.6), ReleaseWeights) and broken.publisher() == []
     assert broken.trainer.renew(100) == []
     assert "w0: connection reset" in aborted(broken.pool, broken.pool.wait(0.6))
 
@@ -359,7 +359,7 @@ def test_a_process_group_of_which_all_say_that_it_broke_is_given_up_at_once() ->
     assert "w0: connection reset" in aborted(broken.pool, broken.member(2))
     broken = Broken()
     broken.pool.stage(broken.links)
-    assert "abandoned by its publisher: connection closed" in aborted(broken.pool, broken.publisher())
+    assert "aborted by its publisher: connection closed" in aborted(broken.pool, broken.publisher())
 
 
 def test_a_stager_that_dies_after_it_had_all_still_aborts() -> None:
@@ -417,7 +417,7 @@ def test_what_a_worker_finds_in_all_tensors_of_a_large_model_fits_its_message() 
     sent = pool.stage(links, findings=said)
     assert refusal(sent, 1).code == "weights_refused"
     assert len(pool.machine.core.groups["g"].workers) == 3, "their answers could be read"
-    asked = of_type(trainer.say(WeightsQuestion(7, what="validate")), Inspect)
+    asked = of_type(trainer.say(InspectWeights(7, what="validate")), Inspect)
     for link, question in zip(links, asked, strict=True):
         sent = pool.tell(link, Inspected(question.task, findings=said))
     (report,) = of_type(sent, WeightsReport)
@@ -491,7 +491,7 @@ def test_a_publisher_that_was_away_hears_what_became_of_its_transaction() -> Non
         pool.wait(1.0)
     pool.do(ev.ClientHello(0, b"back", b"trainer.........", b"t" * 16, 1))
     trainer.link = b"back"
-    assert phases(trainer.publish(1, id=1, peer="trainer")) == ["hand_over"]
+    assert phases(trainer.publish(1, id=1, peer="trainer")) == ["load"]
     for _ in range(15):
         pool.do(ev.WorkerHeard(0, links[0]))
         pool.wait(1.0)
@@ -518,7 +518,7 @@ def test_a_publisher_that_leaves_before_that_aborts() -> None:
     pool, trainer, links = ready()
     to_transfer(pool, trainer)
     pool.do(ev.ClientLeft(0, trainer.link))
-    released = [s.link for s in pool.wait(0.5) if isinstance(s.message, Release)]
+    released = [s.link for s in pool.wait(0.5) if isinstance(s.message, ReleaseWeights)]
     assert released == links
 
 
@@ -529,7 +529,7 @@ def test_bytes_that_stop_flowing_abort_although_the_publisher_lives() -> None:
     for _ in range(14):
         sent += trainer.renew(100)
         sent += pool.live(5.0)
-        if of_type(sent, Release):
+        if of_type(sent, ReleaseWeights):
             break
     assert "transfer took too long" in refusal(sent, 1).message
 
@@ -546,7 +546,7 @@ def test_a_member_that_does_not_answer_aborts_in_time(answered: int, who: str) -
 def test_a_publisher_may_change_its_mind() -> None:
     pool, trainer, _ = ready()
     to_transfer(pool, trainer)
-    assert "the gather failed" in aborted(pool, trainer.say(Abandon(1, "the gather failed")))
+    assert "the gather failed" in aborted(pool, trainer.say(AbortUpdate(1, "the gather failed")))
 
 
 # --- the hold ----------------------------------------------------------------------------------------------------------
@@ -571,7 +571,7 @@ def test_a_drain_finishes_what_was_begun_and_starts_nothing_new() -> None:
     assert 50 in results(pool.finish(pool.batches[0]))
     last = pool.finish(pool.batches[0])
     assert 51 in results(last)
-    assert len(of_type(last, HandOver)) == 2
+    assert len(of_type(last, LoadWeights)) == 2
     assert not pool.batches
     pool.answer(last)
     pool.written()
@@ -587,7 +587,7 @@ def test_a_drain_finishes_what_is_in_flight_and_not_the_rest_of_a_large_request(
     pool.stage(links)
     sent = trainer.commit()
     finished = 0
-    while not of_type(sent, HandOver):
+    while not of_type(sent, LoadWeights):
         finished += 1
         sent = pool.finish(pool.batches[0])
     assert finished == 2 and not pool.batches
@@ -608,7 +608,7 @@ def test_rows_that_were_computed_count_when_the_version_stays() -> None:
     pool.stage(links)
     trainer.commit()
     pool.finish(pool.batches[0])
-    trainer.say(Abandon(1, "the gather failed"))
+    trainer.say(AbortUpdate(1, "the gather failed"))
     answers: dict[int, Any] = {}
     while pool.batches:
         answers |= results(pool.finish(pool.batches[0]))
@@ -631,7 +631,7 @@ def test_a_drain_does_not_wait_for_a_worker_that_is_kept_for_a_trial() -> None:
     assert phases(sent) == ["hold"]
     while pool.batches:
         sent = pool.finish(pool.batches[0])
-    assert of_type(sent, HandOver), "what could be finished is, without waiting for the end of the drain"
+    assert of_type(sent, LoadWeights), "what could be finished is, without waiting for the end of the drain"
     pool.answer(sent)
     pool.written()
     assert pool.machine.core.groups["g"].trial is not None, "the suspects have their turn on the new weights"
@@ -650,14 +650,14 @@ def test_a_drain_neither_waits_for_a_suspect_nor_runs_it_beside_others() -> None
     assert len(begun) == 4
     sent = [one for batch in begun for one in pool.finish(batch)]
     assert not of_type(sent, Batch)
-    assert len(of_type(sent, HandOver)) == 2
+    assert len(of_type(sent, LoadWeights)) == 2
 
 
 def test_a_drain_that_takes_too_long_puts_back_and_goes_on() -> None:
     pool, _, _, _ = to_hold("drain", drain_ms=500)
     old = list(pool.batches)
     sent = pool.wait(1.0)
-    assert len(of_type(sent, HandOver)) == 2
+    assert len(of_type(sent, LoadWeights)) == 2
     assert results(pool.finish(old[0])) == {}, "an answer that comes too late is of weights that nobody wants"
     pool.batches.clear()
     pool.answer(sent)
@@ -667,12 +667,12 @@ def test_a_drain_that_takes_too_long_puts_back_and_goes_on() -> None:
 
 def test_an_abort_of_work_puts_back_at_once_and_suspects_nobody() -> None:
     pool, _, _, sent = to_hold("abort")
-    assert phases(sent) == ["hold", "hand_over"]
+    assert phases(sent) == ["hold", "load"]
     group = pool.machine.core.groups["g"]
     assert group.waiting == 2 and not group.suspects.waiting()
 
 
-def test_text_that_is_taken_back_is_tokenised_once_the_new_weights_are_there() -> None:
+def test_text_that_is_taken_back_is_tokenized_once_the_new_weights_are_there() -> None:
     pool, trainer, links = ready()
     pool.submit(trainer.link, 50, text("q", ["a"]))
     pool.publish(trainer, 1, links, in_flight="abort")
@@ -706,7 +706,7 @@ def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
     trainer.sent()
     pool.stage(links)
     asked = trainer.commit()
-    while not of_type(asked, HandOver):
+    while not of_type(asked, LoadWeights):
         asked = pool.finish(next(batch for batch in pool.batches if batch.link != late))
     of_late = list(pool.batches)
     pool.batches.clear()
@@ -727,40 +727,40 @@ def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
 # --- from the hand-over on ---------------------------------------------------------------------------------------------
 
 
-def to_hand_over(**changes: Any) -> tuple[UpdatePool, Trainer, list[bytes]]:
+def to_load(**changes: Any) -> tuple[UpdatePool, Trainer, list[bytes]]:
     pool, trainer, links = ready()
     to_transfer(pool, trainer, **changes)
     trainer.sent()
     pool.stage(links)
     trainer.commit()
-    assert pool.update.phase == "hand_over"
+    assert pool.update.phase == "load"
     return pool, trainer, links
 
 
 @pytest.mark.parametrize("broken", [True, False])
 def test_what_became_of_staged_bytes_is_nothing_once_engines_take_them(broken: bool) -> None:
-    pool, _, links = to_hand_over()
+    pool, _, links = to_load()
     said = Staged(pool.update.id, code="update_aborted", message="the stager ended", broken=broken)
     assert not pool.tell(links[0], said)
     pool.live(3.0)
     for link in links:
-        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST))
+        pool.tell(link, WeightsLoaded(pool.update.id, 1, DIGEST))
     assert of_type(pool.written(), Published)
 
 
 def test_the_record_has_the_time_of_the_slowest_engine() -> None:
-    pool, _, links = to_hand_over()
+    pool, _, links = to_load()
     for link, us in zip(links, (30, 20), strict=True):
-        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST, load_us=us))
+        pool.tell(link, WeightsLoaded(pool.update.id, 1, DIGEST, copy_us=us))
     (published,) = of_type(pool.written(), Published)
-    assert published.record.phases["load"] == 30
+    assert published.record.phases["copy"] == 30
     assert "flush" not in published.record.phases, "there was none"
 
 
 def test_if_one_has_loaded_it_is_committed_and_the_others_come_back() -> None:
-    pool, _, links = to_hand_over()
+    pool, _, links = to_load()
     update = pool.update.id
-    pool.tell(links[0], HandedOver(update, 1, DIGEST))
+    pool.tell(links[0], WeightsLoaded(update, 1, DIGEST))
     pool.do(ev.WorkerBroken(0, links[1], "dies"))
     (published,) = of_type(pool.written(), Published)
     assert (published.record.members, published.record.committed) == (2, 1)
@@ -770,36 +770,36 @@ def test_if_one_has_loaded_it_is_committed_and_the_others_come_back() -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        HandedOver((0, 0), code="engine_error", message="the load failed"),
-        HandedOver((0, 0), 1, "e" * 32),
-        HandedOver((0, 0), 2, DIGEST),
+        WeightsLoaded((0, 0), code="engine_error", message="the load failed"),
+        WeightsLoaded((0, 0), 1, "e" * 32),
+        WeightsLoaded((0, 0), 2, DIGEST),
     ],
 )
-def test_a_member_that_did_not_take_it_is_given_up(answer: HandedOver) -> None:
-    pool, _, links = to_hand_over()
+def test_a_member_that_did_not_take_it_is_given_up(answer: WeightsLoaded) -> None:
+    pool, _, links = to_load()
     update = pool.update.id
     answer.update = update
-    pool.tell(links[0], HandedOver(update, 1, DIGEST))
+    pool.tell(links[0], WeightsLoaded(update, 1, DIGEST))
     pool.tell(links[1], answer)
     end = pool.written()
-    assert [s.link for s in end if isinstance(s.message, Failure) and s.message.code == "superseded"] == [links[1]]
+    assert [s.link for s in end if isinstance(s.message, ErrorReply) and s.message.code == "superseded"] == [links[1]]
     assert list(pool.machine.core.groups["g"].workers) == ["w0"]
 
 
 def test_if_none_has_loaded_all_come_back_on_the_old_weights() -> None:
-    pool, _, links = to_hand_over()
+    pool, _, links = to_load()
     update = pool.update.id
     sent: list[Any] = []
     for link in links:
-        sent += pool.tell(link, HandedOver(update, code="engine_error", message="the load failed"))
+        sent += pool.tell(link, WeightsLoaded(update, code="engine_error", message="the load failed"))
     assert "no engine runs on it: w0: engine_error: the load failed" in refusal(sent, 1).message
     assert not pool.journal and not pool.machine.core.groups["g"].workers
     assert pool.machine.core.groups["g"].version == 0
 
 
-def test_a_hand_over_without_an_answer_ends_in_time() -> None:
-    pool, _, links = to_hand_over()
-    pool.tell(links[0], HandedOver(pool.update.id, 1, DIGEST))
+def test_a_load_without_an_answer_ends_in_time() -> None:
+    pool, _, links = to_load()
+    pool.tell(links[0], WeightsLoaded(pool.update.id, 1, DIGEST))
     pool.live(61.0)
     assert pool.journal
     pool.written()
@@ -822,7 +822,7 @@ def test_work_that_never_leaves_an_engine_is_not_put_back_for_ever() -> None:
 @pytest.mark.parametrize("cancelled", [50, 51])
 def test_work_that_never_leaves_an_engine_is_found_where_it_was_alone(cancelled: int) -> None:
     """Unless it has its answer meanwhile."""
-    pool, trainer, _ = ready(1, restart=Restart(max_attempts=1))
+    pool, trainer, _ = ready(1, restart=RestartConfig(max_attempts=1))
     for id_ in (50, 51):
         pool.submit(trainer.link, id_, work())
     pool.do(ev.WorkerBroken(0, b"w0", "dies"))
@@ -833,7 +833,7 @@ def test_work_that_never_leaves_an_engine_is_found_where_it_was_alone(cancelled:
     trainer.sent()
     pool.stage([link])
     trainer.commit()
-    assert pool.update.phase == "hand_over"
+    assert pool.update.phase == "load"
     pool.do(ev.CancelAsked(0, trainer.link, cancelled))
     pool.live(61.0)
     assert failures(pool.sent)[cancelled].code == "cancelled"
@@ -868,7 +868,7 @@ def test_any_failure_of_a_direct_transfer_restarts_every_member() -> None:
     to_transfer(pool, trainer, transfer="direct")
     pool.answer([s for s in trainer.commit() if s.link == links[0]])
     trainer.sent()
-    sent = pool.tell(links[1], HandedOver(pool.update.id, code="engine_error", message="connection reset"))
+    sent = pool.tell(links[1], WeightsLoaded(pool.update.id, code="engine_error", message="connection reset"))
     assert refusal(sent, 1).code == "update_aborted"
     assert not pool.machine.core.groups["g"].workers and not pool.journal
 
@@ -899,12 +899,12 @@ def test_a_publisher_that_gives_a_direct_transfer_up_keeps_nobody_waiting(broken
     pool, trainer, _ = ready()
     to_transfer(pool, trainer, transfer="direct")
     trainer.commit()
-    sent = trainer.say(Abandon(trainer.ids, "the process group broke", broken))
-    assert "abandoned by its publisher: the process group broke" in refusal(sent, 1).message
+    sent = trainer.say(AbortUpdate(trainer.ids, "the process group broke", broken))
+    assert "aborted by its publisher: the process group broke" in refusal(sent, 1).message
     assert not pool.machine.core.groups["g"].workers and not pool.journal
 
 
-def test_nothing_is_committed_before_it_is_journalled() -> None:
+def test_nothing_is_committed_before_it_is_journaled() -> None:
     pool, trainer, links = ready()
     pool.submit(trainer.link, 50, work())
     pool.finish_all()
@@ -920,27 +920,27 @@ def test_nothing_is_committed_before_it_is_journalled() -> None:
 def test_an_update_is_refused_at_its_opening_when_the_journal_cannot_be_written() -> None:
     pool, trainer, links = ready()
     pool.disk = "/state/journal.json: Read-only file system"
-    failure = refusal(trainer.publish(1, transfer="relabel"), 1)
+    failure = refusal(trainer.publish(1, transfer="set_version"), 1)
     assert failure.code == "update_aborted"
     assert "phase open: the journal cannot be written: /state/journal.json: Read-only file system" in failure.message
     assert set(pool.machine.core.groups["g"].workers) == {link.decode() for link in links} and not pool.killed
     pool.disk = ""
-    pool.answer(pool.answer(trainer.publish(1, transfer="relabel")))
+    pool.answer(pool.answer(trainer.publish(1, transfer="set_version")))
     pool.answer(trainer.commit(), digest="")
     pool.written()
     assert pool.machine.core.groups["g"].version == 1
 
 
-@pytest.mark.parametrize("transfer", ["relabel", "staged", "checkpoint"])
+@pytest.mark.parametrize("transfer", ["set_version", "staged", "checkpoint"])
 @pytest.mark.parametrize("published", [False, True])
-def test_a_commit_that_cannot_be_journalled_puts_engines_back_without_a_new_process(transfer: str, published: bool) -> None:
+def test_a_commit_that_cannot_be_journaled_puts_engines_back_without_a_new_process(transfer: str, published: bool) -> None:
     """Where the committed weights are those that engines start with, only a start brings them back."""
     pool, trainer, links = ready()
     if published:
         pool.publish(trainer, 1, links)
         pool.written()
     digest = DIGEST if published else ""
-    new = digest if transfer == "relabel" else "e" * 32
+    new = digest if transfer == "set_version" else "e" * 32
     opened = pool.answer(trainer.publish(2, transfer=transfer, path="/models/two" if transfer == "checkpoint" else ""))
     if transfer == "staged":
         pool.answer(opened)
@@ -951,10 +951,10 @@ def test_a_commit_that_cannot_be_journalled_puts_engines_back_without_a_new_proc
     sent = pool.written("/state/journal.json: No space left on device")
     assert "No space left on device" in refusal(sent, trainer.ids).message
     group = pool.machine.core.groups["g"]
-    if transfer != "relabel" and not published:
+    if transfer != "set_version" and not published:
         assert not group.workers
         return
-    assert len(of_type(sent, Release)) == 2
+    assert len(of_type(sent, ReleaseWeights)) == 2
     assert [(restore.version, restore.digest) for restore in of_type(sent, Restore)] == [(int(published), digest)] * 2
     assert not pool.batches, "no work before they are back"
     for link in links:
@@ -963,7 +963,7 @@ def test_a_commit_that_cannot_be_journalled_puts_engines_back_without_a_new_proc
 
 
 @pytest.mark.parametrize(
-    ("transfer", "partial", "kept"), [("staged", False, True), ("staged", True, False), ("handles", False, False)]
+    ("transfer", "partial", "kept"), [("staged", False, True), ("staged", True, False), ("ipc", False, False)]
 )
 def test_weights_that_died_with_all_who_had_loaded_them_are_not_committed(transfer: str, partial: bool, kept: bool) -> None:
     """A stager may have them for a successor; of what lay in the publisher's memory alone, or of a part, nobody has all."""
@@ -994,12 +994,12 @@ def test_a_member_that_died_after_it_had_loaded_does_not_run_on_the_new_weights(
 
 
 @pytest.mark.parametrize("broken", [False, True])
-def test_an_abandon_after_the_hand_over_changes_nothing(broken: bool) -> None:
-    pool, trainer, links = to_hand_over()
-    assert trainer.say(Abandon(1, broken=broken)) == []
+def test_an_abort_after_the_load_changes_nothing(broken: bool) -> None:
+    pool, trainer, links = to_load()
+    assert trainer.say(AbortUpdate(1, broken=broken)) == []
     pool.live(5.0)
     for link in links:
-        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST))
+        pool.tell(link, WeightsLoaded(pool.update.id, 1, DIGEST))
     assert of_type(pool.written(), Published)
 
 
@@ -1014,8 +1014,8 @@ def test_places_are_not_retired_for_updates_that_fail() -> None:
         trainer.sent()
         pool.stage([link])
         for sent in trainer.commit():
-            if isinstance(sent.message, HandOver):
-                pool.tell(link, HandedOver(sent.message.update, code="engine_error", message="no"))
+            if isinstance(sent.message, LoadWeights):
+                pool.tell(link, WeightsLoaded(sent.message.update, code="engine_error", message="no"))
         assert pool.killed[-1] == name
         pool.do(ev.WorkerExited(0, name, "killed"))
     assert pool.machine.core.groups["g"].places[0].state == "backoff"
@@ -1024,19 +1024,19 @@ def test_places_are_not_retired_for_updates_that_fail() -> None:
 # --- links that break --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("phase", ["open", "join", "hand_over"])
+@pytest.mark.parametrize("phase", ["open", "join", "load"])
 def test_a_worker_on_a_new_link_is_asked_again(phase: str) -> None:
     pool, trainer, links = ready(1)
     sent = trainer.publish(1)
     if phase != "open":
         sent = pool.answer(sent)
-    if phase == "hand_over":
+    if phase == "load":
         pool.answer(sent)
         trainer.sent()
         pool.stage(links)
         trainer.commit()
     again = pool.do(ev.WorkerRegistered(0, b"new", "g", "w0", 1, "host", EPOCH))
-    kind = {"open": Prepare, "join": Join, "hand_over": HandOver}[phase]
+    kind = {"open": Prepare, "join": Join, "load": LoadWeights}[phase]
     assert [s.link for s in again if isinstance(s.message, kind)] == [b"new"]
 
 
@@ -1056,7 +1056,7 @@ def test_a_publisher_that_missed_its_word_to_send_hears_it_again() -> None:
     trainer.commit()
     assert phases(trainer.publish(1, id=1, transfer="direct")) == ["transfer"]
     trainer.sent()
-    assert phases(trainer.publish(1, id=1, transfer="direct")) == ["hand_over"]
+    assert phases(trainer.publish(1, id=1, transfer="direct")) == ["load"]
 
 
 # --- requests for later versions ---------------------------------------------------------------------------------------
@@ -1198,9 +1198,9 @@ def test_a_restore_is_said_again_on_a_new_link_and_has_a_deadline() -> None:
 def test_weights_that_exist_nowhere_are_wanted_of_every_client_that_is_there_or_comes() -> None:
     """Who published them may have been restarted, and be another client now."""
     pool, _, _ = lost_everywhere()
-    assert [s.link for s in pool.sent if isinstance(s.message, WeightsWanted)] == [b"trainer"]
+    assert [s.link for s in pool.sent if isinstance(s.message, WeightsNeeded)] == [b"trainer"]
     sent = pool.do(ev.ClientHello(0, b"other", b"restarted.......", b"t" * 16, 1))
-    assert [(s.link, s.message) for s in sent[1:]] == [(b"other", WeightsWanted("g", 3))]
+    assert [(s.link, s.message) for s in sent[1:]] == [(b"other", WeightsNeeded("g", 3))]
 
 
 def test_weights_that_exist_nowhere_are_wanted_until_they_are_published() -> None:
@@ -1214,9 +1214,9 @@ def test_weights_that_exist_nowhere_are_wanted_until_they_are_published() -> Non
     pool.tell(second, Restored(3, "needs_weights", "no snapshot"))
     sent = pool.live(11.0)
     assert failures(sent)[50].code == "needs_weights"
-    assert of_type(sent, WeightsWanted) == [WeightsWanted("g", 3)]
+    assert of_type(sent, WeightsNeeded) == [WeightsNeeded("g", 3)]
     assert codes(pool.submit(trainer.link, 51, work())) == ["needs_weights"]
-    assert of_type(pool.do(ev.ClientHello(0, b"again", trainer.link.ljust(16, b"."), b"t" * 16, 1)), WeightsWanted)
+    assert of_type(pool.do(ev.ClientHello(0, b"again", trainer.link.ljust(16, b"."), b"t" * 16, 1)), WeightsNeeded)
     trainer.link = b"again"
     committed(pool, trainer, 3, [first, second])
     assert not pool.machine.core.groups["g"].needs
@@ -1272,7 +1272,7 @@ def test_what_only_engines_can_tell_of_a_lost_version_ends_before_the_journal(tr
     assert not pool.journal
 
 
-@pytest.mark.parametrize("changes", [{"partial": True}, {"transfer": "relabel"}])
+@pytest.mark.parametrize("changes", [{"partial": True}, {"transfer": "set_version"}])
 def test_what_lies_over_present_weights_is_never_the_lost_version(changes: dict[str, Any]) -> None:
     _, trainer, _ = lost_everywhere()
     assert refusal(trainer.publish(3, **changes), 1).code == "version_backwards"
@@ -1385,9 +1385,9 @@ def test_a_worker_that_comes_while_others_are_updated_is_restored_at_once() -> N
 
 def test_a_member_that_is_ready_on_weights_that_are_not_committed_yet_keeps_them() -> None:
     """It was on its way to a new link when it took them."""
-    pool, _, links = to_hand_over()
+    pool, _, links = to_load()
     for link in links:
-        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST))
+        pool.tell(link, WeightsLoaded(pool.update.id, 1, DIGEST))
     assert not of_type(pool.do(ev.WorkerReady(0, links[0], CAN, 1, DIGEST)), Restore)
     assert not of_type(pool.written(), Restore)
     assert all(worker.able for worker in pool.machine.core.groups["g"].workers.values())
@@ -1442,15 +1442,15 @@ def test_who_was_told_to_take_other_weights_gets_no_work_before_it_says_what_it_
 def test_who_holds_what_is_committed_once_more_keeps_its_work() -> None:
     """A new run may begin with the version and the weights that are there: who was no member has no reason to stop."""
     pool, trainer, _ = ready(1)
-    pool.answer(trainer.publish(0, transfer="relabel", new_run=True))
+    pool.answer(trainer.publish(0, transfer="set_version", new_run=True))
     late = pool.worker("late")
     pool.submit(trainer.link, 50, work(16))
     sent = trainer.commit()
     for batch in list(pool.batches):
         if batch.link != late:
             sent += pool.finish(batch)
-    (asked,) = of_type(sent, HandOver)
-    pool.tell(b"w0", HandedOver(asked.update, 0))
+    (asked,) = of_type(sent, LoadWeights)
+    pool.tell(b"w0", WeightsLoaded(asked.update, 0))
     worker = pool.machine.core.groups["g"].workers["late"]
     before = dict(worker.batches)
     pool.written()
@@ -1466,19 +1466,19 @@ def test_versions_and_history_are_known_here() -> None:
     pool, trainer, links = ready()
     committed(pool, trainer, 1, links)
     refusal(trainer.publish(1), 2)
-    (report,) = of_type(trainer.say(WeightsQuestion(7)), WeightsReport)
+    (report,) = of_type(trainer.say(InspectWeights(7)), WeightsReport)
     assert (report.id, report.version, report.digest) == (7, 1, DIGEST)
     assert [(w.name, w.version, w.digest) for w in report.workers] == [("w0", 1, DIGEST), ("w1", 1, DIGEST)]
     assert [record.outcome for record in report.history] == ["committed"]
     pool.submit(trainer.link, 50, work())
     pool.finish(pool.batches[0], version=1)
-    (report,) = of_type(trainer.say(WeightsQuestion(8)), WeightsReport)
+    (report,) = of_type(trainer.say(InspectWeights(8)), WeightsReport)
     assert "first_answer" in report.history[0].phases
 
 
 def test_engines_are_asked_for_their_digests_and_the_answers_put_together() -> None:
     pool, trainer, links = ready(3)
-    asked = of_type(trainer.say(WeightsQuestion(7, what="digest")), Inspect)
+    asked = of_type(trainer.say(InspectWeights(7, what="digest")), Inspect)
     assert len(asked) == 3
     pool.tell(links[0], Inspected(asked[0].task, digest=DIGEST))
     pool.do(ev.WorkerBroken(0, links[1], "dies"))
@@ -1489,7 +1489,7 @@ def test_engines_are_asked_for_their_digests_and_the_answers_put_together() -> N
 
 def test_a_weight_is_asked_of_one_worker_and_its_bytes_are_passed_on() -> None:
     pool, trainer, links = ready()
-    (asked,) = of_type(trainer.say(WeightsQuestion(7, what="tensor", name="w")), Inspect)
+    (asked,) = of_type(trainer.say(InspectWeights(7, what="tensor", name="w")), Inspect)
     assert (asked.what, asked.name) == ("tensor", "w")
     answer = Inspected(asked.task, dtype="bfloat16")
     answer.frames = [ev.FrameSpec("tensor", "float32", (2,))]
@@ -1501,28 +1501,28 @@ def test_a_weight_is_asked_of_one_worker_and_its_bytes_are_passed_on() -> None:
 def test_a_chunk_of_a_weight_is_bounded_whatever_is_asked() -> None:
     pool, trainer, links = ready()
     for count, most in ((0, MAX_CHUNK), (2**62, MAX_CHUNK), (5, 5)):
-        (asked,) = of_type(trainer.say(WeightsQuestion(7, what="tensor", name="w", offset=2**40, count=count)), Inspect)
+        (asked,) = of_type(trainer.say(InspectWeights(7, what="tensor", name="w", offset=2**40, count=count)), Inspect)
         assert (asked.offset, asked.count) == (2**40, most)
         pool.tell(links[0], Inspected(asked.task, code="engine_error", message="no"))
     small = b"small"
     pool.do(ev.ClientHello(0, small, b"s" * 16, b"t" * 16, 0, max_message_bytes=1 << 20))
-    (asked,) = of_type(pool.do(ev.WeightsAsked(0, small, WeightsQuestion(8, what="tensor", name="w"))), Inspect)
+    (asked,) = of_type(pool.do(ev.WeightsAsked(0, small, InspectWeights(8, what="tensor", name="w"))), Inspect)
     assert asked.count * 4 == 1 << 19
-    (refused,) = failures(pool.do(ev.WeightsAsked(0, small, WeightsQuestion(9, what="tensor", name="w", offset=-1)))).values()
+    (refused,) = failures(pool.do(ev.WeightsAsked(0, small, InspectWeights(9, what="tensor", name="w", offset=-1)))).values()
     assert (refused.code, refused.field) == ("bad_request", "offset")
 
 
 def test_one_link_cannot_take_all_questions() -> None:
     pool, trainer, _ = ready()
-    said = [codes(trainer.say(WeightsQuestion(i, what="validate"))) for i in range(1, 7)]
+    said = [codes(trainer.say(InspectWeights(i, what="validate"))) for i in range(1, 7)]
     assert said == [[], [], [], [], ["busy"], ["busy"]]
     other = pool.client()
-    assert codes(pool.do(ev.WeightsAsked(0, other, WeightsQuestion(1, what="validate")))) == []
+    assert codes(pool.do(ev.WeightsAsked(0, other, InspectWeights(1, what="validate")))) == []
 
 
 def test_a_question_ends_in_time_without_those_who_do_not_answer() -> None:
     pool, trainer, _ = ready(1)
-    trainer.say(WeightsQuestion(7, what="validate"))
+    trainer.say(InspectWeights(7, what="validate"))
     sent = pool.live(61.0)
     (report,) = of_type(sent, WeightsReport)
     assert report.workers[0].code == "deadline_exceeded"
@@ -1538,23 +1538,23 @@ def test_a_coordinator_that_drains_gives_up_what_has_touched_no_engine() -> None
     assert refusal(trainer.publish(2), 2).code == "shutting_down"
 
 
-def test_a_coordinator_that_drains_finishes_a_hand_over() -> None:
-    pool, _, links = to_hand_over()
+def test_a_coordinator_that_drains_finishes_a_load() -> None:
+    pool, _, links = to_load()
     pool.do(ev.DrainAsked(0, 5.0))
     assert not pool.drained
     for link in links:
-        pool.tell(link, HandedOver(pool.update.id, 1, DIGEST))
+        pool.tell(link, WeightsLoaded(pool.update.id, 1, DIGEST))
     assert of_type(pool.written(), Published)
     assert pool.drained
 
 
 def test_a_member_that_takes_weights_says_so_and_is_ready_after() -> None:
     """A link may break in the middle of it: then its stage tells."""
-    pool, _, links = to_hand_over()
+    pool, _, links = to_load()
     pool.do(ev.WorkerRegistered(0, b"new", "g", "w1", 1, "host", EPOCH))
     pool.tell(b"new", Stage("loading", "takes weights"))
-    pool.tell(links[0], HandedOver(pool.update.id, 1, DIGEST))
-    pool.tell(b"new", HandedOver(pool.update.id, 1, DIGEST))
+    pool.tell(links[0], WeightsLoaded(pool.update.id, 1, DIGEST))
+    pool.tell(b"new", WeightsLoaded(pool.update.id, 1, DIGEST))
     pool.written()
     worker = pool.machine.core.groups["g"].workers["w1"]
     assert not worker.able
@@ -1567,23 +1567,23 @@ def test_links_with_many_questions_make_room_for_others() -> None:
     pool, trainer, _ = ready(1)
     greedy = [b"asker%d" % (number // OPEN_EACH) for number in range(OPEN)]
     for number, asker in enumerate(greedy, 1):
-        pool.do(ev.WeightsAsked(0, asker, WeightsQuestion(number, what="digest")))
+        pool.do(ev.WeightsAsked(0, asker, InspectWeights(number, what="digest")))
     given_up: list[int | None] = []
     for number in range(100, 112):
-        sent = pool.do(ev.WeightsAsked(0, b"late%d" % number, WeightsQuestion(number, what="digest")))
+        sent = pool.do(ev.WeightsAsked(0, b"late%d" % number, InspectWeights(number, what="digest")))
         assert of_type(sent, Inspect), "the late one is asked at once"
-        ((link, failure),) = ((s.link, s.message) for s in sent if isinstance(s.message, Failure))
+        ((link, failure),) = ((s.link, s.message) for s in sent if isinstance(s.message, ErrorReply))
         assert link in greedy and failure.code == "busy"
         given_up.append(failure.id)
     assert sorted(id_ for id_ in given_up if id_ is not None) == [n for n in range(1, OPEN + 1) if n % OPEN_EACH != 1]
-    assert refusal(trainer.say(WeightsQuestion(99, what="digest")), 99).code == "busy", "now each link has one"
+    assert refusal(trainer.say(InspectWeights(99, what="digest")), 99).code == "busy", "now each link has one"
 
 
 def test_a_question_that_finds_too_many_open_is_told_when_to_ask_again() -> None:
     pool, trainer, _ = ready(1)
     for number in range(1, OPEN + 1):
         asker = b"asker%d" % number
-        assert of_type(pool.do(ev.WeightsAsked(0, asker, WeightsQuestion(number, what="digest"))), Inspect)
-    refused = refusal(trainer.say(WeightsQuestion(99, what="digest")), 99)
+        assert of_type(pool.do(ev.WeightsAsked(0, asker, InspectWeights(number, what="digest"))), Inspect)
+    refused = refusal(trainer.say(InspectWeights(99, what="digest")), 99)
     assert (refused.code, refused.limit, refused.retry_after_ms) == ("busy", str(OPEN), AGAIN_MS)
-    assert of_type(trainer.say(WeightsQuestion(100)), WeightsReport), "what asks no engine needs no room"
+    assert of_type(trainer.say(InspectWeights(100)), WeightsReport), "what asks no engine needs no room"

@@ -10,12 +10,12 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from enginepool.protocol.messages import (
     Accept,
     Batch,
-    Bye,
     Capabilities,
     Done,
     Drain,
+    ErrorReply,
+    Exiting,
     Expired,
-    Failure,
     FrameSpec,
     Idle,
     Message,
@@ -26,29 +26,29 @@ from enginepool.protocol.messages import (
     Register,
     Stage,
     TaskId,
-    Tokenise,
-    Tokenised,
+    Tokenize,
+    Tokenized,
 )
 from enginepool.workers.events import (
-    BatchDone,
     Connected,
     Disconnected,
     DrainWanted,
-    Effect,
-    End,
+    EndProcess,
+    EngineBatchDone,
     EngineLost,
     EngineReady,
     EngineStage,
-    Event,
     Exit,
+    FromCoordinator,
     LifelineClosed,
     Note,
-    Received,
     RunBatch,
-    RunTokenise,
-    Send,
+    RunTokenize,
+    SendToCoordinator,
     TextDone,
-    Tick,
+    WorkerEffect,
+    WorkerEvent,
+    WorkerTick,
     WorkFailed,
 )
 from enginepool.workers.ledger import KEPT_ANSWERS, KEPT_BYTES
@@ -66,31 +66,31 @@ def batch(epoch: int, n: int, parts: int = 1) -> Batch:
     return Batch((epoch, n), [Part(IDS)] * parts)
 
 
-def run(w: WorkerMachine, *events: Event) -> list[Effect]:
+def run(w: WorkerMachine, *events: WorkerEvent) -> list[WorkerEffect]:
     """The effects of the last event."""
-    effects: list[Effect] = []
+    effects: list[WorkerEffect] = []
     for event in events:
         effects = w.handle(event)
         w.check()
     return effects
 
 
-def hear(w: WorkerMachine, message: Message, *, now: float | None = None) -> list[Effect]:
-    return run(w, Received(w.now if now is None else now, message))
+def hear(w: WorkerMachine, message: Message, *, now: float | None = None) -> list[WorkerEffect]:
+    return run(w, FromCoordinator(w.now if now is None else now, message))
 
 
-def sent(effects: Sequence[Effect]) -> list[Message]:
-    return [effect.message for effect in effects if isinstance(effect, Send)]
+def sent(effects: Sequence[WorkerEffect]) -> list[Message]:
+    return [effect.message for effect in effects if isinstance(effect, SendToCoordinator)]
 
 
 def ready(epoch: int = 5, *, orphan_s: float = 60.0, drain_s: float = 10.0) -> WorkerMachine:
     w = machine(orphan_s=orphan_s, drain_s=drain_s)
-    run(w, Connected(0.0), Received(0.0, Accept(epoch)), EngineReady(0.0, CAPABILITIES, 3))
+    run(w, Connected(0.0), FromCoordinator(0.0, Accept(epoch)), EngineReady(0.0, CAPABILITIES, 3))
     return w
 
 
-def done(w: WorkerMachine, epoch: int, n: int, frames: tuple[bytes, ...] = ()) -> list[Effect]:
-    return run(w, BatchDone(w.now, (epoch, n), [PartDone()], frames, 3, 1, 10))
+def done(w: WorkerMachine, epoch: int, n: int, frames: tuple[bytes, ...] = ()) -> list[WorkerEffect]:
+    return run(w, EngineBatchDone(w.now, (epoch, n), [PartDone()], frames, 3, 1, 10))
 
 
 # --- registration -------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def test_registers_on_every_new_link_with_the_last_epoch_heard() -> None:
 
 def test_registers_again_when_the_coordinator_asks_but_not_once_for_each_refused_message() -> None:
     w = ready()
-    refusal = Failure("hello_required", "who are you?")
+    refusal = ErrorReply("hello_required", "who are you?")
     assert [type(m) for m in sent(hear(w, refusal, now=1.0))] == [Register]
     assert hear(w, refusal, now=1.1) == []
     assert [type(m) for m in sent(hear(w, refusal, now=2.1))] == [Register]
@@ -115,13 +115,13 @@ def test_registers_again_when_the_coordinator_asks_but_not_once_for_each_refused
 def test_an_unanswered_register_is_repeated() -> None:
     w = machine()
     run(w, Connected(0.0))
-    said = [t / 4 for t in range(1, 13) if sent(run(w, Tick(t / 4)))]
+    said = [t / 4 for t in range(1, 13) if sent(run(w, WorkerTick(t / 4)))]
     assert said == [1.0, 2.0, 3.0]
 
 
 def test_a_silent_coordinator_is_asked_every_five_seconds() -> None:
     w = ready()
-    said = [t / 4 for t in range(1, 49) if sent(run(w, Tick(t / 4)))]
+    said = [t / 4 for t in range(1, 49) if sent(run(w, WorkerTick(t / 4)))]
     assert said == [5.0, 10.0]
     assert w.registered, "silence does not make the link unusable"
 
@@ -129,7 +129,7 @@ def test_a_silent_coordinator_is_asked_every_five_seconds() -> None:
 def test_nothing_is_said_while_the_link_is_down() -> None:
     w = ready()
     run(w, Disconnected(0.0))
-    assert all(run(w, Tick(t / 4)) == [] for t in range(1, 40))
+    assert all(run(w, WorkerTick(t / 4)) == [] for t in range(1, 40))
 
 
 def test_a_worker_whose_incarnation_expired_takes_another_one_and_keeps_its_engine() -> None:
@@ -156,8 +156,8 @@ def test_an_expiry_that_comes_twice_costs_one_incarnation() -> None:
 
 def test_an_external_worker_waits_for_a_coordinator_without_a_limit() -> None:
     w = machine(orphan_s=10.0, external=True)
-    run(w, Connected(0.0), Received(0.0, Accept(5, orphan_s=10.0)), Disconnected(1.0))
-    assert not [effect for t in range(4, 4000) for effect in run(w, Tick(t / 4)) if isinstance(effect, End)]
+    run(w, Connected(0.0), FromCoordinator(0.0, Accept(5, orphan_s=10.0)), Disconnected(1.0))
+    assert not [effect for t in range(4, 4000) for effect in run(w, WorkerTick(t / 4)) if isinstance(effect, EndProcess)]
 
 
 @pytest.mark.parametrize(
@@ -166,13 +166,13 @@ def test_an_external_worker_waits_for_a_coordinator_without_a_limit() -> None:
         ([], [Idle(9), Stage("starting")]),
         ([EngineStage(0.0, "compiling", "kernels")], [Idle(9), Stage("compiling", "kernels")]),
         ([EngineReady(0.0, CAPABILITIES, 3)], [Idle(9), Ready(CAPABILITIES, 3)]),
-        ([Received(0.0, Accept(8))], [Idle(9), Stage("starting")]),
-        ([Received(0.0, Accept(9))], [Idle(9), Stage("starting")]),
-        ([EngineReady(0.0, CAPABILITIES, 3), Received(0.0, Accept(9))], [Idle(9), Ready(CAPABILITIES, 3)]),
-        ([Received(0.0, Accept(10))], []),
+        ([FromCoordinator(0.0, Accept(8))], [Idle(9), Stage("starting")]),
+        ([FromCoordinator(0.0, Accept(9))], [Idle(9), Stage("starting")]),
+        ([EngineReady(0.0, CAPABILITIES, 3), FromCoordinator(0.0, Accept(9))], [Idle(9), Ready(CAPABILITIES, 3)]),
+        ([FromCoordinator(0.0, Accept(10))], []),
     ],
 )
-def test_after_every_accept_comes_idle_then_ready_or_stage(events: list[Event], after_accept: list[Message]) -> None:
+def test_after_every_accept_comes_idle_then_ready_or_stage(events: list[WorkerEvent], after_accept: list[Message]) -> None:
     w = machine()
     run(w, Connected(0.0), *events)
     assert sent(hear(w, Accept(9))) == after_accept
@@ -194,18 +194,18 @@ def test_stages_are_reported_only_on_a_registered_link() -> None:
     assert sent(run(w, EngineReady(0.0, CAPABILITIES, 3))) == [Ready(CAPABILITIES, 3)]
 
 
-@pytest.mark.parametrize("code", ["superseded", "forbidden", "unauthorised", "protocol_version", "unknown_group"])
+@pytest.mark.parametrize("code", ["superseded", "forbidden", "unauthorized", "protocol_version", "unknown_group"])
 def test_a_final_refusal_ends_the_process_at_once(code: str) -> None:
     w = ready()
-    (end,) = hear(w, Failure(code, "no"))
-    assert isinstance(end, End)
+    (end,) = hear(w, ErrorReply(code, "no"))
+    assert isinstance(end, EndProcess)
     assert (end.code, end.close) == (Exit.REFUSED, False)
     assert code in end.reason
 
 
 def test_another_failure_is_noted() -> None:
     w = ready()
-    assert hear(w, Failure("unsupported", "what?")) == [Note("the coordinator reports unsupported: what?")]
+    assert hear(w, ErrorReply("unsupported", "what?")) == [Note("the coordinator reports unsupported: what?")]
 
 
 # --- work ---------------------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_the_last_answers_are_kept_and_no_more() -> None:
     for n in range(KEPT_ANSWERS + 1):
         hear(w, batch(5, n))
         done(w, 5, n)
-    assert [type(effect) for effect in hear(w, batch(5, 1))] == [Send]
+    assert [type(effect) for effect in hear(w, batch(5, 1))] == [SendToCoordinator]
     assert [type(effect) for effect in hear(w, batch(5, 0))] == [RunBatch]
 
 
@@ -252,22 +252,22 @@ def test_kept_answers_are_bounded_in_bytes() -> None:
 def test_work_of_another_epoch_is_refused(epoch: int) -> None:
     w = ready()
     (failure,) = sent(hear(w, batch(epoch, 1)))
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, ErrorReply)
     assert (failure.code, failure.id) == ("hello_required", 1)
 
 
 def test_work_before_ready_is_refused() -> None:
     w = machine()
-    run(w, Connected(0.0), Received(0.0, Accept(5)))
+    run(w, Connected(0.0), FromCoordinator(0.0, Accept(5)))
     (failure,) = sent(hear(w, batch(5, 1)))
-    assert isinstance(failure, Failure)
+    assert isinstance(failure, ErrorReply)
     assert failure.code == "hello_required"
 
 
 def test_work_on_a_link_that_was_not_accepted_is_refused_and_registration_repeated() -> None:
     w = machine()
     run(w, Connected(0.0), EngineReady(0.0, CAPABILITIES, 3))
-    assert [type(m) for m in sent(hear(w, batch(5, 1), now=1.5))] == [Failure, Register]
+    assert [type(m) for m in sent(hear(w, batch(5, 1), now=1.5))] == [ErrorReply, Register]
 
 
 def test_a_failed_batch_fails_every_part() -> None:
@@ -280,13 +280,13 @@ def test_a_failed_batch_fails_every_part() -> None:
 
 def test_text_comes_back_as_ids_and_a_failure_as_a_code() -> None:
     w = ready()
-    task = Tokenise((5, 1), [])
-    assert hear(w, task) == [RunTokenise(task)]
+    task = Tokenize((5, 1), [])
+    assert hear(w, task) == [RunTokenize(task)]
     frames = (bytes(12), bytes(8))
     specs = [FrameSpec("items", "int32", (3,)), FrameSpec("item_lengths", "uint32", (2,))]
-    assert run(w, TextDone(0.0, (5, 1), *frames)) == [Send(Tokenised((5, 1), specs), frames)]
-    hear(w, Tokenise((5, 2), []))
-    assert sent(run(w, WorkFailed(0.0, (5, 2), "odd", "malformed"))) == [Tokenised((5, 2), code="malformed", message="odd")]
+    assert run(w, TextDone(0.0, (5, 1), *frames)) == [SendToCoordinator(Tokenized((5, 1), specs), frames)]
+    hear(w, Tokenize((5, 2), []))
+    assert sent(run(w, WorkFailed(0.0, (5, 2), "odd", "malformed"))) == [Tokenized((5, 2), code="malformed", message="odd")]
 
 
 def test_an_answer_that_was_finished_while_the_link_was_down_is_sent_after_accept() -> None:
@@ -338,8 +338,8 @@ def test_a_lost_engine_says_why_and_ends_the_process_with_its_code() -> None:
     w = ready()
     hear(w, batch(5, 1))
     bye, end = run(w, EngineLost(0.0, "scheduler exited with -9"))
-    assert bye == Send(Bye("scheduler exited with -9", failed=True))
-    assert end == End(Exit.ENGINE_DIED, "scheduler exited with -9", False)
+    assert bye == SendToCoordinator(Exiting("scheduler exited with -9", failed=True))
+    assert end == EndProcess(Exit.ENGINE_DIED, "scheduler exited with -9", False)
     assert Exit.ENGINE_DIED == 70
 
 
@@ -355,37 +355,37 @@ def test_a_lost_engine_says_why_and_ends_the_process_with_its_code() -> None:
 )
 def test_an_engine_that_died_of_a_batch_too_large_for_its_memory_is_told_as_that(stage: str, reason: str, told: bool) -> None:
     w = WorkerMachine("w1", "g", now=0.0)
-    run(w, Connected(0.0), Received(0.0, Accept(5, halvings=2)))
+    run(w, Connected(0.0), FromCoordinator(0.0, Accept(5, halvings=2)))
     assert w.halvings == 2
     run(w, EngineReady(0.0, CAPABILITIES) if stage == "ready" else EngineStage(0.0, stage))
     effects = run(w, EngineLost(0.0, reason))
-    (bye,) = [message for message in sent(effects) if isinstance(message, Bye)]
+    (bye,) = [message for message in sent(effects) if isinstance(message, Exiting)]
     assert bye.out_of_memory == told
-    (end,) = [effect for effect in effects if isinstance(effect, End)]
+    (end,) = [effect for effect in effects if isinstance(effect, EndProcess)]
     assert end.code == (Exit.OUT_OF_MEMORY if told else Exit.ENGINE_DIED), "it may be seen before the message"
 
 
-@pytest.mark.parametrize("ask", [Received(0.0, Drain()), DrainWanted(0.0, "SIGTERM")])
-def test_an_idle_worker_drains_at_once(ask: Event) -> None:
+@pytest.mark.parametrize("ask", [FromCoordinator(0.0, Drain()), DrainWanted(0.0, "SIGTERM")])
+def test_an_idle_worker_drains_at_once(ask: WorkerEvent) -> None:
     w = ready()
     effects = run(w, ask)
-    assert [type(m) for m in sent(effects)] == [Stage, Bye]
+    assert [type(m) for m in sent(effects)] == [Stage, Exiting]
     assert effects[-1] == w.ended
-    assert isinstance(effects[-1], End)
+    assert isinstance(effects[-1], EndProcess)
     assert (effects[-1].code, effects[-1].close) == (0, True)
 
 
 def test_a_draining_worker_finishes_what_runs_and_refuses_what_is_new() -> None:
     w = ready()
     hear(w, batch(5, 1))
-    hear(w, Tokenise((5, 2), []))
+    hear(w, Tokenize((5, 2), []))
     assert sent(run(w, DrainWanted(0.0, "SIGTERM"))) == [Stage("draining", "SIGTERM")]
     assert run(w, DrainWanted(0.0, "SIGTERM")) == []
     (refusal,) = sent(hear(w, batch(5, 3)))
-    assert isinstance(refusal, Failure)
+    assert isinstance(refusal, ErrorReply)
     assert refusal.code == "shutting_down"
     assert [type(m) for m in sent(done(w, 5, 1))] == [Done]
-    assert [type(m) for m in sent(run(w, TextDone(0.0, (5, 2), b"", b"")))] == [Tokenised, Bye]
+    assert [type(m) for m in sent(run(w, TextDone(0.0, (5, 2), b"", b"")))] == [Tokenized, Exiting]
     assert w.ended is not None
 
 
@@ -393,9 +393,9 @@ def test_a_drain_ends_at_its_deadline_and_says_what_is_unfinished() -> None:
     w = ready(drain_s=1.0)
     hear(w, batch(5, 1))
     run(w, DrainWanted(0.0, "SIGTERM"))
-    assert run(w, Tick(0.9)) == []
-    bye, end = run(w, Tick(1.0))
-    assert bye == Send(Bye("drained: SIGTERM; 1 unfinished after 1 s"))
+    assert run(w, WorkerTick(0.9)) == []
+    bye, end = run(w, WorkerTick(1.0))
+    assert bye == SendToCoordinator(Exiting("drained: SIGTERM; 1 unfinished after 1 s"))
     assert end == w.ended
 
 
@@ -403,20 +403,20 @@ def test_a_draining_worker_ends_when_a_new_epoch_wants_none_of_its_work() -> Non
     w = ready()
     hear(w, batch(5, 1))
     run(w, DrainWanted(0.0, "SIGTERM"))
-    assert [type(m) for m in sent(hear(w, Accept(6)))] == [Idle, Stage, Bye]
+    assert [type(m) for m in sent(hear(w, Accept(6)))] == [Idle, Stage, Exiting]
     assert w.ended is not None
 
 
 def test_a_worker_that_loads_while_it_drains_does_not_become_ready() -> None:
     w = machine()
-    run(w, Connected(0.0), Received(0.0, Accept(5)), DrainWanted(0.0, "SIGTERM"), EngineReady(0.0, CAPABILITIES, 3))
+    run(w, Connected(0.0), FromCoordinator(0.0, Accept(5)), DrainWanted(0.0, "SIGTERM"), EngineReady(0.0, CAPABILITIES, 3))
     assert w.ended is not None
 
 
 def test_no_word_from_a_coordinator_ends_an_orphan() -> None:
     w = machine(orphan_s=3.0)
     run(w, Connected(0.0))
-    ends = [t / 4 for t in range(1, 30) if any(isinstance(effect, End) for effect in run(w, Tick(t / 4)))]
+    ends = [t / 4 for t in range(1, 30) if any(isinstance(effect, EndProcess) for effect in run(w, WorkerTick(t / 4)))]
     assert ends == [3.0]
     assert w.ended is not None
     assert (w.ended.code, w.ended.close) == (Exit.ORPHANED, True)
@@ -425,8 +425,8 @@ def test_no_word_from_a_coordinator_ends_an_orphan() -> None:
 @pytest.mark.parametrize(("external", "then"), [(True, "keeps its model and waits"), (False, "ends after 60 s of silence")])
 def test_a_long_silence_of_the_coordinator_is_one_line_when_it_is_noticed_and_one_at_its_end(external: bool, then: str) -> None:
     w = machine(external=external)
-    run(w, Connected(0.0), Received(0.0, Accept(5)), Disconnected(1.0))
-    notes = [effect for t in range(4, 160) for effect in run(w, Tick(t / 4)) if isinstance(effect, Note)]
+    run(w, Connected(0.0), FromCoordinator(0.0, Accept(5)), Disconnected(1.0))
+    notes = [effect for t in range(4, 160) for effect in run(w, WorkerTick(t / 4)) if isinstance(effect, Note)]
     assert notes == [Note(f"no word from a coordinator for 10 s: this worker {then}")]
     back = [effect for effect in [*run(w, Connected(41.0)), *hear(w, Accept(6)), *hear(w, Ping(1))] if isinstance(effect, Note)]
     assert back == [Note("the coordinator speaks again, after 41 s")]
@@ -434,22 +434,22 @@ def test_a_long_silence_of_the_coordinator_is_one_line_when_it_is_noticed_and_on
 
 def test_accept_sets_the_time_after_which_a_worker_is_an_orphan() -> None:
     w = machine(orphan_s=1.0)
-    run(w, Connected(0.0), Received(0.5, Accept(5, orphan_s=4.0)))
-    assert [t / 4 for t in range(3, 40) if run(w, Tick(t / 4)) and w.ended] == [4.5]
+    run(w, Connected(0.0), FromCoordinator(0.5, Accept(5, orphan_s=4.0)))
+    assert [t / 4 for t in range(3, 40) if run(w, WorkerTick(t / 4)) and w.ended] == [4.5]
 
 
 def test_pings_keep_a_worker_from_being_an_orphan() -> None:
     w = ready()
     w.orphan_s = 3.0
     for t in range(1, 100):
-        run(w, Tick(t / 4))
+        run(w, WorkerTick(t / 4))
         hear(w, Ping(t), now=t / 4)
     assert w.ended is None
 
 
 def test_a_stall_of_the_worker_itself_is_not_held_against_the_coordinator() -> None:
     w = ready()
-    run(w, Tick(1.0), Tick(1000.0))
+    run(w, WorkerTick(1.0), WorkerTick(1000.0))
     assert w.ended is None
     assert w.heard_at == 999.0
 
@@ -458,7 +458,7 @@ def test_a_stall_of_the_worker_itself_is_not_held_against_the_coordinator() -> N
 def test_after_a_stall_nothing_was_heard_or_asked_later_than_now(before: float, after: float) -> None:
     """`before + (after - before)` is more than `after` by a rounding."""
     w = ready()
-    run(w, Connected(before), Received(before, Accept(5)), Disconnected(after))
+    run(w, Connected(before), FromCoordinator(before, Accept(5)), Disconnected(after))
     assert w.heard_at == w.asked_at == w.now == after
 
 
@@ -466,14 +466,20 @@ def test_a_closed_lifeline_ends_the_process_at_once() -> None:
     w = ready()
     hear(w, batch(5, 1))
     (end,) = run(w, LifelineClosed(0.0))
-    assert isinstance(end, End)
+    assert isinstance(end, EndProcess)
     assert (end.code, end.close) == (Exit.OWNER_GONE, False)
 
 
 def test_nothing_has_an_effect_after_the_end() -> None:
     w = ready()
     run(w, LifelineClosed(0.0))
-    for event in (Connected(1.0), Received(1.0, Accept(9)), Tick(99.0), EngineLost(1.0, "x"), DrainWanted(1.0, "y")):
+    for event in (
+        Connected(1.0),
+        FromCoordinator(1.0, Accept(9)),
+        WorkerTick(99.0),
+        EngineLost(1.0, "x"),
+        DrainWanted(1.0, "y"),
+    ):
         assert run(w, event) == []
 
 
@@ -501,32 +507,37 @@ class AnyOrder(RuleBasedStateMachine):
         self.accepted: set[TaskId] = set()
         self.answered: dict[TaskId, Message] = {}
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: WorkerEvent) -> list[WorkerEffect]:
         was_ended = self.w.ended is not None
         epoch = self.w.epoch
         effects = self.w.handle(event)
         self.w.check()
         assert not (was_ended and effects)
         for effect in effects:
-            if isinstance(effect, RunBatch | RunTokenise):
+            if isinstance(effect, RunBatch | RunTokenize):
                 task = effect.batch.batch if isinstance(effect, RunBatch) else effect.task.task
                 assert task[0] == self.w.epoch
                 assert not any(other[0] < task[0] for other in self.engine), "two epochs share the engine"
                 self.runs[task] = self.runs.get(task, 0) + 1
                 assert self.runs[task] == 1, "ran twice"
                 self.engine.append(task)
-            elif isinstance(effect, Send):
+            elif isinstance(effect, SendToCoordinator):
                 self.said(effect.message)
-            elif isinstance(effect, End):
+            elif isinstance(effect, EndProcess):
                 assert effect is effects[-1]
-        if isinstance(event, Received) and isinstance(event.message, Accept) and event.message.epoch >= epoch and effects:
+        if (
+            isinstance(event, FromCoordinator)
+            and isinstance(event.message, Accept)
+            and event.message.epoch >= epoch
+            and effects
+        ):
             kinds = [type(message) for message in sent(effects)]
             assert kinds[0] is Idle
             assert kinds[1] in (Stage, Ready)
         return effects
 
     def said(self, message: Message) -> None:
-        if isinstance(message, Done | Tokenised):
+        if isinstance(message, Done | Tokenized):
             task = message.batch if isinstance(message, Done) else message.task
             assert self.w.registered
             assert task[0] == self.w.epoch, "an answer of a dropped epoch"
@@ -537,7 +548,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(dt=st.sampled_from([0.0, 0.1, 0.25, 1.0, 3.0]))
     def tick(self, dt: float) -> None:
-        self.handle(Tick(self.w.now + dt))
+        self.handle(WorkerTick(self.w.now + dt))
 
     @rule()
     def connect(self) -> None:
@@ -549,11 +560,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(step=st.sampled_from([0, 0, 0, 1, -1]))
     def accept(self, step: int) -> None:
-        self.handle(Received(self.w.now, Accept(max(1, self.w.epoch + step))))
+        self.handle(FromCoordinator(self.w.now, Accept(max(1, self.w.epoch + step))))
 
     @rule()
     def hello_required(self) -> None:
-        self.handle(Received(self.w.now, Failure("hello_required", "?")))
+        self.handle(FromCoordinator(self.w.now, ErrorReply("hello_required", "?")))
 
     @rule()
     def ready(self) -> None:
@@ -573,7 +584,7 @@ class AnyOrder(RuleBasedStateMachine):
         if self.counter > KEPT_ANSWERS:
             return
         can = key[0] == self.w.epoch and self.w.stage == "ready" and self.w.ended is None
-        self.handle(Received(self.w.now, Tokenise(key, []) if text else batch(*key)))
+        self.handle(FromCoordinator(self.w.now, Tokenize(key, []) if text else batch(*key)))
         if can:
             self.accepted.add(key)
 
@@ -586,18 +597,18 @@ class AnyOrder(RuleBasedStateMachine):
         elif self.w.work.running.get(key, 0) is None:
             self.handle(TextDone(self.w.now, key, bytes(4), bytes(4)))
         else:
-            self.handle(BatchDone(self.w.now, key, [PartDone()]))
+            self.handle(EngineBatchDone(self.w.now, key, [PartDone()]))
 
     @rule(how=st.sampled_from(["drain", "sigterm", "lost", "superseded"]), really=st.integers(0, 9))
     def end(self, how: str, really: int) -> None:
         if really:
             return
         now = self.w.now
-        event: Event = {
-            "drain": Received(now, Drain()),
+        event: WorkerEvent = {
+            "drain": FromCoordinator(now, Drain()),
             "sigterm": DrainWanted(now, "SIGTERM"),
             "lost": EngineLost(now, "x"),
-            "superseded": Received(now, Failure("superseded", "x")),
+            "superseded": FromCoordinator(now, ErrorReply("superseded", "x")),
         }[how]
         self.handle(event)
 

@@ -5,37 +5,37 @@ from typing import Any
 import pytest
 
 from enginepool.protocol.layout import layered
-from enginepool.protocol.messages import Accept, Batch, Bye, Capabilities, Idle, Message, Part, Ready, Stage
+from enginepool.protocol.messages import Accept, Batch, Capabilities, Exiting, Idle, Message, Part, Ready, Stage
 from enginepool.protocol.updates import (
     Committed,
-    HandedOver,
-    HandOver,
     Inspect,
     Inspected,
     Join,
     Joined,
+    LoadWeights,
     Prepare,
     Prepared,
-    Release,
+    ReleaseWeights,
     Restore,
     Restored,
     Staged,
+    WeightsLoaded,
 )
 from enginepool.workers.events import (
-    BatchDone,
     Connected,
     Disconnected,
-    Effect,
-    End,
+    EndProcess,
+    EngineBatchDone,
     EngineReady,
-    Event,
     Exit,
-    Received,
+    FromCoordinator,
     RunBatch,
     RunWeights,
-    Send,
+    SendToCoordinator,
     WeightsAnswered,
     WeightsTaken,
+    WorkerEffect,
+    WorkerEvent,
 )
 from enginepool.workers.machine import WorkerMachine
 
@@ -43,7 +43,7 @@ CAN = Capabilities("causal", 100, 64, 64, 8, 128, 16)
 UPDATE = (7, 1)
 PREPARE = Prepare(UPDATE, 1, "staged")
 JOIN = Join("g-1", 3, 1, "host:1", update=UPDATE)
-HAND_OVER = HandOver(UPDATE, 1)
+LOAD = LoadWeights(UPDATE, 1)
 
 
 class Worker:
@@ -56,16 +56,16 @@ class Worker:
         self.hear(Accept(7))
         self.do(EngineReady(0, CAN))
 
-    def do(self, event: Event) -> list[Effect]:
+    def do(self, event: WorkerEvent) -> list[WorkerEffect]:
         self.now += 0.01
         out = self.machine.handle(event.__class__(*(self.now, *(getattr(event, f) for f in event.__struct_fields__[1:]))))
         self.machine.check()
         return out
 
-    def hear(self, message: Message) -> list[Effect]:
-        return self.do(Received(0, message))
+    def hear(self, message: Message) -> list[WorkerEffect]:
+        return self.do(FromCoordinator(0, message))
 
-    def answer(self, answer: Any) -> list[Effect]:
+    def answer(self, answer: Any) -> list[WorkerEffect]:
         return self.do(WeightsAnswered(0, answer))
 
     def again(self, epoch: int = 7) -> list[Message]:
@@ -74,7 +74,7 @@ class Worker:
         self.do(Connected(0))
         return said(self.hear(Accept(epoch)))
 
-    def to_hand_over(self, **changes: Any) -> list[Effect]:
+    def to_load(self, **changes: Any) -> list[WorkerEffect]:
         """Up to the hand-over, everything answered."""
         offer: dict[str, Any] = {"transfer": "staged", **changes}
         self.hear(Prepare(UPDATE, 1, **offer))
@@ -82,16 +82,16 @@ class Worker:
         self.hear(JOIN)
         self.answer(Joined(UPDATE))
         self.answer(Staged(UPDATE, "d"))
-        return self.hear(HAND_OVER)
+        return self.hear(LOAD)
 
 
-def given(effects: list[Effect]) -> list[Message]:
+def given(effects: list[WorkerEffect]) -> list[Message]:
     """What the shell is to do."""
     return [effect.message for effect in effects if isinstance(effect, RunWeights)]
 
 
-def said(effects: list[Effect]) -> list[Message]:
-    return [effect.message for effect in effects if isinstance(effect, Send)]
+def said(effects: list[WorkerEffect]) -> list[Message]:
+    return [effect.message for effect in effects if isinstance(effect, SendToCoordinator)]
 
 
 def batch(number: int, epoch: int = 7) -> Batch:
@@ -105,8 +105,8 @@ def test_the_straight_path() -> None:
     assert given(worker.hear(JOIN)) == [JOIN]
     worker.answer(Joined(UPDATE))
     assert said(worker.answer(Staged(UPDATE, "d"))) == [Staged(UPDATE, "d")]
-    assert given(worker.hear(HAND_OVER)) == [HAND_OVER]
-    assert said(worker.answer(HandedOver(UPDATE, 1, "d"))) == [HandedOver(UPDATE, 1, "d")]
+    assert given(worker.hear(LOAD)) == [LOAD]
+    assert said(worker.answer(WeightsLoaded(UPDATE, 1, "d"))) == [WeightsLoaded(UPDATE, 1, "d")]
     committed = Committed(UPDATE, 1, "d", "/snapshot")
     assert given(worker.hear(committed)) == [committed]
     assert [m for m in worker.again() if isinstance(m, Ready)] == [Ready(CAN, 1, "d", (0, 1))]
@@ -119,50 +119,50 @@ def test_what_comes_twice_is_done_once_and_answered_again(question: Message, ans
     worker.hear(question)
     assert worker.hear(question) == []
     worker.answer(answer)
-    assert worker.hear(question) == [Send(answer)]
+    assert worker.hear(question) == [SendToCoordinator(answer)]
 
 
 def test_answers_are_said_again_on_a_new_link() -> None:
     worker = Worker()
-    worker.to_hand_over()
+    worker.to_load()
     worker.do(Disconnected(0))
-    assert said(worker.answer(HandedOver(UPDATE, 1, "d"))) == []
+    assert said(worker.answer(WeightsLoaded(UPDATE, 1, "d"))) == []
     again = worker.again()
-    assert again[-4:] == [Prepared(UPDATE, "me"), Joined(UPDATE), Staged(UPDATE, "d"), HandedOver(UPDATE, 1, "d")]
+    assert again[-4:] == [Prepared(UPDATE, "me"), Joined(UPDATE), Staged(UPDATE, "d"), WeightsLoaded(UPDATE, 1, "d")]
 
 
 def test_the_engine_empties_before_it_takes_weights_and_nothing_enters_it() -> None:
     worker = Worker()
     worker.hear(batch(10))
-    assert given(worker.to_hand_over()) == []
+    assert given(worker.to_load()) == []
     assert worker.hear(batch(11)) == []
-    done = worker.do(BatchDone(0, (7, 10), [], ()))
+    done = worker.do(EngineBatchDone(0, (7, 10), [], ()))
     assert said(done) == [], "nobody waits for it any more"
-    assert given(done) == [HAND_OVER]
-    after = worker.answer(HandedOver(UPDATE, 1, "d"))
-    assert said(after) == [HandedOver(UPDATE, 1, "d")]
+    assert given(done) == [LOAD]
+    after = worker.answer(WeightsLoaded(UPDATE, 1, "d"))
+    assert said(after) == [WeightsLoaded(UPDATE, 1, "d")]
     assert [effect.batch.batch for effect in after if isinstance(effect, RunBatch)] == [(7, 11)]
 
 
 def test_an_engine_that_kept_its_weights_says_so() -> None:
     worker = Worker()
-    worker.to_hand_over()
-    failed = HandedOver(UPDATE, code="engine_error", message="no")
+    worker.to_load()
+    failed = WeightsLoaded(UPDATE, code="engine_error", message="no")
     assert said(worker.answer(failed)) == [failed]
     assert (worker.machine.updates.version, worker.machine.updates.digest) == (0, "")
 
 
 def test_a_part_is_laid_over_what_was_there() -> None:
     worker = Worker()
-    worker.to_hand_over(partial=True)
-    worker.answer(HandedOver(UPDATE, 1, "d"))
+    worker.to_load(partial=True)
+    worker.answer(WeightsLoaded(UPDATE, 1, "d"))
     assert worker.machine.updates.digest == layered("", "d")
 
 
 def test_a_release_forgets_and_a_late_answer_is_dropped() -> None:
     worker = Worker()
     worker.hear(PREPARE)
-    release = Release(UPDATE, "gone")
+    release = ReleaseWeights(UPDATE, "gone")
     assert given(worker.hear(release)) == [release]
     assert worker.answer(Prepared(UPDATE, "me")) == []
     assert given(worker.hear(PREPARE)) == [], "an update that is over does not begin again"
@@ -173,30 +173,30 @@ def test_another_prepare_gives_up_the_one_before() -> None:
     worker = Worker()
     worker.hear(PREPARE)
     later = Prepare((7, 2), 2, "staged")
-    assert given(worker.hear(later)) == [Release(UPDATE, "another update begins"), later]
+    assert given(worker.hear(later)) == [ReleaseWeights(UPDATE, "another update begins"), later]
 
 
 def test_who_heard_on_a_new_link_that_the_engine_takes_weights_hears_when_it_has() -> None:
     worker = Worker()
-    worker.to_hand_over()
+    worker.to_load()
     assert Stage("loading", "takes weights") in worker.again()
-    heard = said(worker.answer(HandedOver(UPDATE, 1, "d")))
-    assert HandedOver(UPDATE, 1, "d") in heard
+    heard = said(worker.answer(WeightsLoaded(UPDATE, 1, "d")))
+    assert WeightsLoaded(UPDATE, 1, "d") in heard
     assert Ready(CAN, 1, "d") in heard, "it would be taken for one that loads for ever"
 
 
-def test_another_prepare_after_a_hand_over_means_that_it_was_committed() -> None:
+def test_another_prepare_after_a_load_means_that_it_was_committed() -> None:
     worker = Worker()
-    worker.to_hand_over()
-    worker.answer(HandedOver(UPDATE, 1, "d"))
+    worker.to_load()
+    worker.answer(WeightsLoaded(UPDATE, 1, "d"))
     later = Prepare((7, 2), 2, "staged")
     assert given(worker.hear(later)) == [Committed(UPDATE, 1, "d"), later]
 
 
 def test_a_committed_without_a_name_is_of_the_open_update() -> None:
     worker = Worker()
-    worker.to_hand_over()
-    worker.answer(HandedOver(UPDATE, 1, "d"))
+    worker.to_load()
+    worker.answer(WeightsLoaded(UPDATE, 1, "d"))
     assert given(worker.hear(Committed((0, 0), 1, "d", "/s"))) == [Committed(UPDATE, 1, "d", "/s")]
     assert given(worker.hear(Committed((0, 0), 2, "e"))) == [], "it is not what is held here"
 
@@ -214,15 +214,15 @@ def test_a_new_coordinator_ends_the_update() -> None:
     worker.answer(Prepared(UPDATE, "me"))
     worker.do(Connected(0))
     effects = worker.hear(Accept(8))
-    assert [message.update for message in given(effects) if isinstance(message, Release)] == [UPDATE]
+    assert [message.update for message in given(effects) if isinstance(message, ReleaseWeights)] == [UPDATE]
     assert not any(isinstance(message, Prepared) for message in said(effects))
     assert Idle(8) in said(effects)
 
 
 def test_what_was_handed_over_stays_for_the_new_coordinator_to_judge() -> None:
     worker = Worker()
-    worker.to_hand_over()
-    worker.answer(HandedOver(UPDATE, 1, "d"))
+    worker.to_load()
+    worker.answer(WeightsLoaded(UPDATE, 1, "d"))
     worker.do(Connected(0))
     effects = worker.hear(Accept(8))
     assert given(effects) == []
@@ -231,21 +231,21 @@ def test_what_was_handed_over_stays_for_the_new_coordinator_to_judge() -> None:
 
 def test_while_it_takes_weights_a_worker_is_not_ready_for_a_new_coordinator() -> None:
     worker = Worker()
-    worker.to_hand_over()
+    worker.to_load()
     again = worker.again(8)
     assert Stage("loading", "takes weights") in again
     assert not any(isinstance(message, Ready) for message in again)
-    after = worker.answer(HandedOver(UPDATE, 1, "d"))
+    after = worker.answer(WeightsLoaded(UPDATE, 1, "d"))
     assert said(after) == [Ready(CAN, 1, "d")]
 
 
 def test_a_direct_transfer_without_its_coordinator_ends_the_worker() -> None:
     worker = Worker()
-    worker.to_hand_over(transfer="direct")
+    worker.to_load(transfer="direct")
     worker.do(Connected(0))
     effects = worker.hear(Accept(8))
-    assert any(isinstance(effect, End) and effect.code == Exit.ENGINE_DIED for effect in effects)
-    assert any(isinstance(message, Bye) and message.failed for message in said(effects))
+    assert any(isinstance(effect, EndProcess) and effect.code == Exit.ENGINE_DIED for effect in effects)
+    assert any(isinstance(message, Exiting) and message.failed for message in said(effects))
 
 
 def test_a_restore_takes_the_engine_and_ends_in_ready() -> None:
@@ -253,7 +253,7 @@ def test_a_restore_takes_the_engine_and_ends_in_ready() -> None:
     worker.hear(batch(10))
     restore = Restore(3, "d", "/s")
     assert given(worker.hear(restore)) == []
-    assert given(worker.do(BatchDone(0, (7, 10), [], ()))) == [restore]
+    assert given(worker.do(EngineBatchDone(0, (7, 10), [], ()))) == [restore]
     assert worker.hear(restore) == [], "it is at it"
     assert said(worker.do(WeightsTaken(0, 3, "d"))) == [Ready(CAN, 3, "d", (0, 3))]
     assert said(worker.hear(restore)) == [Ready(CAN, 3, "d", (0, 3))], "it has them"

@@ -6,14 +6,14 @@ from typing import Any, cast
 
 import pytest
 
-from enginepool.protocol.updates import Committed, Prepare, Prepared, Release, Space
+from enginepool.protocol.updates import Committed, MemoryRegion, Prepare, Prepared, ReleaseWeights
 from enginepool.workers.engine import Engine, NewWeights
-from enginepool.workers.events import EngineLost, Event, RunWeights, WeightsAnswered
+from enginepool.workers.events import EngineLost, RunWeights, WeightsAnswered, WorkerEvent
 from enginepool.workers.weights import executor as weights
-from enginepool.workers.weights.executor import Weights
+from enginepool.workers.weights.executor import WeightExecutor
 
 UPDATE, NEXT = (7, 1), (7, 2)
-SPACE = Space("file", 8, path="/of/the/stager")
+SPACE = MemoryRegion("file", 8, path="/of/the/stager")
 
 
 class HangingEngine:
@@ -39,34 +39,34 @@ class HangingEngine:
         await self._maybe("let_go")
 
 
-def heard(engine: HangingEngine, *, opens: bool = False) -> list[Event]:
+def heard(engine: HangingEngine, *, opens: bool = False) -> list[WorkerEvent]:
     """What comes of an update that is over, named or with memory open, and of a next one, up to the first event."""
-    events: list[Event] = []
+    events: list[WorkerEvent] = []
 
     async def run() -> None:
         tasks: set[asyncio.Task[None]] = set()
         came = asyncio.Event()
 
-        def feed(event: Event) -> None:
+        def feed(event: WorkerEvent) -> None:
             events.append(event)
             came.set()
 
         def spawn(work: Coroutine[Any, Any, None]) -> None:
             tasks.add(asyncio.create_task(work))
 
-        worker = Weights("", "w", cast(Engine, engine), feed, spawn)
-        worker.run(RunWeights(Prepare(UPDATE, 2, "relabel"), ()))
+        worker = WeightExecutor("", "w", cast(Engine, engine), feed, spawn)
+        worker.run(RunWeights(Prepare(UPDATE, 2, "set_version"), ()))
         await came.wait()
         assert [type(event) for event in events] == [WeightsAnswered]
         events.clear()
         came.clear()
         if opens:
             await worker._opened.get_ready(NewWeights((), (SPACE,)))  # pyright: ignore[reportPrivateUsage]
-            worker.run(RunWeights(Release(UPDATE), ()))
+            worker.run(RunWeights(ReleaseWeights(UPDATE), ()))
         else:
             worker.run(RunWeights(Committed(UPDATE, 1, "e" * 32), ()))
         await asyncio.sleep(0)  # its turn has come
-        worker.run(RunWeights(Prepare(NEXT, 2, "relabel"), ()))
+        worker.run(RunWeights(Prepare(NEXT, 2, "set_version"), ()))
         async with asyncio.timeout(10):
             await came.wait()
         for task in tasks:

@@ -184,8 +184,8 @@ class _Host:
         outcome = found(*args)
         return await outcome if inspect.isawaitable(outcome) else outcome
 
-    async def tokenise(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
-        return await self._engine.tokenise(pairs, raw)
+    async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+        return await self._engine.tokenize(pairs, raw)
 
     async def terminate(self) -> bool:
         """Send this process SIGTERM and wait for the handler from before the engine's start."""
@@ -212,7 +212,7 @@ class _Host:
         seconds = time.monotonic() - began
         children = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
         try:
-            await self._engine.tokenise([("", "x")])
+            await self._engine.tokenize([("", "x")])
         except EngineDied as error:
             return Closed(seconds, children, str(error))
         raise AssertionError("a closed engine answered")

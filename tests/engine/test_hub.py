@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from enginepool import Pool
-from enginepool.config import GroupConfig, PoolConfig, Restart
+from enginepool.config import GroupConfig, PoolConfig, RestartConfig
 from enginepool.errors import PoolDown
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes
 from tests.process.daemons import Daemon
@@ -72,7 +72,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PoolConfig:
         groups={"g": GroupConfig(model="nowhere", device="cpu")},
         listen=f"ipc://{tmp_path}/pool.sock",
         state_dir=str(tmp_path / "state"),
-        restart=Restart(backoff_s=0.1),
+        restart=RestartConfig(backoff_s=0.1),
     )
 
 

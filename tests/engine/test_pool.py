@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from enginepool import Pool, ScoreResult
-from enginepool.config import GroupConfig, PoolConfig, Restart, Timing
+from enginepool.config import GroupConfig, PoolConfig, RestartConfig, Timing
 from enginepool.errors import BadRequest, PoolDown
 from enginepool.protocol.messages import GroupStatus
 from tests.engine.reference import Models, Reference
@@ -149,7 +149,7 @@ def test_every_score_reward_and_hidden_state_equals_the_direct_computation(daemo
 
 
 def test_text_is_scored_as_its_tokens(daemon: Daemon, reference: Reference) -> None:
-    query, items = "Is this a colour? ", ["red", "grün", "the number 7", "日本語"]
+    query, items = "Is this a color? ", ["red", "grün", "the number 7", "日本語"]
     labels = (5, 9)
 
     async def scenario() -> ScoreResult:
@@ -300,7 +300,7 @@ def test_a_scheduler_without_memory_for_a_batch_costs_its_worker_and_no_request(
         listen=f"ipc://{tmp_path}/pool.sock",
         state_dir=str(tmp_path / "state"),
         timing=Timing(silence_s=60.0, forward_s=15.0),
-        restart=Restart(max_restarts=0),
+        restart=RestartConfig(max_restarts=0),
     )
     daemon = Daemon(processes, config).listening()
     rng = random.Random(4)

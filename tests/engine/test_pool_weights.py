@@ -128,7 +128,7 @@ async def all_on(pool: Pool, version: int) -> None:
         await asyncio.sleep(0.1)
 
 
-@pytest.mark.parametrize(("transfer", "updates"), [("staged", UPDATES), ("handles", UPDATES // 5)])
+@pytest.mark.parametrize(("transfer", "updates"), [("staged", UPDATES), ("ipc", UPDATES // 5)])
 def test_after_each_of_many_updates_under_load_every_answer_is_of_exactly_its_weights(
     daemon: Daemon, reference: Reference, own: dict[str, Any], transfer: Any, updates: int
 ) -> None:

@@ -214,7 +214,7 @@ def test_an_engine_over_two_gpus_answers_after_an_update_as_those_on_one_each(
                     record = await publisher.publish(weights, version, transfer=transfer)
                 assert (record.outcome, record.members, record.committed) == ("committed", members, members)
                 assert set(await digests(pool, group)) == {record.digest}
-                tell(f"{transfer}, {group}: hand-over", record.phases["hand_over"] / 1000, "ms")
+                tell(f"{transfer}, {group}: hand-over", record.phases["load"] / 1000, "ms")
                 records.append(record)
             assert records[0].digest == records[1].digest
             await ask(pool, version)

@@ -195,12 +195,12 @@ def test_text_is_ranked_as_a_cross_encoder_ranks_it(encoder: CrossEncoder, engin
         query = words(chance, chance.choice((2, 5, POSITIONS)))
         pairs = [(query, words(chance, chance.choice((0, 1, 6, 20, 2 * POSITIONS)))) for _ in range(8)]
         expected = encoder.predict(pairs)
-        rows = engine.call("tokenise", pairs)
+        rows = engine.call("tokenize", pairs)
         assert max(map(len, rows)) <= POSITIONS
         found = scores_of(engine, rows)
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
         equal += np.array_equal(np.argsort(found[:, 0]), np.argsort(expected[:, 0]))
-        cut = [row[:POSITIONS] for row in engine.call("tokenise", pairs, True)]
+        cut = [row[:POSITIONS] for row in engine.call("tokenize", pairs, True)]
         raw_equal += np.array_equal(np.argsort(scores_of(engine, cut)[:, 0]), np.argsort(expected[:, 0]))
     assert (equal, raw_equal <= 5) == (20, True), raw_equal
 
@@ -218,7 +218,7 @@ def test_ids_of_pairs_and_of_single_texts_equal_a_direct_computation(encoder: Cr
     pairs = [("w6 w7", "w16 w17"), ("w6 w7", "w18")]
     found = scores_of(engine, rows)
     np.testing.assert_allclose(found[:2], encoder.predict(pairs), rtol=1e-4, atol=1e-5)
-    assert engine.call("tokenise", [*pairs, ("", "w26 w27")]) == rows
+    assert engine.call("tokenize", [*pairs, ("", "w26 w27")]) == rows
     single = encoder.predict(["w26 w27"])  # type: ignore[list-item]
     np.testing.assert_allclose(found[2:], single, rtol=1e-4, atol=1e-5)
 
@@ -229,10 +229,10 @@ def test_a_query_that_contains_the_separator_is_refused_where_types_tell_texts_a
     pairs = [("w1", "w2"), ("w1 [SEP] w2", "w3")]
     if encoder.family == "bert":
         with pytest.raises(EngineError, match=r"items\[1\].*contains the separator '\[SEP\]'"):
-            engine.call("tokenise", pairs)
+            engine.call("tokenize", pairs)
     else:
         np.testing.assert_allclose(
-            scores_of(engine, engine.call("tokenise", pairs)), encoder.predict(pairs), rtol=1e-4, atol=1e-5
+            scores_of(engine, engine.call("tokenize", pairs)), encoder.predict(pairs), rtol=1e-4, atol=1e-5
         )
 
 

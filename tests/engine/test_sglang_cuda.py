@@ -150,7 +150,7 @@ def test_full_packed_batches_that_wait_together_take_one_forward_each(packed: Ho
     whole(packed.score(*batches, at_once=2))
 
 
-def test_a_part_that_cannot_be_packed_is_refused_and_its_neighbour_runs(packed: HostedEngine) -> None:
+def test_a_part_that_cannot_be_packed_is_refused_and_its_neighbor_runs(packed: HostedEngine) -> None:
     labels = (7,) if declared(packed).kind == "causal" else ()
     good = part_of([([1, 2], [3])], shared=True, labels=labels)
     [outcome] = whole(packed.score(ScoreBatch((part_of([([1], [2])], shared=True, labels=labels, item_first=True), good))))

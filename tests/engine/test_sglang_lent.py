@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from enginepool.protocol.updates import Finding, Space
+from enginepool.protocol.updates import Finding, MemoryRegion
 from enginepool.trainer import ipc_export as lending
 from enginepool.trainer.buffers import Buffers
-from enginepool.trainer.ipc_export import Lender, Loan
+from enginepool.trainer.ipc_export import IpcExport, IpcExporter
 from enginepool.trainer.tensors import make_plan
-from enginepool.trainer.trainer_ranks import Lockstep
+from enginepool.trainer.trainer_ranks import TrainerRanks
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
 from tests.engine.reference import Reference
 from tests.engine.test_sglang_scores import assert_close, declared, random_batch
@@ -29,12 +29,12 @@ class Lending:
 
     def __init__(self, tensors: dict[str, Any], device: str = "cpu") -> None:
         self.tensors = tensors
-        self._loan = Loan(Lender(Buffers(torch.device(device)), keep=False))
+        self._loan = IpcExport(IpcExporter(Buffers(torch.device(device)), keep=False))
         plan = make_plan(tensors)
-        self.digest, _, spaces = self._loan.fill(
-            plan, bucket_bytes=1 << 16, lockstep=Lockstep(), stopped=lambda: False, progress=lambda _: None
+        self.digest, _, regions = self._loan.fill(
+            plan, bucket_bytes=1 << 16, lockstep=TrainerRanks(), stopped=lambda: False, progress=lambda _: None
         )
-        self.weights = NewWeights(tuple(plan.manifest), tuple(spaces))
+        self.weights = NewWeights(tuple(plan.manifest), tuple(regions))
 
     def end(self) -> None:
         self._loan.end()
@@ -51,7 +51,7 @@ def test_what_is_lent_is_looked_at_beside_forwards_and_taken(subject: Subject, r
     chance = random.Random(3)
     batches = [random_batch(chance, declared(subject.engine)) for _ in range(3)]
     before = subject.scores(*batches)
-    assert subject.engine.call("do", "examine", lent.weights) == (lent.digest, [])
+    assert subject.engine.call("do", "verify", lent.weights) == (lent.digest, [])
     for after, first in zip(subject.scores(*batches), before, strict=True):
         assert_close(after, first)
     subject.take(lent.weights, 1, lent.digest)
@@ -65,7 +65,7 @@ def test_what_is_lent_is_looked_at_beside_forwards_and_taken(subject: Subject, r
 def test_what_was_looked_at_can_be_taken_when_its_owner_is_gone(
     subject: Subject, reference: Reference, lent: Lending, monkeypatch: pytest.MonkeyPatch, ready: bool
 ) -> None:
-    subject.engine.call("do", "examine", lent.weights)
+    subject.engine.call("do", "verify", lent.weights)
     if ready:
         assert subject.get_ready(lent.weights) > 0
     # A process that is killed breaks no seal.
@@ -79,7 +79,7 @@ def test_what_was_looked_at_can_be_taken_when_its_owner_is_gone(
 def test_an_engine_that_copied_out_of_memory_that_was_used_again_has_to_end(
     subject: Subject, lent: Lending, ready: bool
 ) -> None:
-    subject.engine.call("do", "examine", lent.weights)
+    subject.engine.call("do", "verify", lent.weights)
     if ready:
         assert subject.get_ready(lent.weights) > 0
     lent.end()
@@ -88,7 +88,7 @@ def test_an_engine_that_copied_out_of_memory_that_was_used_again_has_to_end(
 
 
 def test_what_is_let_go_of_is_not_open_any_more(subject: Subject, lent: Lending) -> None:
-    subject.engine.call("do", "examine", lent.weights)
+    subject.engine.call("do", "verify", lent.weights)
     assert subject.get_ready(lent.weights) > 0
     subject.engine.call("do", "let_go")
     lent.end()
@@ -100,15 +100,15 @@ def test_what_is_wrong_with_it_is_said_and_the_engine_serves_on(subject: Subject
     tensors = {name: tensor.clone() for name, tensor in lent.tensors.items()}
     tensors["model.norm.weight"][3] = float("inf")
     wrong = Lending(tensors)
-    assert subject.engine.call("do", "examine", wrong.weights)[1] == [Finding("model.norm.weight", "infinity", 1)]
+    assert subject.engine.call("do", "verify", wrong.weights)[1] == [Finding("model.norm.weight", "infinity", 1)]
     wrong.end()
-    [space] = lent.weights.spaces
-    small = Space("file", 256, path=space.path)
-    for bad in (wrong.weights.spaces[0], small, Space("cuda", 256, handle=b"\x90", gpu="a-b")):
+    [space] = lent.weights.regions
+    small = MemoryRegion("file", 256, path=space.path)
+    for bad in (wrong.weights.regions[0], small, MemoryRegion("cuda", 256, handle=b"\x90", gpu="a-b")):
         with pytest.raises(EngineError):
-            subject.engine.call("do", "examine", NewWeights(lent.weights.tensors, (bad,)))
+            subject.engine.call("do", "verify", NewWeights(lent.weights.tensors, (bad,)))
     with pytest.raises(EngineError, match="nobody says where"):
-        subject.engine.call("do", "examine", NewWeights(lent.weights.tensors))
-    assert subject.engine.call("do", "examine", lent.weights) == (lent.digest, [])
+        subject.engine.call("do", "verify", NewWeights(lent.weights.tensors))
+    assert subject.engine.call("do", "verify", lent.weights) == (lent.digest, [])
     subject.scores(random_batch(random.Random(6), declared(subject.engine)))
     assert subject.holds() == (0, "")

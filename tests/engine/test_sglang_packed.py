@@ -10,7 +10,7 @@ import pytest
 
 from enginepool.workers.engine import EngineError, ScorePart
 from enginepool.workers.packed import join
-from enginepool.workers.sglang.host.settings import SettingsError, Wanted
+from enginepool.workers.sglang.host.settings import RequestedSettings, SettingsError
 from enginepool.workers.sglang.score.packed import (
     DELIMITER,
     packed_head_scores,
@@ -203,11 +203,11 @@ def test_models_for_which_multi_item_scoring_is_wrong_are_refused_with_the_reaso
     "config", [{"architectures": ["BertForSequenceClassification"]}, {"text_config": {"model_type": "xlm-roberta"}}]
 )
 def test_queries_of_an_encoder_are_not_cached(config: dict[str, Any]) -> None:
-    wanted = Wanted("model", "cpu", cached_query_tokens=64)
+    wanted = RequestedSettings("model", "cpu", cached_query_tokens=64)
     with pytest.raises(SettingsError, match=r"looks ahead.*unset cached_query_tokens"):
         refuse_wrong_sharing(wanted, config)
     refuse_wrong_sharing(wanted, {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
-    refuse_wrong_sharing(Wanted("model", "cpu"), config)
+    refuse_wrong_sharing(RequestedSettings("model", "cpu"), config)
 
 
 REAL = """

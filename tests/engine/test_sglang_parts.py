@@ -72,7 +72,7 @@ def test_the_times_of_rows_are_read_from_the_messages_that_answer_them() -> None
     asyncio.run(answer())
 
 
-def labelled(*logprobs: tuple[int, float]) -> dict[str, Any]:
+def labeled(*logprobs: tuple[int, float]) -> dict[str, Any]:
     return {"meta_info": {"output_token_ids_logprobs": [[(value, token, None) for token, value in logprobs]]}}
 
 
@@ -83,21 +83,21 @@ def wanted(*labels: int, softmax: bool = False, logprobs: bool = False) -> Score
 
 
 def test_a_label_that_is_asked_twice_is_answered_twice() -> None:
-    scores = label_scores([labelled((3, np.log(0.5)), (9, np.log(0.25)))], wanted(9, 3, 9))
+    scores = label_scores([labeled((3, np.log(0.5)), (9, np.log(0.25)))], wanted(9, 3, 9))
     np.testing.assert_allclose(scores, [[0.25, 0.5, 0.25]], rtol=1e-6)
-    shares = label_scores([labelled((3, np.log(0.5)), (9, np.log(0.25)))], wanted(9, 3, 9, softmax=True))
+    shares = label_scores([labeled((3, np.log(0.5)), (9, np.log(0.25)))], wanted(9, 3, 9, softmax=True))
     np.testing.assert_allclose(shares, [[0.25, 0.5, 0.25]], rtol=1e-6)
 
 
 def test_softmax_over_labels_is_right_where_probabilities_vanish() -> None:
-    scores = label_scores([labelled((1, -900.0), (2, -901.0))], wanted(1, 2, softmax=True))
+    scores = label_scores([labeled((1, -900.0), (2, -901.0))], wanted(1, 2, softmax=True))
     np.testing.assert_allclose(scores, [[1 / (1 + np.exp(-1)), 1 / (1 + np.exp(1))]], rtol=1e-6)
     heads = head_scores([[1000.0, 1000.0]], wanted(softmax=True))
     np.testing.assert_allclose(heads, [[0.5, 0.5]])
 
 
 def test_logarithms_are_finite_where_probabilities_vanish() -> None:
-    row = labelled((1, -900.0), (2, -901.0))
+    row = labeled((1, -900.0), (2, -901.0))
     assert label_scores([row], wanted(1, 2)).tolist() == [[0.0, 0.0]], "in float32 these are no probabilities"
     assert label_scores([row], wanted(1, 2, logprobs=True)).tolist() == [[-900.0, -901.0]]
     shares = label_scores([row], wanted(1, 2, softmax=True, logprobs=True))

@@ -174,7 +174,7 @@ def test_a_batch_beyond_the_budget_is_refused_not_cut(causal: HostedEngine) -> N
         assert "would be cut" in str(outcome)
 
 
-def test_a_wrong_part_does_not_harm_its_neighbours(causal: HostedEngine) -> None:
+def test_a_wrong_part_does_not_harm_its_neighbors(causal: HostedEngine) -> None:
     good = part_of([([5], [6, 7]), ([5], [8])], shared=True, labels=(3, 3, 9))
     context = declared(causal).context
     wrong = {
@@ -210,7 +210,7 @@ def test_labels_for_a_classifier_are_refused(reward: HostedEngine) -> None:
 
 def test_text_becomes_the_ids_of_the_models_own_tokenizer(causal: HostedEngine, reference: Reference) -> None:
     texts = ["What is the capital of France?", "", "Ω≈ç√ 你好\n\t", "<|endoftext|>yes"]
-    assert causal.call("tokenise", [(text[:2], text[2:]) for text in texts]) == [
+    assert causal.call("tokenize", [(text[:2], text[2:]) for text in texts]) == [
         reference.tokenizer(text)["input_ids"] for text in texts
     ]
-    assert causal.call("tokenise", []) == []
+    assert causal.call("tokenize", []) == []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.workers.sglang.host.settings import Running, SettingsError, Wanted, budgets, engine_kwargs, reserved
+from enginepool.workers.sglang.host.settings import RequestedSettings, Running, SettingsError, budgets, engine_kwargs, reserved
 
 KNOWN = {
     "attention_backend",
@@ -56,8 +56,8 @@ ALL_KNOWN = KNOWN | {
 }
 
 
-def wanted(device: str = "cuda", **settings: Any) -> Wanted:
-    return Wanted(model="model", device=device, **settings)
+def wanted(device: str = "cuda", **settings: Any) -> RequestedSettings:
+    return RequestedSettings(model="model", device=device, **settings)
 
 
 def running(**facts: Any) -> Running:

@@ -17,7 +17,7 @@ from enginepool.protocol.updates import Finding
 from enginepool.tiny_model import make_tiny_model
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
-from enginepool.workers.engine import EngineError, ModelTensors, NewWeights, PartScores, ScoreBatch, Space, TakeTimes
+from enginepool.workers.engine import EngineError, MemoryRegion, ModelTensors, NewWeights, PartScores, ScoreBatch, TakeTimes
 from enginepool.workers.weights.checkpoint import checkpoint_tensors
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine
@@ -45,17 +45,17 @@ class Given:
         self.digest = digest_of(self.space)
         self.path = directory / f"space-{secrets.token_hex(4)}"
         self.path.write_bytes(self.space.numpy().tobytes())
-        self.weights = NewWeights(self.manifest, (Space("file", self.space.numel(), path=str(self.path)),))
+        self.weights = NewWeights(self.manifest, (MemoryRegion("file", self.space.numel(), path=str(self.path)),))
 
     def in_shards(self, *sizes: int) -> NewWeights:
         """The same as the stager of an engine on several GPUs would leave them: so many bytes in each, and the rest in one."""
         rest = self.space.numel() - sum(sizes)
-        spaces: list[Space] = []
+        regions: list[MemoryRegion] = []
         for number, part in enumerate(self.space.split([*sizes, rest])):
             path = self.path.with_name(f"{self.path.name}-{number}")
             path.write_bytes(part.numpy().tobytes())
-            spaces.append(Space("file", part.numel(), path=str(path)))
-        return NewWeights(self.manifest, tuple(spaces), sharded=True)
+            regions.append(MemoryRegion("file", part.numel(), path=str(path)))
+        return NewWeights(self.manifest, tuple(regions), sharded=True)
 
     def arrives(self, there: bool) -> None:
         """The bytes are there, or are not yet, in a file that others may have open."""
@@ -269,8 +269,8 @@ def test_weights_that_cannot_be_read_leave_the_old_ones_whole(subject: Subject) 
     before = subject.scores(batch)
     given = subject.drawn(13)
     for space in (
-        Space("file", given.space.numel(), path=str(subject.directory / "gone")),
-        Space("file", 256, path=given.weights.spaces[0].path),
+        MemoryRegion("file", given.space.numel(), path=str(subject.directory / "gone")),
+        MemoryRegion("file", 256, path=given.weights.regions[0].path),
     ):
         with pytest.raises(EngineError, match="refused the new weights"):
             subject.take(NewWeights(given.manifest, (space,)), 1, given.digest)
@@ -281,7 +281,7 @@ def test_weights_that_cannot_be_read_leave_the_old_ones_whole(subject: Subject) 
         assert_close(after, first)
 
 
-def test_a_relabel_changes_the_version_alone(subject: Subject) -> None:
+def test_a_set_version_changes_the_version_alone(subject: Subject) -> None:
     batch = random_batch(random.Random(14), declared(subject.engine))
     before = subject.scores(batch)
     subject.take(NewWeights(), 9, "")
@@ -305,7 +305,7 @@ def test_an_engine_of_two_ranks_takes_the_same_weights_and_is_asked_as_one(
             given = subject.drawn(20 + version)
             if version == 2:
                 assert subject.get_ready(given.weights) > 0
-            assert engine.call("do", "examine", given.weights) == (given.digest, [])
+            assert engine.call("do", "verify", given.weights) == (given.digest, [])
             subject.take(given.weights, version, given.digest)
             assert engine.call("do", "inspect", "digest") == (given.digest, [])
             assert_computed_with(subject, reference, given.tensors, version)

@@ -19,12 +19,22 @@ import pytest
 from enginepool.protocol.layout import buckets
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.peer_copy import Origin
-from enginepool.transfer.process_group import Group
+from enginepool.transfer.process_group import ProcessGroup
 from enginepool.transfer.shared_memory import make_space, open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.link import StagerLink
-from enginepool.workers.stager.messages import AskHeld, Held, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
+from enginepool.workers.stager.messages import (
+    AskHeld,
+    BytesReceived,
+    InGroup,
+    JoinGroup,
+    Keep,
+    Reserve,
+    Reserved,
+    Room,
+    StagerHolds,
+)
 from enginepool.workers.stager.receiving import HostMemory
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models
@@ -86,7 +96,7 @@ class Trainer:
         self.device = "cuda:1" if backend == "nccl" else "cpu"
         self.rendezvous = Rendezvous()
         self.name = secrets.token_hex(8)
-        self.group: Group | None = None
+        self.group: ProcessGroup | None = None
 
     def begin(self, given: Any) -> threading.Thread:
         """Join, unless it has, and send."""
@@ -115,7 +125,7 @@ class Trainer:
 
 
 def with_stager(
-    processes: Processes, directory: Path, device: str, story: Callable[[StagerLink, "asyncio.Queue[Received]"], Any]
+    processes: Processes, directory: Path, device: str, story: Callable[[StagerLink, "asyncio.Queue[BytesReceived]"], Any]
 ) -> "subprocess.Popen[Any]":
     socket = str(directory / "stager.sock")
     spec = {"socket": socket, "device": device, "orphan_s": PATIENCE_S}
@@ -125,7 +135,7 @@ def with_stager(
     )
 
     async def run() -> None:
-        received: asyncio.Queue[Received] = asyncio.Queue()
+        received: asyncio.Queue[BytesReceived] = asyncio.Queue()
         link = StagerLink(socket, "w", received.put_nowait, lambda reason: None)
         try:
             await story(link, received)
@@ -143,14 +153,14 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
     trainer = Trainer("gloo" if way == "gloo" else "nccl", copies=way == "copies")
     batch = full_batch(declared(subject.engine), rows=4, seed=1)
 
-    async def story(link: StagerLink, received: "asyncio.Queue[Received]") -> None:
+    async def story(link: StagerLink, received: "asyncio.Queue[BytesReceived]") -> None:
         assert (await link.ask(Room(64 << 20), Reserved)).staging == room
         before = None
         for version in (1, 2):
             given = subject.drawn(version, torch.bfloat16)
             reserved = await link.ask(Reserve((1, version), list(given.manifest), BUCKET), Reserved, PATIENCE_S)
             assert reserved.staging == room
-            ready = NewWeights(given.manifest, tuple(reserved.spaces))
+            ready = NewWeights(given.manifest, tuple(reserved.regions))
             ready_s = subject.get_ready(ready)
             thread = trainer.begin(given)
             ask = JoinGroup((1, version), trainer.name, trainer.rendezvous.address, 2, 1, trainer.backend)
@@ -161,7 +171,7 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
                 came = await received.get()
             thread.join()
             assert (came.message, came.digest, came.findings) == ("", given.digest, [])
-            assert came.spaces == reserved.spaces
+            assert came.regions == reserved.regions
             times = subject.take(ready, version, given.digest)
             parts = {"ready": ready_s, "load": times.load_s, "flush": times.flush_s}
             print(f"{room} {way}:", ", ".join(f"{part} {s * 1e3:.2f} ms" for part, s in parts.items()))  # noqa: T201
@@ -171,9 +181,9 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             before = after
             snapshot = tmp_path / f"g-{given.digest}"
             link.tell(Keep((1, version), version, given.digest, str(snapshot)))
-            held = await link.ask(AskHeld(), Held)
+            held = await link.ask(AskHeld(), StagerHolds)
             assert (held.version, held.digest) == (version, given.digest)
-            subject.take(NewWeights(given.manifest, tuple(held.spaces)), version, given.digest)
+            subject.take(NewWeights(given.manifest, tuple(held.regions)), version, given.digest)
             if room == "host":
                 subject.engine.call("do", "let_go")
             assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
@@ -215,11 +225,11 @@ def test_an_engine_over_two_gpus_reads_an_update_out_of_shards(
         subject = Subject(engine.wait_until_started(), models.causal, tmp_path)
         nbytes = subject.drawn(0, torch.bfloat16).space.numel()
         memory = receiving.DeviceMemory(nbytes, 2)
-        sizes = [space.nbytes for space in memory.spaces()]
+        sizes = [space.nbytes for space in memory.regions()]
         assert len(sizes) == memory.shards == (1 if least else 2) and sum(sizes) == nbytes
         for version in (1, 2, 3):
             given = subject.drawn(version, torch.bfloat16)
-            weights = NewWeights(given.manifest, tuple(memory.spaces()), sharded=True)
+            weights = NewWeights(given.manifest, tuple(memory.regions()), sharded=True)
             ready_s = subject.get_ready(weights) if version > 1 else 0.0
             reception = memory.reception(list(given.manifest), 1 << 14, "cuda:0")
             came: Any = Filled(given.space.to("cuda:0"))
@@ -241,11 +251,11 @@ def test_memory_of_a_stager_that_died_is_free_once_the_engine_lets_go_of_it(
     def free() -> int:
         return torch.cuda.mem_get_info(0)[0]
 
-    async def story(link: StagerLink, received: "asyncio.Queue[Received]") -> None:
+    async def story(link: StagerLink, received: "asyncio.Queue[BytesReceived]") -> None:
         assert (await link.ask(Room(nbytes), Reserved, PATIENCE_S)).staging == "device"
         for update in (1, 2):
             reserved = await link.ask(Reserve((1, update), list(given.manifest), BUCKET), Reserved, PATIENCE_S)
-            first_s = subject.get_ready(NewWeights(given.manifest, tuple(reserved.spaces)))
+            first_s = subject.get_ready(NewWeights(given.manifest, tuple(reserved.regions)))
             print(f"ready {first_s * 1e3:.2f} ms")  # noqa: T201
 
     stager = with_stager(processes, tmp_path, "cuda", story)
@@ -264,7 +274,7 @@ def test_host_memory_is_pinned_where_the_gpu_copies_from() -> None:
     assert torch.equal(memory.tensors[0], sent.cpu())
     assert memory.tensors[0].is_pinned()
     for _ in range(2):  # the second time perhaps at the address of the first
-        opened = open_space(memory.spaces()[0], pinned=True)
+        opened = open_space(memory.regions()[0], pinned=True)
         assert opened.is_pinned()
         assert torch.equal(opened.to("cuda:0"), sent)
         del opened
@@ -279,15 +289,15 @@ def test_lent_weights_are_in_the_engine_bit_by_bit_and_their_memory_comes_back(s
     before = torch.cuda.memory_allocated(0)
     for version in (1, 2, 3):
         lent = Lending(subject.drawn(30 + version, torch.bfloat16).tensors, lender)
-        [space] = lent.weights.spaces
+        [space] = lent.weights.regions
         gpus = subject.engine.call("do", "model_tensors").gpus
         assert len(gpus) == 1 and (space.gpu in gpus) == (lender == "cuda:0")
         if lender == "cuda:1":
             with pytest.raises(EngineError, match=f"GPU {space.gpu} is not visible here"):
-                subject.engine.call("do", "examine", lent.weights)
+                subject.engine.call("do", "verify", lent.weights)
             lent.end()
             return
-        assert subject.engine.call("do", "examine", lent.weights) == (lent.digest, [])
+        assert subject.engine.call("do", "verify", lent.weights) == (lent.digest, [])
         whole(subject.engine.score(batch))
         times = subject.take(lent.weights, version, lent.digest)
         print(f"lent on {lender}: load {times.load_s * 1e3:.1f} ms, flush {times.flush_s * 1e3:.1f} ms")  # noqa: T201
@@ -300,7 +310,7 @@ def test_lent_weights_are_in_the_engine_bit_by_bit_and_their_memory_comes_back(s
 
 def test_a_lender_on_a_gpu_that_uses_its_memory_again_is_noticed(subject: Subject) -> None:
     lent = Lending(subject.drawn(40, torch.bfloat16).tensors, "cuda:0")
-    subject.engine.call("do", "examine", lent.weights)
+    subject.engine.call("do", "verify", lent.weights)
     lent.end()
     with pytest.raises(EngineDied, match="given to something else meanwhile"):
         subject.take(lent.weights, 4, lent.digest)

@@ -84,7 +84,7 @@ def test_links_code_and_headings_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize("place", ["|work|x", "cd |root|.cache", "'|home|me|x'", "see |tmp|x", "file:|||opt|x"])
-def test_a_place_on_one_machine_is_recognised(place: str) -> None:
+def test_a_place_on_one_machine_is_recognized(place: str) -> None:
     assert test_docs.MACHINE.search(place.replace("|", "/"))
 
 

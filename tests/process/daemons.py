@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, encode_config
+from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing, encode_config
 from enginepool.folders import snapshot_folders
 from tests.process.processes import Processes
 
@@ -51,7 +51,7 @@ def sim_pool(
         state_dir=str(directory / "state"),
         limits=limits or Limits(),
         timing=msgspec.convert(times, Timing),
-        restart=Restart(backoff_s=0.1, backoff_max_s=0.5, max_restarts=1000),
+        restart=RestartConfig(backoff_s=0.1, backoff_max_s=0.5, max_restarts=1000),
     )
 
 

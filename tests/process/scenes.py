@@ -24,7 +24,7 @@ TIMES: dict[str, Any] = {
     "update_prepare_s": 20.0,
     "update_join_s": 20.0,
     "update_stall_s": 5.0,
-    "update_hand_over_s": 10.0,
+    "update_load_s": 10.0,
 }
 #: how a publisher is made here
 OPTIONS: dict[str, Any] = {

@@ -12,7 +12,7 @@ import msgspec
 import zmq
 
 from enginepool.config import decode_config
-from enginepool.protocol.messages import Failure, FromClient, Hello, Score, Welcome
+from enginepool.protocol.messages import ErrorReply, FromClient, Hello, Score, Welcome
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
                 [link, msgspec.msgpack.encode(Welcome(time.time_ns() // 1000, incarnation=message.incarnation))]
             )
         elif link not in greeted:
-            socket.send_multipart([link, msgspec.msgpack.encode(Failure("hello_required", "say hello"))])
+            socket.send_multipart([link, msgspec.msgpack.encode(ErrorReply("hello_required", "say hello"))])
         elif isinstance(message, Score):
             print("what a request!", file=sys.stderr, flush=True)  # noqa: T201
             os.kill(os.getpid(), signal.SIGKILL)

@@ -35,9 +35,9 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 def lend(link: Raw, id: int, version: int, space: dict[str, Any], digest: str = "0" * 32) -> Any:
     """Publish by handles with this space; the final answer."""
-    header, manifest = publish(id, version, TENSORS, transfer="handles", host=host_identity())
+    header, manifest = publish(id, version, TENSORS, transfer="ipc", host=host_identity())
     link.say(header, manifest)
-    sent = {"type": "sent", "id": id, "digest": digest, "sent_bytes": len(SECRET), "spaces": [space]}
+    sent = {"type": "sent", "id": id, "digest": digest, "sent_bytes": len(SECRET), "regions": [space]}
     link.say(sent)
     link.say({"type": "commit", "id": id})
     while True:
@@ -45,7 +45,7 @@ def lend(link: Raw, id: int, version: int, space: dict[str, Any], digest: str = 
         if answer.get("id") == id:
             break
     # A refused `sent` does not end the transaction.
-    link.say({"type": "abandon", "id": id})
+    link.say({"type": "abort", "id": id})
     link.say({"type": "ping"})
     link.wait_for("pong")
     return answer
@@ -53,7 +53,7 @@ def lend(link: Raw, id: int, version: int, space: dict[str, Any], digest: str = 
 
 def read(link: Raw) -> bytes:
     """The tensor, as the worker's engine has it."""
-    link.say({"type": "weights_question", "id": 99, "what": "tensor", "name": "w"})
+    link.say({"type": "inspect_weights", "id": 99, "what": "tensor", "name": "w"})
     return b"".join(link.wait_for("weights_report")["payload"])
 
 
@@ -94,7 +94,7 @@ def test_memory_of_another_process_is_not_a_publisher_s_to_lend(pool: Daemon, pr
         link.hello(b"o")
         space = {"kind": "file", "path": f"/proc/{other.pid}/fd/{int(said.readline())}", "nbytes": 1024, "seal": SECRET[-16:]}
         refused = lend(link, 1, 1, space)
-        assert (refused["code"], refused.get("field")) == ("bad_request", "spaces[0].path"), refused
+        assert (refused["code"], refused.get("field")) == ("bad_request", "regions[0].path"), refused
         assert f"/proc/{os.getpid()}/fd/N" in refused["message"]
 
 

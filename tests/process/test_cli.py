@@ -16,7 +16,7 @@ from enginepool import __version__
 from enginepool.address import default_address
 from enginepool.cli import doctor_checks as examination
 from enginepool.cli.connect import DEFAULT_ADDRESS
-from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing, load_config
+from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing, load_config
 from tests.process.commands import LIMIT_S, ROOT, call
 
 
@@ -43,7 +43,7 @@ def test_every_command_has_help_with_examples() -> None:
     ours = ["demo", "doctor", "serve", "ready", "keys", "score", "status", "restart", "tiny-model", "worker", "weights"]
     assert commands() == ours
     about_weights = commands("weights")
-    assert about_weights == ["versions", "history", "digest", "validate", "get", "publish", "relabel"]
+    assert about_weights == ["versions", "history", "digest", "validate", "get", "publish", "set-version"]
     for name in [[name] for name in commands() if name != "weights"] + [["weights", name] for name in about_weights]:
         code, out, _ = call(*name, "--help")
         assert code == 0
@@ -216,7 +216,7 @@ def test_a_bug_of_ours_is_one_line_that_says_how_to_see_more(monkeypatch: pytest
     def broken() -> None:
         raise KeyError("oops")
 
-    monkeypatch.setattr(examination, "examine", broken)
+    monkeypatch.setattr(examination, "verify", broken)
     code, _, err = call("doctor")
     assert (code, err) == (
         1,
@@ -245,9 +245,9 @@ def test_the_example_config_holds_the_defaults(tmp_path: Path) -> None:
     plain = tmp_path / "all.toml"
     plain.write_text(re.sub(r"^# (\[|\w+ = )", r"\1", example.read_text(), flags=re.MULTILINE))
     config = load_config(plain)
-    assert (config.limits, config.timing, config.restart) == (Limits(), Timing(), Restart())
+    assert (config.limits, config.timing, config.restart) == (Limits(), Timing(), RestartConfig())
     assert config.groups["judge"].options == {"tp_size": 2}
-    for struct in (PoolConfig, GroupConfig, Limits, Timing, Restart):
+    for struct in (PoolConfig, GroupConfig, Limits, Timing, RestartConfig):
         unexplained = [key for key in struct.__struct_fields__ if not re.search(rf"\b{key}\b( =|\]|\.)", example.read_text())]
         assert unexplained == []
     said = load_config(example)

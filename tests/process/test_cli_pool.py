@@ -23,7 +23,7 @@ from enginepool.cli import demo_run as demonstration
 from enginepool.cli import status
 from enginepool.cli.demo_tables import tables
 from enginepool.client.pool import Pool
-from enginepool.config import Restart
+from enginepool.config import RestartConfig
 from enginepool.errors import PoolDown
 from enginepool.protocol.messages import GroupLimits, GroupStatus, StatusReport, WorkerStatus
 from tests.process.commands import LIMIT_S, PROGRAM, call, end, records, start
@@ -296,7 +296,7 @@ def test_a_worker_that_can_never_load_is_given_up_with_the_reason(
     kind: str, starts: int, verdict: str, processes: Processes, tmp_path: Path
 ) -> None:
     config = sim_pool(tmp_path, workers=1, options={"faults": [{"kind": kind}]})
-    config = msgspec.structs.replace(config, restart=Restart(backoff_s=0.05))
+    config = msgspec.structs.replace(config, restart=RestartConfig(backoff_s=0.05))
     daemon = Daemon(processes, config).listening()
     said = [daemon.wait_for("ended").partition(" ended: ")[2] for _ in range(starts)]
     why = r"exit code 3.*" if kind == "exit_on_load" else rf"(exit code \d+: )?.*\b{kind}\b.*"
@@ -360,7 +360,7 @@ def test_an_interrupted_demo_leaves_no_process(processes: Processes) -> None:
 
 
 def test_the_demo_tells_when_a_promise_is_broken() -> None:
-    good = demonstration.Client("a", 0, sent=1, answers={0: (np.zeros((1, 1), np.float32), 0.0, 1.0)})
+    good = demonstration.DemoClient("a", 0, sent=1, answers={0: (np.zeros((1, 1), np.float32), 0.0, 1.0)})
     story = demonstration.Story(
         clients=[good],
         group=GroupStatus(name="demo", batches=1, forwards=1, answered=1),

@@ -43,7 +43,7 @@ def checkpoint(directory: Path, seed: int, **more: npt.NDArray[np.float32]) -> P
     return directory
 
 
-def test_weights_are_published_from_a_directory_looked_at_and_relabelled(address: str, tmp_path: Path) -> None:
+def test_weights_are_published_from_a_directory_looked_at_and_set_version(address: str, tmp_path: Path) -> None:
     at = ("--connect", address)
     code, out, err = call("weights", "versions", *at)
     assert (code, err) == (0, "")
@@ -58,14 +58,14 @@ def test_weights_are_published_from_a_directory_looked_at_and_relabelled(address
     code, out, _ = call("weights", "digest", *at)
     assert (code, out.count(report["digest"])) == (0, 3)
 
-    code, out, err = call("weights", "relabel", "--version", 9, *at)
+    code, out, err = call("weights", "set-version", "--version", 9, *at)
     assert (code, err) == (0, "")
     assert out.startswith("version 9 is committed on 2 of 2 workers")
     code, out, _ = call("weights", "history", *at)
     assert code == 0
     assert [line.split()[1:4] for line in out.splitlines() if "committed" in line] == [
         ["4", "committed", "checkpoint"],
-        ["9", "committed", "relabel"],
+        ["9", "committed", "set_version"],
     ]
 
     target = tmp_path / "norm.npy"
@@ -76,7 +76,7 @@ def test_weights_are_published_from_a_directory_looked_at_and_relabelled(address
     code, out, _ = call("weights", "validate", *at)
     assert (code, out.count("nothing")) == (0, 2)
 
-    code, out, err = call("weights", "relabel", "--version", 1, "--new-run", *at)
+    code, out, err = call("weights", "set-version", "--version", 1, "--new-run", *at)
     assert (code, err) == (0, "")
 
 
@@ -100,7 +100,7 @@ def test_an_engine_whose_digest_tells_nothing_is_not_comparable_and_that_is_no_f
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["relabel", "--version", "0"], "version"),
+        (["set-version", "--version", "0"], "version"),
         (["publish", "no-such-directory", "--version", "1000"], "no-such-directory"),
         (["get", "no.such.weight"], "no.such.weight"),
         (["versions", "--group", "nope"], "nope"),
@@ -140,8 +140,8 @@ def test_of_engines_that_nobody_could_ask_nothing_is_said_to_be_well(
     "arguments",
     [
         ["publish", "x"],
-        ["relabel"],
-        ["relabel", "--version", "-1"],
+        ["set-version"],
+        ["set-version", "--version", "-1"],
         ["get"],
         ["get", "x", "--output", "/no/such/x.npy"],
         ["nope"],

@@ -20,13 +20,13 @@ from typing import Any
 
 import pytest
 
-from enginepool.protocol.updates import SEAL_BYTES, Space
+from enginepool.protocol.updates import SEAL_BYTES, MemoryRegion
 from enginepool.transfer import collective
 from enginepool.transfer import peer_copy as copies
 from enginepool.transfer import peer_probe as cards
 from enginepool.transfer.collective import Rendezvous, TorchBroadcast, TorchGroup, join
 from enginepool.transfer.peer_copy import Origin, Taker
-from enginepool.transfer.process_group import CollectiveError, Group
+from enginepool.transfer.process_group import CollectiveError, ProcessGroup
 from enginepool.transfer.shared_memory import make_space, open_space
 
 torch: Any = importlib.import_module("torch")
@@ -111,7 +111,7 @@ def members(
     sglang: frozenset[int] = frozenset(),
     copies: bool = False,
     stays: bool | None = True,
-) -> Generator[tuple[Group, list[Peer]]]:
+) -> Generator[tuple[ProcessGroup, list[Peer]]]:
     """Rank 0 here, the others in processes that are killed at the end."""
     peers = [Peer(rendezvous.address, name, world, rank, sglang=rank in sglang, stays=stays) for rank in range(1, world)]
     group = None
@@ -210,7 +210,7 @@ def test_ranks_that_do_not_reach_each_others_memory_do_not_copy(
 
 
 def test_a_rank_whose_rank_0_does_not_copy_waits_for_no_card(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
-    def formed(*_arguments: object, **_options: object) -> Group:
+    def formed(*_arguments: object, **_options: object) -> ProcessGroup:
         return TorchGroup(None, "at once", 2, 0, "gloo", "cpu")
 
     monkeypatch.setattr(collective, "_formed", formed)
@@ -369,7 +369,7 @@ def test_memory_that_took_the_place_of_other_memory_is_what_is_copied() -> None:
 def test_when_a_group_is_left_nothing_is_copied_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     opening, may = threading.Event(), threading.Event()
 
-    def slow(space: Space, **options: Any) -> Any:
+    def slow(space: MemoryRegion, **options: Any) -> Any:
         opening.set()
         assert may.wait(LONG_S)
         return open_space(space, **options)
@@ -448,7 +448,7 @@ def test_a_group_that_forms_when_nobody_waits_for_it_any_more_is_left(
         def abort(self) -> None:
             left.set()
 
-    def formed(*_arguments: object, **_options: object) -> Group:
+    def formed(*_arguments: object, **_options: object) -> ProcessGroup:
         assert may.wait(LONG_S)
         return Late(None, "late", 2, 0, "gloo", "cpu")
 

@@ -14,7 +14,7 @@ import pytest
 from enginepool.trainer import buffers
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.peer_copy import Origin
-from enginepool.transfer.process_group import Group
+from enginepool.transfer.process_group import ProcessGroup
 from tests.open_files import lent_here
 from tests.process.daemons import PATIENCE_S
 from tests.process.scenes import Play, arena, play
@@ -24,12 +24,12 @@ __all__ = ["arena", "play"]
 
 
 @pytest.fixture(autouse=True)
-def formed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Group]]:
+def formed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ProcessGroup]]:
     """The publisher's sides of groups; those of the first and of the last update, which succeed, are of copies."""
-    groups: list[Group] = []
+    groups: list[ProcessGroup] = []
     join = Rendezvous.join
 
-    def joined(rendezvous: Rendezvous, name: str, world: int, **options: Any) -> Group:
+    def joined(rendezvous: Rendezvous, name: str, world: int, **options: Any) -> ProcessGroup:
         groups.append(join(rendezvous, name, world, **options))
         return groups[-1]
 
@@ -46,7 +46,7 @@ def formed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Group]]:
 
 
 def test_after_each_of_twenty_updates_under_load_every_answer_is_of_a_committed_version(
-    play: Play, formed: list[Group]
+    play: Play, formed: list[ProcessGroup]
 ) -> None:
     play(twenty_updates)
     assert len(formed) == 1, "every update had the same group"

@@ -14,7 +14,7 @@ import zmq
 import zmq.utils.monitor
 
 from enginepool import BlockingPool, Pool, errors
-from enginepool.coordinator.shell.authentication import NAMED, Gate
+from enginepool.coordinator.shell.authentication import NAMED, Authenticator
 from enginepool.keys import AUTHORIZED, FIRST, make_keys, read_key
 from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES
 from enginepool.workers.sim.scores import expected_scores
@@ -91,7 +91,7 @@ def test_at_the_worker_endpoint_nobody_else_is_heard(pool: Daemon, role: str, ty
     with raw(pool.workers, **curve(pool, role)) as link:
         link.socket.send_multipart(vector("worker-coordinator", type_))
         answer = link.wait_for("error", "pong")
-        unknown = "unknown_group" if type_ in ("register", "ask_settings") else "hello_required"
+        unknown = "unknown_group" if type_ in ("register", "get_settings") else "hello_required"
         assert answer["code"] == (unknown if role == "worker" else FORBIDDEN), (role, type_, answer)
 
 
@@ -144,7 +144,7 @@ def test_strangers_do_not_fill_the_log(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", FIRST)
     listed = tmp_path / "keys" / AUTHORIZED
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    gate = Gate(tmp_path / "keys", context)
+    gate = Authenticator(tmp_path / "keys", context)
     try:
         keys = [zmq.curve_keypair()[0] for _ in range(NAMED + 4)]
         assert not any(gate.callback("enginepool", key) for key in keys * 2)
@@ -167,14 +167,14 @@ def test_clients_of_each_role_may_do_what_their_key_says(pool: Daemon) -> None:
         for each in (client, publisher, admin):
             scores = each.score([1], [[2], [3]], label_token_ids=[4]).scores
             np.testing.assert_array_equal(scores.shape, (2, 1))
-        for call in (lambda: client.relabel(5), client.weights, client.weights_digest, lambda: client.weight("w")):
+        for call in (lambda: client.set_version(5), client.weights, client.weights_digest, lambda: client.weight("w")):
             with pytest.raises(errors.Forbidden, match="needs the role publisher; this link has: client"):
                 call()
         version = publisher.weights().version
-        assert publisher.relabel(version + 1).outcome == "committed"
+        assert publisher.set_version(version + 1).outcome == "committed"
         with pytest.raises(errors.Forbidden, match="needs the role admin"):
-            publisher.relabel(1, new_run=True)
-        assert admin.relabel(version + 2, new_run=True).outcome == "committed"
+            publisher.set_version(1, new_run=True)
+        assert admin.set_version(version + 2, new_run=True).outcome == "committed"
     with pytest.raises(errors.Forbidden, match="needs the role client; this link has: worker"):
         connect(pool, "worker")
 
@@ -196,7 +196,7 @@ def test_a_key_that_is_taken_away_says_nothing_more_and_a_new_one_is_heard(proce
         listed.write_text("\n".join([*lines, f"client {late} late"]) + "\n")
         daemon.wait_for("3 keys may connect")
         for message in ({"type": "status"}, {"type": "ping"}, {"type": "goodbye"}):
-            assert link.ask(message)["code"] == "unauthorised"
+            assert link.ask(message)["code"] == "unauthorized"
         assert stays.status().clients == 1, "what it had asked for is given up"
         with connect(daemon, "late") as client:
             assert client.score([1], [[2]], label_token_ids=[3]).scores.shape == (1, 1)

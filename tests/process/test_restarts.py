@@ -90,7 +90,7 @@ def test_what_cannot_be_is_refused_and_the_old_weights_serve_on(processes: Proce
         (bare / "config.json").unlink()
         with pytest.raises(errors.WeightsRefused, match=r"no config\.json"):
             await pool.publish_checkpoint(bare, 1)
-        assert (await pool.relabel(5)).version == 5
+        assert (await pool.set_version(5)).version == 5
         load.committed[5] = [""]
 
     directory = tmp_path / "pool"

@@ -25,25 +25,25 @@ from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import (
     Committed,
-    HandedOver,
-    HandOver,
     Inspect,
     Inspected,
     Join,
     Joined,
+    LoadWeights,
+    MemoryRegion,
     Prepare,
     Prepared,
-    Release,
+    ReleaseWeights,
     Restore,
     Restored,
-    Space,
     Staged,
+    WeightsLoaded,
 )
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.shared_memory import open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, TakeTimes
-from enginepool.workers.events import EngineLost, Event, RunWeights, WeightsAnswered, WeightsTaken
+from enginepool.workers.events import EngineLost, RunWeights, WeightsAnswered, WeightsTaken, WorkerEvent
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.stager import main as stager
 from enginepool.workers.stager import messages as staging
@@ -52,7 +52,7 @@ from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.receiving import HostMemory
 from enginepool.workers.stager.shards import shard_sizes
 from enginepool.workers.stager.snapshot import Footer, read_footer
-from enginepool.workers.weights.executor import Weights
+from enginepool.workers.weights.executor import WeightExecutor
 from tests.process.processes import Processes
 
 torch: Any = importlib.import_module("torch")
@@ -99,14 +99,14 @@ class Trainer:
 
 
 class Worker:
-    """The worker's side: a sim engine and its `Weights`, on the loop of the test."""
+    """The worker's side: a sim engine and its `WeightExecutor`, on the loop of the test."""
 
     def __init__(self, socket: str, **options: Any) -> None:
         options = {"tensors": msgspec.to_builtins(MODEL), **options}
         self.engine = NotedEngine(options)
-        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.weights = Weights(socket, "w", self.engine, self.events.put_nowait, self._spawn)
+        self.weights = WeightExecutor(socket, "w", self.engine, self.events.put_nowait, self._spawn)
         self.update = (1, 0)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -115,7 +115,7 @@ class Worker:
         task.add_done_callback(self.tasks.discard)
 
     @property
-    def received(self) -> staging.Received | None:
+    def received(self) -> staging.BytesReceived | None:
         """What the stager has said of the update."""
         pending = self.weights._pending  # pyright: ignore[reportPrivateUsage]
         return None if pending is None else pending.received
@@ -123,7 +123,7 @@ class Worker:
     def tell(self, message: Any, *frames: bytes) -> None:
         self.weights.run(RunWeights(message, frames))
 
-    async def event(self) -> Event:
+    async def event(self) -> WorkerEvent:
         async with asyncio.timeout(PATIENCE_S):
             return await self.events.get()
 
@@ -152,11 +152,11 @@ class Worker:
         assert staged.digest in (digest, "")
         return staged
 
-    async def hand_over(self, version: int) -> HandedOver:
-        self.tell(HandOver(self.update, version))
-        return await self.answer(HandedOver)
+    async def load(self, version: int) -> WeightsLoaded:
+        self.tell(LoadWeights(self.update, version))
+        return await self.answer(WeightsLoaded)
 
-    async def restore(self, version: int, digest: str, snapshot: str = "", path: str = "") -> Event:
+    async def restore(self, version: int, digest: str, snapshot: str = "", path: str = "") -> WorkerEvent:
         self.tell(Restore(version, digest, snapshot, path))
         return await self.event()
 
@@ -276,7 +276,7 @@ def test_what_the_trainer_sends_is_what_the_engine_takes_several_times_over_one_
                 staged = await worker.answer(Staged)
                 assert (staged.code, staged.digest, staged.findings) == ("", digest, [])
                 assert worker.engine.version == version - 1
-                handed = await worker.hand_over(version)
+                handed = await worker.load(version)
                 assert (handed.code, handed.version, handed.digest) == ("", version, digest)
                 assert (worker.engine.version, worker.engine.digest) == (version, digest)
                 chunk = await worker.engine.tensor("a", 0, 30 * 17)
@@ -304,13 +304,13 @@ def test_the_engine_has_ready_what_it_takes_before_staged_is_said_and_lets_go_of
                 assert worker.events.empty()
                 engine.may.set()
                 assert (await worker.answer(Staged)).digest == digest
-                handed = await worker.hand_over(version)
-                assert (handed.code, handed.ready_us) == ("", 2000)
+                handed = await worker.load(version)
+                assert (handed.code, handed.prepare_us) == ("", 2000)
                 worker.tell(Committed(worker.update, version, digest))
                 while len(engine.asked) < 3:
                     await asyncio.sleep(0.01)
                 ready, taken, last = engine.asked
-                assert isinstance(ready, NewWeights) and ready.spaces and ready == taken and last == "let go"
+                assert isinstance(ready, NewWeights) and ready.regions and ready == taken and last == "let go"
                 engine.asked.clear()
 
     asyncio.run(story())
@@ -321,8 +321,8 @@ def test_an_engine_that_cannot_get_ready_takes_the_weights_all_the_same(place: P
         async with place.worker() as worker:
             worker.engine.fails = EngineError("not today")
             digest = (await worker.staged(trainer, trainer.fill(1))).digest
-            handed = await worker.hand_over(1)
-            assert (handed.code, handed.digest, handed.ready_us) == ("", digest, 0)
+            handed = await worker.load(1)
+            assert (handed.code, handed.digest, handed.prepare_us) == ("", digest, 0)
 
     asyncio.run(story())
 
@@ -349,7 +349,7 @@ def test_what_was_made_ready_is_let_go_of_when_the_update_ends(place: Place, tra
             assert (await worker.staged(trainer, trainer.fill(1))).code == ""
             assert len(worker.engine.asked) == 1
             if end == "release":
-                worker.tell(Release(worker.update, "the trainer is gone"))
+                worker.tell(ReleaseWeights(worker.update, "the trainer is gone"))
             elif end == "stager":
                 place.process.kill()
                 assert (await worker.answer(Staged)).code == "update_aborted"
@@ -381,7 +381,7 @@ def test_a_stagers_one_device_space_stays_open_until_it_takes_a_larger_one_or_is
                 assert (await worker.join(join)).code == ""
                 digest = await asyncio.to_thread(trainer.send, trainer.fill(version))
                 await worker.answer(Staged)
-                assert (await worker.hand_over(version)).code == ""
+                assert (await worker.load(version)).code == ""
                 worker.tell(Committed(worker.update, version, digest))
             assert await worker.prepare(partial=True)
             assert len(asked) == 4 and "let go" not in asked
@@ -402,7 +402,7 @@ def test_an_update_that_is_released_while_its_engine_joins_a_group_holds_up_no_o
         first = await worker.prepare(transfer="direct")
         worker.tell(Join("of nobody", 2, 1, "127.0.0.1:9", "gloo", update=worker.update))
         await worker.engine.joining.wait()
-        worker.tell(Release(worker.update, "the publisher is gone"))
+        worker.tell(ReleaseWeights(worker.update, "the publisher is gone"))
         second = await worker.prepare(transfer="direct")
         assert first.code == second.code == ""
         assert first.peer != second.peer, "nobody knows which group the engine is in"
@@ -419,7 +419,7 @@ def test_an_update_that_is_released_while_the_engine_gets_ready_is_let_go_of_too
             worker.engine.may.clear()
             assert (await worker.prepare()).code == ""
             assert (await worker.join(trainer.join())).code == ""
-            worker.tell(Release(worker.update, "the trainer is gone"))
+            worker.tell(ReleaseWeights(worker.update, "the trainer is gone"))
             worker.engine.may.set()
             while worker.engine.asked[-1] != "let go":
                 await asyncio.sleep(0.01)
@@ -538,8 +538,8 @@ class Shards:
         self._parts = [HostMemory(size) for size in shard_sizes(nbytes, 2, 0).values()]
         self.tensors = [part.tensors[0] for part in self._parts]
 
-    def spaces(self) -> list[Space]:
-        return [space for part in self._parts for space in part.spaces()]
+    def regions(self) -> list[MemoryRegion]:
+        return [space for part in self._parts for space in part.regions()]
 
     def reception(self, *arguments: Any) -> receiving.ShardedReception:
         return receiving.ShardedReception(self.tensors, *arguments)
@@ -574,22 +574,22 @@ def test_an_update_in_shards_is_received_held_and_kept_as_one_in_a_space_is(
         return Shards(nbytes)
 
     async def story() -> None:
-        came: asyncio.Queue[staging.Received] = asyncio.Queue()
+        came: asyncio.Queue[staging.BytesReceived] = asyncio.Queue()
         one = stager.Stager(staging.StagerSpec(socket=path))
         server = await asyncio.start_unix_server(one.serve, path)
         link = StagerLink(path, "w", came.put_nowait, lambda _: None)
         reserved = await link.ask(staging.Reserve((1, 1), MODEL, BUCKET), staging.Reserved)
-        assert reserved.sharded and [space.nbytes for space in reserved.spaces] == [whole // 2, whole // 2]
+        assert reserved.sharded and [space.nbytes for space in reserved.regions] == [whole // 2, whole // 2]
         ask = staging.JoinGroup((1, 1), "g", "127.0.0.1:1", 2, 1, "gloo")
         assert (await link.ask(ask, staging.InGroup)).message == ""
         assert stay == [False], "buckets pass through buffers: no other rank may copy them from there"
         async with asyncio.timeout(PATIENCE_S):
             received = await came.get()
-        assert (received.digest, received.sharded, received.spaces) == (digest, True, reserved.spaces)
+        assert (received.digest, received.sharded, received.regions) == (digest, True, reserved.regions)
         link.tell(staging.Keep((1, 1), 1, digest, str(snapshot)))
-        held = await link.ask(staging.AskHeld(digest), staging.Held)
+        held = await link.ask(staging.AskHeld(digest), staging.StagerHolds)
         assert (held.version, held.digest, held.sharded) == (1, digest, True)
-        found = torch.cat([open_space(space) for space in held.spaces])
+        found = torch.cat([open_space(space) for space in held.regions])
         assert torch.equal(found, sent)
         await asyncio.to_thread(one.finish)
         assert read_footer(str(snapshot)) == Footer(1, digest, MODEL)
@@ -651,7 +651,7 @@ def test_a_stager_that_is_killed_in_a_transfer_is_an_aborted_update_and_the_next
             trainer.group.abort()
             place.start()
             assert (await worker.staged(trainer, trainer.fill(2))).code == ""
-            assert (await worker.hand_over(2)).code == ""
+            assert (await worker.load(2)).code == ""
 
     asyncio.run(story())
 
@@ -662,14 +662,14 @@ def test_a_release_leaves_the_group_and_the_next_update_names_another_peer(place
             first = await worker.prepare()
             assert (await worker.join(trainer.join())).code == ""
             await asyncio.to_thread(trainer.send, trainer.fill(1), only=1)
-            worker.tell(Release(worker.update, "the trainer is gone"))
+            worker.tell(ReleaseWeights(worker.update, "the trainer is gone"))
             trainer.group.abort()
             second = await worker.prepare()
             assert second.code == "" and second.peer != first.peer
             assert (await worker.join(trainer.join())).code == ""
             await asyncio.to_thread(trainer.send, trainer.fill(2))
             assert (await worker.answer(Staged)).code == ""
-            assert (await worker.hand_over(2)).version == 2
+            assert (await worker.load(2)).version == 2
 
     asyncio.run(story())
 
@@ -714,18 +714,18 @@ def test_an_engine_that_refuses_keeps_its_weights_and_says_so(place: Place, trai
     async def story() -> None:
         async with place.worker(faults=[{"kind": "fail_on_take", "at_take": 1}]) as worker:
             assert (await worker.staged(trainer, trainer.fill(1))).code == ""
-            handed = await worker.hand_over(1)
+            handed = await worker.load(1)
             assert handed.code == "engine_error" and "fail_on_take" in handed.message
             assert (worker.engine.version, worker.engine.digest) == (0, "")
 
     asyncio.run(story())
 
 
-def test_a_relabel_changes_the_version_alone_and_questions_are_answered(place: Place) -> None:
+def test_a_set_version_changes_the_version_alone_and_questions_are_answered(place: Place) -> None:
     async def story() -> None:
         async with place.worker() as worker:
-            assert (await worker.prepare(transfer="relabel")).code == ""
-            assert (await worker.hand_over(7)).version == 7
+            assert (await worker.prepare(transfer="set_version")).code == ""
+            assert (await worker.load(7)).version == 7
             assert (worker.engine.version, worker.engine.digest) == (7, "")
             worker.tell(Inspect((1, 9), "digest"))
             assert (await worker.answer(Inspected)).code == ""
@@ -841,7 +841,7 @@ def test_a_receiver_that_fails_as_nobody_foresaw_says_so_at_once(
         said: list[Any] = []
         one = stager.Stager(staging.StagerSpec(socket="nowhere"))
         monkeypatch.setattr(one, "_say", lambda message, _to: said.append(message))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-        update = stager.Update(staging.Reserve((1, 1), [], 256), HostMemory(256))
+        update = stager.StagedUpdate(staging.Reserve((1, 1), [], 256), HostMemory(256))
         message = staging.JoinGroup((1, 1), "g", "127.0.0.1:1", 2, 1, "gloo")
         await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
         await asyncio.sleep(0)
@@ -862,7 +862,7 @@ class Device:
         self.nbytes = nbytes
         self._into = into
 
-    def spaces(self) -> list[Any]:
+    def regions(self) -> list[Any]:
         return []
 
     def reception(self, *_: object) -> Any:
@@ -922,7 +922,7 @@ def test_nothing_is_received_into_memory_that_the_group_before_may_still_write_t
         one = stager.Stager(staging.StagerSpec(socket="nowhere"))
         one.group = Before()  # type: ignore[assignment]
         one._leave()  # pyright: ignore[reportPrivateUsage]
-        update = stager.Update(staging.Reserve((1, 1), [], 256), Device(256, Into()))  # type: ignore[arg-type]
+        update = stager.StagedUpdate(staging.Reserve((1, 1), [], 256), Device(256, Into()))  # type: ignore[arg-type]
         message = staging.JoinGroup((1, 1), "next", "127.0.0.1:1", 2, 1, "gloo")
         await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
 
@@ -948,7 +948,7 @@ def test_an_update_that_is_forgotten_while_it_leaves_a_group_does_not_lose_that_
 
     async def scene() -> None:
         one = stager.Stager(staging.StagerSpec(socket="nowhere"))
-        update = stager.Update(staging.Reserve((1, 1), [], 256), HostMemory(256))
+        update = stager.StagedUpdate(staging.Reserve((1, 1), [], 256), HostMemory(256))
         following: Any = Other()
 
         class Before:
@@ -989,8 +989,8 @@ def test_an_update_that_is_forgotten_before_its_first_byte_leaves_what_is_kept_i
                 return Into()
 
         memory: Any = Memory(256)
-        kept = one.kept = stager.Kept(1, "d", [], memory)
-        update = one.update = stager.Update(staging.Reserve((1, 2), [], 256), memory)
+        kept = one.kept = stager.KeptUpdate(1, "d", [], memory)
+        update = one.update = stager.StagedUpdate(staging.Reserve((1, 2), [], 256), memory)
         one.group = Group()  # type: ignore[assignment]
         message = staging.JoinGroup((1, 2), "g", "127.0.0.1:1", 2, 1, "gloo")
         await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]

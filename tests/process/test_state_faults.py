@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from enginepool import Pool, errors
-from enginepool.config import PoolConfig, Restart
+from enginepool.config import PoolConfig, RestartConfig
 from enginepool.protocol.messages import WorkerStatus
 from tests.process.commands import PROGRAM
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
@@ -87,11 +87,11 @@ def test_a_state_directory_that_is_removed_costs_no_worker_and_no_commit(process
     async def story() -> None:
         async with Pool.connect(daemon.address) as pool:
             await both_serve(pool, 0)
-            await pool.relabel(3)
+            await pool.set_version(3)
             before = await both_serve(pool, 3)
             shutil.rmtree(config.state_dir)
             with contextlib.suppress(errors.UpdateAborted):
-                await pool.relabel(11)
+                await pool.set_version(11)
             version = (await pool.status()).groups[0].version
             assert version is not None
             assert await both_serve(pool, version) == before
@@ -102,7 +102,7 @@ def test_a_state_directory_that_is_removed_costs_no_worker_and_no_commit(process
                 return (await pids(pool)).get("g-0") not in (0, before["g-0"])
 
             await until(replaced)
-            await pool.relabel(12)
+            await pool.set_version(12)
             now = await both_serve(pool, 12)
             assert now["g-1"] == before["g-1"]
             await asyncio.to_thread(daemon.kill)
@@ -124,7 +124,7 @@ def test_what_is_committed_after_the_journal_was_renamed_is_found_by_a_successor
     async def story() -> None:
         async with Pool.connect(daemon.address) as pool:
             await both_serve(pool, 0)
-            await pool.relabel(3)
+            await pool.set_version(3)
             before = await both_serve(pool, 3)
             if what == "folder_renamed":
                 os.rename(state, tmp_path / "old")
@@ -132,7 +132,7 @@ def test_what_is_committed_after_the_journal_was_renamed_is_found_by_a_successor
                 os.rename(journal, tmp_path / "old.json")
             if what == "replaced":
                 shutil.copy(tmp_path / "old.json", journal)
-            await pool.relabel(11)
+            await pool.set_version(11)
             assert await both_serve(pool, 11) == before
             await asyncio.to_thread(daemon.kill)
             await asyncio.to_thread(Daemon(processes, config).listening)
@@ -151,7 +151,7 @@ def test_workers_that_hold_more_than_a_lost_journal_wait_for_an_operator(
     async def story() -> None:
         async with Pool.connect(daemon.address) as pool:
             await both_serve(pool, 0)
-            await pool.relabel(11)
+            await pool.set_version(11)
             before = await both_serve(pool, 11)
             await asyncio.to_thread(daemon.kill)
             os.rename(f"{config.state_dir}/journal.json", tmp_path / "old.json")
@@ -168,8 +168,8 @@ def test_workers_that_hold_more_than_a_lost_journal_wait_for_an_operator(
 
             await until(wait)
             with pytest.raises(errors.VersionBackwards, match="11"):
-                await pool.relabel(10)
-            await pool.relabel(version)
+                await pool.set_version(10)
+            await pool.set_version(version)
             assert await both_serve(pool, version) == before
 
     run(story)
@@ -185,14 +185,14 @@ def test_the_history_of_updates_survives_the_coordinator(processes: Processes, t
     async def story() -> None:
         async with Pool.connect(daemon.address) as pool:
             await both_serve(pool, 0)
-            await pool.relabel(3)
+            await pool.set_version(3)
             await both_serve(pool, 3)
             os.unlink(journal)
             os.mkdir(journal)
             with pytest.raises(errors.UpdateAborted, match=f"{config.state_dir}/journal"):
-                await pool.relabel(4)
+                await pool.set_version(4)
             os.rmdir(journal)
-            await pool.relabel(5)
+            await pool.set_version(5)
             await both_serve(pool, 5)
             before = (await pool.weights()).history
             assert [(one.version, one.outcome) for one in before] == [
@@ -216,7 +216,7 @@ def test_a_disk_without_room_retires_no_worker_and_is_said_once_by_the_name_of_t
     processes: Processes, tmp_path: Path
 ) -> None:
     config = pool_of(tmp_path, orphan_s=5.0)
-    config = msgspec.structs.replace(config, restart=Restart(backoff_s=1.0, backoff_max_s=1.0, max_restarts=2))
+    config = msgspec.structs.replace(config, restart=RestartConfig(backoff_s=1.0, backoff_max_s=1.0, max_restarts=2))
     state = Path(config.state_dir)
     state.mkdir(mode=0o700)
     daemon = Daemon(processes, config, [*ON_A_SMALL_DISK, config.state_dir]).listening()
@@ -226,7 +226,7 @@ def test_a_disk_without_room_retires_no_worker_and_is_said_once_by_the_name_of_t
             before = await both_serve(pool, 0)
             fill(seen_by(daemon, state))
             # What is on the disk can be written over, so that updates go on.
-            await pool.relabel(3)
+            await pool.set_version(3)
             assert await both_serve(pool, 3) == before
             os.kill(before["g-0"], signal.SIGKILL)
             await asyncio.to_thread(daemon.wait_for, "ended by SIGKILL")
@@ -298,7 +298,7 @@ def test_serve_waits_for_room_on_the_disk_and_its_workers_stay(processes: Proces
 @needs_mounts
 def test_a_read_only_disk_retires_no_worker_and_refuses_no_service(processes: Processes, tmp_path: Path) -> None:
     config = pool_of(tmp_path, orphan_s=5.0)
-    config = msgspec.structs.replace(config, restart=Restart(backoff_s=0.1, backoff_max_s=0.3, max_restarts=2))
+    config = msgspec.structs.replace(config, restart=RestartConfig(backoff_s=0.1, backoff_max_s=0.3, max_restarts=2))
     Path(config.state_dir).mkdir(mode=0o700)
     daemon = Daemon(processes, config, [*ON_A_SMALL_DISK, config.state_dir]).listening()
 
@@ -313,7 +313,7 @@ def test_a_read_only_disk_retires_no_worker_and_refuses_no_service(processes: Pr
             mount(daemon, "umount", config.state_dir)
             now = await both_serve(pool, 0)
             assert now["g-1"] == before["g-1"]
-            await pool.relabel(3)
+            await pool.set_version(3)
             assert await both_serve(pool, 3) == now
 
     run(story)
@@ -332,7 +332,7 @@ def test_an_update_is_refused_by_the_name_of_the_file_when_the_disk_was_unmounte
             before = await both_serve(pool, 0)
             mount(daemon, "umount", "-l", config.state_dir)
             with pytest.raises(errors.UpdateAborted, match=rf"{config.state_dir}: it is on another file system"):
-                await pool.relabel(3)
+                await pool.set_version(3)
             assert await both_serve(pool, 0) == before
             assert os.listdir(config.state_dir) == []
 
@@ -348,10 +348,10 @@ def test_an_update_is_refused_by_the_name_of_the_file_when_the_parent_is_gone(pr
             before = await both_serve(pool, 0)
             (tmp_path / "parent").rename(tmp_path / "moved")
             with pytest.raises(errors.UpdateAborted, match=rf"{config.state_dir}: No such file or directory"):
-                await pool.relabel(3)
+                await pool.set_version(3)
             assert await both_serve(pool, 0) == before
             (tmp_path / "moved").rename(tmp_path / "parent")
-            await pool.relabel(3)
+            await pool.set_version(3)
             assert await both_serve(pool, 3) == before
 
     run(story)

@@ -30,14 +30,14 @@ from enginepool.protocol.messages import (
 from enginepool.protocol.updates import (
     Commit,
     Committed,
-    HandedOver,
-    HandOver,
+    LoadWeights,
     Phase,
     Prepare,
     Prepared,
     Publish,
     Published,
     Restore,
+    WeightsLoaded,
 )
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
@@ -114,8 +114,8 @@ def test_what_was_published_survives_the_coordinator(processes: Processes, tmp_p
     while publisher.hear(Phase).phase != "staged":
         continue
     publisher.say(Commit(1))
-    assert worker.hear(HandOver).version == 7
-    worker.say(HandedOver(update, 7, "d" * 32))
+    assert worker.hear(LoadWeights).version == 7
+    worker.say(WeightsLoaded(update, 7, "d" * 32))
     assert publisher.hear(Published).version == 7
     assert worker.hear(Committed).digest == "d" * 32
 

@@ -47,10 +47,10 @@ def test_a_request_waits_for_the_version_that_it_names(play: Play) -> None:
 def test_a_version_alone_changes_nothing_but_the_version(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         before = (await stage.pool.weights()).digest
-        record = stage.committed(await stage.pool.relabel(stage.old + 7))
+        record = stage.committed(await stage.pool.set_version(stage.old + 7))
         assert record.digest == before
         with pytest.raises(errors.VersionBackwards):
-            await stage.pool.relabel(stage.old + 7)
+            await stage.pool.set_version(stage.old + 7)
 
     play(scene)
 
@@ -171,19 +171,17 @@ def test_of_two_publishers_at_once_the_second_is_refused_by_name(play: Play) -> 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("who", ["worker", "stager"])
 @pytest.mark.parametrize("phase", ["transfer", "staged"])
-def test_before_the_hand_over_a_loss_aborts_and_touches_no_engine(
-    play: Play, phase: str, who: str, sign: signal.Signals
-) -> None:
+def test_before_the_load_a_loss_aborts_and_touches_no_engine(play: Play, phase: str, who: str, sign: signal.Signals) -> None:
     play(partial(loss, phase=phase, who=who, sign=sign))
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_a_worker_that_is_lost_in_the_hand_over_comes_back_on_what_the_others_took(play: Play, sign: signal.Signals) -> None:
+def test_a_worker_that_is_lost_in_the_load_comes_back_on_what_the_others_took(play: Play, sign: signal.Signals) -> None:
     async def scene(stage: Stage) -> None:
         handle = await stage.start(stage.old + 1)
         victim = await stage.pid(1)
         finish = asyncio.create_task(handle.finish())
-        await stage.phase(handle, "hand_over")
+        await stage.phase(handle, "load")
         os.kill(victim, sign)
         record = stage.committed(await finish)
         assert (record.committed, record.members) == (2, 3)
@@ -211,7 +209,7 @@ def test_a_trainer_that_is_killed_leaves_the_pool_to_serve_on(play: Play, where:
     play(partial(killed_trainer, where=where))
 
 
-@pytest.mark.parametrize("phase", ["transfer", "staged", "hand_over"])
+@pytest.mark.parametrize("phase", ["transfer", "staged", "load"])
 def test_a_coordinator_that_is_killed_has_committed_or_not(play: Play, phase: str) -> None:
     async def scene(stage: Stage) -> None:
         new = stage.old + 1
@@ -220,9 +218,9 @@ def test_a_coordinator_that_is_killed_has_committed_or_not(play: Play, phase: st
         if phase != "transfer":
             gate.opened.set()
             await stage.phase(handle, "staged")
-        finish = asyncio.create_task(handle.finish()) if phase == "hand_over" else None
+        finish = asyncio.create_task(handle.finish()) if phase == "load" else None
         if finish is not None:
-            await stage.phase(handle, "hand_over")
+            await stage.phase(handle, "load")
         await asyncio.to_thread(stage.daemon.kill)
         stage.daemon = await asyncio.to_thread(lambda: Daemon(stage.processes, stage.daemon.config).listening())
         gate.opened.set()
@@ -230,7 +228,7 @@ def test_a_coordinator_that_is_killed_has_committed_or_not(play: Play, phase: st
         assert (await stage.pool.weights()).version == (stage.old if why else new)
         assert not why or "coordinator" in why
 
-    play(scene, **(SLOW_TAKE if phase == "hand_over" else {}))
+    play(scene, **(SLOW_TAKE if phase == "load" else {}))
 
 
 def test_bytes_that_do_not_come_are_missed_in_time(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,10 +256,10 @@ def test_a_source_that_ends_too_early_is_named(play: Play) -> None:
     play(scene)
 
 
-def test_a_handle_that_is_abandoned_ends_at_once(play: Play) -> None:
+def test_a_handle_that_is_aborted_ends_at_once(play: Play) -> None:
     async def scene(stage: Stage) -> None:
         handle = await stage.start(stage.old + 1)
-        await handle.abandon("thought better of it")
+        await handle.abort("thought better of it")
         with pytest.raises(errors.UpdateAborted, match="thought better of it"):
             await handle.finish()
 

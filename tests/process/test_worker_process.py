@@ -20,11 +20,11 @@ from bench.processes import free_port
 from enginepool.protocol.messages import (
     Accept,
     Batch,
-    Bye,
     Done,
     Drain,
+    ErrorReply,
+    Exiting,
     Expired,
-    Failure,
     FrameSpec,
     FromWorker,
     Idle,
@@ -35,8 +35,8 @@ from enginepool.protocol.messages import (
     Ready,
     Register,
     Stage,
-    Tokenise,
-    Tokenised,
+    Tokenize,
+    Tokenized,
 )
 from enginepool.workers.events import Exit
 from enginepool.workers.link import LIFELINE_GRACE_S, ORPHAN_GRACE
@@ -238,20 +238,20 @@ def test_work_that_was_not_accepted_is_refused(coordinator: Coordinator, start: 
     start()
     coordinator.accept_until_ready()
     coordinator.send(*batch(4, 1))
-    assert coordinator.expect(Failure)[0].code == "hello_required"
+    assert coordinator.expect(ErrorReply)[0].code == "hello_required"
 
 
-def test_text_is_tokenised(coordinator: Coordinator, start: Start) -> None:
+def test_text_is_tokenized(coordinator: Coordinator, start: Start) -> None:
     start()
     coordinator.accept_until_ready()
     specs = [FrameSpec("query", "utf8", (1,)), FrameSpec("items", "utf8", (3,)), FrameSpec("item_lengths", "uint32", (2,))]
-    coordinator.send(Tokenise((5, 1), specs), b"q", "aé".encode(), np.array([1, 2], np.uint32).tobytes())
-    tokenised, (items, lengths) = coordinator.expect(Tokenised)
-    assert tokenised.task == (5, 1)
+    coordinator.send(Tokenize((5, 1), specs), b"q", "aé".encode(), np.array([1, 2], np.uint32).tobytes())
+    tokenized, (items, lengths) = coordinator.expect(Tokenized)
+    assert tokenized.task == (5, 1)
     assert np.frombuffer(items, np.int32).tolist() == [byte + 3 for byte in "qaqé".encode()]
     assert np.frombuffer(lengths, np.uint32).tolist() == [2, 3]
-    coordinator.send(Tokenise((5, 2), specs), b"q", "aé".encode(), np.array([2, 1], np.uint32).tobytes())
-    assert coordinator.expect(Tokenised)[0].code == "malformed"
+    coordinator.send(Tokenize((5, 2), specs), b"q", "aé".encode(), np.array([2, 1], np.uint32).tobytes())
+    assert coordinator.expect(Tokenized)[0].code == "malformed"
 
 
 def test_a_refused_part_is_answered_and_the_worker_lives_on(coordinator: Coordinator, start: Start) -> None:
@@ -287,9 +287,9 @@ def test_work_that_cannot_be_read_is_answered_with_an_error_for_each_part(
     done, _ = coordinator.expect(Done)
     assert (done.batch, [part.code for part in done.parts]) == ((5, 1), ["engine_error"] * 2)
     assert "cannot be read" in done.parts[0].message
-    coordinator.send_raw(msgspec.msgpack.encode({"type": "tokenise", "task": [5, 2], "frames": labels}))
-    tokenised, _ = coordinator.expect(Tokenised)
-    assert (tokenised.task, tokenised.code) == ((5, 2), "engine_error")
+    coordinator.send_raw(msgspec.msgpack.encode({"type": "tokenize", "task": [5, 2], "frames": labels}))
+    tokenized, _ = coordinator.expect(Tokenized)
+    assert (tokenized.task, tokenized.code) == ((5, 2), "engine_error")
 
 
 def test_messages_that_cannot_be_read_are_dropped_with_a_line(coordinator: Coordinator, start: Start) -> None:
@@ -364,7 +364,7 @@ def test_a_refused_worker_whose_main_thread_stands_still_is_ended_by_its_link(co
     worker = start(**faults("block_on_load", seconds=600.0))
     coordinator.accept()
     coordinator.until_loading()
-    coordinator.send(Failure("superseded", "it was loading for more than 1800 s"))
+    coordinator.send(ErrorReply("superseded", "it was loading for more than 1800 s"))
     assert worker.ends() == Exit.REFUSED
     assert "the coordinator refuses this worker" in worker.said()
 
@@ -425,7 +425,7 @@ def test_a_drain_finishes_what_runs_then_ends(how: str, coordinator: Coordinator
         worker.process.send_signal(signal.SIGTERM)
     assert coordinator.expect(Stage)[0].stage == "draining"
     assert coordinator.expect(Done)[0].batch == (5, 1)
-    bye, _ = coordinator.expect(Bye)
+    bye, _ = coordinator.expect(Exiting)
     assert not bye.failed
     assert worker.ends() == 0
 
@@ -445,7 +445,7 @@ def test_a_drain_gives_up_on_work_that_hangs(coordinator: Coordinator, start: St
     coordinator.accept_until_ready()
     coordinator.send(*batch(5, 1))
     coordinator.send(Drain())
-    assert "1 unfinished" in coordinator.until(Bye).reason
+    assert "1 unfinished" in coordinator.until(Exiting).reason
     assert worker.ends() == 0
 
 
@@ -454,7 +454,7 @@ def test_sigterm_while_loading_ends_the_worker(coordinator: Coordinator, start: 
     coordinator.accept()
     coordinator.until_loading()
     worker.process.send_signal(signal.SIGTERM)
-    coordinator.until(Bye)
+    coordinator.until(Exiting)
     assert worker.ends() == 0
 
 
@@ -462,7 +462,7 @@ def test_the_reason_of_a_crash_arrives(coordinator: Coordinator, start: Start) -
     worker = start(**faults("crash", at_batch=1))
     coordinator.accept_until_ready()
     coordinator.send(*batch(5, 1))
-    bye, _ = coordinator.expect(Bye)
+    bye, _ = coordinator.expect(Exiting)
     assert bye.failed
     assert "crash asked for" in bye.reason
     assert worker.ends() == Exit.ENGINE_DIED
@@ -472,7 +472,7 @@ def test_the_reason_of_a_crash_arrives(coordinator: Coordinator, start: Start) -
 def test_the_reason_why_an_engine_cannot_load_arrives(coordinator: Coordinator, start: Start) -> None:
     worker = start(**faults("crash_on_load"))
     coordinator.accept()
-    bye = coordinator.until(Bye)
+    bye = coordinator.until(Exiting)
     assert bye.failed
     assert "crash_on_load" in bye.reason
     assert worker.ends() == Exit.ENGINE_DIED
@@ -492,7 +492,7 @@ def test_a_superseded_worker_ends_at_once(coordinator: Coordinator, start: Start
     worker = start(**faults("hang"))
     coordinator.accept_until_ready()
     coordinator.send(*batch(5, 1))
-    coordinator.send(Failure("superseded", "a newer one is here"))
+    coordinator.send(ErrorReply("superseded", "a newer one is here"))
     assert worker.ends() == Exit.REFUSED
     assert "a newer one is here" in worker.said()
 

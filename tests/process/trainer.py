@@ -1,7 +1,7 @@
 """A trainer as a process of its own, to be killed: publishes a version and stops where it is told to.
 
 `python -m tests.process.trainer ADDRESS VERSION WHERE [TRANSFER [COPYING]]`; WHERE: `transfer`, in the middle of its bytes;
-`staged`, when all are sent and nothing is committed; `hand_over`, while engines take them; COPYING: on what ranks copy. Says
+`staged`, when all are sent and nothing is committed; `load`, while engines take them; COPYING: on what ranks copy. Says
 `there` on stdout when it is so far, and waits for its end.
 """
 
@@ -41,9 +41,9 @@ def main() -> None:
             publisher = WeightPublisher(pool, device="cpu", bucket_bytes=4096, lease=4.0)
             handle = await publisher.start(source, int(version), manifest=MANIFEST, transfer=transfer)
             await handle.sent()
-            if where == "hand_over":
+            if where == "load":
                 finish = asyncio.create_task(handle.finish())
-                while handle.phase != "hand_over":
+                while handle.phase != "load":
                     assert not finish.done()
                     await asyncio.sleep(0.002)
             there()

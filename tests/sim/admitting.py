@@ -12,7 +12,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.state import Client, Request
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 
 
 def watch_admission(machine: Machine) -> None:
@@ -37,7 +37,7 @@ def watch_admission(machine: Machine) -> None:
             ),
         }
         refused = real(client, e, held)
-        told = {(m.link, m.message.id) for m in core.effects if type(m) is ToClient and type(m.message) is Failure}
+        told = {(m.link, m.message.id) for m in core.effects if type(m) is ToClient and type(m.message) is ErrorReply}
         shed = {request for request in live if request.client.live.get(request.id) is not request}
         within = {name: mine + need <= most - (all_ - low) - need for name, (most, need, mine, all_, low, _) in table.items()}
         fits = {name: all_ + need <= most + loose for name, (most, need, _, all_, _, loose) in table.items()}

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from enginepool.protocol.frames import Buffer, encode_header
-from enginepool.protocol.messages import Ack, Cancel, Done, Failure, Message, Result, Score, Tokenised
+from enginepool.protocol.messages import Ack, Cancel, Done, ErrorReply, Message, Result, Score, Tokenized
 from tests.sim.world import World
 
 #: These may be repeated long after. Work may not: nothing repeats it later than the coordinator itself, after a new
 #: registration, and a worker that has long forgotten a batch would run it beside what fills its budget.
-LATE = (Ack, Cancel, Done, Result, Score, Tokenised)
+LATE = (Ack, Cancel, Done, Result, Score, Tokenized)
 #: a dealer that is not connected queues at most this many messages
 QUEUED = 1000
 
@@ -143,7 +143,7 @@ class Network:
         whole = (encode_header(message), *frames)
         world.at(arrival, deliver, link, whole)
         if conditions.repeat and world.chance(conditions.repeat):
-            refusal = isinstance(message, Failure) and message.id is not None
+            refusal = isinstance(message, ErrorReply) and message.id is not None
             late = (refusal or isinstance(message, LATE)) and world.chance(conditions.late)
             world.at(arrival + world.between(0, 5.0) if late else arrival, deliver, link, whole)
 

@@ -19,7 +19,7 @@ class Offer:
         #: nan, zero, unknown, missing, shape, backwards, truncated; elsewhere: it lends memory of another host, or engines
         #: cannot take it in place
         self.flaw = ""
-        #: commit, never, abandon, vanish: what the publisher does in the end, or on the way
+        #: commit, never, abort, vanish: what the publisher does in the end, or on the way
         self.fate = "commit"
         self.seconds = 0.1
         #: commit is said before the bytes are sent
@@ -34,10 +34,10 @@ class Offer:
 def make_offer(random: Random, group: str, span: float, *, calm: bool) -> Offer:
     """Something to publish; with `calm` nothing is wrong with it."""
     offer = Offer(span * random.random(), group)
-    offer.transfer = random.choices(("staged", "direct", "handles", "checkpoint", "relabel"), (45, 13, 20, 9, 13))[0]
+    offer.transfer = random.choices(("staged", "direct", "ipc", "checkpoint", "set_version"), (45, 13, 20, 9, 13))[0]
     offer.in_flight = random.choice(("drain", "abort"))
     offer.drain_s = random.choice((0.0, 0.05, 0.5, 3.0))
-    offer.partial = offer.transfer in ("staged", "direct", "handles") and random.random() < 0.12
+    offer.partial = offer.transfer in ("staged", "direct", "ipc") and random.random() < 0.12
     offer.new_run = not calm and random.random() < 0.1
     offer.seconds = random.choice((0.05, 0.5, 3.0))
     offer.early = random.random() < 0.3
@@ -46,17 +46,17 @@ def make_offer(random: Random, group: str, span: float, *, calm: bool) -> Offer:
             offer.flaw = random.choice(("nan", "zero", "unknown", "missing", "shape", "backwards", "truncated"))
             if offer.flaw in ("missing", "zero") and offer.partial:
                 offer.flaw = ""
-            if offer.transfer in ("checkpoint", "relabel") and offer.flaw not in ("unknown", "backwards"):
+            if offer.transfer in ("checkpoint", "set_version") and offer.flaw not in ("unknown", "backwards"):
                 offer.flaw = ""
-            if offer.transfer == "relabel" and offer.flaw == "unknown":
+            if offer.transfer == "set_version" and offer.flaw == "unknown":
                 offer.flaw = ""
             if offer.transfer == "direct" and offer.flaw in ("nan", "zero"):
                 offer.flaw = ""
             if offer.flaw == "backwards":
                 offer.new_run = False
-        if offer.transfer == "handles" and not offer.flaw and random.random() < 0.06:
+        if offer.transfer == "ipc" and not offer.flaw and random.random() < 0.06:
             offer.flaw = "elsewhere"
-        offer.fate = random.choices(("commit", "never", "abandon", "vanish"), (76, 8, 8, 8))[0]
-        if offer.transfer in ("checkpoint", "relabel") and offer.fate == "never":
-            offer.fate = "abandon"
+        offer.fate = random.choices(("commit", "never", "abort", "vanish"), (76, 8, 8, 8))[0]
+        if offer.transfer in ("checkpoint", "set_version") and offer.fate == "never":
+            offer.fate = "abort"
     return offer

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 from enginepool.client.session.events import Answer, Fail
 from enginepool.config import Limits
-from enginepool.protocol.messages import Failure, Result
+from enginepool.protocol.messages import ErrorReply, Result
 from enginepool.protocol.updates import Published
 from tests.sim.leases import Leases
 from tests.sim.offers import Offer
 from tests.sim.traffic import Call
 
 #: nothing in a simulation justifies these
-NEVER = frozenset({"malformed", "unsupported", "protocol_version", "hello_required", "unauthorised", "superseded", "id_reused"})
+NEVER = frozenset({"malformed", "unsupported", "protocol_version", "hello_required", "unauthorized", "superseded", "id_reused"})
 
 
 class Weights(NamedTuple):
@@ -172,7 +172,7 @@ class Oracle:
         assert message.record.outcome == "committed", told
         self._count("published")
 
-    def update_failed(self, offer: Offer, failure: Failure, *, lapsed: bool) -> None:
+    def update_failed(self, offer: Offer, failure: ErrorReply, *, lapsed: bool) -> None:
         """A publisher hears that its update is not. `lapsed`: nothing of it reached the coordinator for a whole lease."""
         code, told = failure.code, f"{offer}: {failure.code}: {failure.message}"
         justified = code in ("publishing", "version_backwards") or "is ready" in failure.message

@@ -4,8 +4,8 @@ from random import Random
 
 import msgspec
 
-from enginepool.client.session.settings import Settings
-from enginepool.config import GroupConfig, Limits, PoolConfig, Restart, Timing
+from enginepool.client.session.settings import SessionSettings
+from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing
 from enginepool.coordinator.core.context import HEADER_BYTES
 from enginepool.protocol.messages import Capabilities
 from tests.sim.network import Conditions
@@ -96,7 +96,7 @@ class Plan:
         self.retires = random.random() < 0.12
         self.config = self._config()
         self.conditions = self._conditions()
-        self.settings = Settings(
+        self.settings = SessionSettings(
             silence_s=random.choice((1.0, 3.0)),
             hello_s=random.choice((0.3, 1.0)),
             resend_s=random.choice((2.0, 8.0)),
@@ -200,8 +200,8 @@ class Plan:
             if self.gentle or random.random() < 0.85:
                 offer.transfer, offer.partial = "checkpoint", False
                 offer.flaw = offer.flaw if offer.flaw in ("unknown", "backwards") else ""
-                offer.fate = "abandon" if offer.fate == "never" else offer.fate
-            elif offer.transfer not in ("checkpoint", "relabel"):
+                offer.fate = "abort" if offer.fate == "never" else offer.fate
+            elif offer.transfer not in ("checkpoint", "set_version"):
                 offer.flaw = "elsewhere"
         if not self.gentle:
             kinds = ["worker_kill", "worker_stop", "worker_link", "coordinator_kill", "coordinator_stall", "publisher_vanish"]
@@ -297,7 +297,7 @@ class Plan:
             update_prepare_s=3.0,
             update_join_s=4.0,
             update_stall_s=4.0,
-            update_hand_over_s=6.0,
+            update_load_s=6.0,
             update_inspect_s=4.0,
             restore_again_s=1.5,
         )
@@ -312,7 +312,7 @@ class Plan:
         calm = self.gentle or random.random() < 0.3
         if self.gentle:
             self._only_links()
-            phases = ("open", "join", "transfer", "staged", "hold", "hand_over")
+            phases = ("open", "join", "transfer", "staged", "hold", "load")
             kinds = ("worker_link", "worker_link", "publisher_link")
             self.triggers = [(random.choice(phases), random.choice(kinds), 0.03 * random.random()) for _ in range(3)]
         for _ in range(random.randint(1, 6)):
@@ -323,7 +323,7 @@ class Plan:
                 if random.random() < 0.15:
                     span = self.span + 5.0
                     self.faults += [(span * random.random(), kind) for _ in range(random.randint(1, most))]
-            phases = ("open", "join", "transfer", "staged", "hold", "hand_over", "published")
+            phases = ("open", "join", "transfer", "staged", "hold", "load", "published")
             kinds = [*UPDATE_FAULTS, "worker_kill", "worker_stop", "worker_link", "coordinator_kill", "coordinator_stall"]
             for _ in range(random.choice((0, 1, 2, 4))):
                 self.triggers.append((random.choice(phases), random.choice(kinds), random.choice((0.0, 0.01, 0.1))))
@@ -423,7 +423,7 @@ class Plan:
             orphan_s=random.choice((6.0, 20.0)),
             drain_s=random.choice((0.5, 3.0)),
         )
-        restart = Restart(
+        restart = RestartConfig(
             backoff_s=random.choice((0.05, 0.5)),
             backoff_max_s=2.0,
             max_restarts=random.randint(0, 4) if self.retires else 100_000,

@@ -5,22 +5,22 @@ from collections.abc import Sequence
 import msgspec
 
 from enginepool.client.session.events import (
-    Abandon,
+    AbandonUpdate,
     Answer,
     AskStatus,
     Close,
     Ended,
-    Event,
     Fail,
+    MessageReceived,
     OpenLink,
-    Received,
-    Send,
+    SendMessage,
+    SessionEvent,
+    SessionTick,
     Start,
-    Submit,
-    Tick,
+    SubmitRequest,
 )
 from enginepool.client.session.machine import ClientSession
-from enginepool.client.session.settings import Settings
+from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.frames import Buffer, check_frames, decode_header
 from enginepool.protocol.messages import Result, ToClient
 from tests.sim.network import Dealer, Network
@@ -33,7 +33,7 @@ _decoder = msgspec.msgpack.Decoder(ToClient)
 class SimClient:
     """One client object in its process."""
 
-    def __init__(self, network: Network, oracle: Oracle, index: int, settings: Settings) -> None:
+    def __init__(self, network: Network, oracle: Oracle, index: int, settings: SessionSettings) -> None:
         self.network = network
         self.world = network.world
         self.oracle = oracle
@@ -71,7 +71,7 @@ class SimClient:
         call.floor = self.oracle.floor(call.score.group)
         call.deadline = None if call.timeout is None else now + call.timeout
         self._calls[call.id] = call
-        self._take(Submit(now, call.score, call.frames, call.deadline, call.retry_busy))
+        self._take(SubmitRequest(now, call.score, call.frames, call.deadline, call.retry_busy))
 
     def cancel(self, call: Call) -> None:
         """The caller changes its mind."""
@@ -79,7 +79,7 @@ class SimClient:
             self._wanted.append((call, False))
         elif not self.gone and call.submitted >= 0 and not call.outcome:
             call.cancelled = True
-            self._take(Abandon(self.world.now, call.id))
+            self._take(AbandonUpdate(self.world.now, call.id))
 
     def ask_status(self) -> None:
         if not self.gone and not self.stalled:
@@ -98,7 +98,7 @@ class SimClient:
         message: ToClient = decode_header(_decoder, frames[0])
         if isinstance(message, Result):
             check_frames(message.frames, frames[1:])
-        self._take(Received(self.world.now, message, frames[1:]))
+        self._take(MessageReceived(self.world.now, message, frames[1:]))
 
     def connected(self, dealer: Dealer) -> None:
         """Nobody tells a client."""
@@ -106,12 +106,12 @@ class SimClient:
     def disconnected(self, dealer: Dealer) -> None:
         """Nobody tells a client."""
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: SessionEvent) -> None:
         self.world.note(self.name, event)
         effects = self.session.handle(event)
         self.session.check()
         for effect in effects:
-            if type(effect) is Send:
+            if type(effect) is SendMessage:
                 assert self.dealer is not None
                 self.world.note(self.name, effect.message)
                 self.dealer.send(effect.message, effect.frames)
@@ -138,7 +138,7 @@ class SimClient:
 
     def _tick(self) -> None:
         self._timer_at = float("inf")
-        self._take(Tick(self.world.now))
+        self._take(SessionTick(self.world.now))
 
     # --- what befalls it -----------------------------------------------------------------------------------------------
 

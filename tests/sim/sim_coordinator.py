@@ -14,7 +14,7 @@ from enginepool.coordinator.core.story import story
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Accept, Expired, Failure, Message, Welcome
+from enginepool.protocol.messages import Accept, ErrorReply, Expired, Message, Welcome
 from enginepool.protocol.updates import Published
 from tests.sim.cluster import Cluster
 from tests.sim.network import Link, Network
@@ -160,7 +160,7 @@ class SimCoordinator:
                 self._say(effect.message, effect.link)
                 if type(effect.message) is Expired and effect.link in self.network.links:
                     self._given_up(self.network.links[effect.link].dealer.owner.name, effect.message.reason)
-                if type(effect.message) is Failure and effect.link in self.network.links:
+                if type(effect.message) is ErrorReply and effect.link in self.network.links:
                     said = effect.message.message
                     own = "weight update failed" not in said  # for the silence of another one
                     assert "silent" not in said or not own, f"a worker ends for its link: {said}"
@@ -256,8 +256,8 @@ class SimCoordinator:
         self.world.note("coordinator", (link, message))
         if isinstance(message, Published):
             every = (one for weights in self.watch.oracle.weights.values() for one in weights)
-            journalled = any(one.committed and one.version == message.version for one in every)
-            assert journalled, f"published before it was journalled: {message}"
+            journaled = any(one.committed and one.version == message.version for one in every)
+            assert journaled, f"published before it was journaled: {message}"
         self.heard(message)
 
     def _set_timer(self, at: float) -> None:

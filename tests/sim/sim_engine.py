@@ -8,17 +8,17 @@ from typing import Protocol
 
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Capabilities, FrameSpec, PartDone, TaskId, Tokenise
+from enginepool.protocol.messages import Capabilities, FrameSpec, PartDone, TaskId, Tokenize
 from enginepool.protocol.packing import sequences
 from enginepool.workers.events import (
-    BatchDone,
+    EngineBatchDone,
     EngineLost,
     EngineReady,
     EngineStage,
-    Event,
     RunBatch,
-    RunTokenise,
+    RunTokenize,
     TextDone,
+    WorkerEvent,
     WorkFailed,
 )
 from tests.sim.oracle import Oracle
@@ -61,7 +61,7 @@ class Host(Protocol):
 
     name: str
 
-    def post(self, event: Event) -> None:
+    def post(self, event: WorkerEvent) -> None:
         """Give the worker's machine an event."""
         ...
 
@@ -91,7 +91,7 @@ class SimEngine:
         self._order = 0
         self._busy = False
         #: with the tokenizer, which takes one after the other
-        self._texts: deque[RunTokenise] = deque()
+        self._texts: deque[RunTokenize] = deque()
 
     def become(self, version: int) -> None:
         """Answer from other weights from now on, without being asked to."""
@@ -185,7 +185,7 @@ class SimEngine:
             else:
                 forwards = 2 if fault == "two_forwards" else 1
                 parts, frames = self._answer(task, fault)
-                self.host.post(BatchDone(now, id_, parts, frames, self.version, forwards, int(seconds * 1e6)))
+                self.host.post(EngineBatchDone(now, id_, parts, frames, self.version, forwards, int(seconds * 1e6)))
             self._next()
 
     def _answer(self, task: "Task", fault: str) -> tuple[list[PartDone], tuple[Buffer, ...]]:
@@ -213,7 +213,7 @@ class SimEngine:
 
     # --- text ----------------------------------------------------------------------------------------------------------
 
-    def tokenise(self, run: RunTokenise) -> None:
+    def tokenize(self, run: RunTokenize) -> None:
         """A tokenizer takes one text after the other, beside forwards."""
         if self.dead:
             return
@@ -225,9 +225,9 @@ class SimEngine:
             self._next_text()
 
     def _next_text(self) -> None:
-        self.world.after(self.slow * self.world.between(0.0001, 0.005), self._tokenised)
+        self.world.after(self.slow * self.world.between(0.0001, 0.005), self._tokenized)
 
-    def _tokenised(self) -> None:
+    def _tokenized(self) -> None:
         if self.dead or self.hangs:
             return
         run = self._texts.popleft()
@@ -279,7 +279,7 @@ def _packed_weight(run: RunBatch, can: Capabilities) -> int:
     return weight
 
 
-def texts_of(task: Tokenise, frames: Sequence[Buffer], separator: int | None) -> list[list[int]]:
+def texts_of(task: Tokenize, frames: Sequence[Buffer], separator: int | None) -> list[list[int]]:
     """The rows of a text request as ids, joined; behind both texts of a pair is the separator, if there is one."""
     items = rows_of(frames[-2], frames[-1], 1)
     heads = rows_of(frames[0], frames[1], 1) if len(frames) == 4 else [bytes(frames[0])] * len(items)

@@ -6,22 +6,22 @@ import msgspec
 
 from enginepool.protocol.frames import Buffer, decode_header
 from enginepool.protocol.manifest import Tensor, encode_manifest
-from enginepool.protocol.messages import Failure, FrameSpec, Goodbye, Hello, Message, Ping, ToClient, Welcome
+from enginepool.protocol.messages import ErrorReply, FrameSpec, Goodbye, Hello, Message, Ping, ToClient, Welcome
 from enginepool.protocol.updates import (
     SEAL_BYTES,
-    Abandon,
+    AbortUpdate,
     Commit,
     Finding,
+    InspectWeights,
     Join,
+    MemoryRegion,
     Phase,
     Publish,
     Published,
     Renew,
     Sent,
-    Space,
-    WeightsQuestion,
+    WeightsNeeded,
     WeightsReport,
-    WeightsWanted,
 )
 from tests.sim.network import Dealer, Network
 from tests.sim.offers import Offer
@@ -64,9 +64,9 @@ class SimPublisher:
         self.ring: Ring | None = None
         #: what it lends, and where
         self.lent: Lent | None = None
-        self.spaces: list[Space] = []
+        self.regions: list[MemoryRegion] = []
         self.sent = 0
-        self.all_sent = self.committed = self.asking = self.sending = self.abandoned = False
+        self.all_sent = self.committed = self.asking = self.sending = self.aborted = False
         self._held: list[Sequence[Buffer]] = []
 
     # --- the owner -----------------------------------------------------------------------------------------------------
@@ -107,15 +107,15 @@ class SimPublisher:
             publish.path = self.disks.fresh("/checkpoints/")
             if offer.flaw != "unknown":
                 self.disks.checkpoints[publish.path] = self.digest
-        elif offer.transfer != "relabel":
-            if offer.transfer == "handles":
+        elif offer.transfer != "set_version":
+            if offer.transfer == "ipc":
                 publish.host = "another" if offer.flaw == "elsewhere" else HOST
             else:
                 publish.address, publish.peer = f"{self.name}:1", self.peer
             self.frames = (encode_manifest(_manifest(offer)),)
             publish.frames = [FrameSpec("manifest", "utf8", (len(self.frames[0]),))]
-        self.sent, self.spaces = 0, []
-        self.all_sent = self.committed = self.asking = self.sending = self.abandoned = False
+        self.sent, self.regions = 0, []
+        self.all_sent = self.committed = self.asking = self.sending = self.aborted = False
         self._say(publish, self.frames)
         if offer.early and offer.fate == "commit":
             self._commit()
@@ -161,7 +161,7 @@ class SimPublisher:
 
     def _say(self, message: Message, frames: tuple[bytes, ...] = ()) -> None:
         assert self.dealer is not None
-        if self.welcomed or isinstance(message, Hello | WeightsQuestion | Goodbye):
+        if self.welcomed or isinstance(message, Hello | InspectWeights | Goodbye):
             self.world.note(self.name, message)
             self.dealer.send(message, frames)
 
@@ -174,7 +174,7 @@ class SimPublisher:
         if self.world.now - self.heard > SILENCE_S:
             self._dial()
         elif self.asking and self.publish is not None:
-            self._say(WeightsQuestion(1, self.publish.group))
+            self._say(InspectWeights(1, self.publish.group))
         elif self.publish is not None and not self._silent():
             self._say(Renew(self.publish.id, self.sent))
         else:
@@ -202,9 +202,9 @@ class SimPublisher:
         self.heard = self.world.now
         if isinstance(message, Welcome):
             self._welcome(message)
-        elif isinstance(message, Failure) and message.code == "hello_required":
+        elif isinstance(message, ErrorReply) and message.code == "hello_required":
             self._hello()
-        elif isinstance(message, WeightsWanted):
+        elif isinstance(message, WeightsNeeded):
             if not any(offer.group == message.group for offer in (*self.waiting, *filter(None, [self.offer]))):
                 offer = Offer(self.world.now, message.group)
                 offer.again = self.counter % 2 == 0
@@ -213,7 +213,7 @@ class SimPublisher:
             self._reported(message)
         elif self.publish is None or getattr(message, "id", None) != self.publish.id or self.offer is None:
             return
-        elif isinstance(message, Failure):
+        elif isinstance(message, ErrorReply):
             lapsed = self.oracle.leases.lapsed(self.world.now, self.id, self.publish.id)
             self.oracle.update_failed(self.offer, message, lapsed=lapsed)
             self._finish(message.code)
@@ -225,7 +225,7 @@ class SimPublisher:
         elif isinstance(message, Phase) and message.phase == "transfer" and not self.sending:
             # What it was told to join may have been lost with a link, and comes again.
             self.sending = True
-            if self.ring is not None or self.publish.transfer == "handles":
+            if self.ring is not None or self.publish.transfer == "ipc":
                 self._transfer(self.publish.id, 4)
         elif isinstance(message, Phase) and message.phase == "join" and self.publish.transfer == "direct":
             # Bytes go straight into engines, which have to stand still before.
@@ -240,15 +240,15 @@ class SimPublisher:
         if new and self.incarnation > 1:
             # Its transaction ended with the old coordinator, or was committed.
             self.asking = True
-            self._say(WeightsQuestion(1, self.publish.group))
+            self._say(InspectWeights(1, self.publish.group))
             return
         self._say(self.publish, self.frames)
         if self.all_sent:
-            self._say(Sent(self.publish.id, self.told, self.sent, self.spaces))
+            self._say(Sent(self.publish.id, self.told, self.sent, self.regions))
         if self.committed:
             self._say(Commit(self.publish.id))
-        if self.abandoned:
-            self._say(Abandon(self.publish.id, "as was said before"))
+        if self.aborted:
+            self._say(AbortUpdate(self.publish.id, "as was said before"))
 
     def _reported(self, report: WeightsReport) -> None:
         if not self.asking or self.publish is None or report.group != self.publish.group:
@@ -277,7 +277,7 @@ class SimPublisher:
             mine = ring is self.ring
             self._leave_rings()
             if mine and self.publish is not None and self.publish.id == id_ and not self.all_sent:
-                self._abandon("the process group broke", broken=True)
+                self._abort("the process group broke", broken=True)
 
     def _transfer(self, id_: int, steps: int) -> None:
         offer = self.offer
@@ -286,8 +286,8 @@ class SimPublisher:
         if self.stalled:
             self.world.after(0.2, self._transfer, id_, steps)
             return
-        if offer.transfer != "handles" and (self.ring is None or self.ring.broken):
-            self._abandon("the process group broke", broken=True)
+        if offer.transfer != "ipc" and (self.ring is None or self.ring.broken):
+            self._abort("the process group broke", broken=True)
             return
         if steps == 2 and offer.fate == "vanish":
             self.vanish()
@@ -301,13 +301,13 @@ class SimPublisher:
         findings = found.get(offer.flaw, [])
         if self.ring is None:
             self.lent = self.disks.lend(self.digest, findings)
-            self.spaces = [Space("file", 1, path=self.lent.path, seal=bytes(SEAL_BYTES))]
+            self.regions = [MemoryRegion("file", 1, path=self.lent.path, seal=bytes(SEAL_BYTES))]
         else:
             self.ring.broadcast(self.digest, findings)
         self.all_sent = True
         if offer.flaw == "truncated":
             self.told = self.disks.fresh("other")
-        self._say(Sent(id_, self.told, self.sent, self.spaces))
+        self._say(Sent(id_, self.told, self.sent, self.regions))
         self.world.after(self.world.between(0.0, 0.5), self._decide, id_)
 
     def _decide(self, id_: int) -> None:
@@ -318,8 +318,8 @@ class SimPublisher:
             self.world.after(0.2, self._decide, id_)
         elif offer.fate == "commit":
             self._commit()
-        elif offer.fate == "abandon":
-            self._abandon("the trainer has changed its mind")
+        elif offer.fate == "abort":
+            self._abort("the trainer has changed its mind")
         elif offer.fate == "vanish":
             self.vanish()
 
@@ -329,10 +329,10 @@ class SimPublisher:
             self.committed = True
             self._say(Commit(self.publish.id))
 
-    def _abandon(self, reason: str, *, broken: bool = False) -> None:
-        if self.publish is not None and not self.abandoned:
-            self.abandoned = True
-            self._say(Abandon(self.publish.id, reason, broken))
+    def _abort(self, reason: str, *, broken: bool = False) -> None:
+        if self.publish is not None and not self.aborted:
+            self.aborted = True
+            self._say(AbortUpdate(self.publish.id, reason, broken))
 
     # --- what befalls it -----------------------------------------------------------------------------------------------
 

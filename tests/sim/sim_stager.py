@@ -13,20 +13,20 @@ from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import Tensor, decode_manifest, difference
 from enginepool.protocol.updates import (
     Committed,
-    Examine,
     Finding,
-    HandedOver,
-    HandOver,
     Inspect,
     Inspected,
     Join,
     Joined,
+    LoadWeights,
     Prepare,
     Prepared,
-    Release,
+    ReleaseWeights,
     Restore,
     Restored,
     Staged,
+    VerifyWeights,
+    WeightsLoaded,
 )
 from enginepool.workers.events import RunWeights, WeightsAnswered, WeightsTaken
 from tests.sim.world import World
@@ -165,7 +165,7 @@ class Stager:
         #: the next bytes arrive damaged
         self.damaged = False
         #: a direct transfer is waited for by the engine
-        self.direct: HandOver | None = None
+        self.direct: LoadWeights | None = None
         #: what was broadcast to it before that: a collective waits for everybody
         self.early = ""
         #: what the engine has open of a publisher's memory
@@ -184,10 +184,10 @@ class Stager:
         if ring is not None:
             ring.leave()
         self.prepare, self.worker = prepare, worker
-        if prepare is not None and prepare.transfer != "handles":
+        if prepare is not None and prepare.transfer != "ipc":
             self._say(Staged(prepare.update, code="engine_error", message="the stager died"))
 
-    def _say(self, answer: "Prepared | Joined | Staged | HandedOver | Restored | Inspected") -> None:
+    def _say(self, answer: "Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected") -> None:
         if self.worker is not None and self.worker.alive and not self.worker.engine.dead:
             self.worker.post(WeightsAnswered(self.world.now, answer))
 
@@ -202,17 +202,17 @@ class Stager:
             self._later(0.02, self._prepare, message, manifest)
         elif isinstance(message, Join):
             self._later(0.01, self._join, message)
-        elif isinstance(message, Examine):
-            self._later(0.2, self._examine, message)
-        elif isinstance(message, HandOver):
+        elif isinstance(message, VerifyWeights):
+            self._later(0.2, self._verify, message)
+        elif isinstance(message, LoadWeights):
             assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken beside work"
-            self._later(0.1, self._hand_over, message)
+            self._later(0.1, self._load, message)
         elif isinstance(message, Restore):
             assert self.worker is not None and not self.worker.engine.inside, f"{self.name}: weights are taken beside work"
             self._later(0.5, self._restore, message)
         elif isinstance(message, Committed):
             self._committed(message)
-        elif isinstance(message, Release):
+        elif isinstance(message, ReleaseWeights):
             self._release(message)
         else:
             self._later(0.1, self._inspect, message)
@@ -248,10 +248,10 @@ class Stager:
         if self.only_at_start and message.transfer == "checkpoint":
             self._say(Prepared(message.update, restart=True, digest=self.disks.checkpoints[message.path]))
             return
-        if self.only_at_start and message.transfer != "relabel":
+        if self.only_at_start and message.transfer != "set_version":
             self._say(Prepared(message.update, code="unsupported", message="the engine takes weights only at its start"))
             return
-        if message.transfer == "handles" and message.host != HOST:
+        if message.transfer == "ipc" and message.host != HOST:
             self._say(Prepared(message.update, code="unsupported", message="the publisher is on another host"))
             return
         if message.transfer == "staged" and not self.staging:
@@ -261,10 +261,10 @@ class Stager:
             return
         self._say(Prepared(message.update, peer=self.peer, staging="host"))
 
-    def _examine(self, message: Examine) -> None:
+    def _verify(self, message: VerifyWeights) -> None:
         if not self._mine(message.update):
             return
-        self.opened = lent = self.disks.lent.get(message.spaces[0].path)
+        self.opened = lent = self.disks.lent.get(message.regions[0].path)
         if lent is None:
             self._say(Staged(message.update, code="update_aborted", message="there is no such memory"))
         else:
@@ -312,12 +312,12 @@ class Stager:
             worker.engine.digest = self.disks.fresh("broken")
             worker.engine.crash("the process group broke while the engine took weights")
 
-    def _hand_over(self, message: HandOver) -> None:
+    def _load(self, message: LoadWeights) -> None:
         if not self._mine(message.update) or self.prepare is None or self.worker is None:
             return
         fault, self.worker.take_fault = self.worker.take_fault, ""
         if fault == "error":
-            self._say(HandedOver(message.update, code="engine_error", message="the load failed"))
+            self._say(WeightsLoaded(message.update, code="engine_error", message="the load failed"))
         elif fault == "crash":
             self.worker.engine.crash("the engine crashed while it took weights")
         elif self.prepare.transfer == "direct":
@@ -326,19 +326,19 @@ class Stager:
                 self._take(message, self.early)
             elif self.ring is None:
                 self._break_engine()
-        elif self.prepare.transfer == "handles":
+        elif self.prepare.transfer == "ipc":
             self._take_lent(message)
         elif self.prepare.transfer == "checkpoint":
             self._take(message, self.disks.checkpoints[self.prepare.path])
-        elif self.prepare.transfer == "relabel":
+        elif self.prepare.transfer == "set_version":
             self.worker.engine.version = message.version
-            self._say(HandedOver(message.update, message.version, self.worker.engine.digest))
+            self._say(WeightsLoaded(message.update, message.version, self.worker.engine.digest))
         elif not self.staged:
-            self._say(HandedOver(message.update, code="engine_error", message="nothing is staged"))
+            self._say(WeightsLoaded(message.update, code="engine_error", message="nothing is staged"))
         else:
             self._take(message, self.staged)
 
-    def _take_lent(self, message: HandOver) -> None:
+    def _take_lent(self, message: LoadWeights) -> None:
         assert self.worker is not None and self.opened is not None
         engine, lent = self.worker.engine, self.opened
         if lent.sealed:
@@ -347,13 +347,13 @@ class Stager:
             engine.digest = lent.digest
             engine.crash("the memory that the weights came from was given to something else meanwhile")
 
-    def _take(self, message: HandOver, digest: str) -> None:
+    def _take(self, message: LoadWeights, digest: str) -> None:
         assert self.worker is not None and self.prepare is not None
         self.direct = None
         engine = self.worker.engine
         engine.digest = layered(engine.digest, digest) if self.prepare.partial else digest
         engine.version = message.version
-        self._say(HandedOver(message.update, message.version, digest))
+        self._say(WeightsLoaded(message.update, message.version, digest))
 
     def _committed(self, message: Committed) -> None:
         if self._mine(message.update):
@@ -367,7 +367,7 @@ class Stager:
         if self.kept == digest:
             self.disks.snapshots[path] = digest
 
-    def _release(self, message: Release) -> None:
+    def _release(self, message: ReleaseWeights) -> None:
         if self._mine(message.update):
             self.prepare, self.staged, self.opened = None, "", None
             if self.ring is not None:

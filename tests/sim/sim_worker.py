@@ -10,20 +10,20 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from enginepool.protocol.frames import Buffer, decode_header
-from enginepool.protocol.messages import Failure, Message, Ping, Pong, ToWorker
+from enginepool.protocol.messages import ErrorReply, Message, Ping, Pong, ToWorker
 from enginepool.workers.events import (
     Connected,
     Disconnected,
     DrainWanted,
-    End,
-    Event,
+    EndProcess,
     Exit,
-    Received,
+    FromCoordinator,
     RunBatch,
-    RunTokenise,
+    RunTokenize,
     RunWeights,
-    Send,
-    Tick,
+    SendToCoordinator,
+    WorkerEvent,
+    WorkerTick,
 )
 from enginepool.workers.machine import FINAL_REFUSALS, WorkerMachine
 from tests.sim.network import Dealer, Network
@@ -83,7 +83,7 @@ class SimWorker:
         self.dealer: Dealer | None = None
         #: what the link thread, and the main thread, have not taken yet
         self._unread: list[Sequence[Buffer]] = []
-        self._untaken: list[Event] = []
+        self._untaken: list[WorkerEvent] = []
         self.world.after(self.world.between(0.01, 0.3), self._boot)
 
     def _boot(self) -> None:
@@ -131,11 +131,11 @@ class SimWorker:
             return
         self.world.mix(frames[0])  # type: ignore[arg-type]
         message: Message = decode_header(_decoder, frames[0])
-        if type(message) is Failure:
+        if type(message) is ErrorReply:
             self.blamed = self.blamed or message.code in FINAL_REFUSALS
         if type(message) is Ping:
             dealer.send(Pong(message.at, stage=self.machine.stage), ())
-        self.post(Received(self.world.now, message, tuple(frames[1:])))
+        self.post(FromCoordinator(self.world.now, message, tuple(frames[1:])))
 
     def connected(self, dealer: Dealer) -> None:
         self.post(Connected(self.world.now))
@@ -145,13 +145,13 @@ class SimWorker:
 
     # --- the main thread -----------------------------------------------------------------------------------------------
 
-    def post(self, event: Event) -> None:
+    def post(self, event: WorkerEvent) -> None:
         if self.stopped or self.blocked:
             self._untaken.append(event)
         else:
             self._take(event)
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: WorkerEvent) -> None:
         if not self.alive or self._ending:
             return
         world = self.world
@@ -162,16 +162,16 @@ class SimWorker:
             if self.doomed and world.chance(0.5):
                 self.kill()
                 return
-            if type(effect) is Send:
+            if type(effect) is SendToCoordinator:
                 assert self.dealer is not None
                 self.dealer.send(effect.message, effect.frames)
             elif type(effect) is RunBatch:
                 self.engine.run(effect)
-            elif type(effect) is RunTokenise:
-                self.engine.tokenise(effect)
+            elif type(effect) is RunTokenize:
+                self.engine.tokenize(effect)
             elif type(effect) is RunWeights:
                 self.stager.run(effect)
-            elif type(effect) is End:
+            elif type(effect) is EndProcess:
                 self._end(effect)
                 return
 
@@ -180,9 +180,9 @@ class SimWorker:
             return
         self.world.after(TICK_S * self.world.between(0.5, 1.0), self._tick)
         if not self.stopped and not self.blocked:
-            self._take(Tick(self.world.now))
+            self._take(WorkerTick(self.world.now))
 
-    def _end(self, end: End) -> None:
+    def _end(self, end: EndProcess) -> None:
         broken_link = end.code == Exit.ORPHANED or (end.code == Exit.REFUSED and not self.blamed)
         assert not (self.external and broken_link), f"{self.name} ends, and its model with it, for its link: {end.reason}"
         self._ending = True
@@ -233,7 +233,7 @@ class SimWorker:
             if self.dealer is not None:
                 self.receive(self.dealer, frames)
         if self._machine is not None:
-            self._take(Tick(self.world.now))
+            self._take(WorkerTick(self.world.now))
 
     def drain(self) -> None:
         """SIGTERM."""

@@ -8,8 +8,8 @@ import pytest
 
 from enginepool.coordinator.core import state
 from enginepool.coordinator.core.state import Group, Request
-from enginepool.coordinator.requests.lifecycle import Requests
-from enginepool.coordinator.scheduling.queue import Early, Queue
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
 from tests.sim.simulation import Failed, simulate
 
 SEEDS = 400
@@ -46,21 +46,21 @@ def requests_of_one_class_are_not_listed(patch: pytest.MonkeyPatch) -> None:
 
 
 def answered_requests_stay_listed(patch: pytest.MonkeyPatch) -> None:
-    real = Requests._finish  # pyright: ignore[reportPrivateUsage]
+    real = RequestLifecycle._finish  # pyright: ignore[reportPrivateUsage]
 
-    def finish(self: Requests, request: Request, *args: Any) -> None:
+    def finish(self: RequestLifecycle, request: Request, *args: Any) -> None:
         real(self, request, *args)
         if request.pieces:
             request.group.live[request] = None
 
-    patch.setattr(Requests, "_finish", finish)
+    patch.setattr(RequestLifecycle, "_finish", finish)
 
 
 def answered_requests_are_still_awaited(patch: pytest.MonkeyPatch) -> None:
-    def forget(self: Early[Any]) -> None:
+    def forget(self: VersionQueue[Any]) -> None:
         """Nothing."""
 
-    patch.setattr(Early, "forget", forget)
+    patch.setattr(VersionQueue, "forget", forget)
 
 
 def lanes_are_not_built_anew_where_classes_change(patch: pytest.MonkeyPatch) -> None:

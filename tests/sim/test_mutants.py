@@ -5,31 +5,31 @@ from typing import Any
 
 import pytest
 
-from enginepool.client.session.events import Effect as ClientEffect
 from enginepool.client.session.events import Fail
-from enginepool.client.session.pending_requests import Call, Calls
+from enginepool.client.session.events import SessionEffect as ClientEffect
+from enginepool.client.session.pending_requests import Call, PendingRequests
 from enginepool.coordinator.core import machine
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.request_state import TEXT
-from enginepool.coordinator.core.state import Batch, Client, Group, Place, Request, Worker
+from enginepool.coordinator.core.state import Batch, Client, Group, Request, Worker, WorkerSlot
 from enginepool.coordinator.fleet import slots as places
 from enginepool.coordinator.fleet import workers as fleet
-from enginepool.coordinator.fleet.slots import Places
-from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.fleet.slots import WorkerSlots
+from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests import admission, shedding
 from enginepool.coordinator.requests import lifecycle as requests
 from enginepool.coordinator.requests import validation as door
 from enginepool.coordinator.requests.admission import Admission
-from enginepool.coordinator.requests.clients import Clients
-from enginepool.coordinator.requests.lifecycle import Requests
-from enginepool.coordinator.requests.shedding import Levels
+from enginepool.coordinator.requests.clients import ClientRegistry
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.coordinator.requests.shedding import AdmissionLevels
 from enginepool.coordinator.scheduling import batch_builder as filling
 from enginepool.coordinator.scheduling import batches as batching
-from enginepool.coordinator.scheduling.queue import Lane, Level, Queue
-from enginepool.protocol.messages import Capabilities, Expired, Failure, FrameSpec, TaskId, Tokenise, Welcome
+from enginepool.coordinator.scheduling.queue import Lane, Queue, QueueLevel
+from enginepool.protocol.messages import Capabilities, ErrorReply, Expired, FrameSpec, TaskId, Tokenize, Welcome
 from enginepool.protocol.packing import Packing
-from enginepool.workers.events import End, Exit
-from enginepool.workers.ledger import Work
+from enginepool.workers.events import EndProcess, Exit
+from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.machine import WorkerMachine
 from tests.sim.simulation import Failed, simulate
 
@@ -57,40 +57,40 @@ def rows_without_a_separator_pass(patch: pytest.MonkeyPatch) -> None:
 
 
 def texts_are_never_pairs(patch: pytest.MonkeyPatch) -> None:
-    def tokenise(task: TaskId, frames: list[FrameSpec], item_first: bool, raw: bool) -> Tokenise:
-        return Tokenise(task, frames, item_first, True)
+    def tokenize(task: TaskId, frames: list[FrameSpec], item_first: bool, raw: bool) -> Tokenize:
+        return Tokenize(task, frames, item_first, True)
 
-    patch.setattr(batching, "Tokenise", tokenise)
+    patch.setattr(batching, "Tokenize", tokenize)
 
 
 def parts_of_other_weights_are_mixed(patch: pytest.MonkeyPatch) -> None:
-    def start_over(self: Requests, request: Request) -> None:
+    def start_over(self: RequestLifecycle, request: Request) -> None:
         """Nothing."""
 
-    patch.setattr(Requests, "_start_over", start_over)
+    patch.setattr(RequestLifecycle, "_start_over", start_over)
 
 
 def lost_rows_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
-    def lost(self: Requests, batch: Batch, reason: str) -> None:
+    def lost(self: RequestLifecycle, batch: Batch, reason: str) -> None:
         """Nothing."""
 
-    patch.setattr(Requests, "lost", lost)
+    patch.setattr(RequestLifecycle, "lost", lost)
 
 
-def neighbours_are_blamed(patch: pytest.MonkeyPatch) -> None:
-    real = Requests.lost
+def neighbors_are_blamed(patch: pytest.MonkeyPatch) -> None:
+    real = RequestLifecycle.lost
 
-    def lost(self: Requests, batch: Batch, reason: str) -> None:
+    def lost(self: RequestLifecycle, batch: Batch, reason: str) -> None:
         batch.trial = True
         real(self, batch, reason)
 
-    patch.setattr(Requests, "lost", lost)
+    patch.setattr(RequestLifecycle, "lost", lost)
 
 
 def rows_in_flight_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     real = batching.send_batch
 
-    def send_batch(core: Core, batch: Batch) -> None:
+    def send_batch(core: Context, batch: Batch) -> None:
         batch.rows = 0
         real(core, batch)
 
@@ -141,33 +141,33 @@ def deadlines_come_early(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_are_passed_on_twice(patch: pytest.MonkeyPatch) -> None:
-    def answered(self: Calls, id_: int, effect: ClientEffect, now: float, out: list[ClientEffect]) -> None:
+    def answered(self: PendingRequests, id_: int, effect: ClientEffect, now: float, out: list[ClientEffect]) -> None:
         call = self.by_id.pop(id_, None)
         if call is not None:
             self._uncount(call)  # pyright: ignore[reportPrivateUsage]
             out += [effect, effect]
 
-    patch.setattr(Calls, "answered", answered)
+    patch.setattr(PendingRequests, "answered", answered)
 
 
 def nothing_is_sent_again(patch: pytest.MonkeyPatch) -> None:
-    real = Calls._send  # pyright: ignore[reportPrivateUsage]
+    real = PendingRequests._send  # pyright: ignore[reportPrivateUsage]
 
-    def send(self: Calls, call: Call, now: float, out: list[ClientEffect]) -> None:
+    def send(self: PendingRequests, call: Call, now: float, out: list[ClientEffect]) -> None:
         if not call.sends:
             real(self, call, now, out)
 
-    patch.setattr(Calls, "_send", send)
+    patch.setattr(PendingRequests, "_send", send)
 
 
 def work_of_a_dead_epoch_is_run_beside_the_new(patch: pytest.MonkeyPatch) -> None:
-    real = Work.drop
+    real = TaskLedger.drop
 
-    def drop(self: Work) -> None:
+    def drop(self: TaskLedger) -> None:
         real(self)
         self.leaving.clear()
 
-    patch.setattr(Work, "drop", drop)
+    patch.setattr(TaskLedger, "drop", drop)
 
 
 def packed_workers_get_everything(patch: pytest.MonkeyPatch) -> None:
@@ -211,13 +211,13 @@ def failures_are_always_the_same(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_worker_that_was_ready_is_given_up_like_one_that_never_was(patch: pytest.MonkeyPatch) -> None:
-    real = Places.vacate
+    real = WorkerSlots.vacate
 
-    def vacate(self: Places, place: Place, permanent: bool) -> None:
+    def vacate(self: WorkerSlots, place: WorkerSlot, permanent: bool) -> None:
         place.proven, place.failure = False, place.failure or place.last_words
         real(self, place, permanent)
 
-    patch.setattr(Places, "vacate", vacate)
+    patch.setattr(WorkerSlots, "vacate", vacate)
 
 
 @pytest.mark.parametrize(
@@ -258,35 +258,35 @@ def answers_over_the_size_limit_are_computed(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_charge_is_not_given_back(patch: pytest.MonkeyPatch) -> None:
-    real = Requests.cancel
+    real = RequestLifecycle.cancel
 
-    def cancel(self: Requests, e: Any) -> None:
+    def cancel(self: RequestLifecycle, e: Any) -> None:
         before = self.core.live_bytes
         real(self, e)
         self.core.live_bytes = before
 
-    patch.setattr(Requests, "cancel", cancel)
+    patch.setattr(RequestLifecycle, "cancel", cancel)
 
 
 def kept_answers_make_no_room(patch: pytest.MonkeyPatch) -> None:
-    def make_room(self: Core, nbytes: int, outboxes: int) -> bool:
+    def make_room(self: Context, nbytes: int, outboxes: int) -> bool:
         return self.live_bytes + nbytes <= self.config.limits.buffer_bytes
 
-    patch.setattr(Core, "make_room", make_room)
+    patch.setattr(Context, "make_room", make_room)
 
 
 def a_silent_link_is_held_against_the_worker(patch: pytest.MonkeyPatch) -> None:
-    real = Fleet.lose
+    real = WorkerRegistry.lose
 
-    def lose(self: Fleet, worker: Worker, reason: str, **how: bool) -> None:
+    def lose(self: WorkerRegistry, worker: Worker, reason: str, **how: bool) -> None:
         real(self, worker, reason, **{**how, "silent": False})
 
-    patch.setattr(Fleet, "lose", lose)
+    patch.setattr(WorkerRegistry, "lose", lose)
 
 
 def an_expired_worker_ends(patch: pytest.MonkeyPatch) -> None:
     def expired(self: WorkerMachine, message: Expired) -> list[Any]:
-        self.ended = End(Exit.REFUSED, message.reason, False)
+        self.ended = EndProcess(Exit.REFUSED, message.reason, False)
         return [self.ended]
 
     patch.setattr(WorkerMachine, "_expired", expired)
@@ -295,12 +295,12 @@ def an_expired_worker_ends(patch: pytest.MonkeyPatch) -> None:
 def a_new_incarnation_takes_the_work_of_the_old_one_along(patch: pytest.MonkeyPatch) -> None:
     real = WorkerMachine._expired  # pyright: ignore[reportPrivateUsage]
 
-    def drop(self: Work) -> None:
+    def drop(self: TaskLedger) -> None:
         """Nothing."""
 
     def expired(self: WorkerMachine, message: Expired) -> list[Any]:
         with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Work, "drop", drop)
+            inner.setattr(TaskLedger, "drop", drop)
             return real(self, message)
 
     patch.setattr(WorkerMachine, "_expired", expired)
@@ -346,51 +346,51 @@ def test_a_bug_planted_in_the_bounds_is_found(mutate: Mutate, monkeypatch: pytes
 
 
 def a_planned_stop_fails_what_it_refuses(patch: pytest.MonkeyPatch) -> None:
-    def put_back(self: Calls, id_: int, now: float, out: list[ClientEffect]) -> None:
-        self.answered(id_, Fail(id_, Failure("shutting_down", "the coordinator is draining", id=id_)), now, out)
+    def put_back(self: PendingRequests, id_: int, now: float, out: list[ClientEffect]) -> None:
+        self.answered(id_, Fail(id_, ErrorReply("shutting_down", "the coordinator is draining", id=id_)), now, out)
 
-    patch.setattr(Calls, "put_back", put_back)
+    patch.setattr(PendingRequests, "put_back", put_back)
 
 
 def calls_wait_for_an_ended_coordinator(patch: pytest.MonkeyPatch) -> None:
-    real = Calls.welcome
+    real = PendingRequests.welcome
 
-    def welcome(self: Calls, limits: Welcome, new_epoch: bool, now: float, out: list[ClientEffect]) -> None:
+    def welcome(self: PendingRequests, limits: Welcome, new_epoch: bool, now: float, out: list[ClientEffect]) -> None:
         paused = self.paused
         real(self, limits, new_epoch, now, out)
         self.paused = paused
 
-    patch.setattr(Calls, "welcome", welcome)
+    patch.setattr(PendingRequests, "welcome", welcome)
 
 
 def epochs_that_workers_have_heard_do_not_matter(patch: pytest.MonkeyPatch) -> None:
-    real = Fleet.register
+    real = WorkerRegistry.register
 
-    def register(self: Fleet, e: Any) -> None:
+    def register(self: WorkerRegistry, e: Any) -> None:
         e.epoch = min(e.epoch, self.core.epoch)
         real(self, e)
 
-    patch.setattr(Fleet, "register", register)
+    patch.setattr(WorkerRegistry, "register", register)
 
 
 def epochs_that_clients_have_heard_do_not_matter(patch: pytest.MonkeyPatch) -> None:
-    real = Clients.hello
+    real = ClientRegistry.hello
 
-    def hello(self: Clients, e: Any) -> None:
+    def hello(self: ClientRegistry, e: Any) -> None:
         e.epoch = 0
         real(self, e)
 
-    patch.setattr(Clients, "hello", hello)
+    patch.setattr(ClientRegistry, "hello", hello)
 
 
 def only_its_last_message_says_that_memory_ran_out(patch: pytest.MonkeyPatch) -> None:
-    real = Fleet.exited
+    real = WorkerRegistry.exited
 
-    def exited(self: Fleet, e: Any) -> None:
+    def exited(self: WorkerRegistry, e: Any) -> None:
         e.out_of_memory = False
         real(self, e)
 
-    patch.setattr(Fleet, "exited", exited)
+    patch.setattr(WorkerRegistry, "exited", exited)
 
 
 def a_loss_for_want_of_memory_counts(patch: pytest.MonkeyPatch) -> None:
@@ -464,7 +464,7 @@ def test_a_bug_planted_in_packing_is_found(mutate: Mutate, monkeypatch: pytest.M
         texts_are_never_pairs,
         parts_of_other_weights_are_mixed,
         lost_rows_do_not_come_back,
-        neighbours_are_blamed,
+        neighbors_are_blamed,
         rows_in_flight_are_not_counted,
         priority_is_forgotten,
         texts_are_first_in_first_out,
@@ -487,17 +487,17 @@ def test_a_planted_bug_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch)
 
 
 def a_full_queue_sheds_nothing(patch: pytest.MonkeyPatch) -> None:
-    def take(_: Levels, _priority: int, _rows: int, _nbytes: int) -> list[Request]:
+    def take(_: AdmissionLevels, _priority: int, _rows: int, _nbytes: int) -> list[Request]:
         return []
 
-    patch.setattr(Levels, "take", take)
+    patch.setattr(AdmissionLevels, "take", take)
 
 
 def one_client_may_fill_the_queue(patch: pytest.MonkeyPatch) -> None:
-    def below(_: Levels, _priority: int) -> tuple[int, int]:
+    def below(_: AdmissionLevels, _priority: int) -> tuple[int, int]:
         return 1 << 50, 1 << 50
 
-    patch.setattr(Levels, "below", below)
+    patch.setattr(AdmissionLevels, "below", below)
 
 
 def what_an_engine_was_given_is_shed(patch: pytest.MonkeyPatch) -> None:
@@ -508,18 +508,18 @@ def what_an_engine_was_given_is_shed(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_is_shed_is_not_told(patch: pytest.MonkeyPatch) -> None:
-    def shed(self: Requests, request: Request, _: Failure) -> None:
+    def shed(self: RequestLifecycle, request: Request, _: ErrorReply) -> None:
         self._release(request)  # pyright: ignore[reportPrivateUsage]
 
-    patch.setattr(Requests, "shed", shed)
+    patch.setattr(RequestLifecycle, "shed", shed)
 
 
 def busy_is_kept_as_the_answer(patch: pytest.MonkeyPatch) -> None:
-    def shed(self: Requests, request: Request, failure: Failure) -> None:
+    def shed(self: RequestLifecycle, request: Request, failure: ErrorReply) -> None:
         self._finish(request, failure, ())  # pyright: ignore[reportPrivateUsage]
         self.core.wake(request.group)
 
-    patch.setattr(Requests, "shed", shed)
+    patch.setattr(RequestLifecycle, "shed", shed)
 
 
 @pytest.mark.parametrize(
@@ -552,7 +552,7 @@ def clients_are_served_first_in_first_out(patch: pytest.MonkeyPatch) -> None:
         return start
 
     patch.setattr(Queue, "_charge", staticmethod(charge))
-    patch.setattr(Level, "enter", _nothing)
+    patch.setattr(QueueLevel, "enter", _nothing)
 
 
 def a_cut_request_does_not_yield(patch: pytest.MonkeyPatch) -> None:

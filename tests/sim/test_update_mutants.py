@@ -9,21 +9,21 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import StartWorker
 from enginepool.coordinator.core.request_state import QUEUED
-from enginepool.coordinator.core.state import Group, Place, Request, Worker
-from enginepool.coordinator.fleet.slots import Places
-from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.core.state import Group, Request, Worker, WorkerSlot
+from enginepool.coordinator.fleet.slots import WorkerSlots
+from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.weights import outcomes as ending
 from enginepool.coordinator.weights import publishing as publishers
 from enginepool.coordinator.weights import transaction as weights
 from enginepool.coordinator.weights.publishing import Publishers
 from enginepool.coordinator.weights.restarts import Restarts
 from enginepool.coordinator.weights.restoring import Restoring
-from enginepool.coordinator.weights.transaction import Weights
+from enginepool.coordinator.weights.transaction import Transactions
 from enginepool.coordinator.weights.update import Member, Stand, Update
 from enginepool.coordinator.weights.verification import Verifying
 from enginepool.protocol.updates import Sent
-from enginepool.workers.events import Send
-from enginepool.workers.ledger import Work
+from enginepool.workers.events import SendToCoordinator
+from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.weights.machine import WorkerUpdates
 from tests.sim.plan import Plan
 from tests.sim.simulation import Failed, simulate
@@ -41,14 +41,14 @@ def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_publisher_hears_before_the_journal(patch: pytest.MonkeyPatch) -> None:
-    real = Weights._enter  # pyright: ignore[reportPrivateUsage]
+    real = Transactions._enter  # pyright: ignore[reportPrivateUsage]
 
-    def enter(self: Weights, update: Update, phase: Stand, seconds: float = float("inf")) -> None:
+    def enter(self: Transactions, update: Update, phase: Stand, seconds: float = float("inf")) -> None:
         real(self, update, phase, seconds)
         if phase == "journal":
             self.ending.commit(update, self.ending.new_weights(update, next(iter(update.members.values())).digest))
 
-    patch.setattr(Weights, "_enter", enter)
+    patch.setattr(Transactions, "_enter", enter)
 
 
 def a_held_group_goes_on(patch: pytest.MonkeyPatch) -> None:
@@ -61,23 +61,23 @@ def a_held_group_goes_on(patch: pytest.MonkeyPatch) -> None:
 def late_workers_finish_old_work(patch: pytest.MonkeyPatch) -> None:
     """Workers that were no members keep what they run on the old weights."""
 
-    real = Fleet.recall
+    real = WorkerRegistry.recall
 
-    def recall(self: Fleet, worker: Worker) -> list[tuple[Request, bool]]:
+    def recall(self: WorkerRegistry, worker: Worker) -> list[tuple[Request, bool]]:
         update = self.core.update_of(worker.group)
         return [] if update is None else real(self, worker)
 
-    patch.setattr(Fleet, "recall", recall)
+    patch.setattr(WorkerRegistry, "recall", recall)
 
 
 def who_failed_lives_on(patch: pytest.MonkeyPatch) -> None:
-    real = Fleet.lose
+    real = WorkerRegistry.lose
 
-    def lose(self: Fleet, worker: Worker, reason: str, *, kill: bool) -> None:
+    def lose(self: WorkerRegistry, worker: Worker, reason: str, *, kill: bool) -> None:
         if "weight" not in reason:
             real(self, worker, reason, kill=kill)
 
-    patch.setattr(Fleet, "lose", lose)
+    patch.setattr(WorkerRegistry, "lose", lose)
 
 
 def only_the_version_counts(patch: pytest.MonkeyPatch) -> None:
@@ -88,43 +88,43 @@ def only_the_version_counts(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_lease_lasts_for_ever(patch: pytest.MonkeyPatch) -> None:
-    real = Weights.watch
+    real = Transactions.watch
 
-    def watch(self: Weights) -> None:
+    def watch(self: Transactions) -> None:
         for update in self.core.updates.values():
             update.lease_until = float("inf")
         real(self)
 
-    patch.setattr(Weights, "watch", watch)
+    patch.setattr(Transactions, "watch", watch)
 
 
 def a_drain_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    def stop(self: Weights, update: Update) -> None:
+    def stop(self: Transactions, update: Update) -> None:
         """Nothing."""
 
-    patch.setattr(Weights, "_stop_draining", stop)
+    patch.setattr(Transactions, "_stop_draining", stop)
 
 
 def engines_take_weights_beside_work(patch: pytest.MonkeyPatch) -> None:
-    def drop(self: Work) -> None:
+    def drop(self: TaskLedger) -> None:
         self.running.clear()
         self.held.clear()
         self.answers.clear()
         self.answer_bytes = 0
         self.unsent.clear()
 
-    patch.setattr(Work, "drop", drop)
+    patch.setattr(TaskLedger, "drop", drop)
 
 
 def nothing_is_asked_again_on_a_new_link(patch: pytest.MonkeyPatch) -> None:
-    def returned(self: Weights, worker: Worker) -> None:
+    def returned(self: Transactions, worker: Worker) -> None:
         """Nothing."""
 
-    patch.setattr(Weights, "returned", returned)
+    patch.setattr(Transactions, "returned", returned)
 
 
 def answers_are_said_once(patch: pytest.MonkeyPatch) -> None:
-    def owed(self: WorkerUpdates) -> list[Send]:
+    def owed(self: WorkerUpdates) -> list[SendToCoordinator]:
         return []
 
     patch.setattr(WorkerUpdates, "owed", owed)
@@ -138,10 +138,10 @@ def nobody_is_restored(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_lost_member_is_not_missed(patch: pytest.MonkeyPatch) -> None:
-    def lost(self: Weights, worker: Worker, reason: str) -> None:
+    def lost(self: Transactions, worker: Worker, reason: str) -> None:
         """Nothing."""
 
-    patch.setattr(Weights, "lost", lost)
+    patch.setattr(Transactions, "lost", lost)
 
 
 def the_group_stays_held(patch: pytest.MonkeyPatch) -> None:
@@ -162,29 +162,29 @@ def versions_may_go_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_process_group_is_kept_whoever_is_in_it(patch: pytest.MonkeyPatch) -> None:
-    real = Weights._join  # pyright: ignore[reportPrivateUsage]
+    real = Transactions._join  # pyright: ignore[reportPrivateUsage]
     names: dict[str, Any] = {}
 
-    def join(self: Weights, update: Update) -> None:
+    def join(self: Transactions, update: Update) -> None:
         real(self, update)
         assert update.ring is not None
         update.ring = names.setdefault(update.group.name, update.ring)
 
-    patch.setattr(Weights, "_join", join)
+    patch.setattr(Transactions, "_join", join)
 
 
 def a_publisher_that_lends_is_believed(patch: pytest.MonkeyPatch) -> None:
     """Nobody looks at the bytes."""
-    real = Weights.sent
+    real = Transactions.sent
 
-    def sent(self: Weights, update: Update, message: Sent) -> None:
+    def sent(self: Transactions, update: Update, message: Sent) -> None:
         real(self, update, message)
         if update.lent:
             for member in update.members.values():
                 member.digest = message.digest
             update.pending.clear()
 
-    patch.setattr(Weights, "sent", sent)
+    patch.setattr(Transactions, "sent", sent)
 
 
 def nobody_says_where_lent_memory_is(patch: pytest.MonkeyPatch) -> None:
@@ -229,37 +229,37 @@ def a_lease_is_not_renewed(patch: pytest.MonkeyPatch) -> None:
 
 def a_lease_ends_with_the_link(patch: pytest.MonkeyPatch) -> None:
     """A publisher that says hello again is given up at once, as if it had been silent for its whole lease."""
-    real = Weights.watch
+    real = Transactions.watch
 
-    def watch(self: Weights) -> None:
+    def watch(self: Transactions) -> None:
         for update in self.core.updates.values():
             if update.client.incarnation > 1:
                 update.lease_until = self.core.now
         real(self)
 
-    patch.setattr(Weights, "watch", watch)
+    patch.setattr(Transactions, "watch", watch)
 
 
 def a_worker_on_a_new_link_is_given_up(patch: pytest.MonkeyPatch) -> None:
-    def returned(self: Weights, worker: Worker) -> None:
+    def returned(self: Transactions, worker: Worker) -> None:
         update = self.core.update_of(worker.group)
         if update is not None and not update.forward:
             self.ending.abort(update, "update_aborted", f"{worker.name} has lost its link")
 
-    patch.setattr(Weights, "returned", returned)
+    patch.setattr(Transactions, "returned", returned)
 
 
 def a_worker_that_comes_back_starts_on_the_configured_model(patch: pytest.MonkeyPatch) -> None:
-    real = Places._start  # pyright: ignore[reportPrivateUsage]
+    real = WorkerSlots._start  # pyright: ignore[reportPrivateUsage]
 
-    def start(self: Places, place: Place) -> None:
+    def start(self: WorkerSlots, place: WorkerSlot) -> None:
         real(self, place)
         effect = self.core.effects[-1]
         assert isinstance(effect, StartWorker)
         if place.trial is None:
             effect.weights = None
 
-    patch.setattr(Places, "_start", start)
+    patch.setattr(WorkerSlots, "_start", start)
 
 
 def a_restarted_worker_answers_before_the_commit(patch: pytest.MonkeyPatch) -> None:
@@ -296,22 +296,22 @@ def a_lost_member_ends_every_restart_as_a_success(patch: pytest.MonkeyPatch) -> 
 
 def who_left_an_update_counts_as_updated(patch: pytest.MonkeyPatch) -> None:
     """A worker without staging memory stays on the old version, and answers."""
-    real = ending.Ending.commit
+    real = ending.UpdateOutcomes.commit
 
-    def commit(self: ending.Ending, update: Update, weights: ev.GroupWeights) -> None:
+    def commit(self: ending.UpdateOutcomes, update: Update, weights: ev.GroupWeights) -> None:
         for worker in update.group.workers.values():
             if worker.name in update.left:
                 worker.version, worker.digest = weights.version, weights.digest
         real(self, update, weights)
 
-    patch.setattr(ending.Ending, "commit", commit)
+    patch.setattr(ending.UpdateOutcomes, "commit", commit)
 
 
 def who_has_no_staging_memory_aborts(patch: pytest.MonkeyPatch) -> None:
-    def may_leave(self: Weights, update: Update, member: Member) -> bool:
+    def may_leave(self: Transactions, update: Update, member: Member) -> bool:
         return False
 
-    patch.setattr(Weights, "_may_leave", may_leave)
+    patch.setattr(Transactions, "_may_leave", may_leave)
 
 
 def gentle_schedules() -> None:

@@ -54,7 +54,7 @@ class Watch:
         new: list[Batch] = []
         texts: list[tuple[Worker, Request]] = []
         for effect in effects:
-            if type(effect) is ToWorker and type(effect.message) is m.Tokenise and effect.message.task not in self._sent:
+            if type(effect) is ToWorker and type(effect.message) is m.Tokenize and effect.message.task not in self._sent:
                 self._sent.add(effect.message.task)
                 worker = core.worker_links[effect.link]
                 texts.append((worker, worker.texts[effect.message.task][0]))

@@ -12,7 +12,7 @@ import zmq
 from enginepool.protocol.messages import (
     Ack,
     Cancel,
-    Failure,
+    ErrorReply,
     FrameSpec,
     FromClient,
     GroupStatus,
@@ -136,7 +136,7 @@ class FakeCoordinator:
             self._greeted.add(link)
             self._send(link, Welcome(self.epoch, window_requests=self.window, groups=["g"], incarnation=message.incarnation))
         elif link not in self._greeted:
-            self._send(link, Failure("hello_required", "say hello", id=getattr(message, "id", None)))
+            self._send(link, ErrorReply("hello_required", "say hello", id=getattr(message, "id", None)))
         elif isinstance(message, Score):
             self.scores.append(message)
             self.payloads.append(payload)
@@ -146,7 +146,7 @@ class FakeCoordinator:
         elif isinstance(message, Ping):
             self._send(link, Pong(at=message.at, epoch=self.epoch))
         elif isinstance(message, Cancel):
-            self._send(link, Failure("cancelled", "as you wish", id=message.id))
+            self._send(link, ErrorReply("cancelled", "as you wish", id=message.id))
         elif isinstance(message, Status):
             self._send(link, StatusReport(self.epoch, id=message.id, groups=self.groups))
         else:

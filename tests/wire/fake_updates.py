@@ -11,10 +11,11 @@ import msgspec
 
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.manifest import Tensor, decode_manifest
-from enginepool.protocol.messages import Failure, FromClient, Message
+from enginepool.protocol.messages import ErrorReply, FromClient, Message
 from enginepool.protocol.updates import (
-    Abandon,
+    AbortUpdate,
     Commit,
+    InspectWeights,
     Join,
     Phase,
     Publish,
@@ -22,9 +23,8 @@ from enginepool.protocol.updates import (
     Renew,
     Sent,
     UpdateRecord,
-    WeightsQuestion,
+    WeightsNeeded,
     WeightsReport,
-    WeightsWanted,
 )
 from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
 
@@ -71,7 +71,7 @@ class FakeUpdates:
     Attributes:
         journal: what was committed; it may be given to a successor.
         refuse: the next `publish` is answered by this code.
-        deaf: nothing is answered any more: `sent`, `commit` and `abandon` fall on deaf ears.
+        deaf: nothing is answered any more: `sent`, `commit` and `abort` fall on deaf ears.
         renew_receivers: after an abort the receivers are started again before the next update, as a stager would be.
     """
 
@@ -85,7 +85,7 @@ class FakeUpdates:
         self.published: list[Publish] = []
         self.manifests: list[list[Tensor]] = []
         self.renewed: list[Renew] = []
-        self.abandoned: list[Abandon] = []
+        self.aborted: list[AbortUpdate] = []
         #: set when all members have joined; an update waits for `may_transfer` then
         self.joined = threading.Event()
         self.may_transfer = threading.Event()
@@ -105,7 +105,7 @@ class FakeUpdates:
     def hear(self, link: bytes, message: FromClient, payload: list[bytes]) -> None:
         with self._lock:
             self._link = link
-            if isinstance(message, WeightsQuestion):
+            if isinstance(message, InspectWeights):
                 last = self.journal[-1]
                 self._write(WeightsReport(message.id, "g", last.version, last.digest, history=self.journal))
             elif isinstance(message, Publish):
@@ -119,22 +119,22 @@ class FakeUpdates:
                 self.renewed.append(message)
             elif isinstance(message, Sent):
                 self._sent = message
-                if self._open is not None and self._open.transfer == "handles":
+                if self._open is not None and self._open.transfer == "ipc":
                     threading.Thread(target=self._look, args=(self._open, message), daemon=True).start()
                 self._consider()
-            elif isinstance(message, Abandon):
-                self.abandoned.append(message)
+            elif isinstance(message, AbortUpdate):
+                self.aborted.append(message)
                 self.fail(f"given up: {message.reason}")
 
     def want(self, group: str, version: int) -> None:
         """Ask the publisher for weights that are lost."""
-        self._write(WeightsWanted(group, version))
+        self._write(WeightsNeeded(group, version))
 
     def fail(self, why: str) -> None:
         """Abort what is open."""
         with self._lock:
             if self._open is not None:
-                self._write(Failure("update_aborted", why, id=self._open.id))
+                self._write(ErrorReply("update_aborted", why, id=self._open.id))
                 self._open = None
                 if self.renew_receivers:
                     for i, receiver in enumerate(self.receivers):
@@ -165,7 +165,7 @@ class FakeUpdates:
             code = error.code
             manifest = []
         if code:
-            self._write(Failure(code, f"refused: {code}", id=message.id, limit=str(self.journal[-1].version)))
+            self._write(ErrorReply(code, f"refused: {code}", id=message.id, limit=str(self.journal[-1].version)))
             return
         self.published.append(message)
         self.manifests.append(manifest)
@@ -173,7 +173,7 @@ class FakeUpdates:
         self.joined.clear()
         if message.transfer in ("staged", "direct"):
             threading.Thread(target=self._lead, args=(message, payload[0].decode()), daemon=True).start()
-        elif message.transfer == "handles":
+        elif message.transfer == "ipc":
             self._text = payload[0].decode()
             self._write(Phase(message.id, "transfer", len(self.receivers), 0))
         else:
@@ -200,7 +200,7 @@ class FakeUpdates:
     def _look(self, publish: Publish, sent: Sent) -> None:
         """Have all receivers open what is lent."""
         for receiver in self.receivers:
-            receiver.tell(manifest=self._text, space=msgspec.to_builtins(sent.spaces[0]))
+            receiver.tell(manifest=self._text, space=msgspec.to_builtins(sent.regions[0]))
         self._all_staged(publish, [receiver.read() for receiver in self.receivers])
 
     def _all_staged(self, publish: Publish, said: list[dict[str, Any]]) -> None:
@@ -224,7 +224,7 @@ class FakeUpdates:
         update = self._open
         if update is None or update.id not in self._allowed or not self.digest or self.deaf:
             return
-        if update.transfer in ("staged", "direct", "handles"):
+        if update.transfer in ("staged", "direct", "ipc"):
             if self._sent is None:
                 return
             if self._sent.digest != self.digest:

@@ -669,10 +669,10 @@ def _updates() -> list[Invalid]:
         manifest("publish-manifest-side", "a negative side", '[["w","float32",[-2]]]', "manifest[w]"),
         publish("publish-no-manifest", "staged needs one", "malformed", "frames"),
         publish("publish-two-frames", "and only one", "malformed", "frames", good, good),
-        publish("publish-relabel-manifest", "relabel has none", "malformed", "frames", good, transfer="relabel"),
+        publish("publish-set_version-manifest", "set_version has none", "malformed", "frames", good, transfer="set_version"),
         publish("publish-checkpoint-where", "read what?", bad, "path", transfer="checkpoint"),
         publish("publish-address", "broadcast where?", bad, "address", good, address=""),
-        publish("publish-handles-host", "on which host?", bad, "host", good, transfer="handles"),
+        publish("publish-handles-host", "on which host?", bad, "host", good, transfer="ipc"),
         publish("publish-bucket", "buckets are aligned", bad, "bucket_bytes", good, bucket_bytes=100),
         publish("publish-version-negative", "versions begin at 0", bad, "version", good, version=-1),
         publish("publish-lease", "a lease is more than 0", bad, "lease_ms", good, lease_ms=0),
@@ -695,7 +695,7 @@ def _updates() -> list[Invalid]:
             bad,
             "what",
             h,
-            _hex({"type": "weights_question", "id": 1, "what": "why"}),
+            _hex({"type": "inspect_weights", "id": 1, "what": "why"}),
         ),
         _score("score-min-version", "versions begin at 0", bad, "min_version", stage=v, min_version=-1),
         Invalid(
@@ -725,9 +725,7 @@ def _updates() -> list[Invalid]:
             f,
             _hex({"type": "inspected", "task": [EPOCH, 1], "frames": [["tensor", "float32", [2]]]}),
         ),
-        Invalid(
-            "hand-over-version", "coordinator-worker", "to what?", bad, "version", h, _hex({"type": "hand_over", **update})
-        ),
+        Invalid("hand-over-version", "coordinator-worker", "to what?", bad, "version", h, _hex({"type": "load", **update})),
         Invalid(
             "phase-unknown",
             "coordinator-client",

@@ -82,7 +82,7 @@ def _from_client() -> list[Valid]:
         ),
         _score(
             "score-text",
-            "text, to be tokenised by a worker; lengths count bytes",
+            "text, to be tokenized by a worker; lengths count bytes",
             text("query", "Is it good? "),
             text("items", "JaGrüße👍"),
             lengths("item_lengths", 2, 7, 4),
@@ -431,7 +431,13 @@ def _to_client() -> list[Valid]:
                     {
                         "name": "policy",
                         "workers": [
-                            {"name": "policy-0", "incarnation": WORKER, "stage": "ready", "pace": 9000, "pace_row": 180}
+                            {
+                                "name": "policy-0",
+                                "incarnation": WORKER,
+                                "stage": "ready",
+                                "pace": 9000,
+                                "forward_row_tokens": 180,
+                            }
                         ],
                     }
                 ],
@@ -475,8 +481,8 @@ def _from_worker() -> list[Valid]:
                 "capabilities": ["something-new"],
             },
         ),
-        Valid("ask-settings", way, "before there is a worker", {"type": "ask_settings", "group": "policy"}),
-        Valid("ask-settings-bare", way, "of the only group", {"type": "ask_settings"}),
+        Valid("ask-settings", way, "before there is a worker", {"type": "get_settings", "group": "policy"}),
+        Valid("ask-settings-bare", way, "of the only group", {"type": "get_settings"}),
         Valid("stage", way, "loading", {"type": "stage", "stage": "loading", "detail": "shard 2 of 4"}),
         Valid("stage-bare", way, "without detail", {"type": "stage", "stage": "compiling"}),
         Valid(
@@ -574,7 +580,7 @@ def _from_worker() -> list[Valid]:
         Valid(
             "done-three-parts",
             way,
-            "the second part failed, its neighbours did not; the engine needed two passes",
+            "the second part failed, its neighbors did not; the engine needed two passes",
             {
                 "type": "done",
                 "batch": [EPOCH, 2],
@@ -597,31 +603,31 @@ def _from_worker() -> list[Valid]:
             (reward, hidden),
         ),
         Valid(
-            "tokenised",
+            "tokenized",
             way,
             "two rows of ids",
-            {"type": "tokenised", "task": [EPOCH, 4], "frames": _specs(*tokens)},
+            {"type": "tokenized", "task": [EPOCH, 4], "frames": _specs(*tokens)},
             tokens,
         ),
         Valid(
-            "tokenised-failed",
+            "tokenized-failed",
             way,
             "the tokenizer refused",
-            {"type": "tokenised", "task": [EPOCH, 4], "code": "engine_error", "message": "no tokenizer"},
+            {"type": "tokenized", "task": [EPOCH, 4], "code": "engine_error", "message": "no tokenizer"},
         ),
-        Valid("bye", way, "drained", {"type": "bye", "reason": "drained"}),
-        Valid("bye-failed", way, "the engine broke", {"type": "bye", "reason": "the engine hangs", "failed": True}),
+        Valid("exiting", way, "drained", {"type": "exiting", "reason": "drained"}),
+        Valid("bye-failed", way, "the engine broke", {"type": "exiting", "reason": "the engine hangs", "failed": True}),
         Valid(
             "bye-permanent",
             way,
             "the engine can never start like this",
-            {"type": "bye", "reason": "no such model", "failed": True, "permanent": True},
+            {"type": "exiting", "reason": "no such model", "failed": True, "permanent": True},
         ),
         Valid(
             "bye-out-of-memory",
             way,
             "a batch was too large for the engine's memory",
-            {"type": "bye", "reason": "CUDA out of memory", "failed": True, "out_of_memory": True},
+            {"type": "exiting", "reason": "CUDA out of memory", "failed": True, "out_of_memory": True},
         ),
         Valid(
             "error-from-worker",
@@ -706,24 +712,24 @@ def _to_worker() -> list[Valid]:
             two,
         ),
         Valid(
-            "tokenise",
+            "tokenize",
             way,
             "the text of `score-text`",
-            {"type": "tokenise", "task": [EPOCH, 4], "frames": _specs(*words)},
+            {"type": "tokenize", "task": [EPOCH, 4], "frames": _specs(*words)},
             words,
         ),
         Valid(
-            "tokenise-item-first",
+            "tokenize-item-first",
             way,
             "rows are item + query",
-            {"type": "tokenise", "task": [EPOCH, 5], "frames": _specs(*words), "item_first": True},
+            {"type": "tokenize", "task": [EPOCH, 5], "frames": _specs(*words), "item_first": True},
             words,
         ),
         Valid(
-            "tokenise-raw",
+            "tokenize-raw",
             way,
             "a cross-encoder joins these texts without a separator",
-            {"type": "tokenise", "task": [EPOCH, 6], "frames": _specs(*words), "raw": True},
+            {"type": "tokenize", "task": [EPOCH, 6], "frames": _specs(*words), "raw": True},
             words,
         ),
         Valid("drain", way, "finish and end", {"type": "drain"}),

@@ -136,7 +136,7 @@ class PlainWorker:
     def on_error(self, header: dict[str, Any], payload: list[bytes]) -> None:
         if header["code"] == "hello_required":
             self.register()
-        elif header["code"] in ("superseded", "forbidden", "unauthorised", "protocol_version", "unknown_group"):
+        elif header["code"] in ("superseded", "forbidden", "unauthorized", "protocol_version", "unknown_group"):
             self.end(header["code"])
 
     def on_ping(self, header: dict[str, Any], payload: list[bytes]) -> None:
@@ -144,7 +144,7 @@ class PlainWorker:
 
     def on_drain(self, header: dict[str, Any], payload: list[bytes]) -> None:
         self.send({"type": "stage", "stage": "draining"})
-        self.send({"type": "bye", "reason": "drained"})
+        self.send({"type": "exiting", "reason": "drained"})
         self.end("drained")
 
     def takes(self, task: list[int]) -> bool:
@@ -195,4 +195,4 @@ class PlainWorker:
         specs = [["items", "int32", [sum(lengths)]], ["item_lengths", "uint32", [len(rows)]]]
         ids = b"".join(struct.pack(f"<{len(row)}i", *row) for row in rows)
         frames = [ids, struct.pack(f"<{len(rows)}I", *lengths)]
-        self.answer(header["task"], {"type": "tokenised", "task": header["task"], "frames": specs}, frames)
+        self.answer(header["task"], {"type": "tokenized", "task": header["task"], "frames": specs}, frames)

@@ -14,11 +14,11 @@ import torch
 
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import decode_manifest
-from enginepool.protocol.updates import Space
+from enginepool.protocol.updates import MemoryRegion
 from enginepool.transfer.collective import join
 from enginepool.transfer.digest import digest_of, views
-from enginepool.transfer.process_group import CollectiveError, Group
-from enginepool.transfer.shared_memory import examined, open_space
+from enginepool.transfer.process_group import CollectiveError, ProcessGroup
+from enginepool.transfer.shared_memory import open_space, verified
 
 TIMEOUT_S = 30.0
 
@@ -29,7 +29,7 @@ def say(**what: Any) -> None:
 
 
 def main() -> None:
-    group: Group | None = None
+    group: ProcessGroup | None = None
     space: Any = None
     manifest: Any = []
     say(ready=True)
@@ -43,9 +43,9 @@ def main() -> None:
                 say(joined=order["name"])
             elif "space" in order:
                 manifest = decode_manifest(order["manifest"].encode())
-                opened = open_space(msgspec.convert(order["space"], Space))
+                opened = open_space(msgspec.convert(order["space"], MemoryRegion))
                 space = opened[: layout(manifest).nbytes].clone()
-                say(staged=examined(opened, manifest)[0])
+                say(staged=verified(opened, manifest)[0])
             elif "manifest" in order:
                 assert group is not None
                 manifest = decode_manifest(order["manifest"].encode())

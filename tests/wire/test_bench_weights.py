@@ -76,8 +76,8 @@ def test_versions_that_were_not_committed_or_are_old_are_wrong() -> None:
 
 
 def test_first_and_repeated_updates_stand_apart_and_the_hold_in_its_parts() -> None:
-    phases = [{"transfer": 100_000, "hand_over": 40_000, "journal": 10_000, "drain": 5000}] + [
-        {"transfer": 20_000, "hand_over": 8000, "journal": 2000, "drain": 7000, "first_answer": 3000}
+    phases = [{"transfer": 100_000, "load": 40_000, "journal": 10_000, "drain": 5000}] + [
+        {"transfer": 20_000, "load": 8000, "journal": 2000, "drain": 7000, "first_answer": 3000}
     ] * 2
     updates = [updated(version, 10.0 * version, **some) for version, some in enumerate(phases)]
     rows = {row.what: row for row in update_rows("x", 10_000_000, Passed(OURS_STAGED, 1 << 20, updates), 1.0)}

@@ -20,13 +20,13 @@ import uvloop
 from bench.processes import free_port
 from enginepool import BlockingPool, Pool, errors
 from enginepool.client import connection
-from enginepool.client.link import Link
+from enginepool.client.link import ClientLink
 from enginepool.client.session.machine import ClientSession
-from enginepool.client.session.settings import Settings
+from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.messages import (
     Ack,
     Cancel,
-    Failure,
+    ErrorReply,
     FrameSpec,
     Goodbye,
     GroupStatus,
@@ -321,12 +321,12 @@ def test_bad_pairs_are_named_as_prompts_and_responses(coordinator: FakeCoordinat
 
 
 def refuse(code: str, **facts: Any) -> Callable[[Score, Sequence[bytes]], tuple[Message, Sequence[bytes]]]:
-    return lambda message, frames: (Failure(code, "no", id=message.id, **facts), ())
+    return lambda message, frames: (ErrorReply(code, "no", id=message.id, **facts), ())
 
 
 def test_an_error_of_the_coordinator_names_the_argument_as_python_does(coordinator: FakeCoordinator, run: Callable[..., None]):
     coordinator.rule = lambda message, frames: (
-        Failure("bad_request", "labels: id 9 is outside the vocabulary of 8", id=message.id, field="labels", limit="8"),
+        ErrorReply("bad_request", "labels: id 9 is outside the vocabulary of 8", id=message.id, field="labels", limit="8"),
         (),
     )
 
@@ -345,7 +345,7 @@ def test_busy_is_waited_out_unless_the_caller_wants_to_know(coordinator: FakeCoo
     def busy_twice(message: Score, frames: Sequence[bytes]) -> tuple[Message, Sequence[bytes]]:
         attempts.append(message.id)
         if attempts.count(message.id) <= 2:
-            return Failure("busy", "full", id=message.id, retry_after_ms=1), ()
+            return ErrorReply("busy", "full", id=message.id, retry_after_ms=1), ()
         return lengths_and_sums(message, frames)
 
     coordinator.rule = busy_twice
@@ -443,7 +443,7 @@ def test_a_timeout_ends_the_call_also_when_nobody_answers(coordinator: FakeCoord
 def test_a_silent_coordinator_is_told_once_and_so_is_its_return(
     coordinator: FakeCoordinator, run: Callable[..., None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    quick = functools.partial(ClientSession, settings=Settings(silence_s=2.0, hello_s=0.1))
+    quick = functools.partial(ClientSession, settings=SessionSettings(silence_s=2.0, hello_s=0.1))
     monkeypatch.setattr(connection, "ClientSession", quick)
 
     async def main() -> None:
@@ -542,7 +542,7 @@ def test_an_address_that_lacks_its_transport_is_refused_with_the_whole_of_it():
 def test_a_socket_that_cannot_be_opened_keeps_nobody_waiting_who_closes(run: Callable[..., None]):
     async def main() -> None:
         address: Any = 5
-        link = Link(address, lambda _message, _frames: None, lambda _line: None)
+        link = ClientLink(address, lambda _message, _frames: None, lambda _line: None)
         with pytest.raises(TypeError):
             link.open()
         link.close(0)

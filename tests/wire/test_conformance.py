@@ -115,7 +115,7 @@ def test_each_item_may_have_a_query_of_its_own(client: PlainClient) -> None:
     assert answer.rows() == expected([[11, 21, 22], [12, 13, 23]], [5])
 
 
-def test_text_is_tokenised_by_a_worker_as_one_text_a_row(client: PlainClient) -> None:
+def test_text_is_tokenized_by_a_worker_as_one_text_a_row(client: PlainClient) -> None:
     answer = client.score("Good? ", ["Ja", "Grüße"], labels=[5, 6])
     assert answer.rows() == expected([toy_tokens("Good? Ja"), toy_tokens("Good? Grüße")], [5, 6])
     pairs = client.score(["a", "b"], ["c", "de"], labels=[5], item_first=True)
@@ -200,7 +200,7 @@ def test_the_highest_incarnation_of_a_client_wins_and_its_secret_proves_it(clien
     late = PlainClient(context, client.address)
     late.client, late.token, late.incarnation = client.client, client.token, -1
     late.greet()
-    for peer, code in ((thief, "unauthorised"), (late, "superseded")):
+    for peer, code in ((thief, "unauthorized"), (late, "superseded")):
         while not peer.complaints:
             peer.step(float("inf"))
         assert peer.complaints[0]["code"] == code
@@ -212,9 +212,9 @@ def test_whatever_a_link_without_hello_says_of_requests_is_answered_hello_requir
     client: PlainClient, context: Context
 ) -> None:
     stranger = PlainClient(context, client.address)
-    publish = {"type": "publish", "version": 3, "transfer": "relabel"}
+    publish = {"type": "publish", "version": 3, "transfer": "set_version"}
     sent = {"type": "sent", "digest": "", "sent_bytes": 0}
-    for header in (publish, {"type": "renew"}, sent, {"type": "commit"}, {"type": "abandon"}, {"type": "cancel"}):
+    for header in (publish, {"type": "renew"}, sent, {"type": "commit"}, {"type": "abort"}, {"type": "cancel"}):
         stranger.send({**header, "id": 8})
         refusal = next_answer(stranger)
         assert (refusal["code"], refusal["id"]) == ("hello_required", 8)
@@ -223,7 +223,7 @@ def test_whatever_a_link_without_hello_says_of_requests_is_answered_hello_requir
         assert next_answer(stranger)["code"] == "hello_required"
     for kind in ("ack", "goodbye"):
         stranger.send({"type": kind, "ids": [1]})
-    stranger.send({"type": "weights_question", "id": 9, "group": "none such"})
+    stranger.send({"type": "inspect_weights", "id": 9, "group": "none such"})
     refusal = next_answer(stranger)
     assert (refusal["code"], refusal["id"]) == ("unknown_group", 9), "a question needs no hello, and its error has its id"
     stranger.socket.close(0)
@@ -252,7 +252,7 @@ def test_what_answers_a_hello_repeats_its_incarnation_and_no_other_error_has_one
         return header["type"], header.get("code"), header.get("incarnation")
 
     assert client.welcome.get("incarnation", 0) == client.incarnation
-    assert facts(ask(9, token=bytes(16))) == ("error", "unauthorised", 9)
+    assert facts(ask(9, token=bytes(16))) == ("error", "unauthorized", 9)
     assert facts(ask(10, protocol=2)) == ("error", "protocol_version", 10)
     assert facts(ask(11, client=b"short")) == ("error", "bad_request", 11)
     assert facts(ask(12, agent=7)) == ("error", "bad_request", 12)

@@ -7,8 +7,8 @@ import pytest
 import zmq
 
 from enginepool import dealer
-from enginepool.client.link import Link as ClientLink
-from enginepool.workers.link import Link as WorkerLink
+from enginepool.client.link import ClientLink as ClientLink
+from enginepool.workers.link import WorkerLink as WorkerLink
 
 ADDRESS = "tcp://127.0.0.1:1"
 

@@ -17,12 +17,12 @@ def test_every_receiver_finds_the_bytes_of_the_module_and_no_process_group_forms
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
         before = lent_here()
         for version in (1, 2):
-            record = await publisher.publish(model(version), version, transfer="handles")
+            record = await publisher.publish(model(version), version, transfer="ipc")
             assert (record.version, record.outcome) == (version, "committed")
             assert lent_here() <= before
             for receiver in updates.receivers:
                 assert receiver.sums() == sums(model(version))
-        handle = await publisher.start(model(3), 3, transfer="handles")
+        handle = await publisher.start(model(3), 3, transfer="ipc")
         await handle.sent()
         assert (handle.sent_bytes >= handle.total_bytes > 0, len(lent_here() - before)) == (True, 1)
         while handle.phase != "staged":
@@ -41,7 +41,7 @@ def test_a_trainer_that_does_not_await_lends_too_and_keeps_its_memory_if_it_like
         BlockingWeightPublisher(pool, device="cpu", bucket_bytes=BUCKET, keep_memory=True) as publisher,
     ):
         for version in (1, 2):
-            assert publisher.publish(model(version), version, transfer="handles").version == version
+            assert publisher.publish(model(version), version, transfer="ipc").version == version
             assert len(lent_here() - before) == 1
     assert lent_here() <= before
 
@@ -49,15 +49,15 @@ def test_a_trainer_that_does_not_await_lends_too_and_keeps_its_memory_if_it_like
 def test_an_update_that_is_given_up_lends_nothing_any_more(updates: FakeUpdates) -> None:
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
         before, gate = lent_here(), Gate()
-        handle = await publisher.start(gate, 1, manifest=gate.manifest, transfer="handles")
+        handle = await publisher.start(gate, 1, manifest=gate.manifest, transfer="ipc")
         await reached(gate.reached)
         updates.fail("the lease lapsed")
         gate.opened.set()
         with pytest.raises(errors.UpdateAborted, match="the lease lapsed"):
             await handle.finish()
-        handle = await publisher.start(model(2), 2, transfer="handles")
+        handle = await publisher.start(model(2), 2, transfer="ipc")
         await handle.sent()
-        await handle.abandon("thought better of it")
+        await handle.abort("thought better of it")
         with pytest.raises(errors.UpdateAborted, match="thought better of it"):
             await handle.finish()
         assert lent_here() <= before
@@ -70,7 +70,7 @@ def test_an_update_that_is_refused_lays_nothing_out(updates: FakeUpdates) -> Non
         updates.refuse = "unsupported"
         gate = Gate()
         with pytest.raises(errors.Unsupported):
-            await publisher.start(gate, 1, manifest=gate.manifest, transfer="handles")
+            await publisher.start(gate, 1, manifest=gate.manifest, transfer="ipc")
         assert not gate.reached.is_set()
 
     play(updates, scene)

@@ -123,7 +123,7 @@ def test_a_plain_client_sends_nothing_again_before_the_welcome_of_its_newest_hel
     plain.greet()
     hello, _ = script.hear(m.Hello, step)
     script.tell(m.Welcome(EPOCH, incarnation=hello.incarnation - 1))
-    script.tell(m.Failure("superseded", "too late", incarnation=hello.incarnation - 1))
+    script.tell(m.ErrorReply("superseded", "too late", incarnation=hello.incarnation - 1))
     script.tell(m.Ping(7))
     script.hear(m.Pong, step)
     assert not plain.welcome and not plain.complaints
@@ -171,7 +171,7 @@ def test_a_plain_client_sends_text_and_pairs_that_the_door_takes(client: Played)
 
 @pytest.mark.parametrize(
     "news",
-    [m.Failure("hello_required", "say hello"), m.Pong(epoch=EPOCH + 1)],
+    [m.ErrorReply("hello_required", "say hello"), m.Pong(epoch=EPOCH + 1)],
     ids=["hello_required", "higher epoch"],
 )
 def test_a_plain_client_greets_again_and_sends_again_what_is_unanswered(client: Played, news: m.Message) -> None:
@@ -217,7 +217,7 @@ def test_a_plain_client_tries_again_after_busy_and_drops_a_second_answer(client:
     welcome(*client)
     id_ = plain.submit([11, 12, 13], [[21, 22], [23]], labels=[5, 6])
     script.hear(m.Score, step)
-    script.tell(m.Failure("busy", "full", id=id_, retry_after_ms=1))
+    script.tell(m.ErrorReply("busy", "full", id=id_, retry_after_ms=1))
     again, _ = script.hear(m.Score, step)
     assert again.id == id_
     script.say(*GOLDEN["result"])
@@ -268,13 +268,13 @@ def test_a_plain_worker_scores_golden_batches_part_by_part_and_a_copy_gets_the_s
     assert script.hear(m.Done, step)[1] == frames
 
 
-def test_a_plain_worker_tokenises_each_row_as_one_text(worker: PlayedWorker) -> None:
+def test_a_plain_worker_tokenizes_each_row_as_one_text(worker: PlayedWorker) -> None:
     _, script, step = worker
     past_idle(script, step)
-    script.say(*GOLDEN["tokenise-item-first"])
-    tokenised, frames = script.hear(m.Tokenised, step)
+    script.say(*GOLDEN["tokenize-item-first"])
+    tokenized, frames = script.hear(m.Tokenized, step)
     rows = [toy_tokens(item + "Is it good? ") for item in ("Ja", "Grüße", "👍")]
-    assert tokenised.task == (EPOCH, 5)
+    assert tokenized.task == (EPOCH, 5)
     assert memoryview(frames[1]).cast("i").tolist() == [token for row in rows for token in row]
     assert memoryview(frames[2]).cast("I").tolist() == [len(row) for row in rows]
 
@@ -287,9 +287,9 @@ def test_a_plain_worker_serves_the_highest_epoch_that_it_heard(worker: PlayedWor
     script.hear(m.Ready, step)
     script.say(*GOLDEN["accept"])
     script.say(*GOLDEN["batch"])
-    refused, _ = script.hear(m.Failure, step)
+    refused, _ = script.hear(m.ErrorReply, step)
     assert (refused.code, refused.id) == ("hello_required", 1)
-    script.tell(m.Failure("hello_required", "who are you?"))
+    script.tell(m.ErrorReply("hello_required", "who are you?"))
     assert script.hear(m.Register, step)[0].epoch == EPOCH + 1
 
 
@@ -298,7 +298,7 @@ def test_a_plain_worker_drains_and_ends(worker: PlayedWorker) -> None:
     past_idle(script, step)
     script.say(*GOLDEN["drain"])
     assert script.hear(m.Stage, step)[0].stage == "draining"
-    assert not script.hear(m.Bye, step)[0].failed
+    assert not script.hear(m.Exiting, step)[0].failed
     assert plain.ended == "drained"
 
 

@@ -21,7 +21,7 @@ from enginepool.protocol.messages import GroupStatus
 from enginepool.protocol.updates import UpdateRecord
 from enginepool.trainer import trainer_ranks as lockstep
 from enginepool.trainer import update_handle as update
-from enginepool.trainer.publisher_context import Desk
+from enginepool.trainer.publisher_context import PublisherContext
 from enginepool.trainer.update_handle import UpdateHandle
 from enginepool.trainer.update_sender import Side
 from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
@@ -165,10 +165,10 @@ def test_weights_without_a_broadcast_are_a_version_or_a_directory(
     monkeypatch.chdir(tmp_path)
 
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
-        assert (await pool.relabel(3)).transfer == "relabel"
+        assert (await pool.set_version(3)).transfer == "set_version"
         assert (await pool.publish_checkpoint(Path("some/model"), 4, in_flight="abort")).version == 4
         with pytest.raises(errors.VersionBackwards) as caught:
-            await pool.relabel(4)
+            await pool.set_version(4)
         assert caught.value.limit == "4"
         await pool.publish_checkpoint("here", 5)
         for path in ("", None, 7, b"some/model", "lone\ud800surrogate"):
@@ -262,11 +262,11 @@ def test_a_trainer_that_does_not_await_has_the_same(updates: FakeUpdates) -> Non
             handle.sent()
             assert handle.sent_bytes >= handle.total_bytes
             assert handle.finish().version == 2
-            publisher.start(model(3), 3).abandon("as a test")
-            assert pool.relabel(4).version == 4
+            publisher.start(model(3), 3).abort("as a test")
+            assert pool.set_version(4).version == 4
             assert not publisher.wanted
         assert pool.weights().version == 4
-    assert [given.reason for given in updates.abandoned] == ["as a test"]
+    assert [given.reason for given in updates.aborted] == ["as a test"]
 
 
 def test_a_blocking_publisher_closes_after_its_pool_too_and_twice_is_once(updates: FakeUpdates) -> None:
@@ -352,7 +352,7 @@ def test_a_refusal_is_raised_by_start_and_the_group_stands(updates: FakeUpdates,
         ({"source": {"a": 1}}, "source[a]"),
         ({"version": -1}, "version"),
         ({"version": 1.5}, "version"),
-        ({"transfer": "relabel"}, "transfer"),
+        ({"transfer": "set_version"}, "transfer"),
         ({"in_flight": "wait"}, "in_flight"),
         ({"drain": -1}, "drain"),
         ({"drain": 3601}, "drain"),
@@ -440,7 +440,7 @@ def test_a_receiver_that_is_stopped_is_noticed_without_the_coordinator_too(updat
         gate.opened.set()
         with pytest.raises(errors.UpdateAborted):
             await handle.finish()
-        assert updates.abandoned
+        assert updates.aborted
         for receiver in updates.receivers:
             receiver.end()
 
@@ -499,7 +499,7 @@ def test_where_trainer_ranks_go_in_step_no_update_begins_while_the_source_of_the
             with pytest.raises(errors.Publishing, match=f"version 1 is not over; its thread is still busy; {where}"):
                 await publisher.start(model(2), 2)
         gate.opened.set()
-        await handle.abandon()
+        await handle.abort()
         for receiver in updates.receivers:
             receiver.end()
 
@@ -520,7 +520,7 @@ def test_an_error_of_the_source_reaches_the_caller_as_it_is(updates: FakeUpdates
         with pytest.raises(type(raised)) as caught:
             await publisher.publish(broken, 1, manifest=Gate.manifest)
         assert caught.value is raised
-        assert [given.reason for given in updates.abandoned] == [reason]
+        assert [given.reason for given in updates.aborted] == [reason]
         for receiver in updates.receivers:
             receiver.end()
 
@@ -568,7 +568,7 @@ def test_a_cancelled_publish_gives_the_update_up(updates: FakeUpdates) -> None:
         gate.opened.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert updates.abandoned
+        assert updates.aborted
         for receiver in updates.receivers:
             receiver.end()
 
@@ -578,17 +578,17 @@ def test_a_cancelled_publish_gives_the_update_up(updates: FakeUpdates) -> None:
 def test_closing_the_publisher_ends_an_update_that_has_just_begun(
     updates: FakeUpdates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    have_side = Desk.have_side
+    have_side = PublisherContext.have_side
 
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
         listening, may = asyncio.Event(), asyncio.Event()
 
-        async def slow(desk: Desk) -> Side:
+        async def slow(desk: PublisherContext) -> Side:
             listening.set()
             await may.wait()
             return await have_side(desk)
 
-        monkeypatch.setattr(Desk, "have_side", slow)
+        monkeypatch.setattr(PublisherContext, "have_side", slow)
         starting = asyncio.create_task(publisher.start(model(1), 1))
         await listening.wait()
         closing = asyncio.create_task(publisher.close())

@@ -196,9 +196,9 @@ def test_a_vector_cut_anywhere_is_refused_and_nothing_else_escapes(vector: dict[
 @pytest.mark.parametrize(
     "message",
     [
-        messages.Failure("unknown_group", "\0" * 500_000, 7, limit="ä" * 600_000, evidence=["e" * 700_000, "died"]),
+        messages.ErrorReply("unknown_group", "\0" * 500_000, 7, limit="ä" * 600_000, evidence=["e" * 700_000, "died"]),
         messages.Inspected((5, 1), code="engine_error", message="no such weight: " + "x" * 2_000_000),
-        messages.Bye("out of memory " * 200_000, failed=True),
+        messages.Exiting("out of memory " * 200_000, failed=True),
         messages.Done((5, 2), [messages.PartDone(code="engine_error", message="m" * 600_000)] * 2),
         messages.WeightsReport(1, "g", history=[UpdateRecord(v, "update_aborted", message="r" * 20_000) for v in range(64)]),
     ],

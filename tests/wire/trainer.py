@@ -74,7 +74,7 @@ def main() -> None:
                 if fault == "host" and rank == 0:
                     # No address of this machine: the side of the first update cannot be made.
                     publisher._desk.host = "192.0.2.1" if version == 1 else "127.0.0.1"  # pyright: ignore[reportPrivateUsage]
-                transfer = "handles" if fault == "lent" else "staged"
+                transfer = "ipc" if fault == "lent" else "staged"
                 # A rank that is ahead of the others by an update.
                 mine = None if fault == "next" else 2 if fault == "ahead" and rank == 1 else version
                 if fault == f"late {rank}" and version == 1:

@@ -141,12 +141,12 @@ class SimEngine:
         """It has nothing to get ready."""
         return 0.0
 
-    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open `weights.spaces` and look at every byte. Raises EngineError."""
-        return await self._weights.examine(weights)
+    async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open `weights.regions` and look at every byte. Raises EngineError."""
+        return await self._weights.verify(weights)
 
     async def let_go(self) -> None:
-        """Close what was examined."""
+        """Close what was verified."""
         self._weights.let_go()
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
@@ -192,7 +192,7 @@ class SimEngine:
     async def close(self) -> None:
         """Nothing is held; returns at once."""
 
-    async def tokenise(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+    async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
         """One token for each byte of UTF-8, its value + BYTE_OFFSET; no special tokens but a cross-encoder's separators."""
         if not self._capabilities.text:
             raise EngineError(f"a vocabulary of {self.options.vocab} has no room for the bytes of text")

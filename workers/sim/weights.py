@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
-from enginepool.protocol.updates import Finding, Space
+from enginepool.protocol.updates import Finding, MemoryRegion
 from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights, OnlyAtStart
 from enginepool.workers.stager.snapshot import digest_of_bytes
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_space
@@ -36,8 +36,8 @@ class SimWeights:
         self._group: Any = None
         #: the name of the group that is wanted
         self._joining = ""
-        #: what was examined, and stays open
-        self._opened: tuple[tuple[Space, ...], npt.NDArray[np.uint8]] | None = None
+        #: what was verified, and stays open
+        self._opened: tuple[tuple[MemoryRegion, ...], npt.NDArray[np.uint8]] | None = None
 
     def model_tensors(self) -> ModelTensors:
         """What an update consists of. Raises EngineError."""
@@ -60,29 +60,29 @@ class SimWeights:
                 raise EngineError(f"group {name}: another one was joined meanwhile")
             self._group = group
 
-    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open spaces, and look at them. Raises EngineError."""
+    async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open regions, and look at them. Raises EngineError."""
         self.let_go()
-        self._opened = weights.spaces, await asyncio.to_thread(_open, weights)
+        self._opened = weights.regions, await asyncio.to_thread(_open, weights)
         limits = [overflow(tensor.dtype, self._held.get(tensor.name, "")) for tensor in weights.tensors]
-        return await asyncio.to_thread(_examined, weights.tensors, self._opened[1], limits)
+        return await asyncio.to_thread(_verified, weights.tensors, self._opened[1], limits)
 
     def let_go(self) -> None:
-        """Close what was examined."""
+        """Close what was verified."""
         self._opened = None
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> None:
         """Hold these weights. Raises EngineError: the old ones stay; EngineDied: what was copied out of may have changed."""
-        if self._only_at_start and (weights.spaces or weights.checkpoint or weights.group):
+        if self._only_at_start and (weights.regions or weights.checkpoint or weights.group):
             self.model_tensors()
         try:
-            if self._opened is not None and self._opened[0] == weights.spaces:
-                opened, seal = self._opened[1], weights.spaces[0].seal
+            if self._opened is not None and self._opened[0] == weights.regions:
+                opened, seal = self._opened[1], weights.regions[0].seal
                 self._load(weights.tensors, opened.copy())
                 if opened[len(opened) - len(seal) :].tobytes() != seal:
                     raise EngineDied("sim engine: the memory that the weights came from was given to something else meanwhile")
-            elif weights.spaces:
-                self._load(weights.tensors, np.fromfile(weights.spaces[0].path, np.uint8, weights.spaces[0].nbytes))
+            elif weights.regions:
+                self._load(weights.tensors, np.fromfile(weights.regions[0].path, np.uint8, weights.regions[0].nbytes))
             elif weights.checkpoint:
                 self._load(weights.tensors, np.frombuffer(checkpoint_space(weights.checkpoint), np.uint8))
             elif weights.group:
@@ -136,9 +136,9 @@ def _join(name: str, address: str, world: int, rank: int, backend: str) -> Any:
 
 
 def _open(weights: NewWeights) -> npt.NDArray[np.uint8]:
-    if not weights.spaces:
+    if not weights.regions:
         raise EngineError("sim engine: nobody says where the new weights lie")
-    space = weights.spaces[0]
+    space = weights.regions[0]
     try:
         opened = np.memmap(space.path, np.uint8, "r", shape=(space.nbytes,))
     except (OSError, ValueError) as error:
@@ -148,7 +148,7 @@ def _open(weights: NewWeights) -> npt.NDArray[np.uint8]:
     return opened
 
 
-def _examined(tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8], limits: list[float]) -> tuple[str, list[Finding]]:
+def _verified(tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8], limits: list[float]) -> tuple[str, list[Finding]]:
     """The digest, and what is wrong with float32 tensors, of which the engine holds nothing from `limits` on.
 
     Others are as good as any bytes.

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from enginepool.protocol.basis import Message
-from enginepool.workers.stager.messages import AskHeld, FromStager, Held, Received, Worker, from_stager, packet
+from enginepool.workers.stager.messages import AskHeld, BytesReceived, FromStager, StagerHolds, WorkerHello, from_stager, packet
 
 #: a stager that is being started has this long to listen
 CONNECT_S = 10.0
@@ -35,7 +35,9 @@ class StagerLink:
         lost: called with the reason when the stager is gone.
     """
 
-    def __init__(self, path: str, incarnation: str, received: Callable[[Received], None], lost: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: str, incarnation: str, received: Callable[[BytesReceived], None], lost: Callable[[str], None]
+    ) -> None:
         self._path = path
         self._incarnation = incarnation
         self._received = received
@@ -97,7 +99,7 @@ class StagerLink:
                 if loop.time() >= end:
                     raise StagerGone(f"no stager at {self._path}: {error.strerror}") from None
             await asyncio.sleep(0.05)
-        writer.write(packet(Worker(self._incarnation)))
+        writer.write(packet(WorkerHello(self._incarnation)))
         self._writer = writer
         self._reading = asyncio.create_task(self._read(reader, writer))
         return writer
@@ -105,13 +107,13 @@ class StagerLink:
     async def alive(self) -> None:
         """Make sure that it answers: one that does not is killed at once, not after the time of a long question. Raises
         StagerGone."""
-        await self.ask(AskHeld(), Held, ALIVE_S)
+        await self.ask(AskHeld(), StagerHolds, ALIVE_S)
 
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         reason = "the stager ended"
         try:
             while (message := await from_stager(reader)) is not None:
-                if isinstance(message, Received):
+                if isinstance(message, BytesReceived):
                     self._received(message)
                 elif self._answer is not None and not self._answer.done():
                     self._answer.set_result(message)

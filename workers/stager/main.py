@@ -1,7 +1,7 @@
 """A stager: the process beside a worker that receives new weights while the engine serves, and keeps the committed ones.
 
 `python -m enginepool.workers.stager.main`, with its configuration in the environment (`messages.py`). It never touches the
-engine: the worker gives the engine what lies in its spaces, so it can be killed at any time. It outlives its worker, and ends
+engine: the worker gives the engine what lies in its regions, so it can be killed at any time. It outlives its worker, and ends
 with its owner; asked to end, it first writes the snapshots that it owes. torch is imported when the first update comes.
 """
 
@@ -20,29 +20,29 @@ from enginepool.workers.stager.log import why
 from enginepool.workers.stager.messages import (
     VARIABLE,
     AskHeld,
+    BytesReceived,
     Forget,
     FromStager,
     FromWorker,
-    Held,
     InGroup,
     JoinGroup,
     Keep,
-    Received,
     Reserve,
     Reserved,
     Room,
+    StagerHolds,
     StagerSpec,
-    Worker,
+    WorkerHello,
     from_worker,
     packet,
     read_spec,
 )
 from enginepool.workers.stager.saving import Snapshots
 from enginepool.workers.stager.snapshot import remove_all
-from enginepool.workers.stager.state import Kept, Update
+from enginepool.workers.stager.state import KeptUpdate, StagedUpdate
 
 if TYPE_CHECKING:
-    from enginepool.transfer.process_group import Group
+    from enginepool.transfer.process_group import ProcessGroup
     from enginepool.workers.stager.receiving import Memory
 
 #: the other ranks have this long to come
@@ -57,9 +57,9 @@ class Stager:
         self.spec = spec
         self.loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self.loop.create_future()
-        self.update: Update | None = None
-        self.kept: Kept | None = None
-        self.group: Group | None = None
+        self.update: StagedUpdate | None = None
+        self.kept: KeptUpdate | None = None
+        self.group: ProcessGroup | None = None
         self.peer = ""
         #: of the last update: the group was formed for memory of that kind, and for buckets that stay there or do not
         self.staging = "", False
@@ -89,7 +89,7 @@ class Stager:
         self._friends += 1
         try:
             while (message := await from_worker(reader)) is not None:
-                if isinstance(message, Worker):
+                if isinstance(message, WorkerHello):
                     if self._worker is not None:
                         self._worker.close()
                     self._worker = writer
@@ -184,13 +184,13 @@ class Stager:
             self._leaving = threading.Thread(target=group.abort, name="leave", daemon=True)
             self._leaving.start()
 
-    def _held(self, digest: str) -> Held:
+    def _held(self, digest: str) -> StagerHolds:
         kept, update = self.kept, self.update
         if update is not None and update.came_whole(digest):
-            return Held(0, digest, update.manifest, update.memory.spaces(), update.memory.shards > 0)
+            return StagerHolds(0, digest, update.manifest, update.memory.regions(), update.memory.shards > 0)
         if kept is None:
-            return Held()
-        return Held(kept.version, kept.digest, kept.manifest, kept.memory.spaces(), kept.memory.shards > 0)
+            return StagerHolds()
+        return StagerHolds(kept.version, kept.digest, kept.manifest, kept.memory.regions(), kept.memory.shards > 0)
 
     # --- memory ---------------------------------------------------------------------------------------------------------
 
@@ -238,12 +238,12 @@ class Stager:
         if self.group is None:
             self.peer = receiving.new_peer()
         self.staging = staging
-        self.update = Update(message, memory, worker)
-        return Reserved(message.update, memory.kind, self.peer, spaces=memory.spaces(), sharded=memory.shards > 0)
+        self.update = StagedUpdate(message, memory, worker)
+        return Reserved(message.update, memory.kind, self.peer, regions=memory.regions(), sharded=memory.shards > 0)
 
     # --- receiving ------------------------------------------------------------------------------------------------------
 
-    def _run(self, update: Update, message: JoinGroup) -> None:
+    def _run(self, update: StagedUpdate, message: JoinGroup) -> None:
         """On a thread of its own: join, receive, say what came."""
         from enginepool.transfer.collective import join
         from enginepool.transfer.process_group import CollectiveError
@@ -268,7 +268,7 @@ class Stager:
                 self.group = group
             # All that can be done before the first byte comes.
             reception = update.memory.reception(update.manifest, update.bucket_bytes, device, update.targets)
-            spaces = update.memory.spaces()
+            regions = update.memory.regions()
         except Exception as error:  # whatever it is: the worker waits for a word
             self._soon(update, InGroup(update.id, why(error)))
             return
@@ -280,13 +280,13 @@ class Stager:
         self._soon(update, InGroup(update.id))
         try:
             digest, findings = reception.receive(group)
-            received = Received(update.id, digest, findings, spaces, sharded=update.memory.shards > 0)
+            received = BytesReceived(update.id, digest, findings, regions, sharded=update.memory.shards > 0)
         except Exception as error:
-            received = Received(update.id, message=why(error), broken=isinstance(error, CollectiveError))
+            received = BytesReceived(update.id, message=why(error), broken=isinstance(error, CollectiveError))
         update.received = received
         self._soon(update, received)
 
-    def _soon(self, update: Update, message: FromStager) -> None:
+    def _soon(self, update: StagedUpdate, message: FromStager) -> None:
         def say() -> None:
             if not update.forgotten:
                 update.joining = False
@@ -301,7 +301,7 @@ class Stager:
         whole = update is not None and update.came_whole(message.digest)
         if update is not None and (whole or update.id == message.update):
             self.update = None
-            kept = Kept(message.version, message.digest, update.manifest, update.memory) if whole else None
+            kept = KeptUpdate(message.version, message.digest, update.manifest, update.memory) if whole else None
         elif kept is not None and kept.digest == message.digest:
             kept.version = message.version
         else:

@@ -14,7 +14,7 @@ import msgspec
 from enginepool.protocol.basis import Message, TaskId
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.workers.engine import Space
+from enginepool.workers.engine import MemoryRegion
 
 #: the environment variable that holds the JSON of a `StagerSpec`
 VARIABLE = "ENGINEPOOL_STAGER"
@@ -27,7 +27,7 @@ class StagerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     socket: path of the Unix socket that it listens at.
     name: of the place beside which it stands, for the operator.
-    device: `cpu`; `cuda`: its spaces are on the first `gpus` GPUs that it sees; `auto`: on those if there are some.
+    device: `cpu`; `cuda`: its regions are on the first `gpus` GPUs that it sees; `auto`: on those if there are some.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the stager ends at once.
     orphan_s: seconds without an owner or a worker before it ends.
     """
@@ -61,7 +61,7 @@ def read_spec(environment: Mapping[str, str]) -> StagerSpec:
 # --- who connects --------------------------------------------------------------------------------------------------------
 
 
-class Worker(Message, tag="worker"):
+class WorkerHello(Message, tag="worker"):
     """The worker beside which the stager stands."""
 
     incarnation: str = ""
@@ -122,23 +122,23 @@ class AskHeld(Message, tag="ask_held"):
     digest: str = ""
 
 
-FromWorker = Worker | Room | Reserve | JoinGroup | Forget | Keep | AskHeld
+FromWorker = WorkerHello | Room | Reserve | JoinGroup | Forget | Keep | AskHeld
 
 # --- stager to worker ----------------------------------------------------------------------------------------------------
 
 
 class Reserved(Message, tag="reserved"):
-    """There is room of kind `staging`, in `spaces`; none: `message` says why. `peer` names this side of the process group.
+    """There is room of kind `staging`, in `regions`; none: `message` says why. `peer` names this side of the process group.
     `most`: bytes of it on the GPU that holds the most of them.
 
     A stager has one room of kind `device`: its space is the same in each update, until one needs more. `sharded`, here and
-    below: `spaces` are not one for each GPU, but parts of one, in their order."""
+    below: `regions` are not one for each GPU, but parts of one, in their order."""
 
     update: TaskId = (0, 0)
     staging: Literal["", "device", "host"] = ""
     peer: str = ""
     message: str = ""
-    spaces: list[Space] = []
+    regions: list[MemoryRegion] = []
     sharded: bool = False
     most: int = 0
 
@@ -150,30 +150,30 @@ class InGroup(Message, tag="in_group"):
     message: str = ""
 
 
-class Received(Message, tag="received"):
-    """All bytes are in `spaces`; or why not, and whether that is the process group's fault."""
+class BytesReceived(Message, tag="received"):
+    """All bytes are in `regions`; or why not, and whether that is the process group's fault."""
 
     update: TaskId
     digest: str = ""
     findings: list[Finding] = []
-    spaces: list[Space] = []
+    regions: list[MemoryRegion] = []
     message: str = ""
     broken: bool = False
     sharded: bool = False
 
 
-class Held(Message, tag="held"):
+class StagerHolds(Message, tag="held"):
     """The weights that were asked for: those that are kept, or an update that was received and whose commit was not heard
     here, since the worker died with it. If they are not here: what is kept, without a digest if that is nothing."""
 
     version: int = 0
     digest: str = ""
     manifest: list[Tensor] = []
-    spaces: list[Space] = []
+    regions: list[MemoryRegion] = []
     sharded: bool = False
 
 
-FromStager = Reserved | InGroup | Received | Held
+FromStager = Reserved | InGroup | BytesReceived | StagerHolds
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(FromWorker)

@@ -15,9 +15,9 @@ import msgspec
 from enginepool.host import SHARED, unnamed_file
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding, Space
-from enginepool.transfer.digest import Batch, Digest, Findings, make_ready, views
-from enginepool.transfer.process_group import QUEUED, Group
+from enginepool.protocol.updates import Finding, MemoryRegion
+from enginepool.transfer.digest import Digest, DigestBatch, Findings, make_ready, views
+from enginepool.transfer.process_group import QUEUED, ProcessGroup
 from enginepool.transfer.shared_memory import DeviceSpace, HostSpace
 from enginepool.transfer.weight_scan import Look, Looking
 from enginepool.workers.stager.shards import cut_space, shard_sizes, whole_digest, whole_findings
@@ -89,9 +89,9 @@ class DeviceMemory(DeviceSpace):
         DeviceSpace.__init__(self, nbytes, [f"cuda:{gpu}" for gpu in sizes], list(sizes.values()))
         self.shards = len(sizes) if _reach_each_other(gpus) else 0
 
-    def spaces(self) -> list[Space]:
+    def regions(self) -> list[MemoryRegion]:
         """As other processes open them."""
-        found = DeviceSpace.spaces(self)
+        found = DeviceSpace.regions(self)
         return [msgspec.structs.replace(one, nbytes=own.numel()) for one, own in zip(found, self.tensors, strict=True)]
 
     def reception(
@@ -174,7 +174,7 @@ def make_memory(nbytes: int, *, gpus: int) -> Memory:
 
 
 def gpus_of(device: str, wanted: int) -> int:
-    """GPUs that hold spaces: `wanted` of them, or none on a CPU."""
+    """GPUs that hold regions: `wanted` of them, or none on a CPU."""
     if device == "cpu" or not torch.cuda.is_available():
         return 0
     return wanted
@@ -185,11 +185,11 @@ def be_small() -> None:
     torch.set_num_threads(1)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """One bucket: where it is received, and its place in each space."""
 
     into: Any
-    spaces: list[Any]
+    regions: list[Any]
 
 
 class _Bounced:
@@ -203,11 +203,11 @@ class _Bounced:
         self._came = came
         ends = [*layout(manifest).offsets[1:], space.numel()]
         names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
-        self._batches: list[Batch] = []
+        self._batches: list[DigestBatch] = []
         looked = 0
         for at, buffer in came:
             until = bisect_right(ends, at + buffer.numel(), looked)
-            self._batches.append(Batch(names[looked:until], tensors[looked:until], targets[looked:until]))
+            self._batches.append(DigestBatch(names[looked:until], tensors[looked:until], targets[looked:until]))
             looked = until
 
     def begin(self) -> "_Bounced":
@@ -256,15 +256,15 @@ class Reception:
             )
         self._in_place = not bounce
         self._gpus = range(len(memory) if space.is_cuda or device != "cpu" else 0)
-        self._parts: list[Part] = []
+        self._parts: list[TensorPart] = []
         for k, (bucket, end) in enumerate(zip(cuts, ends, strict=True)):
-            spaces = [other[bucket.at : end] for other in memory]
-            into = bounce[k % AHEAD][: bucket.nbytes] if bounce else spaces[0]
-            self._parts.append(Part(into, spaces))
+            regions = [other[bucket.at : end] for other in memory]
+            into = bounce[k % AHEAD][: bucket.nbytes] if bounce else regions[0]
+            self._parts.append(TensorPart(into, regions))
         #: after so many buckets a GPU looks at those that it has not looked at
         self._looks = {bisect_right(ends, (1 - LAST_LOOK) * nbytes), len(ends)} - {0}
 
-    def receive(self, group: Group) -> tuple[str, list[Finding]]:
+    def receive(self, group: ProcessGroup) -> tuple[str, list[Finding]]:
         """Broadcasts into the memory; (digest, findings). Raises CollectiveError.
 
         On a GPU all of it is put in order at once and nothing waits until the end, save for what is far ahead.
@@ -283,9 +283,9 @@ class Reception:
             else:
                 # What the processor looks at next must have come, and only `wait` hears of a group that is given up.
                 ways[k].wait(FOREVER_S)
-                part.spaces[0].copy_(part.into, non_blocking=part.spaces[0].is_cuda)
-            for other in part.spaces[1:]:
-                other.copy_(part.spaces[0], non_blocking=True)
+                part.regions[0].copy_(part.into, non_blocking=part.regions[0].is_cuda)
+            for other in part.regions[1:]:
+                other.copy_(part.regions[0], non_blocking=True)
             if k + 1 in looks:
                 looking.add(looked, k + 1)
                 looked = k + 1
@@ -348,7 +348,7 @@ class ShardedReception:
                 self._looks.append(Look(part, shard.manifest, [size], own) if size else None)
             self._complete.append(-(-shard.end // bucket_bytes))
 
-    def receive(self, group: Group) -> tuple[str, list[Finding]]:
+    def receive(self, group: ProcessGroup) -> tuple[str, list[Finding]]:
         """Broadcasts into the memory; (digest, findings). Raises CollectiveError."""
         looking: list[Looking] = []
         looked = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from enginepool.workers.stager.snapshot import Footer, make_folder, remove_older
-from enginepool.workers.stager.state import Kept
+from enginepool.workers.stager.state import KeptUpdate
 
 if TYPE_CHECKING:
     from enginepool.workers.stager.receiving import Memory
@@ -35,7 +35,7 @@ class Snapshots:
         self._open: list[_Snapshot] = []
         self._thread: threading.Thread | None = None
 
-    def write(self, kept: Kept, path: str) -> None:
+    def write(self, kept: KeptUpdate, path: str) -> None:
         """Have `path` written, behind those that were asked for before. What is there already stays."""
         one = _Snapshot(kept.memory, Footer(kept.version, kept.digest, kept.manifest), path, self._thread)
         self._open = [*(other for other in self._open if not other.left.is_set()), one]

@@ -4,13 +4,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.stager.messages import Received, Reserve
+from enginepool.workers.stager.messages import BytesReceived, Reserve
 
 if TYPE_CHECKING:
     from enginepool.workers.stager.receiving import Memory
 
 
-class Update:
+class StagedUpdate:
     """What a stager knows of the update that it prepares for or receives, for the worker that asked for it."""
 
     def __init__(self, message: Reserve, memory: "Memory", worker: asyncio.StreamWriter | None = None) -> None:
@@ -20,7 +20,7 @@ class Update:
         self.bucket_bytes = message.bucket_bytes
         self.memory = memory
         self.worker = worker
-        self.received: Received | None = None
+        self.received: BytesReceived | None = None
         #: the worker waits for `in_group`
         self.joining = False
         self.forgotten = False
@@ -31,7 +31,7 @@ class Update:
         return received is not None and not received.message and received.digest == digest
 
 
-class Kept:
+class KeptUpdate:
     """Committed weights."""
 
     def __init__(self, version: int, digest: str, manifest: list[Tensor], memory: "Memory") -> None:

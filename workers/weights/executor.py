@@ -20,28 +20,28 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, difference, worst
 from enginepool.protocol.updates import (
     Committed,
-    Examine,
-    HandedOver,
-    HandOver,
     Inspect,
     Inspected,
     Join,
     Joined,
+    LoadWeights,
     Prepare,
     Prepared,
-    Release,
+    ReleaseWeights,
     Restore,
     Restored,
     Staged,
+    VerifyWeights,
+    WeightsLoaded,
 )
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, NotComparable, OnlyAtStart
-from enginepool.workers.events import EngineLost, Event, Frame, RunWeights, WeightsAnswered
+from enginepool.workers.events import EngineLost, Frame, RunWeights, WeightsAnswered, WorkerEvent
 from enginepool.workers.log import report
 from enginepool.workers.stager.link import StagerGone, StagerLink
-from enginepool.workers.stager.messages import Forget, InGroup, JoinGroup, Keep, Received, Reserve, Reserved, Room
+from enginepool.workers.stager.messages import BytesReceived, Forget, InGroup, JoinGroup, Keep, Reserve, Reserved, Room
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_tensors, checkpoint_under
 from enginepool.workers.weights.ipc_import import LentError
-from enginepool.workers.weights.open_buffers import Opened
+from enginepool.workers.weights.open_buffers import OpenBuffers
 from enginepool.workers.weights.pending import Pending
 from enginepool.workers.weights.restoring import restore
 
@@ -51,7 +51,7 @@ JOIN_S = 90.0
 ASIDE_S = 60.0
 
 
-class Weights:
+class WeightExecutor:
     """Performs `RunWeights`.
 
     Args:
@@ -65,7 +65,7 @@ class Weights:
         stager: str,
         incarnation: str,
         engine: Engine,
-        feed: Callable[[Event], None],
+        feed: Callable[[WorkerEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
         roots: Sequence[str] = (),
     ) -> None:
@@ -78,7 +78,7 @@ class Weights:
         self._turn = asyncio.Lock()
         #: names the engine's side of a process group in direct transfer
         self._peer = ""
-        self._opened = Opened(engine)
+        self._opened = OpenBuffers(engine)
 
     async def make_room(self, nbytes: int) -> str:
         """Have the stager take device memory for so many bytes before the engine takes what there is; a line to say, or ""."""
@@ -99,7 +99,7 @@ class Weights:
     def run(self, effect: RunWeights) -> None:
         """Do it; its answer comes through `feed`."""
         message = effect.message
-        if isinstance(message, Release):
+        if isinstance(message, ReleaseWeights):
             self._release(message)
         elif isinstance(message, Committed):
             self._committed(message)
@@ -109,7 +109,7 @@ class Weights:
             self._spawn(self._in_turn(message, effect.frames))
 
     async def _in_turn(
-        self, message: Prepare | Join | Examine | HandOver | Committed | Restore, frames: tuple[Frame, ...]
+        self, message: Prepare | Join | VerifyWeights | LoadWeights | Committed | Restore, frames: tuple[Frame, ...]
     ) -> None:
         async with self._turn:
             try:
@@ -117,10 +117,10 @@ class Weights:
                     self._answer(await self._prepare(message, frames))
                 elif isinstance(message, Join):
                     await self._join(message)
-                elif isinstance(message, Examine):
-                    self._answer(await self._examine(message))
-                elif isinstance(message, HandOver):
-                    self._answer(await self._hand_over(message))
+                elif isinstance(message, VerifyWeights):
+                    self._answer(await self._verify(message))
+                elif isinstance(message, LoadWeights):
+                    self._answer(await self._load(message))
                 elif isinstance(message, Committed):
                     # The same weights, by the name that all know them by.
                     renamed = self._engine.take(NewWeights(), message.version, message.digest)
@@ -132,7 +132,7 @@ class Weights:
                 self._lost(type(message).__name__, error)
 
     def _answer(
-        self, answer: Prepared | Joined | Staged | HandedOver | Restored | Inspected, frames: tuple[Frame, ...] = ()
+        self, answer: Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected, frames: tuple[Frame, ...] = ()
     ) -> None:
         self._feed(WeightsAnswered(time.monotonic(), answer, frames))
 
@@ -142,7 +142,7 @@ class Weights:
         if self._engine.version == message.version and self._engine.digest != message.digest:
             self._spawn(self._in_turn(message, ()))
 
-    def _release(self, message: Release) -> None:
+    def _release(self, message: ReleaseWeights) -> None:
         self._over(message.update)
         self._stager.tell(Forget(message.update))
 
@@ -169,9 +169,9 @@ class Weights:
                     digest = await asyncio.to_thread(checkpoint_digest, path)
                     return Prepared(message.update, restart=True, digest=digest)
                 tensors = tuple(await asyncio.to_thread(checkpoint_tensors, path))
-            elif message.transfer != "relabel":
+            elif message.transfer != "set_version":
                 tensors = tuple(decode_manifest(frames[0] if frames else b""))
-            if message.transfer != "relabel":
+            if message.transfer != "set_version":
                 model = self._engine.model_tensors()
                 hints = message.transfer != "checkpoint"  # who publishes one has no such arguments
                 if why := difference(tensors, model.tensors, model.optional, partial=message.partial, hints=hints):
@@ -182,7 +182,7 @@ class Weights:
         except (WireError, CheckpointError, EngineError) as error:
             return refused(str(error))
         prepared = Prepared(message.update)
-        if message.transfer == "handles":
+        if message.transfer == "ipc":
             if why := self._out_of_reach(message):
                 return Prepared(message.update, code="unsupported", message=f"no transfer by handles: {why}")
         elif message.transfer == "direct":
@@ -206,7 +206,7 @@ class Weights:
             if not reserved.staging:
                 return refused(f"no staged transfer: {reserved.message}", no_staging=True)
             prepared = Prepared(message.update, peer=reserved.peer, staging=reserved.staging)
-            pending.spaces, pending.sharded = tuple(reserved.spaces), reserved.sharded
+            pending.regions, pending.sharded = tuple(reserved.regions), reserved.sharded
             pending.stays = reserved.staging == "device"
         self._pending = pending
         return prepared
@@ -266,28 +266,28 @@ class Weights:
             self._peer = "" if failed else self._peer
             self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
 
-    def _received(self, message: Received) -> None:
+    def _received(self, message: BytesReceived) -> None:
         pending = self._known(message.update)
         if pending is not None:
             pending.received = message
             self._say_staged(pending)
 
-    async def _examine(self, message: Examine) -> Staged:
+    async def _verify(self, message: VerifyWeights) -> Staged:
         pending = self._known(message.update)
         if pending is None:
             return Staged(message.update, code="update_aborted", message="this update is not known here")
         try:
-            weights = NewWeights(pending.tensors, self._opened.hold(message.spaces))
-            digest, findings = await self._opened.examine(weights)
+            weights = NewWeights(pending.tensors, self._opened.hold(message.regions))
+            digest, findings = await self._opened.verify(weights)
         except LentError as error:
             return Staged(message.update, code="bad_request", message=str(error))
         except OSError as error:
-            text = f"spaces: {error.filename} cannot be opened: {error.strerror}"
+            text = f"regions: {error.filename} cannot be opened: {error.strerror}"
             return Staged(message.update, code="update_aborted", message=text)
         except EngineError as error:
             return Staged(message.update, code="update_aborted", message=str(error))
         pending.ready_s = await self._opened.get_ready(weights)
-        pending.received = Received(message.update, digest, findings, list(weights.spaces))
+        pending.received = BytesReceived(message.update, digest, findings, list(weights.regions))
         return Staged(message.update, digest, worst(findings))
 
     def _say_staged(self, pending: Pending) -> None:
@@ -317,7 +317,7 @@ class Weights:
 
     async def _get_ready(self, pending: Pending) -> None:
         try:
-            pending.ready_s = await self._opened.get_ready(NewWeights(pending.tensors, pending.spaces, pending.sharded))
+            pending.ready_s = await self._opened.get_ready(NewWeights(pending.tensors, pending.regions, pending.sharded))
         except Exception as error:  # as `_lost` says
             self._lost("getting ready", error)
             return
@@ -344,18 +344,18 @@ class Weights:
 
     # --- into the engine ------------------------------------------------------------------------------------------------
 
-    async def _hand_over(self, message: HandOver) -> HandedOver:
+    async def _load(self, message: LoadWeights) -> WeightsLoaded:
         pending = self._known(message.update)
         if pending is None:
-            return HandedOver(message.update, code="update_aborted", message="this update is not known here")
+            return WeightsLoaded(message.update, code="update_aborted", message="this update is not known here")
         pending.taken = True
         prepare, digest = pending.prepare, self._engine.digest
         weights = NewWeights()
-        if prepare.transfer in ("staged", "handles"):
+        if prepare.transfer in ("staged", "ipc"):
             received = pending.received
             if received is None or received.message:
-                return HandedOver(message.update, code="update_aborted", message="nothing is staged here")
-            weights = NewWeights(pending.tensors, tuple(received.spaces), received.sharded)
+                return WeightsLoaded(message.update, code="update_aborted", message="nothing is staged here")
+            weights = NewWeights(pending.tensors, tuple(received.regions), received.sharded)
             digest = received.digest
         elif prepare.transfer == "direct":
             weights, digest = NewWeights(pending.tensors, group=pending.group, bucket_bytes=prepare.bucket_bytes), ""
@@ -368,8 +368,8 @@ class Weights:
                 weights = replace(weights, checkpoint=path)
             times = await self._engine.take(weights, message.version, digest)
         except (CheckpointError, EngineError) as error:
-            return HandedOver(message.update, code="engine_error", message=str(error))
-        return HandedOver(
+            return WeightsLoaded(message.update, code="engine_error", message=str(error))
+        return WeightsLoaded(
             message.update,
             message.version,
             self._engine.digest,

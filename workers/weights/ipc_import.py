@@ -1,6 +1,6 @@
 """Memory that a publisher lends, held by the worker before its engine opens it.
 
-The path in a `Space` comes from a peer, so that it may name anything: a file that only this worker's user can read, a device, a
+The path in a `MemoryRegion` comes from a peer. It may name a file that only this worker's user can read, a device, or a
 descriptor of another program. What it names is pinned without being opened (`O_PATH`), and looked at there: it must be memory
 without a name that its owner can no longer shrink (a memfd with `F_SEAL_SHRINK`, which no file in a directory can be), of
 exactly the announced size, with the announced seal at its end. Only then are bytes read. The engine is given a descriptor of
@@ -13,14 +13,14 @@ import os
 
 import msgspec
 
-from enginepool.protocol.updates import DESCRIPTOR, SEAL_BYTES, Space
+from enginepool.protocol.updates import DESCRIPTOR, SEAL_BYTES, MemoryRegion
 
 
 class LentError(Exception):
     """This is not memory that a publisher lends. The message is one line, and says nothing of what is in it."""
 
 
-def hold(space: Space) -> tuple[int, Space]:
+def hold(space: MemoryRegion) -> tuple[int, MemoryRegion]:
     """(a descriptor of this process, the same memory as the engine opens it by that descriptor). Close it after the update.
 
     Raises:
@@ -28,19 +28,19 @@ def hold(space: Space) -> tuple[int, Space]:
         OSError: it is not there any more.
     """
     if len(space.seal) != SEAL_BYTES:
-        raise LentError(f"spaces: a seal has {SEAL_BYTES} bytes, got {len(space.seal)}")
+        raise LentError(f"regions: a seal has {SEAL_BYTES} bytes, got {len(space.seal)}")
     if not DESCRIPTOR.fullmatch(space.path):
-        raise LentError("spaces: a path must have the form /proc/PID/fd/N")
+        raise LentError("regions: a path must have the form /proc/PID/fd/N")
     pinned = os.open(space.path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not _is_memory(pinned):
-            raise LentError(f"spaces: {space.path} is not a memfd")
+            raise LentError(f"regions: {space.path} is not a memfd")
         held = os.open(_own(pinned), os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(pinned)
     if wrong := _wrong(held, space):
         os.close(held)
-        raise LentError(f"spaces: {space.path} {wrong}")
+        raise LentError(f"regions: {space.path} {wrong}")
     return held, msgspec.structs.replace(space, path=_own(held))
 
 
@@ -57,7 +57,7 @@ def _is_memory(pinned: int) -> bool:
         os.close(probe)
 
 
-def _wrong(held: int, space: Space) -> str:
+def _wrong(held: int, space: MemoryRegion) -> str:
     """What tells it from the memory that was announced, or ""."""
     if not fcntl.fcntl(held, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         return "is a memfd without F_SEAL_SHRINK"

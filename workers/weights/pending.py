@@ -2,8 +2,8 @@
 
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Prepare
-from enginepool.workers.engine import Space
-from enginepool.workers.stager.messages import Received
+from enginepool.workers.engine import MemoryRegion
+from enginepool.workers.stager.messages import BytesReceived
 
 
 class Pending:
@@ -15,7 +15,7 @@ class Pending:
         #: in staged transfer: `joined` is said, and nothing has failed since
         self.joined = False
         #: where its bytes will lie
-        self.spaces: tuple[Space, ...] = ()
+        self.regions: tuple[MemoryRegion, ...] = ()
         self.sharded = False
         #: those of the next update lie there too
         self.stays = False
@@ -23,7 +23,7 @@ class Pending:
         self.readied = False
         self.ready_s = 0.0
         #: the stager's last word
-        self.received: Received | None = None
+        self.received: BytesReceived | None = None
         #: the engine has it, or tries to take it
         self.taken = False
         #: in direct transfer: the engine joins a process group; the one that it is in

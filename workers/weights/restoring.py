@@ -7,15 +7,15 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.updates import Restore, Restored
-from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, OnlyAtStart, Space
-from enginepool.workers.events import Event, WeightsAnswered, WeightsTaken
+from enginepool.workers.engine import Engine, EngineDied, EngineError, MemoryRegion, NewWeights, OnlyAtStart
+from enginepool.workers.events import WeightsAnswered, WeightsTaken, WorkerEvent
 from enginepool.workers.stager.link import StagerGone, StagerLink
-from enginepool.workers.stager.messages import AskHeld, Held
+from enginepool.workers.stager.messages import AskHeld, StagerHolds
 from enginepool.workers.stager.snapshot import SnapshotError, check_folder, digest_of_file, read_footer
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_tensors, checkpoint_under
 
 
-async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: Sequence[str] = ()) -> Event:
+async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: Sequence[str] = ()) -> WorkerEvent:
     """What the machine hears of it, when one of them had the weights and the engine took them, or none. Raises EngineDied."""
     reasons: list[str] = []
     if engine.digest == message.digest:
@@ -52,10 +52,10 @@ class _Absent(Exception):
 
 async def _held(stager: StagerLink, digest: str) -> NewWeights:
     """What the stager holds. Raises _Absent or StagerGone."""
-    held = await stager.ask(AskHeld(digest), Held)
+    held = await stager.ask(AskHeld(digest), StagerHolds)
     if held.digest != digest:
         raise _Absent(f"the stager holds version {held.version}" if held.digest else "the stager holds nothing")
-    return NewWeights(tuple(held.manifest), tuple(held.spaces), held.sharded)
+    return NewWeights(tuple(held.manifest), tuple(held.regions), held.sharded)
 
 
 def _saved(path: str, digest: str) -> NewWeights:
@@ -65,7 +65,7 @@ def _saved(path: str, digest: str) -> NewWeights:
     nbytes = layout(footer.manifest).nbytes
     if digest_of_file(path, nbytes) != digest:
         raise _Absent(f"{path}: its digest is not that of the committed weights")
-    return NewWeights(tuple(footer.manifest), (Space("file", nbytes, path=path),))
+    return NewWeights(tuple(footer.manifest), (MemoryRegion("file", nbytes, path=path),))
 
 
 def _checkpoint(path: str, roots: Sequence[str]) -> NewWeights:

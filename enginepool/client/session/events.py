@@ -8,23 +8,23 @@ from collections.abc import Sequence
 import msgspec
 
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Failure, Message, Restart, Result, Score, StatusReport, ToClient
-from enginepool.protocol.updates import Join, Phase, Publish, Published, Space, WeightsQuestion, WeightsReport
+from enginepool.protocol.messages import ErrorReply, Message, RestartWorker, Result, Score, StatusReport, ToClient
+from enginepool.protocol.updates import InspectWeights, Join, MemoryRegion, Phase, Publish, Published, WeightsReport
 
 
-class Event(msgspec.Struct, frozen=True, gc=False):
+class SessionEvent(msgspec.Struct, frozen=True, gc=False):
     """Base of all events."""
 
     now: float
 
 
-class Start(Event, frozen=True):
+class Start(SessionEvent, frozen=True):
     """The first event: find the coordinator. Past `connect_by` without a Welcome the session ends; None waits for ever."""
 
     connect_by: float | None = None
 
 
-class Submit(Event, frozen=True):
+class SubmitRequest(SessionEvent, frozen=True):
     """A request for the coordinator.
 
     `score` has a fresh id, larger than all before, and no `timeout_ms`: that is computed from `deadline`, on the clock of
@@ -37,28 +37,28 @@ class Submit(Event, frozen=True):
     retry_busy: bool = True
 
 
-class Abandon(Event, frozen=True):
+class AbandonUpdate(SessionEvent, frozen=True):
     """The caller no longer wants request, or report, `id`."""
 
     id: int
 
 
-class AskStatus(Event, frozen=True):
+class AskStatus(SessionEvent, frozen=True):
     """A status report is wanted, or a worker is to be restarted first. `id` is of the same series as the ids of requests."""
 
     id: int
     deadline: float | None = None
-    restart: Restart | None = None
+    restart: RestartWorker | None = None
 
 
-class AskWeights(Event, frozen=True):
+class AskWeights(SessionEvent, frozen=True):
     """A question about weights; its id is of the same series."""
 
-    question: WeightsQuestion
+    question: InspectWeights
     deadline: float | None = None
 
 
-class OpenUpdate(Event, frozen=True):
+class OpenUpdate(SessionEvent, frozen=True):
     """New weights for a group: `publish` has a fresh id of the same series, `frames` its manifest, if it has one.
 
     Past `deadline` the transaction is given up, and ends without the coordinator's word; the time is over once all is sent.
@@ -69,30 +69,30 @@ class OpenUpdate(Event, frozen=True):
     deadline: float | None = None
 
 
-class UpdateProgress(Event, frozen=True):
+class UpdateProgress(SessionEvent, frozen=True):
     """So much of update `id` is broadcast; said to the coordinator with the next renewal of the lease."""
 
     id: int
     sent_bytes: int
 
 
-class UpdateSent(Event, frozen=True):
-    """Everything of update `id` is broadcast, or lies in `spaces`."""
+class UpdateSent(SessionEvent, frozen=True):
+    """Everything of update `id` is broadcast, or lies in `regions`."""
 
     id: int
     digest: str
     sent_bytes: int
-    spaces: list[Space] = []
+    regions: list[MemoryRegion] = []
 
 
-class UpdateCommit(Event, frozen=True):
+class UpdateCommit(SessionEvent, frozen=True):
     """Update `id` may be committed; past `deadline` its end is no longer waited for."""
 
     id: int
     deadline: float | None = None
 
 
-class UpdateAbandon(Event, frozen=True):
+class UpdateAbandon(SessionEvent, frozen=True):
     """Give update `id` up, unless it is too late. Its final answer says which. `broken`: the process group broke."""
 
     id: int
@@ -100,43 +100,43 @@ class UpdateAbandon(Event, frozen=True):
     broken: bool = False
 
 
-class Received(Event, frozen=True):
+class MessageReceived(SessionEvent, frozen=True):
     """A message from the coordinator, its payload already held to the header."""
 
     message: ToClient
     frames: Sequence[Buffer] = ()
 
 
-class Tick(Event, frozen=True):
+class SessionTick(SessionEvent, frozen=True):
     """Time has passed. Due at `ClientSession.wake_at`; what the socket holds is handled before it."""
 
 
-class Abort(Event, frozen=True):
+class Abort(SessionEvent, frozen=True):
     """There is no use in going on (an embedded coordinator stays down): everything ends with `failure`."""
 
-    failure: Failure
+    failure: ErrorReply
 
 
-class Close(Event, frozen=True):
+class Close(SessionEvent, frozen=True):
     """The owner is done. Everything that waits ends with the local code `closed`."""
 
 
-class Effect(msgspec.Struct, frozen=True, gc=False):
+class SessionEffect(msgspec.Struct, frozen=True, gc=False):
     """Base of all effects."""
 
 
-class OpenLink(Effect, frozen=True):
+class OpenLink(SessionEffect, frozen=True):
     """Close the socket, if there is one, with everything that is queued on it; open a new one to the same address."""
 
 
-class Send(Effect, frozen=True):
+class SendMessage(SessionEffect, frozen=True):
     """Send a message to the coordinator."""
 
     message: Message
     frames: Sequence[Buffer] = ()
 
 
-class Answer(Effect, frozen=True):
+class Answer(SessionEffect, frozen=True):
     """The final answer of request `id`: its result."""
 
     id: int
@@ -144,21 +144,21 @@ class Answer(Effect, frozen=True):
     frames: Sequence[Buffer]
 
 
-class Fail(Effect, frozen=True):
+class Fail(SessionEffect, frozen=True):
     """The final answer of request, update or question `id`: why there is no result. The code may be a local one."""
 
     id: int
-    failure: Failure
+    failure: ErrorReply
 
 
-class Report(Effect, frozen=True):
+class Report(SessionEffect, frozen=True):
     """A status report that was asked for."""
 
     id: int
     report: StatusReport
 
 
-class WeightsAnswer(Effect, frozen=True):
+class WeightsAnswer(SessionEffect, frozen=True):
     """A report about weights that was asked for."""
 
     id: int
@@ -166,48 +166,48 @@ class WeightsAnswer(Effect, frozen=True):
     frames: Sequence[Buffer] = ()
 
 
-class JoinGroup(Effect, frozen=True):
+class JoinProcessGroup(SessionEffect, frozen=True):
     """Be rank 0 of the process group that `join` describes, for update `id`. Said again after a lost link."""
 
     id: int
     join: Join
 
 
-class PhaseReached(Effect, frozen=True):
+class PhaseReached(SessionEffect, frozen=True):
     """Where update `id` stands; in phase `transfer` its bytes are to be sent. Said again after a lost link."""
 
     id: int
     phase: Phase
 
 
-class UpdateDone(Effect, frozen=True):
+class UpdateDone(SessionEffect, frozen=True):
     """The final answer of update `id`: it is committed. (Fail: it is not, or nobody knows; the message says which.)"""
 
     id: int
     published: Published
 
 
-class Wanted(Effect, frozen=True):
+class CommittedWeightsLost(SessionEffect, frozen=True):
     """The committed `version` of `group` is held nowhere any more, and this client published it last."""
 
     group: str
     version: int
 
 
-class Welcomed(Effect, frozen=True):
+class Welcomed(SessionEffect, frozen=True):
     """A coordinator of `epoch` has granted a window: for the first time, or again after a lost link."""
 
     epoch: int
     groups: Sequence[str]
 
 
-class Complaint(Effect, frozen=True):
+class Complaint(SessionEffect, frozen=True):
     """The coordinator refused a message that was no request: for the log."""
 
-    failure: Failure
+    failure: ErrorReply
 
 
-class Ended(Effect, frozen=True):
+class Ended(SessionEffect, frozen=True):
     """The last effect: nothing more will be sent, every request has had its final answer. Close the socket."""
 
-    failure: Failure
+    failure: ErrorReply

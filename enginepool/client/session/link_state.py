@@ -13,8 +13,8 @@ a Hello tells the epoch, and that coordinator goes above it.
 from math import inf
 from typing import Literal
 
-from enginepool.client.session.events import Effect, OpenLink, Send
-from enginepool.client.session.settings import Settings
+from enginepool.client.session.events import OpenLink, SendMessage, SessionEffect
+from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.messages import Hello, Ping, Welcome
 
 State = Literal["new", "greeting", "welcomed", "ended"]
@@ -35,7 +35,7 @@ class LinkState:
         agent: name and version of the software, for the operator.
     """
 
-    def __init__(self, client: bytes, token: bytes, settings: Settings, agent: str) -> None:
+    def __init__(self, client: bytes, token: bytes, settings: SessionSettings, agent: str) -> None:
         self.settings = settings
         self.state: State = "new"
         #: of the coordinator; 0 before the first Welcome; only grows
@@ -66,7 +66,7 @@ class LinkState:
         self._connect_by = inf if time is None else time
         self._time()
 
-    def greet(self, now: float, out: list[Effect], *, open_link: bool) -> None:
+    def greet(self, now: float, out: list[SessionEffect], *, open_link: bool) -> None:
         """Say Hello, on a new socket or on the one that there is."""
         settings = self.settings
         if open_link or self.state == "welcomed":
@@ -80,7 +80,7 @@ class LinkState:
         if open_link:
             out.append(OpenLink())
         hello = Hello(client=self._client, token=self._token, incarnation=self.incarnation, agent=self._agent, epoch=self.epoch)
-        out.append(Send(hello))
+        out.append(SendMessage(hello))
 
     def forgotten(self, now: float) -> bool:
         """The coordinator says that it does not know this link: whether it is to be greeted again. What is said within the gap
@@ -123,13 +123,13 @@ class LinkState:
             return "silent"
         return "hello" if now >= self._hello_at else ""
 
-    def ping(self, now: float, out: list[Effect]) -> None:
+    def ping(self, now: float, out: list[SessionEffect]) -> None:
         """Ping, when it is time."""
         if now >= self._ping_at:
             self._ping_at = now + self._ping_s
             self._silent_at = min(self._silent_at, now + self.settings.silence_s)
             self._time()
-            out.append(Send(Ping(at=max(int(now * 1e6), 0))))
+            out.append(SendMessage(Ping(at=max(int(now * 1e6), 0))))
 
     def seek(self, now: float) -> None:
         """The coordinator ends: the next one is found by a ping, which it answers with `hello_required`."""

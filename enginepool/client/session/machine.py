@@ -23,41 +23,41 @@ from math import inf
 from typing import Any
 
 from enginepool.client.session.events import (
-    Abandon,
+    AbandonUpdate,
     Abort,
     Answer,
     AskStatus,
     AskWeights,
     Close,
+    CommittedWeightsLost,
     Complaint,
-    Effect,
     Ended,
-    Event,
     Fail,
+    MessageReceived,
     OpenUpdate,
-    Received,
-    Send,
+    SendMessage,
+    SessionEffect,
+    SessionEvent,
+    SessionTick,
     Start,
-    Submit,
-    Tick,
+    SubmitRequest,
     UpdateAbandon,
     UpdateCommit,
     UpdateProgress,
     UpdateSent,
-    Wanted,
     Welcomed,
 )
 from enginepool.client.session.link_state import LinkState
-from enginepool.client.session.pending_requests import Calls
-from enginepool.client.session.questions import Questions
-from enginepool.client.session.settings import DEFAULTS, Settings
+from enginepool.client.session.pending_requests import PendingRequests
+from enginepool.client.session.questions import PendingQuestions
+from enginepool.client.session.settings import DEFAULTS, SessionSettings
 from enginepool.client.session.updates import Updates
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import (
     MAX_ACKS,
     PROTOCOL_VERSION,
     Ack,
-    Failure,
+    ErrorReply,
     Goodbye,
     Ping,
     Pong,
@@ -65,9 +65,9 @@ from enginepool.protocol.messages import (
     Status,
     Welcome,
 )
-from enginepool.protocol.updates import Join, Phase, Published, WeightsReport, WeightsWanted
+from enginepool.protocol.updates import Join, Phase, Published, WeightsNeeded, WeightsReport
 
-_CLOSED = Failure("closed", "the pool is closed")
+_CLOSED = ErrorReply("closed", "the pool is closed")
 
 
 class ClientSession:
@@ -82,43 +82,43 @@ class ClientSession:
     """
 
     def __init__(
-        self, client: bytes, token: bytes, jitter: Callable[[], float], settings: Settings = DEFAULTS, agent: str = ""
+        self, client: bytes, token: bytes, jitter: Callable[[], float], settings: SessionSettings = DEFAULTS, agent: str = ""
     ) -> None:
         self.settings = settings
         self.link = LinkState(client, token, settings, agent)
-        self.calls = Calls(settings, jitter)
-        self.questions = Questions(settings)
+        self.calls = PendingRequests(settings, jitter)
+        self.questions = PendingQuestions(settings)
         self.updates = Updates(settings)
         #: why it ended
-        self.end: Failure | None = None
+        self.end: ErrorReply | None = None
         #: why the last hello that may be repeated was refused
         self._refused = ""
         self._now = -inf
-        self._out: list[Effect] = []
+        self._out: list[SessionEffect] = []
         self._last_id = 0
         #: final answers that are not acknowledged yet
         self._acks: list[int] = []
         # When there is something to do; inf: nothing.
         self._ack_at = inf
         self._sweep_at = inf
-        self._on: dict[type[Event], Callable[[Any], None]] = {
+        self._on: dict[type[SessionEvent], Callable[[Any], None]] = {
             Start: self._on_start,
-            Submit: self._on_submit,
-            Abandon: self._on_abandon,
+            SubmitRequest: self._on_submit,
+            AbandonUpdate: self._on_abort,
             AskStatus: self._on_ask_status,
             AskWeights: self._on_ask_weights,
             OpenUpdate: self._on_open_update,
             UpdateProgress: lambda event: self.updates.progress(event.id, event.sent_bytes),
-            UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, event.spaces, self._out),
+            UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, event.regions, self._out),
             UpdateCommit: lambda event: self.updates.allow(event.id, event.deadline, self._out),
-            UpdateAbandon: lambda event: self.updates.abandon(event, self._now, self._out),
-            Received: self._on_received,
-            Tick: self._on_tick,
+            UpdateAbandon: lambda event: self.updates.abort(event, self._now, self._out),
+            MessageReceived: self._on_received,
+            SessionTick: self._on_tick,
             Abort: lambda event: self._finish(event.failure),
             Close: self._on_close,
         }
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: SessionEvent) -> list[SessionEffect]:
         """Take one event, and say what is to be done, in order."""
         self._out = []
         self._now = max(self._now, event.now)
@@ -140,13 +140,13 @@ class ClientSession:
         self.link.connect_by(event.connect_by)
         self._greet(open_link=True)
 
-    def _on_submit(self, event: Submit) -> None:
+    def _on_submit(self, event: SubmitRequest) -> None:
         if self._take_id(event.score.id):
             self.calls.submit(event, self._now, self._out)
 
-    def _on_abandon(self, event: Abandon) -> None:
-        if not self.questions.abandon(event.id):
-            self.calls.abandon(event.id, self._now, self._out)
+    def _on_abort(self, event: AbandonUpdate) -> None:
+        if not self.questions.abort(event.id):
+            self.calls.abort(event.id, self._now, self._out)
 
     def _on_ask_status(self, event: AskStatus) -> None:
         if self._take_id(event.id):
@@ -164,7 +164,7 @@ class ClientSession:
         if self.link.stands:
             self._flush_acks()
             self.updates.end(_CLOSED, self._out)
-            self._out.append(Send(Goodbye()))
+            self._out.append(SendMessage(Goodbye()))
         self._finish(_CLOSED)
 
     def _take_id(self, id_: int) -> bool:
@@ -177,7 +177,7 @@ class ClientSession:
 
     # --- the coordinator's side ----------------------------------------------------------------------------------------
 
-    def _on_received(self, event: Received) -> None:
+    def _on_received(self, event: MessageReceived) -> None:
         if self.link.state in ("new", "ended"):
             return
         message = event.message
@@ -190,10 +190,10 @@ class ClientSession:
         if isinstance(message, Result):
             if message.final:
                 self._answered(message.id, Answer(message.id, message, event.frames))
-        elif isinstance(message, Failure):
+        elif isinstance(message, ErrorReply):
             self._on_failure(message)
         elif isinstance(message, Ping):
-            self._out.append(Send(Pong(at=message.at)))
+            self._out.append(SendMessage(Pong(at=message.at)))
         elif isinstance(message, Pong):
             if message.epoch > self.link.epoch:
                 self._greet_again()
@@ -204,15 +204,15 @@ class ClientSession:
         elif isinstance(message, Published):
             self.updates.published(message, self._out)
             self._acknowledge(message.id)
-        elif isinstance(message, WeightsWanted):
-            self._out.append(Wanted(message.group, message.version))
+        elif isinstance(message, WeightsNeeded):
+            self._out.append(CommittedWeightsLost(message.group, message.version))
         elif not (isinstance(message, WeightsReport) and self.updates.reported(message, self._out)):
             self.questions.answered(message, event.frames, self._out)
 
     def _on_welcome(self, message: Welcome) -> None:
         if message.protocol != PROTOCOL_VERSION:
             text = f"the coordinator answers in protocol {message.protocol}; this client speaks {PROTOCOL_VERSION}"
-            self._finish(Failure("protocol_version", text, limit=str(PROTOCOL_VERSION)))
+            self._finish(ErrorReply("protocol_version", text, limit=str(PROTOCOL_VERSION)))
             return
         before = self.link.epoch
         if message.epoch < before or message.incarnation != self.link.incarnation:
@@ -230,7 +230,7 @@ class ClientSession:
             self.updates.welcome(new_epoch, self._now, self._out)
         self.calls.welcome(message, new_epoch, self._now, self._out)
 
-    def _on_failure(self, failure: Failure) -> None:
+    def _on_failure(self, failure: ErrorReply) -> None:
         code = failure.code
         if failure.incarnation is not None:
             self._on_hello_refused(failure)
@@ -252,14 +252,14 @@ class ClientSession:
         elif failure.final:
             self._answered(failure.id, Fail(failure.id, failure))
 
-    def _coordinator_ends(self, failure: Failure) -> None:
+    def _coordinator_ends(self, failure: ErrorReply) -> None:
         """It is stopped on purpose. What it has begun may still be answered; the rest is for the next coordinator."""
         if not self.calls.paused:
             self.calls.paused = True
             self.link.seek(self._now)
             self._out.append(Complaint(failure))
 
-    def _on_hello_refused(self, failure: Failure) -> None:
+    def _on_hello_refused(self, failure: ErrorReply) -> None:
         """What was said of an earlier Hello does not count."""
         if failure.incarnation != self.link.incarnation:
             return
@@ -292,14 +292,14 @@ class ClientSession:
 
     # --- time ----------------------------------------------------------------------------------------------------------
 
-    def _on_tick(self, event: Tick) -> None:
+    def _on_tick(self, event: SessionTick) -> None:
         now, settings = self._now, self.settings
         if now - self.wake_at > settings.stall_s:
             self.link.forgive(now)
         self.calls.tick(now, self._out)
         due = self.link.due(now)
         if due == "never_answered":
-            self._finish(Failure("connect", f"no coordinator answered{self._refused}"))
+            self._finish(ErrorReply("connect", f"no coordinator answered{self._refused}"))
         elif due:
             self._greet(open_link=due == "silent")
         self.link.ping(now, self._out)
@@ -327,10 +327,10 @@ class ClientSession:
     def _flush_acks(self) -> None:
         self._ack_at = inf
         for at in range(0, len(self._acks), MAX_ACKS):
-            self._out.append(Send(Ack(self._acks[at : at + MAX_ACKS])))
+            self._out.append(SendMessage(Ack(self._acks[at : at + MAX_ACKS])))
         self._acks = []
 
-    def _finish(self, failure: Failure) -> None:
+    def _finish(self, failure: ErrorReply) -> None:
         if self.end is not None:
             return
         self.end = failure

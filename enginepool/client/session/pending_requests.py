@@ -19,11 +19,11 @@ from typing import Literal
 
 import msgspec
 
-from enginepool.client.session.events import Answer, Effect, Fail, Send, Submit
-from enginepool.client.session.settings import Settings
+from enginepool.client.session.events import Answer, Fail, SendMessage, SessionEffect, SubmitRequest
+from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Cancel, Failure, Score, Welcome
+from enginepool.protocol.messages import Cancel, ErrorReply, Score, Welcome
 
 Place = Literal["waiting", "sent", "backoff", "cancelling"]
 
@@ -65,10 +65,10 @@ class Call:
         self.due = inf
 
 
-class Calls:
+class PendingRequests:
     """All requests of one client without a final answer, under the window that the last Welcome granted."""
 
-    def __init__(self, settings: Settings, jitter: Callable[[], float]) -> None:
+    def __init__(self, settings: SessionSettings, jitter: Callable[[], float]) -> None:
         self.settings = settings
         self.by_id: dict[int, Call] = {}
         #: the link stands: requests may be sent
@@ -96,7 +96,7 @@ class Calls:
 
     # --- the caller's side ---------------------------------------------------------------------------------------------
 
-    def submit(self, event: Submit, now: float, out: list[Effect]) -> None:
+    def submit(self, event: SubmitRequest, now: float, out: list[SessionEffect]) -> None:
         call = Call(event.score, event.frames, event.deadline, event.retry_busy)
         self.by_id[call.id] = call
         self._wait(call)
@@ -104,7 +104,7 @@ class Calls:
         if call.place == "waiting" and call.id in self.by_id:
             self._set_due(call)
 
-    def abandon(self, id_: int, now: float, out: list[Effect]) -> None:
+    def abort(self, id_: int, now: float, out: list[SessionEffect]) -> None:
         call = self.by_id.get(id_)
         if call is None or call.place == "cancelling":
             return
@@ -115,11 +115,11 @@ class Calls:
         call.place = "cancelling"
         self._push_timer(call, now + self.settings.cancel_wait_s)
         if self.open:
-            out.append(Send(Cancel(call.id)))
+            out.append(SendMessage(Cancel(call.id)))
 
     # --- the coordinator's side ----------------------------------------------------------------------------------------
 
-    def welcome(self, limits: Welcome, new_epoch: bool, now: float, out: list[Effect]) -> None:
+    def welcome(self, limits: Welcome, new_epoch: bool, now: float, out: list[SessionEffect]) -> None:
         """The link stands. A coordinator of a new epoch holds nothing; of the same, it may have missed a Cancel."""
         self._limit_requests = limits.window_requests or inf
         self._limit_bytes = limits.window_bytes or inf
@@ -133,7 +133,7 @@ class Calls:
                 if call.place == "cancelling" and new_epoch:
                     self._drop(call, _cancelled(call), out)
                 elif call.place == "cancelling":
-                    out.append(Send(Cancel(call.id)))
+                    out.append(SendMessage(Cancel(call.id)))
         self.pump(now, out)
 
     def shelve(self) -> None:
@@ -145,7 +145,7 @@ class Calls:
                 self._wait(call)
                 self._set_due(call)
 
-    def answered(self, id_: int, effect: Answer | Fail, now: float, out: list[Effect]) -> None:
+    def answered(self, id_: int, effect: Answer | Fail, now: float, out: list[SessionEffect]) -> None:
         """A final answer arrived: the first one is passed on."""
         call = self.by_id.pop(id_, None)
         if call is not None:
@@ -154,7 +154,7 @@ class Calls:
             if self._waiting:
                 self.pump(now, out)
 
-    def busy(self, failure: Failure, id_: int, now: float, out: list[Effect]) -> None:
+    def busy(self, failure: ErrorReply, id_: int, now: float, out: list[SessionEffect]) -> None:
         call = self.by_id.get(id_)
         if call is None or call.place == "backoff":
             return
@@ -173,7 +173,7 @@ class Calls:
             self._push_timer(call, again)
         self.pump(now, out)
 
-    def put_back(self, id_: int, now: float, out: list[Effect]) -> None:
+    def put_back(self, id_: int, now: float, out: list[SessionEffect]) -> None:
         """The coordinator ends without an answer to this request: the next one gets it."""
         call = self.by_id.get(id_)
         if call is None:
@@ -188,7 +188,7 @@ class Calls:
 
     # --- time ----------------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float, out: list[Effect]) -> None:
+    def tick(self, now: float, out: list[SessionEffect]) -> None:
         timers = self._timers
         while timers and timers[0][0] <= now:
             due, id_ = heappop(timers)
@@ -203,7 +203,7 @@ class Calls:
                 self._drop(call, _cancelled(call) if call.place == "cancelling" else _too_late(call), out)
         self.pump(now, out)
 
-    def sweep(self, now: float, out: list[Effect]) -> None:
+    def sweep(self, now: float, out: list[SessionEffect]) -> None:
         """Send again what has had no answer for long, although the link seems well: a message may be lost on its own."""
         if self.paused:
             return
@@ -212,7 +212,7 @@ class Calls:
                 call.sweeps = min(call.sweeps + 1, 4)
                 self._send(call, now, out)
 
-    def pump(self, now: float, out: list[Effect]) -> None:
+    def pump(self, now: float, out: list[SessionEffect]) -> None:
         """Send what waits, in order, while the window has room. A request that does not fit holds up those behind it: small
         ones must not overtake it for ever."""
         waiting = self._waiting
@@ -241,7 +241,7 @@ class Calls:
                 self._send(call, now, out)
                 self._set_due(call)
 
-    def end(self, failure: Failure, out: list[Effect]) -> None:
+    def end(self, failure: ErrorReply, out: list[SessionEffect]) -> None:
         """`failure` is the final answer of everything."""
         for call in list(self.by_id.values()):
             self._drop(call, failure, out)
@@ -251,7 +251,7 @@ class Calls:
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
-    def _send(self, call: Call, now: float, out: list[Effect]) -> None:
+    def _send(self, call: Call, now: float, out: list[SessionEffect]) -> None:
         score = call.score
         if call.deadline is not None:
             # Past the deadline, but within the grace: the coordinator may have kept the answer for a resend.
@@ -260,7 +260,7 @@ class Calls:
         call.sent_at = now
         self.resends += call.sends > 0
         call.sends += 1
-        out.append(Send(score, call.frames))
+        out.append(SendMessage(score, call.frames))
 
     def _uncount(self, call: Call) -> None:
         if call.counted:
@@ -268,7 +268,7 @@ class Calls:
             self.used -= 1
             self.used_bytes -= call.charge
 
-    def _drop(self, call: Call, failure: Failure, out: list[Effect]) -> None:
+    def _drop(self, call: Call, failure: ErrorReply, out: list[SessionEffect]) -> None:
         self._uncount(call)
         del self.by_id[call.id]
         out.append(Fail(call.id, failure))
@@ -313,13 +313,13 @@ class Calls:
             assert call.due < inf or call.place in ("waiting", "sent"), f"{at} would stay there"
 
 
-def _cancelled(call: Call) -> Failure:
-    return Failure("cancelled", "the request was taken back", id=call.id)
+def _cancelled(call: Call) -> ErrorReply:
+    return ErrorReply("cancelled", "the request was taken back", id=call.id)
 
 
-def _too_late(call: Call) -> Failure:
+def _too_late(call: Call) -> ErrorReply:
     where = "without an answer" if call.sends else "before the request could be sent"
-    return Failure("deadline_exceeded", f"the timeout ran out {where}", id=call.id)
+    return ErrorReply("deadline_exceeded", f"the timeout ran out {where}", id=call.id)
 
 
 def _charge(score: Score, frames: Sequence[Buffer]) -> int:
@@ -334,7 +334,7 @@ def _charge(score: Score, frames: Sequence[Buffer]) -> int:
     return request + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * labels)
 
 
-def _too_large(call: Call, nbytes: int, limit: int) -> Failure:
+def _too_large(call: Call, nbytes: int, limit: int) -> ErrorReply:
     what = "the request has about" if nbytes == call.nbytes else "the request and its answer take"
     text = f"{what} {nbytes} bytes; this coordinator takes at most {limit}"
-    return Failure("too_large", text, id=call.id, limit=str(limit))
+    return ErrorReply("too_large", text, id=call.id, limit=str(limit))

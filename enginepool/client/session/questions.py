@@ -7,19 +7,19 @@ for `status_s` (`question_s`, for weights), is asked again under the same id. Ev
 from collections.abc import Sequence
 from math import inf
 
-from enginepool.client.session.events import Effect, Fail, Report, Send, WeightsAnswer
-from enginepool.client.session.settings import Settings
+from enginepool.client.session.events import Fail, Report, SendMessage, SessionEffect, WeightsAnswer
+from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Failure, Status, StatusReport
-from enginepool.protocol.updates import WeightsQuestion, WeightsReport
+from enginepool.protocol.messages import ErrorReply, Status, StatusReport
+from enginepool.protocol.updates import InspectWeights, WeightsReport
 
-Question = Status | WeightsQuestion
+Question = Status | InspectWeights
 
 
-class Questions:
+class PendingQuestions:
     """All questions of one client without an answer."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SessionSettings) -> None:
         self.settings = settings
         #: when `tick` has something to do
         self.wake_at = inf
@@ -32,35 +32,35 @@ class Questions:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ask(self, id_: int, question: Question, deadline: float | None, now: float, out: list[Effect]) -> None:
+    def ask(self, id_: int, question: Question, deadline: float | None, now: float, out: list[SessionEffect]) -> None:
         self._questions[id_] = question
         self._waiting[id_] = (inf if deadline is None else deadline, self._again(id_, now))
         self._time()
         self._send(id_, out)
 
-    def abandon(self, id_: int) -> bool:
+    def abort(self, id_: int) -> bool:
         """The caller no longer wants it; False: `id_` is no question that waits."""
         known = self._waiting.pop(id_, None) is not None
         self._questions.pop(id_, None)
         self._time()
         return known
 
-    def answered(self, report: StatusReport | WeightsReport, frames: Sequence[Buffer], out: list[Effect]) -> None:
-        if self.abandon(report.id):
+    def answered(self, report: StatusReport | WeightsReport, frames: Sequence[Buffer], out: list[SessionEffect]) -> None:
+        if self.abort(report.id):
             if isinstance(report, StatusReport):
                 out.append(Report(report.id, report))
             else:
                 out.append(WeightsAnswer(report.id, report, frames))
 
-    def refused(self, id_: int, failure: Failure, out: list[Effect]) -> bool:
+    def refused(self, id_: int, failure: ErrorReply, out: list[SessionEffect]) -> bool:
         """An error is the answer; False: `id_` is no question that waits."""
         known = id_ in self._waiting
         if known:
-            self.abandon(id_)
+            self.abort(id_)
             out.append(Fail(id_, failure))
         return known
 
-    def welcome(self, out: list[Effect]) -> None:
+    def welcome(self, out: list[SessionEffect]) -> None:
         """The link stands: ask everything."""
         self._open = True
         for id_ in self._waiting:
@@ -70,18 +70,18 @@ class Questions:
         """The link is lost."""
         self._open = False
 
-    def tick(self, now: float, out: list[Effect]) -> None:
+    def tick(self, now: float, out: list[SessionEffect]) -> None:
         for id_, (deadline, again) in list(self._waiting.items()):
             if now >= deadline:
                 what = "status" if isinstance(self._questions[id_], Status) else "weights"
-                out.append(Fail(id_, Failure("deadline_exceeded", f"no {what} report came in time", id=id_)))
+                out.append(Fail(id_, ErrorReply("deadline_exceeded", f"no {what} report came in time", id=id_)))
                 del self._waiting[id_], self._questions[id_]
             elif now >= again:
                 self._waiting[id_] = (deadline, self._again(id_, now))
                 self._send(id_, out)
         self._time()
 
-    def end(self, failure: Failure, out: list[Effect]) -> None:
+    def end(self, failure: ErrorReply, out: list[SessionEffect]) -> None:
         """`failure` is the answer of everything."""
         out.extend(Fail(id_, failure) for id_ in self._waiting)
         self._waiting.clear()
@@ -93,9 +93,9 @@ class Questions:
         settings = self.settings
         return now + (settings.status_s if isinstance(self._questions[id_], Status) else settings.question_s)
 
-    def _send(self, id_: int, out: list[Effect]) -> None:
+    def _send(self, id_: int, out: list[SessionEffect]) -> None:
         if self._open:
-            out.append(Send(self._questions[id_]))
+            out.append(SendMessage(self._questions[id_]))
 
     def _time(self) -> None:
         self.wake_at = min((min(times) for times in self._waiting.values()), default=inf)

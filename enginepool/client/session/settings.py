@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Settings(msgspec.Struct, frozen=True):
+class SessionSettings(msgspec.Struct, frozen=True):
     """Times are in seconds. The defaults are for a coordinator on the same host or network."""
 
     #: no word for this long after a ping, or a Hello: new socket, new Hello
@@ -26,7 +26,7 @@ class Settings(msgspec.Struct, frozen=True):
     #: an unanswered question about weights, which workers may have to work on, is asked again after this
     question_s: float = 30.0
     #: an update that was given up is waited for so long: the coordinator may have committed it
-    abandon_wait_s: float = 10.0
+    abort_wait_s: float = 10.0
     ack_batch: int = 64
     ack_delay_s: float = 0.1
     #: backoff after `busy` without `retry_after_ms`, doubling up to the cap
@@ -38,4 +38,4 @@ class Settings(msgspec.Struct, frozen=True):
     superseded_limit: int = 5
 
 
-DEFAULTS = Settings()
+DEFAULTS = SessionSettings()

@@ -18,32 +18,41 @@ appends to `out` what is to be done.
 from math import inf
 from typing import Literal
 
-from enginepool.client.session.events import Effect, Fail, JoinGroup, OpenUpdate, PhaseReached, Send, UpdateAbandon, UpdateDone
-from enginepool.client.session.settings import Settings
-from enginepool.protocol.messages import Failure
+from enginepool.client.session.events import (
+    Fail,
+    JoinProcessGroup,
+    OpenUpdate,
+    PhaseReached,
+    SendMessage,
+    SessionEffect,
+    UpdateAbandon,
+    UpdateDone,
+)
+from enginepool.client.session.settings import SessionSettings
+from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.updates import (
-    Abandon,
+    AbortUpdate,
     Commit,
+    InspectWeights,
     Join,
+    MemoryRegion,
     Phase,
     Published,
     Renew,
     Sent,
-    Space,
     UpdateRecord,
-    WeightsQuestion,
     WeightsReport,
 )
 
 #: Transfers in which the publisher broadcasts nothing, so that it has no digest to tell.
-_UNSENT = ("checkpoint", "relabel")
+_UNSENT = ("checkpoint", "set_version")
 
 
-class Update:
+class PublishedUpdate:
     """A transaction that has no final answer yet."""
 
     __slots__ = (
-        "abandon", "commit", "deadline", "frames", "heard_at", "id", "place", "publish", "refused", "renew_at", "said", "sent",
+        "abort", "commit", "deadline", "frames", "heard_at", "id", "place", "publish", "refused", "renew_at", "said", "sent",
         "sent_bytes",
     )  # fmt: skip
 
@@ -58,9 +67,9 @@ class Update:
         self.sent_bytes = 0
         self.sent: Sent | None = None
         self.commit = False
-        self.abandon: Abandon | None = None
+        self.abort: AbortUpdate | None = None
         #: the final answer, unless the journal says that it is committed
-        self.refused: Failure | None = None
+        self.refused: ErrorReply | None = None
         #: when the lease is renewed, or the question is asked again
         self.renew_at = inf
         self.heard_at = -inf
@@ -78,9 +87,9 @@ class Update:
 class Updates:
     """All updates of one client without a final answer: usually one."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SessionSettings) -> None:
         self.settings = settings
-        self.by_id: dict[int, Update] = {}
+        self.by_id: dict[int, PublishedUpdate] = {}
         #: when `tick` has something to do
         self.wake_at = inf
         self._open = False
@@ -90,8 +99,8 @@ class Updates:
 
     # --- the caller's side ---------------------------------------------------------------------------------------------
 
-    def open(self, event: OpenUpdate, now: float, out: list[Effect]) -> None:
-        update = self.by_id[event.publish.id] = Update(event)
+    def open(self, event: OpenUpdate, now: float, out: list[SessionEffect]) -> None:
+        update = self.by_id[event.publish.id] = PublishedUpdate(event)
         if self._open:
             self._say_all(update, now, out)
         self._time()
@@ -101,18 +110,18 @@ class Updates:
         if update is not None:
             update.sent_bytes = max(update.sent_bytes, sent_bytes)
 
-    def all_sent(self, id_: int, digest: str, sent_bytes: int, spaces: list[Space], out: list[Effect]) -> None:
+    def all_sent(self, id_: int, digest: str, sent_bytes: int, regions: list[MemoryRegion], out: list[SessionEffect]) -> None:
         update = self.by_id.get(id_)
         if update is not None and update.sent is None:
             update.sent_bytes = sent_bytes
-            update.sent = Sent(id_, digest, sent_bytes, spaces)
+            update.sent = Sent(id_, digest, sent_bytes, regions)
             self._say(update, update.sent, out)
-            if not update.commit and update.abandon is None:
+            if not update.commit and update.abort is None:
                 # It may wait for its caller's `commit` now, which brings a deadline of its own.
                 update.deadline = inf
                 self._time()
 
-    def allow(self, id_: int, deadline: float | None, out: list[Effect]) -> None:
+    def allow(self, id_: int, deadline: float | None, out: list[SessionEffect]) -> None:
         update = self.by_id.get(id_)
         if update is not None:
             update.deadline = inf if deadline is None else deadline
@@ -121,21 +130,21 @@ class Updates:
                 self._say(update, Commit(id_), out)
             self._time()
 
-    def abandon(self, event: UpdateAbandon, now: float, out: list[Effect]) -> None:
+    def abort(self, event: UpdateAbandon, now: float, out: list[SessionEffect]) -> None:
         update, reason = self.by_id.get(event.id), event.reason
-        if update is None or update.abandon is not None:
+        if update is None or update.abort is not None:
             return
-        update.abandon = Abandon(event.id, reason, event.broken)
+        update.abort = AbortUpdate(event.id, reason, event.broken)
         if not update.said:
             self._fail(update, _aborted(update, f"given up before it began{_because(reason)}"), out)
             return
-        self._say(update, update.abandon, out)
-        update.deadline = min(update.deadline, now + self.settings.abandon_wait_s)
+        self._say(update, update.abort, out)
+        update.deadline = min(update.deadline, now + self.settings.abort_wait_s)
         self._time()
 
     # --- the coordinator's side ----------------------------------------------------------------------------------------
 
-    def welcome(self, new_epoch: bool, now: float, out: list[Effect]) -> None:
+    def welcome(self, new_epoch: bool, now: float, out: list[SessionEffect]) -> None:
         """The link stands. A coordinator of a new epoch knows no transaction of the old one."""
         self._open = True
         for update in list(self.by_id.values()):
@@ -152,15 +161,15 @@ class Updates:
         self._open = False
         self._time()
 
-    def joined(self, message: Join, now: float, out: list[Effect]) -> None:
+    def joined(self, message: Join, now: float, out: list[SessionEffect]) -> None:
         if self._heard(message.id, now):
-            out.append(JoinGroup(message.id, message))
+            out.append(JoinProcessGroup(message.id, message))
 
-    def phase(self, message: Phase, now: float, out: list[Effect]) -> None:
+    def phase(self, message: Phase, now: float, out: list[SessionEffect]) -> None:
         if self._heard(message.id, now):
             out.append(PhaseReached(message.id, message))
 
-    def published(self, message: Published, out: list[Effect]) -> bool:
+    def published(self, message: Published, out: list[SessionEffect]) -> bool:
         """It is committed; False: there is no such update."""
         known = self.by_id.pop(message.id, None) is not None
         if known:
@@ -168,7 +177,7 @@ class Updates:
             self._time()
         return known
 
-    def refused(self, id_: int, failure: Failure, now: float, out: list[Effect]) -> bool:
+    def refused(self, id_: int, failure: ErrorReply, now: float, out: list[SessionEffect]) -> bool:
         """It ended with an error; False: there is no such update."""
         update = self.by_id.get(id_)
         if update is None:
@@ -186,7 +195,7 @@ class Updates:
             self._fail(update, failure, out)
         return True
 
-    def reported(self, report: WeightsReport, out: list[Effect]) -> bool:
+    def reported(self, report: WeightsReport, out: list[SessionEffect]) -> bool:
         """The answer to a question of `welcome`; False: it answers another one."""
         update = self.by_id.get(report.id)
         if update is None or update.place != "asking":
@@ -203,7 +212,7 @@ class Updates:
 
     # --- time ----------------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float, out: list[Effect]) -> None:
+    def tick(self, now: float, out: list[SessionEffect]) -> None:
         if now < self.wake_at:
             return
         for update in list(self.by_id.values()):
@@ -216,40 +225,40 @@ class Updates:
                     self._say_all(update, now, out)
                 else:
                     update.renew_at = now + _renew_s(update)
-                    out.append(Send(Renew(update.id, update.sent_bytes)))
+                    out.append(SendMessage(Renew(update.id, update.sent_bytes)))
         self._time()
 
-    def end(self, failure: Failure, out: list[Effect]) -> None:
+    def end(self, failure: ErrorReply, out: list[SessionEffect]) -> None:
         """`failure` is the final answer of everything. What is open is given up, if the link still stands."""
         for update in list(self.by_id.values()):
             if self._open and update.place == "open" and not update.may_be_committed:
-                out.append(Send(Abandon(update.id, "the publisher closed")))
+                out.append(SendMessage(AbortUpdate(update.id, "the publisher closed")))
             self._fail(update, failure, out)
         self._open = False
 
     # --- the parts -----------------------------------------------------------------------------------------------------
 
-    def _say_all(self, update: Update, now: float, out: list[Effect]) -> None:
+    def _say_all(self, update: PublishedUpdate, now: float, out: list[SessionEffect]) -> None:
         """Everything that this coordinator has to know; it attaches what it knows already."""
         update.heard_at = now
         if update.place == "asking":
             update.renew_at = now + self.settings.status_s
             if self._open:
-                out.append(Send(WeightsQuestion(update.id, group=update.publish.group)))
+                out.append(SendMessage(InspectWeights(update.id, group=update.publish.group)))
             return
         update.said += 1
         update.renew_at = now + _renew_s(update)
-        out.append(Send(update.publish, update.frames))
+        out.append(SendMessage(update.publish, update.frames))
         if update.sent is not None:
-            out.append(Send(update.sent))
+            out.append(SendMessage(update.sent))
         if update.commit:
-            out.append(Send(Commit(update.id)))
-        if update.abandon is not None:
-            out.append(Send(update.abandon))
+            out.append(SendMessage(Commit(update.id)))
+        if update.abort is not None:
+            out.append(SendMessage(update.abort))
 
-    def _say(self, update: Update, message: Sent | Commit | Abandon, out: list[Effect]) -> None:
+    def _say(self, update: PublishedUpdate, message: Sent | Commit | AbortUpdate, out: list[SessionEffect]) -> None:
         if self._open and update.place == "open":
-            out.append(Send(message))
+            out.append(SendMessage(message))
 
     def _heard(self, id_: int, now: float) -> bool:
         update = self.by_id.get(id_)
@@ -258,17 +267,17 @@ class Updates:
         update.heard_at = now
         return True
 
-    def _too_late(self, update: Update, out: list[Effect]) -> None:
-        if update.abandon is not None and not update.may_be_committed:
-            self._fail(update, _aborted(update, f"given up{_because(update.abandon.reason)}"), out)
+    def _too_late(self, update: PublishedUpdate, out: list[SessionEffect]) -> None:
+        if update.abort is not None and not update.may_be_committed:
+            self._fail(update, _aborted(update, f"given up{_because(update.abort.reason)}"), out)
             return
         known = "whether it was committed is unknown" if update.may_be_committed else "it was given up"
-        if update.abandon is None:
-            self._say(update, Abandon(update.id, "the publisher's time ran out"), out)
+        if update.abort is None:
+            self._say(update, AbortUpdate(update.id, "the publisher's time ran out"), out)
         text = f"the update to {update.name} did not end in time; {known}"
-        self._fail(update, Failure("deadline_exceeded", text, id=update.id), out)
+        self._fail(update, ErrorReply("deadline_exceeded", text, id=update.id), out)
 
-    def _fail(self, update: Update, failure: Failure, out: list[Effect]) -> None:
+    def _fail(self, update: PublishedUpdate, failure: ErrorReply, out: list[SessionEffect]) -> None:
         del self.by_id[update.id]
         out.append(Fail(update.id, failure))
         self._time()
@@ -289,7 +298,7 @@ class Updates:
             assert update.place == "open" or update.may_be_committed, f"update {id_}: nothing to ask about"
 
 
-def _renew_s(update: Update) -> float:
+def _renew_s(update: PublishedUpdate) -> float:
     return max(update.publish.lease_ms, 3) / 3000
 
 
@@ -297,11 +306,11 @@ def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
 
 
-def _aborted(update: Update, why: str) -> Failure:
-    return Failure("update_aborted", f"the update to {update.name} was aborted: {why}", id=update.id)
+def _aborted(update: PublishedUpdate, why: str) -> ErrorReply:
+    return ErrorReply("update_aborted", f"the update to {update.name} was aborted: {why}", id=update.id)
 
 
-def _committed_in(report: WeightsReport, update: Update) -> UpdateRecord | None:
+def _committed_in(report: WeightsReport, update: PublishedUpdate) -> UpdateRecord | None:
     """The record of this update, if the coordinator committed it before it ended."""
     version = update.publish.version
     # Of a part, the journal has the digest together with what it lies over.

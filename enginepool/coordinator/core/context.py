@@ -7,10 +7,10 @@ from enginepool.coordinator.core.effects import Effect, LogLine, ToClient
 from enginepool.coordinator.core.events import Event, Link
 from enginepool.coordinator.core.request_state import DONE
 from enginepool.coordinator.core.state import Client, Group, Request, Worker
-from enginepool.coordinator.requests.reply_cache import Answers
-from enginepool.coordinator.requests.shedding import Levels
+from enginepool.coordinator.requests.reply_cache import ReplyCache
+from enginepool.coordinator.requests.shedding import AdmissionLevels
 from enginepool.coordinator.weights.update import Update
-from enginepool.protocol.messages import MAX_HEADER_BYTES, Failure, TaskId
+from enginepool.protocol.messages import MAX_HEADER_BYTES, ErrorReply, TaskId
 
 #: what the parts of a batch may add to its header
 HEADER_BYTES = MAX_HEADER_BYTES - 1024
@@ -18,7 +18,7 @@ HEADER_BYTES = MAX_HEADER_BYTES - 1024
 ROOM_S = 1.0
 
 
-class Deadlines:
+class RequestDeadlines:
     """Requests by deadline; entries of finished ones are dropped at the top, and swept once they are half."""
 
     __slots__ = ("_heap", "_stale")
@@ -59,7 +59,7 @@ class Deadlines:
         return len(self._heap)
 
 
-class Full:
+class QueueFullEpisode:
     """An episode in which the queue is full: how many requests were refused, and since when."""
 
     __slots__ = ("last", "refused", "since")
@@ -70,7 +70,7 @@ class Full:
         self.since = self.last = 0.0
 
 
-class Core:
+class Context:
     """The shared state of one coordinator."""
 
     __slots__ = (
@@ -97,21 +97,21 @@ class Core:
         #: newest links only
         self.links: dict[Link, Client] = {}
         self.worker_links: dict[Link, Worker] = {}
-        self.answers = Answers(config.limits.answers_s, config.limits.answers_bytes)
-        self.full = Full()
-        self.deadlines = Deadlines()
+        self.answers = ReplyCache(config.limits.answers_s, config.limits.answers_bytes)
+        self.full = QueueFullEpisode()
+        self.deadlines = RequestDeadlines()
         #: what the parts of a batch may add to its header
         self.header_bytes = HEADER_BYTES
         #: rows of all live requests, and the sum of their `held`
         self.live_rows = 0
         self.live_bytes = 0
         #: the same by priority, and what a full queue gives up
-        self.levels = Levels()
+        self.levels = AdmissionLevels()
         #: bytes that were sent and that no peer has read yet, as the shell said last
         self.outboxes = 0
         #: arrival numbers of requests
         self.seq = 0
-        #: numbers of batches, tokenising tasks and incarnations
+        #: numbers of batches, tokenizing tasks and incarnations
         self.counter = 0
         self.draining = False
         #: while draining: no work is started, and the workers stay for the next coordinator
@@ -141,7 +141,7 @@ class Core:
 
     def refuse(self, link: Link, id: int | None, code: str, message: str, *, field: str = "", limit: str = "") -> None:
         """Answer a client's message that was not accepted."""
-        self.effects.append(ToClient(link, Failure(code, message, id, field=field, limit=limit)))
+        self.effects.append(ToClient(link, ErrorReply(code, message, id, field=field, limit=limit)))
 
     def client_of(self, link: Link, id: int | None) -> Client | None:
         """The client on `link`, heard just now; a link that nobody said hello on is told so."""

@@ -7,7 +7,7 @@ in the life of a journal. Each time costs callers one restart of the coordinator
 answers, and the models that they have loaded are worth a restart.
 """
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import RaiseEpoch
 from enginepool.protocol.messages import MAX_EPOCH
 
@@ -17,7 +17,7 @@ STEP = 1_000_000
 RAISES_BY_CLIENTS, RAISES_BY_WORKERS = 8, 64
 
 
-def rise_above(core: Core, heard: int, who: str, most: int) -> str:
+def rise_above(core: Context, heard: int, who: str, most: int) -> str:
     """Raise the epoch above one that `who` has heard; returns why that is refused, or ""."""
     told = f"{who} has heard epoch {heard}, and this coordinator has {core.epoch}: was the journal lost and the clock set back?"
     if heard > MAX_EPOCH:

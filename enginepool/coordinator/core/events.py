@@ -12,10 +12,10 @@ import msgspec
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import Capabilities, FrameSpec, Part
 from enginepool.protocol.updates import (
-    Abandon,
+    AbortUpdate,
     Commit,
-    HandedOver,
     Inspected,
+    InspectWeights,
     Joined,
     Prepared,
     Publish,
@@ -23,7 +23,7 @@ from enginepool.protocol.updates import (
     Sent,
     Staged,
     UpdateRecord,
-    WeightsQuestion,
+    WeightsLoaded,
 )
 
 Link = bytes
@@ -229,14 +229,14 @@ class PublisherSaid(Event):
     """The publisher of a transaction says something about it."""
 
     link: Link
-    message: Renew | Sent | Commit | Abandon
+    message: Renew | Sent | Commit | AbortUpdate
 
 
 class WeightsAsked(Event):
     """Somebody has a question about weights."""
 
     link: Link
-    message: WeightsQuestion
+    message: InspectWeights
 
 
 # --- workers -----------------------------------------------------------------------------------------------------------
@@ -305,8 +305,8 @@ class BatchDone(Event):
     run_us: int
 
 
-class TextTokenised(Event):
-    """A worker tokenised a text request: frames `items` and `item_lengths`, held to their specs, or an error line."""
+class TextTokenized(Event):
+    """A worker tokenized a text request: frames `items` and `item_lengths`, held to their specs, or an error line."""
 
     link: Link
     task: tuple[int, int]
@@ -366,7 +366,7 @@ class MemberSaid(Event):
     """A worker answers what was asked of it in an update."""
 
     link: Link
-    message: Prepared | Joined | Staged | HandedOver
+    message: Prepared | Joined | Staged | WeightsLoaded
 
 
 class RestoreFailed(Event):

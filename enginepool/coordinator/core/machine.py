@@ -10,25 +10,25 @@ from typing import Any
 
 from enginepool.config import PoolConfig
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import Drained, Effect, ToClient
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
 from enginepool.coordinator.core.state import Client, Group
 from enginepool.coordinator.core.status import report
-from enginepool.coordinator.fleet.deadlines import Watch
+from enginepool.coordinator.fleet.deadlines import WorkerDeadlines
 from enginepool.coordinator.fleet.planned_restarts import PlannedRestarts
-from enginepool.coordinator.fleet.slots import Places
-from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.fleet.slots import WorkerSlots
+from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.admission import Admission
-from enginepool.coordinator.requests.clients import Clients
-from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.requests.clients import ClientRegistry
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.batches import pump, still_blocked
-from enginepool.coordinator.weights.inspection import Questions
-from enginepool.coordinator.weights.outcomes import Ending
+from enginepool.coordinator.weights.inspection import Inspections
+from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.publishing import Publishers
 from enginepool.coordinator.weights.quiesce import hold, release
 from enginepool.coordinator.weights.restoring import Restoring
-from enginepool.coordinator.weights.transaction import Weights
+from enginepool.coordinator.weights.transaction import Transactions
 
 #: how often silence, stages, places and the answer store are looked at
 WATCH_S = 0.25
@@ -40,19 +40,19 @@ class Machine:
     """One coordinator. `checked=True` runs `check()` on whatever an event touched (for tests)."""
 
     def __init__(self, config: PoolConfig, *, checked: bool = False) -> None:
-        self.core = core = Core(config)
-        self.requests = requests = Requests(core)
+        self.core = core = Context(config)
+        self.requests = requests = RequestLifecycle(core)
         self.admission = admission = Admission(core, requests)
-        self.clients = clients = Clients(core, requests)
-        self.places = Places(core, requests)
-        self.fleet = fleet = Fleet(core, requests, self.places)
-        self.watch = Watch(core, fleet, self.places)
+        self.clients = clients = ClientRegistry(core, requests)
+        self.places = WorkerSlots(core, requests)
+        self.fleet = fleet = WorkerRegistry(core, requests, self.places)
+        self.watch = WorkerDeadlines(core, fleet, self.places)
         self.planned = PlannedRestarts(core, fleet, self.places)
         self.restoring = Restoring(core, requests, fleet)
-        self.ending = Ending(core, requests, fleet, self.restoring)
-        self.weights = weights = Weights(core, self.ending)
+        self.ending = UpdateOutcomes(core, requests, fleet, self.restoring)
+        self.weights = weights = Transactions(core, self.ending)
         publishers = Publishers(core, weights)
-        self.questions = Questions(core)
+        self.questions = Inspections(core)
         self._checked = checked
         self._next_watch = 0.0
         #: whatever comes after this comes after a stall
@@ -79,7 +79,7 @@ class Machine:
             ev.WorkerReady: fleet.ready,
             ev.WorkerIdle: fleet.idle,
             ev.BatchDone: fleet.done,
-            ev.TextTokenised: fleet.tokenised,
+            ev.TextTokenized: fleet.tokenized,
             ev.WorkerRefused: fleet.refused,
             ev.WorkerHeard: fleet.heard,
             ev.WorkerBye: fleet.bye,
@@ -89,7 +89,7 @@ class Machine:
             ev.PublisherSaid: publishers.said,
             ev.MemberSaid: weights.answered,
             ev.JournalChecked: weights.checked,
-            ev.JournalWritten: weights.journalled,
+            ev.JournalWritten: weights.journaled,
             ev.RestoreFailed: self._restore_failed,
             ev.WeightsAsked: self._weights_asked,
             ev.WorkerInspected: self._inspected,

@@ -26,11 +26,11 @@ from enginepool.config import GroupConfig
 from enginepool.coordinator.core.events import Buffer, GroupWeights, Link, Submit
 from enginepool.coordinator.core.request_state import DONE, NAMES, QUEUED, RUNNING, TEXT
 from enginepool.coordinator.requests.validation import Offsets
-from enginepool.coordinator.scheduling.cost_model import Pace
-from enginepool.coordinator.scheduling.queue import Early, Queue
+from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
+from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, may_pack
-from enginepool.coordinator.weights.process_group_info import Ring
+from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.protocol.messages import MAX_PRIORITY, Capabilities, FrameSpec, TaskId
 from enginepool.protocol.updates import UpdateRecord
 
@@ -128,12 +128,12 @@ class Request:
         self.attempts = 0
         self.evidence: Sequence[str] = ()
         #: the queue in which its entry counts; entries in another one are stale
-        self.lane: Queue[Request] | Early[Request] | None = None
+        self.lane: Queue[Request] | VersionQueue[Request] | None = None
         #: it runs once this version, or a later one, is committed
         self.min_version = asked.min_version
 
     @property
-    def queue(self) -> "Queue[Request] | Early[Request]":
+    def queue(self) -> "Queue[Request] | VersionQueue[Request]":
         """Where it waits, when it does."""
         group = self.group
         if self.state == TEXT:
@@ -211,7 +211,9 @@ class Worker:
         "place", "restore_until", "routing", "rows", "since", "stage", "stamp", "text_bytes", "texts", "version",
     )  # fmt: skip
 
-    def __init__(self, incarnation: str, group: "Group", link: Link, place: "Place | None", order: int, now: float) -> None:
+    def __init__(
+        self, incarnation: str, group: "Group", link: Link, place: "WorkerSlot | None", order: int, now: float
+    ) -> None:
         self.incarnation = incarnation
         self.group = group
         self.link = link
@@ -231,7 +233,7 @@ class Worker:
         self.declared: Capabilities | None = None
         self.capabilities: Capabilities | None = None
         #: what its forwards cost, as it said and as was learnt since; None: it does not matter
-        self.pace: Pace | None = None
+        self.pace: ForwardCostModel | None = None
         #: what it was told to start with
         self.halvings = group.halvings
         #: of its class; it is told what changes here
@@ -344,7 +346,7 @@ class Worker:
         return f"<Worker {self.incarnation} {self.stage} batches={len(self.batches)} cost={self.cost}>"
 
 
-class Place:
+class WorkerSlot:
     """A worker that this pool starts itself: the succession of its incarnations."""
 
     __slots__ = (
@@ -430,7 +432,7 @@ class Group:
         #: no new work starts, because engines are about to take the weights of the open transaction
         self.held = False
         #: the process group of the last update that was committed; None when nobody can be in it any more
-        self.ring: Ring | None = None
+        self.ring: ProcessGroupInfo | None = None
         #: tensors of the committed weights that are all zero; None: not known
         self.zeros: frozenset[str] | None = None
         #: the head of the queue, which fitted no worker when work was dispatched last: until it leaves, or a worker changes,
@@ -451,7 +453,7 @@ class Group:
         #: the classes of which there may ever be a worker; of one that only dials in, once one did
         self.expected = PLAIN | PACKED
         self.workers: dict[str, Worker] = {}
-        self.places: list[Place] = []
+        self.places: list[WorkerSlot] = []
         #: external workers that were lost, oldest first: when, who and why
         self.lost: deque[tuple[float, Worker, str]] = deque(maxlen=LOST)
         #: requests without an answer, in the order of their arrival
@@ -464,7 +466,7 @@ class Group:
         #: suspects, which run alone, one at a time
         self.suspects: Queue[Request] = Queue()
         #: requests that wait for a later weight version
-        self.early: Early[Request] = Early()
+        self.early: VersionQueue[Request] = VersionQueue()
         self.trial: Batch | None = None
         #: kept free for the next trial until its batches are done
         self.kept_worker: Worker | None = None

@@ -2,15 +2,15 @@
 
 from math import inf
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import StatusAsked
 from enginepool.coordinator.core.request_state import QUEUED
-from enginepool.coordinator.core.state import LOST_S, Group, Place, Worker
+from enginepool.coordinator.core.state import LOST_S, Group, Worker, WorkerSlot
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, limits_of
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 
 
-def report(core: Core, asked: StatusAsked) -> StatusReport:
+def report(core: Context, asked: StatusAsked) -> StatusReport:
     """The whole pool at this moment."""
     return StatusReport(
         epoch=core.epoch,
@@ -27,7 +27,7 @@ def report(core: Core, asked: StatusAsked) -> StatusReport:
     )
 
 
-def _group(core: Core, group: Group) -> GroupStatus:
+def _group(core: Context, group: Group) -> GroupStatus:
     update = core.update_of(group)
     own = [
         _worker(core, group.workers[place.incarnation]) if place.incarnation in group.workers else _absent(place)
@@ -67,7 +67,7 @@ def _oldest(group: Group) -> float:
     return next((request.arrival for request in group.live if request.state <= QUEUED), inf)
 
 
-def _worker(core: Core, worker: Worker) -> WorkerStatus:
+def _worker(core: Context, worker: Worker) -> WorkerStatus:
     place = worker.place
     return WorkerStatus(
         name=worker.name,
@@ -84,11 +84,11 @@ def _worker(core: Core, worker: Worker) -> WorkerStatus:
         restarts=place.restarts if place is not None else 0,
         packed=worker.class_ == PACKED,
         pace=worker.pace.tokens if worker.pace is not None else 0,
-        pace_row=round(worker.pace.row) if worker.pace is not None else 0,
+        forward_row_tokens=round(worker.pace.row) if worker.pace is not None else 0,
     )
 
 
-def _lost(core: Core, group: Group) -> list[WorkerStatus]:
+def _lost(core: Context, group: Group) -> list[WorkerStatus]:
     """External workers that were lost a while ago."""
     return [
         WorkerStatus(
@@ -114,14 +114,14 @@ def _stage(worker: Worker) -> str:
     return "restoring" if worker.stage == "ready" and waits else worker.stage
 
 
-def _detail(now: str, place: Place | None) -> str:
+def _detail(now: str, place: WorkerSlot | None) -> str:
     """What it is doing, and what it is up against."""
     before = f"the last one ended: {place.before}" if place is not None and place.before and place.before != now else ""
     plan = "it finishes its work, and is restarted then" if place is not None and place.renewal == "draining" else ""
     return "; ".join(filter(None, (now, plan, before)))
 
 
-def _absent(place: Place) -> WorkerStatus:
+def _absent(place: WorkerSlot) -> WorkerStatus:
     stage = {"up": "starting", "ending": "ending", "backoff": "backoff", "retired": "retired"}[place.state]
     return WorkerStatus(
         name=place.name,

@@ -9,7 +9,7 @@ from types import TracebackType
 import msgspec
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.state import Client, Group, Request, Worker
 
 #: fields of events that say which one it was
@@ -20,7 +20,7 @@ MOST = 8
 CALLS = 12
 
 
-def story(error: BaseException, core: Core) -> Iterator[str]:
+def story(error: BaseException, core: Context) -> Iterator[str]:
     """Lines about `error`, which left the machine in the middle of its work."""
     text = " ".join(str(error).split())
     yield f"internal error: {type(error).__name__}: {text[:300]}"
@@ -62,7 +62,7 @@ def _short(value: object) -> str:
     return repr(value)[:100]
 
 
-def _entities(core: Core, event: ev.Event) -> Iterator[str]:
+def _entities(core: Context, event: ev.Event) -> Iterator[str]:
     """The client, the worker, the requests and the groups that the event is about."""
     link = getattr(event, "link", b"")
     groups: dict[Group, None] = {}
@@ -92,7 +92,7 @@ def _request(request: Request) -> str:
     )
 
 
-def _group(core: Core, group: Group) -> str:
+def _group(core: Context, group: Group) -> str:
     update = core.update_of(group)
     state = f"{update.phase} of version {update.offer.version}" if update is not None else "none"
     workers = ", ".join(repr(worker) for worker in list(group.workers.values())[:MOST])

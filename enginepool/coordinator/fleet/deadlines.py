@@ -4,18 +4,18 @@ Two clocks are kept apart. Silence (`silence_s` without any message) means the p
 deadline for each stage, and for each forward) means it is alive and does nothing. Either way the worker is lost.
 """
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.state import Worker
-from enginepool.coordinator.fleet.slots import Places
-from enginepool.coordinator.fleet.workers import GOODBYE_S, Fleet
+from enginepool.coordinator.fleet.slots import WorkerSlots
+from enginepool.coordinator.fleet.workers import GOODBYE_S, WorkerRegistry
 from enginepool.protocol.messages import Ping
 
 
-class Watch:
+class WorkerDeadlines:
     """The workers, and the places of those that are not there yet."""
 
-    def __init__(self, core: Core, fleet: Fleet, places: Places) -> None:
+    def __init__(self, core: Context, fleet: WorkerRegistry, places: WorkerSlots) -> None:
         self.core = core
         self.fleet = fleet
         self.places = places
@@ -63,7 +63,7 @@ class Watch:
             break
         for _, due in worker.texts.values():
             if now > due:
-                return "a text was not tokenised in time"
+                return "a text was not tokenized in time"
             break
         if worker.restore_until is not None and now > worker.restore_until:
             return "the committed weights were not restored in time"

@@ -4,11 +4,11 @@ A worker that serves gets nothing new, finishes what it has within `drain_s`, an
 None of it counts as a loss. An open transaction of the group comes first: the worker ends after it.
 """
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import RestartAsked
-from enginepool.coordinator.core.state import Group, Place
-from enginepool.coordinator.fleet.slots import Places
-from enginepool.coordinator.fleet.workers import Fleet
+from enginepool.coordinator.core.state import Group, WorkerSlot
+from enginepool.coordinator.fleet.slots import WorkerSlots
+from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 
 #: names of workers that an error lists
@@ -19,7 +19,7 @@ _WHY = "an operator restarts it"
 class PlannedRestarts:
     """All restarts that an operator asked for and whose next worker has not been started."""
 
-    def __init__(self, core: Core, fleet: Fleet, places: Places) -> None:
+    def __init__(self, core: Context, fleet: WorkerRegistry, places: WorkerSlots) -> None:
         self.core = core
         self.fleet = fleet
         self.places = places
@@ -53,7 +53,7 @@ class PlannedRestarts:
         text = f"worker: {e.worker!r} is not a worker of group {group.name!r}, which starts {names}{more}"
         self.core.refuse(e.link, e.id, "bad_request", text, field="worker")
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: WorkerSlot) -> None:
         worker = place.group.workers.get(place.incarnation)
         if place.state in ("backoff", "retired"):
             self._revive(place)
@@ -71,7 +71,7 @@ class PlannedRestarts:
                 if place.renewal == "draining":
                     self._drain(place)
 
-    def _drain(self, place: Place) -> None:
+    def _drain(self, place: WorkerSlot) -> None:
         """One step of a worker that is to end."""
         core, group = self.core, place.group
         worker = group.workers.get(place.incarnation)
@@ -83,7 +83,7 @@ class PlannedRestarts:
         if not (worker.batches or worker.texts) or core.now >= place.until:
             self._end(place)
 
-    def _end(self, place: Place) -> None:
+    def _end(self, place: WorkerSlot) -> None:
         place.renewal = "ending"
         worker = place.group.workers.get(place.incarnation)
         if worker is None:
@@ -92,7 +92,7 @@ class PlannedRestarts:
             self.fleet.recall(worker)
             self.fleet.lose(worker, _WHY, kill=True)
 
-    def _revive(self, place: Place) -> None:
+    def _revive(self, place: WorkerSlot) -> None:
         """Forget why it waits or was given up: it starts with the next look at the places."""
         group = place.group
         place.state, place.until, place.retired = "backoff", self.core.now, ""

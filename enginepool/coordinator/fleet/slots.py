@@ -7,11 +7,11 @@ host, which could not make a process, retires no place.
 """
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KillWorker, StartWorker
-from enginepool.coordinator.core.state import Group, Place
+from enginepool.coordinator.core.state import Group, WorkerSlot
 from enginepool.coordinator.fleet.failures import signature
-from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 
 #: a place that stayed up this long has its backoff forgotten
@@ -22,10 +22,10 @@ SAME_FAILURES = 2
 MOST_DOUBLED = 128
 
 
-class Places:
+class WorkerSlots:
     """All places of all groups."""
 
-    def __init__(self, core: Core, requests: Requests) -> None:
+    def __init__(self, core: Context, requests: RequestLifecycle) -> None:
         self.core = core
         self.requests = requests
 
@@ -33,7 +33,7 @@ class Places:
         """Make the group's places; those whose process survived an earlier coordinator wait for it to dial in."""
         core = self.core
         for index in range(group.config.workers):
-            place = Place(group, index)
+            place = WorkerSlot(group, index)
             group.places.append(place)
             survivor = next((p for p in alive if p.group == group.name and p.index == index), None)
             if survivor is not None:
@@ -44,7 +44,7 @@ class Places:
                 self._start(place)
         group.expect()
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: WorkerSlot) -> None:
         core, name = self.core, place.group.name
         core.counter += 1
         place.incarnation = f"{name}-{place.index}.{core.epoch:x}.{core.counter}"
@@ -58,21 +58,21 @@ class Places:
             place.tried, weights = True, place.trial
         core.effects.append(StartWorker(name, place.index, place.incarnation, weights))
 
-    def end(self, place: Place, reason: str, *, own: bool = False) -> None:
+    def end(self, place: WorkerSlot, reason: str, *, own: bool = False) -> None:
         """Kill the process of a place; `vacate` follows when it has ended. `own`: the reason is the worker's own word."""
         if place.state == "up":
             place.state = "ending"
             place.last_words = reason if own else f"stopped by the pool, because {reason}"
             self.core.effects.append(KillWorker(place.incarnation, place.last_words))
 
-    def postpone(self, place: Place) -> None:
+    def postpone(self, place: WorkerSlot) -> None:
         """The host could not make the process of a place: disk space, memory or descriptors ran out. That is no failure of the
         worker, so that nothing is counted, and the place starts again after the longest backoff."""
         place.incarnation = ""
         place.blameless = False
         place.state, place.until = "backoff", self.core.now + self.core.config.restart.backoff_max_s
 
-    def vacate(self, place: Place, permanent: bool) -> None:
+    def vacate(self, place: WorkerSlot, permanent: bool) -> None:
         """The process of a place has ended: wait and start again, or retire the place."""
         core, policy = self.core, self.core.config.restart
         renewal, place.renewal = place.renewal, ""
@@ -116,20 +116,20 @@ class Places:
         doubled = min(max(0, min(place.hasty, len(place.losses)) - 1), MOST_DOUBLED)
         place.until = core.now + min(policy.backoff_max_s, policy.backoff_s * 2.0**doubled)
 
-    def _count_failure(self, place: Place) -> None:
+    def _count_failure(self, place: WorkerSlot) -> None:
         if place.failure and not place.proven:
             failure = signature(place.failure)
             place.repeats = place.repeats + 1 if failure == place.signature else 1
             place.signature = failure
 
-    def _given_up_alike(self, place: Place) -> Place | None:
+    def _given_up_alike(self, place: WorkerSlot) -> WorkerSlot | None:
         """A place of the group that was retired for the failure that `place` has had now."""
         for other in place.group.places:
             if other is not place and other.repeats >= SAME_FAILURES and other.signature == place.signature:
                 return other
         return None
 
-    def _retire_neighbors(self, place: Place) -> None:
+    def _retire_neighbors(self, place: WorkerSlot) -> None:
         """Places that wait for another start after the failure that has retired this one are not started either."""
         if place.repeats < SAME_FAILURES:
             return
@@ -139,7 +139,7 @@ class Places:
                 other.state = "retired"
                 self._log_retired(other)
 
-    def _log_retired(self, place: Place) -> None:
+    def _log_retired(self, place: WorkerSlot) -> None:
         if place.retired:
             command = f"`enginepool restart {place.group.name}/{place.name}`"
             self.core.log(f"worker {place.name} is given up: {place.retired}; {command} starts it again")
@@ -208,9 +208,9 @@ class Places:
         return not any(place.incarnation for group in self.core.groups.values() for place in group.places)
 
 
-def _alike(place: Place, other: Place) -> str:
+def _alike(place: WorkerSlot, other: WorkerSlot) -> str:
     return f"failed in the same way as {other.name} before it was ready: {place.last_words}"
 
 
-def _why(places: list[Place]) -> str:
+def _why(places: list[WorkerSlot]) -> str:
     return next((f"{place.name} {place.retired}" for place in places if place.retired), "unknown")

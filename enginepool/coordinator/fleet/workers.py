@@ -11,20 +11,20 @@ from collections import deque
 import msgspec
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
 from enginepool.coordinator.core.epochs import RAISES_BY_WORKERS, rise_above
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.core.state import Batch, Request, Worker
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
-from enginepool.coordinator.fleet.slots import Places
-from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.fleet.slots import WorkerSlots
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.batches import post_batch, post_text, take_text
-from enginepool.coordinator.scheduling.cost_model import Pace
+from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import halve, shrink
 from enginepool.protocol.halving import halved
-from enginepool.protocol.messages import Accept, Drain, Expired, Failure, Pong, Settings
+from enginepool.protocol.messages import Accept, Drain, ErrorReply, Expired, Pong, WorkerSettings
 
 #: how many refused incarnations of workers that dialled in are remembered
 REFUSED = 65_536
@@ -32,10 +32,10 @@ REFUSED = 65_536
 GOODBYE_S = 30.0
 
 
-class Fleet:
+class WorkerRegistry:
     """The workers that have registered."""
 
-    def __init__(self, core: Core, requests: Requests, places: Places) -> None:
+    def __init__(self, core: Context, requests: RequestLifecycle, places: WorkerSlots) -> None:
         self.core = core
         self.requests = requests
         self.places = places
@@ -108,7 +108,7 @@ class Fleet:
         weights = group.weights if group.weights.restart else ev.GroupWeights()
         settings = msgspec.json.encode(group.config).decode()
         drain_s = self.core.config.timing.drain_s
-        answer = Settings(group.name, settings, drain_s, weights.path, weights.digest, weights.version)
+        answer = WorkerSettings(group.name, settings, drain_s, weights.path, weights.digest, weights.version)
         self.core.effects.append(ToWorker(e.link, answer))
 
     def _unknown_group(self, link: Link, name: str) -> str:
@@ -118,7 +118,7 @@ class Fleet:
         return wrong
 
     def _refuse(self, link: Link, code: str, message: str) -> None:
-        self.core.effects.append(ToWorker(link, Failure(code, message)))
+        self.core.effects.append(ToWorker(link, ErrorReply(code, message)))
 
     def _give_up(self, link: Link, incarnation: str, reason: str) -> None:
         """Tell a process that its incarnation does not count any more, and whether it may take another one."""
@@ -172,7 +172,7 @@ class Fleet:
         worker.declared, worker.capabilities = e.capabilities, can
         forward_s = can.forward_ms / 1000
         if worker.pace is None or (worker.pace.said, worker.pace.forward_s) != (can.pace, forward_s):
-            worker.pace = Pace(can.pace, forward_s) if can.pace else None
+            worker.pace = ForwardCostModel(can.pace, forward_s) if can.pace else None
         worker.routing = group.packed_routing if can.packed else group.routing
         worker.version, worker.digest, worker.committed = e.version, e.digest, e.committed
         worker.stage, worker.detail, worker.since = "ready", "", e.now
@@ -270,11 +270,11 @@ class Fleet:
         elif worker.stamp:
             worker.routing.moved(worker)
 
-    def tokenised(self, e: ev.TextTokenised) -> None:
-        """A worker answered a tokenising task."""
+    def tokenized(self, e: ev.TextTokenized) -> None:
+        """A worker answered a tokenizing task."""
         worker = self.of(e.link)
         if worker is not None:
-            self.requests.tokenised(worker, e)
+            self.requests.tokenized(worker, e)
             self.core.wake(worker.group)
 
     def refused(self, e: ev.WorkerRefused) -> None:

@@ -76,7 +76,7 @@ class Supervisor(Protocol):
         ...
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _ProcessRecord(msgspec.Struct, frozen=True):
     """A worker process as written to disk; `host` and `created` tell it from another process with the same pid."""
 
     group: str
@@ -118,7 +118,7 @@ class LocalSupervisor:
         self._lifeline = lifeline
         self._exited = exited
         self._gpus = allocate_gpus(config.groups, visible_gpus())
-        self._processes: dict[str, _Record] = {}
+        self._processes: dict[str, _ProcessRecord] = {}
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         #: why those were killed that were
         self._killed: dict[str, str] = {}
@@ -135,7 +135,7 @@ class LocalSupervisor:
         found: list[LiveProcess] = []
         for path in sorted(self._records.glob("*.json")):
             try:
-                record = msgspec.json.decode(path.read_bytes(), type=_Record)
+                record = msgspec.json.decode(path.read_bytes(), type=_ProcessRecord)
             except msgspec.MsgspecError:
                 # Torn by a crash. A worker that lives nevertheless dials in like one that somebody else started.
                 path.unlink()
@@ -179,7 +179,7 @@ class LocalSupervisor:
             self._make_folders()
             with open(self._log(incarnation), "wb") as log:
                 child = self._spawn(group, index, incarnation, weights, log)
-            record = _Record(group, index, incarnation, child.pid, made_at(child.pid), host_identity())
+            record = _ProcessRecord(group, index, incarnation, child.pid, made_at(child.pid), host_identity())
             write_file(self._path(incarnation), msgspec.json.encode(record))
         except OSError as error:
             # One that is not written down would be nobody's after the next start.
@@ -304,7 +304,7 @@ class LocalSupervisor:
         for incarnation in list(self._processes):
             self.kill(incarnation, "stopped by the pool, because the pool ends")
 
-    def _watch_leader(self, record: _Record) -> None:
+    def _watch_leader(self, record: _ProcessRecord) -> None:
         self._when_ended(record.pid, lambda: self._leader_ended(record))
 
     def _when_ended(self, pid: int, then: Callable[[], None]) -> None:
@@ -324,12 +324,12 @@ class LocalSupervisor:
 
         self._loop.add_reader(fd, readable)
 
-    def _leader_ended(self, record: _Record) -> None:
+    def _leader_ended(self, record: _ProcessRecord) -> None:
         child = self._children.pop(record.incarnation, None)
         code = child.wait() if child is not None else None
         self._await_group(record, code)
 
-    def _await_group(self, record: _Record, code: int | None) -> None:
+    def _await_group(self, record: _ProcessRecord, code: int | None) -> None:
         """Kill what is left of the worker's session, and wait for its members one after the other, until none is left."""
         try:
             kill_session(record.pid)

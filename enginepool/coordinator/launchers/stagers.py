@@ -29,7 +29,7 @@ FINISH_S = 600.0
 CONNECT_S = 0.1
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _StagerRecord(msgspec.Struct, frozen=True):
     """A stager as written to disk; `host` and `created` tell it from another process with the same pid."""
 
     place: str
@@ -104,7 +104,7 @@ class Stagers:
                     self._write_down(place, stager.pid)
 
     def _write_down(self, place: str, pid: int) -> None:
-        record = _Record(place, pid, made_at(pid), host_identity())
+        record = _StagerRecord(place, pid, made_at(pid), host_identity())
         write_file(self._directory / f"{place}.json", msgspec.json.encode(record))
 
     def check(self, place: str) -> None:
@@ -248,8 +248,8 @@ class Stagers:
         return connection
 
 
-def _read(path: Path) -> _Record | None:
+def _read(path: Path) -> _StagerRecord | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Record)
+        return msgspec.json.decode(path.read_bytes(), type=_StagerRecord)
     except (FileNotFoundError, msgspec.MsgspecError):
         return None

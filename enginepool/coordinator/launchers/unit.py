@@ -29,7 +29,7 @@ from enginepool.gpus import check_gpus
 from enginepool.keys import Key, no_answer_hint
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
-from enginepool.protocol.messages import AskSettings, Failure, Settings, ToClient, ToWorker
+from enginepool.protocol.messages import ErrorReply, GetSettings, ToClient, ToWorker, WorkerSettings
 
 #: a coordinator that is there answers a question within this
 ANSWER_S = 5.0
@@ -72,14 +72,14 @@ _to_worker = msgspec.msgpack.Decoder(ToWorker)
 _to_client = msgspec.msgpack.Decoder(ToClient)
 
 
-def ask_settings(unit: UnitConfig) -> Settings | None:
+def get_settings(unit: UnitConfig) -> WorkerSettings | None:
     """The settings of the group; None: no coordinator answers within ANSWER_S.
 
     Raises:
         SettingsRefused: the coordinator has no such group, or refuses the key; or clients connect to this address.
     """
     try:
-        header = ask(unit.address, unit.key, encode_header(AskSettings(unit.group)), ANSWER_S)
+        header = ask(unit.address, unit.key, encode_header(GetSettings(unit.group)), ANSWER_S)
     except OSError as error:
         raise SettingsRefused(f"{unit.address}: {error.strerror}") from None
     if header is None:
@@ -88,15 +88,15 @@ def ask_settings(unit: UnitConfig) -> Settings | None:
         answer = decode_header(_to_worker, header)
     except WireError as error:
         raise SettingsRefused(f"{unit.address}: an answer that cannot be read: {error.message}") from None
-    if isinstance(answer, Settings):
+    if isinstance(answer, WorkerSettings):
         return answer
-    if isinstance(answer, Failure):
+    if isinstance(answer, ErrorReply):
         hint = "; is this the address for clients? Workers connect to listen_workers" if answer.code == "unsupported" else ""
         raise SettingsRefused(f"{unit.address}: {answer.code}: {answer.message}{hint}")
     raise SettingsRefused(f"{unit.address}: expected settings, got {type(answer).__name__}")
 
 
-def pool_config(unit: UnitConfig, settings: Settings, directory: Path) -> PoolConfig:
+def pool_config(unit: UnitConfig, settings: WorkerSettings, directory: Path) -> PoolConfig:
     """The unit's workers as a pool of one group. Raises ConfigError: they cannot run on this host."""
     where = f"group {settings.group} of {unit.address}"
     try:
@@ -135,7 +135,7 @@ class _Place:
 class Unit:
     """The workers of one unit, as long as the settings of their group stay the same."""
 
-    def __init__(self, unit: UnitConfig, settings: Settings, directory: Path, lifeline: int) -> None:
+    def __init__(self, unit: UnitConfig, settings: WorkerSettings, directory: Path, lifeline: int) -> None:
         self._unit = unit
         self._settings = settings
         self._loop = asyncio.get_running_loop()
@@ -160,7 +160,7 @@ class Unit:
             if not place.incarnation:
                 self._start(index, self._settings)
 
-    def _start(self, index: int, settings: Settings) -> None:
+    def _start(self, index: int, settings: WorkerSettings) -> None:
         place, host = self._places[index], platform.node() or "host"
         place.incarnation = f"{host}-{settings.group}-{index}.{time.time_ns() // 1000:x}"
         place.began = self._loop.time()
@@ -227,13 +227,13 @@ class Unit:
             self.ended.set_result(self._result)
 
 
-async def settings_of(unit: UnitConfig, *, wait_refused: bool = False) -> Settings:
+async def settings_of(unit: UnitConfig, *, wait_refused: bool = False) -> WorkerSettings:
     """Ask until a coordinator answers. `wait_refused`: also after a refusal, since a coordinator may be started with another
     configuration. Raises SettingsRefused."""
     said = ""
     while True:
         try:
-            settings = await asyncio.to_thread(ask_settings, unit)
+            settings = await asyncio.to_thread(get_settings, unit)
             line = f"no coordinator answers at {unit.address}: waiting for one{no_answer_hint(unit.address, unit.key)}"
         except SettingsRefused as error:
             if not wait_refused:

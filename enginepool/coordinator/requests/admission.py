@@ -12,22 +12,22 @@ Who gets room, in items and in bytes:
 """
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.core.state import Client, Group, Request
-from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.scheduling.batch_builder import RECENT_S
 from enginepool.coordinator.scheduling.worker_kinds import classes_of
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 
 
 class Admission:
     """The way in."""
 
-    def __init__(self, core: Core, requests: Requests) -> None:
+    def __init__(self, core: Context, requests: RequestLifecycle) -> None:
         self.core = core
         self.requests = requests
 
@@ -165,8 +165,8 @@ class Admission:
         core.wake(group)
 
 
-def _busy(id: int, group: Group, field: str, limit: int, text: str) -> Failure:
+def _busy(id: int, group: Group, field: str, limit: int, text: str) -> ErrorReply:
     """To be sent again when about half of what waits is done, in 20 ms at the earliest and 5 s at the latest."""
     wait = group.rate * group.tokens / max(1, group.routing.open + group.packed_routing.open) / 2
     retry_after_ms = round(1000 * min(max(wait, 0.02), 5.0))
-    return Failure("busy", text, id, field=field, limit=str(limit), retry_after_ms=retry_after_ms)
+    return ErrorReply("busy", text, id, field=field, limit=str(limit), retry_after_ms=retry_after_ms)

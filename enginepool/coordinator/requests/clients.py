@@ -6,13 +6,13 @@ A client is known by its random id and proves itself by its secret; links come a
 import hmac
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.epochs import RAISES_BY_CLIENTS, rise_above
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.state import Client
-from enginepool.coordinator.requests.lifecycle import Requests
-from enginepool.protocol.messages import PROTOCOL_VERSION, Failure, Pong, Welcome
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.protocol.messages import PROTOCOL_VERSION, ErrorReply, Pong, Welcome
 
 #: when a client for which there was no room says hello again
 FULL_MS = 1000
@@ -21,10 +21,10 @@ FULL_MS = 1000
 MOVES = 8192
 
 
-class Clients:
+class ClientRegistry:
     """All clients of one coordinator."""
 
-    def __init__(self, core: Core, requests: Requests) -> None:
+    def __init__(self, core: Context, requests: RequestLifecycle) -> None:
         self.core = core
         self.requests = requests
         #: requests that were moved since the last look
@@ -51,7 +51,7 @@ class Clients:
             self._refuse(e, "busy", text, "limits.clients", FULL_MS)
             return
         if client is not None and not hmac.compare_digest(client.token, e.token):
-            self._refuse(e, "unauthorised", "hello: the token is not this client's", "token")
+            self._refuse(e, "unauthorized", "hello: the token is not this client's", "token")
             return
         if e.epoch > core.epoch and not core.draining:
             # It takes no word from this epoch; with the next one, this coordinator answers its next hello.
@@ -93,13 +93,13 @@ class Clients:
         core.effects.append(ToClient(e.link, welcome))
 
     def _refuse(self, e: ev.ClientHello, code: str, message: str, field: str, retry_after_ms: int | None = None) -> None:
-        failure = Failure(code, message, field=field, incarnation=e.incarnation, retry_after_ms=retry_after_ms)
+        failure = ErrorReply(code, message, field=field, incarnation=e.incarnation, retry_after_ms=retry_after_ms)
         self.core.effects.append(ToClient(e.link, failure))
 
     def tell_all(self, code: str, message: str) -> None:
         """Send an error without an id to every client that has a link."""
         for link in self.core.links:
-            self.core.effects.append(ToClient(link, Failure(code, message)))
+            self.core.effects.append(ToClient(link, ErrorReply(code, message)))
 
     def heard(self, e: ev.Heard) -> None:
         """A client is alive; a link that nobody has greeted is told to say Hello."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
@@ -14,21 +14,21 @@ from enginepool.coordinator.scheduling.batches import take_text
 from enginepool.coordinator.scheduling.queue import ANY
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Failure, FrameSpec, Message, Result, Timings, Usage
+from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, Timings, Usage
 
 #: when a request that found no memory is sent again
 NO_MEMORY_MS = 1000
 
 
-class Requests:
+class RequestLifecycle:
     """The requests without an answer."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Context) -> None:
         self.core = core
 
     # --- text ----------------------------------------------------------------------------------------------------------
 
-    def tokenised(self, worker: Worker, e: ev.TextTokenised) -> None:
+    def tokenized(self, worker: Worker, e: ev.TextTokenized) -> None:
         """The ids of a text request, or why there are none."""
         oldest = next(iter(worker.texts), None) == e.task
         request = take_text(worker, e.task)
@@ -227,10 +227,10 @@ class Requests:
     ) -> None:
         """The final answer of a live request is an error."""
         request.group.failed += 1
-        failure = Failure(code, message, request.id, field=field, limit=limit, evidence=list(evidence))
+        failure = ErrorReply(code, message, request.id, field=field, limit=limit, evidence=list(evidence))
         self._finish(request, failure, ())
 
-    def shed(self, request: Request, failure: Failure) -> None:
+    def shed(self, request: Request, failure: ErrorReply) -> None:
         """Take back the admission of a request: its client is told to send it again, and nothing of it is kept."""
         self._release(request)
         if request.client.link is not None:
@@ -240,7 +240,7 @@ class Requests:
     def _no_memory(self, request: Request) -> None:
         """The process has no memory for what this request needs now; its client sends it again."""
         text = "buffer_bytes: the coordinator has no memory for this request"
-        self.shed(request, Failure("busy", text, request.id, field="buffer_bytes", retry_after_ms=NO_MEMORY_MS))
+        self.shed(request, ErrorReply("busy", text, request.id, field="buffer_bytes", retry_after_ms=NO_MEMORY_MS))
 
     def _finish(self, request: Request, message: Message, frames: Sequence[Buffer]) -> None:
         core = self.core

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 OVERHEAD = 1000
 
 
-class Kept(msgspec.Struct, frozen=True, gc=False):
+class KeptReply(msgspec.Struct, frozen=True, gc=False):
     """A final answer, and what its request's content was."""
 
     at: float
@@ -38,7 +38,7 @@ class _Shelf:
 
     def __init__(self) -> None:
         # The first of a dict is found only behind the places of all that were deleted before it.
-        self.kept: OrderedDict[int, Kept] = OrderedDict()
+        self.kept: OrderedDict[int, KeptReply] = OrderedDict()
         #: equals the sum over `kept`
         self.nbytes = 0
         #: where it is listed by its size, at least the bit length of `nbytes`; 0: nowhere. It rises at once, and falls when a
@@ -48,7 +48,7 @@ class _Shelf:
         self.top = 1
 
 
-class Answers:
+class ReplyCache:
     """Final answers by client and request id."""
 
     __slots__ = ("_by_size", "_max_age", "_max_bytes", "_shelves", "nbytes")
@@ -74,7 +74,7 @@ class Answers:
         shelf = self._shelves.get(client)
         if shelf is None:
             shelf = self._shelves[client] = _Shelf()
-        shelf.kept[id] = Kept(now, digest, nbytes, message, frames)
+        shelf.kept[id] = KeptReply(now, digest, nbytes, message, frames)
         shelf.nbytes += nbytes
         self.nbytes += nbytes
         if shelf.nbytes >= shelf.top:
@@ -82,7 +82,7 @@ class Answers:
         if self.nbytes > self._max_bytes:
             self.shrink(self._max_bytes)
 
-    def get(self, client: "Client", id: int) -> Kept | None:
+    def get(self, client: "Client", id: int) -> KeptReply | None:
         """The answer of request `id`, when it is still kept."""
         shelf = self._shelves.get(client)
         return None if shelf is None else shelf.kept.get(id)

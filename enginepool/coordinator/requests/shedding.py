@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 MOST = 4096
 
 
-class Level:
+class AdmissionLevel:
     """The live requests of one priority."""
 
     __slots__ = ("nbytes", "requests", "rows")
@@ -28,7 +28,7 @@ class Level:
         self.requests: dict[Request, None] = {}
 
 
-class Levels:
+class AdmissionLevels:
     """All live requests by priority. There are as many levels as priorities were ever in use, at most 2,001.
 
     A request enters its level where it is admitted and leaves it where it is released.
@@ -37,7 +37,7 @@ class Levels:
     __slots__ = ("by_priority",)
 
     def __init__(self) -> None:
-        self.by_priority: defaultdict[int, Level] = defaultdict(Level)
+        self.by_priority: defaultdict[int, AdmissionLevel] = defaultdict(AdmissionLevel)
 
     def readmit(self, request: "Request") -> None:
         """The text of a suspect is harmless and no engine has its ids: it may be shed, also if it left its list."""

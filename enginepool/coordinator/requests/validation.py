@@ -235,11 +235,11 @@ def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -
         WireError: `malformed`: these are not the ids of that work.
     """
     if [(s.name, s.dtype) for s in specs] != [("items", "int32"), ("item_lengths", "uint32")]:
-        raise WireError("malformed", "tokenised: frames are not items int32 and item_lengths uint32", field="frames")
+        raise WireError("malformed", "tokenized: frames are not items int32 and item_lengths uint32", field="frames")
     items, item_lengths = frames
     rows, tokens, longest, _ = _measure(b"", None, items, item_lengths, False)
     if rows != work.rows:
-        raise WireError("malformed", f"tokenised: {rows} rows for {work.rows}", field="item_lengths")
+        raise WireError("malformed", f"tokenized: {rows} rows for {work.rows}", field="item_lengths")
     max_id = _max_id(items)
     if max_id >= _INT31:
         raise _negative_id(("items", items, item_lengths))

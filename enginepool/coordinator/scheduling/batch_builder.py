@@ -12,12 +12,12 @@ than others.
 
 from math import inf
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import Buffer, Work
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
 from enginepool.coordinator.core.state import Batch, Request, Slice, Worker
 from enginepool.coordinator.requests.validation import row_lengths
-from enginepool.coordinator.scheduling.cost_model import Pace
+from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.queue import Lane, Queue
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
@@ -37,12 +37,12 @@ DEEP = 4
 REST = 0.25
 
 
-def short(pace: Pace, can: Capabilities) -> int:
+def short(pace: ForwardCostModel, can: Capabilities) -> int:
     """What a forward of a lower priority may weigh while higher ones come."""
     return pace.tokens // (SHORT_PACKED if can.packed else SHORT)
 
 
-def pace_for(pace: Pace, can: Capabilities, head: Request, now: float, weight: float) -> int:
+def pace_for(pace: ForwardCostModel, can: Capabilities, head: Request, now: float, weight: float) -> int:
     """What a forward that `head`, of this `weight`, opens may weigh.
 
     Little where a higher priority came lately: the next of that waits for the forward that runs and for one more, and has its
@@ -86,7 +86,7 @@ def row_share(can: Capabilities) -> float:
     return can.batch_tokens / can.batch_rows
 
 
-def longest(pace: Pace | None) -> float:
+def longest(pace: ForwardCostModel | None) -> float:
     """What a batch of several rows may weigh: two forwards at the worker's pace."""
     return inf if pace is None else 2 * pace.tokens
 
@@ -110,7 +110,7 @@ def beyond_pace(worker: Worker, most: int, head: Request, follower: Request, wei
     return weight + more / 2 > most or weight + more > 2 * pace.tokens
 
 
-def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> Batch | None:
+def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> Batch | None:
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
@@ -190,7 +190,7 @@ def fill(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker)
     return Batch(core.task_id(), worker, slices, cost, rows, False)
 
 
-def fill_packed(core: Core, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> Batch | None:
+def fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> Batch | None:
     """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
@@ -328,7 +328,7 @@ def even(rows: int, most: int) -> int:
     return -(-rows // batches)
 
 
-def take(core: Core, slice_: Slice) -> None:
+def take(core: Context, slice_: Slice) -> None:
     """Mark rows as given to a worker."""
     request, start, end = slice_
     if not request.started:

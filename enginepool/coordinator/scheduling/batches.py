@@ -13,7 +13,7 @@ order, again and again. Text that waits to be tokenized goes to the open workers
 
 from heapq import heapify, heappop, heapreplace
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.request_state import RUNNING, TEXT
@@ -24,14 +24,14 @@ from enginepool.coordinator.scheduling.queue import Lane
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Batch as BatchMessage
-from enginepool.protocol.messages import Part, TaskId, Tokenise
+from enginepool.protocol.messages import Part, TaskId, Tokenize
 
 #: A worker gets a text while it has fewer than the first of these, or fewer than the second and fewer bytes of text than the
 #: third. An urgent text waits behind those that a worker has. A tokenizer takes 5 to 20 ms for so many bytes.
 LEAST_TEXTS, MOST_TEXTS, TEXT_BYTES = 2, 8, 16 << 10
 
 
-def pump(core: Core, group: Group) -> None:
+def pump(core: Context, group: Group) -> None:
     """Give waiting work to open workers until one of the two runs out."""
     queue, routing, packed = group.queue, group.routing, group.packed_routing
     group.blocked = None
@@ -60,7 +60,7 @@ def pump(core: Core, group: Group) -> None:
         _give_texts(core, group)
 
 
-def still_blocked(core: Core, group: Group) -> bool:
+def still_blocked(core: Context, group: Group) -> bool:
     """Whether the head of the queue fits no worker, as `group.blocked` says; for tests."""
     lane, worker = group.queue.head(PLAIN), group.routing.least()
     if lane is None or lane.head is not group.blocked or group.packed_routing.open or group.suspects.size:
@@ -68,7 +68,7 @@ def still_blocked(core: Core, group: Group) -> bool:
     return worker is None or fill(core, group.queue, lane, worker) is None
 
 
-def _try_suspect(core: Core, group: Group) -> None:
+def _try_suspect(core: Context, group: Group) -> None:
     """Start the next trial, or keep a worker free for it. Each class of workers has its own first in line."""
     if group.trial is not None:
         return
@@ -118,7 +118,7 @@ def _busy(worker: Worker) -> bool:
 
 
 def _quietest(group: Group, routing: Routing[Worker]) -> Worker | None:
-    """The least loaded open worker of a class; one without texts to tokenise, if such a one is idle."""
+    """The least loaded open worker of a class; one without texts to tokenize, if such a one is idle."""
     worker = routing.least()
     if worker is not None and worker.texts and not worker.batches:
         idle = (w for w in group.workers.values() if w.open and w.routing is routing and not _busy(w))
@@ -131,7 +131,7 @@ def takes_text(worker: Worker) -> bool:
     return len(worker.texts) < LEAST_TEXTS or (len(worker.texts) < MOST_TEXTS and worker.text_bytes < TEXT_BYTES)
 
 
-def _give_texts(core: Core, group: Group) -> None:
+def _give_texts(core: Context, group: Group) -> None:
     """Texts go to the open workers that have the fewest, as long as one has room."""
     queue = group.texts
     room = [
@@ -151,21 +151,21 @@ def _give_texts(core: Core, group: Group) -> None:
             heappop(room)
 
 
-def _give_text(core: Core, worker: Worker, task: TaskId, request: Request) -> None:
+def _give_text(core: Context, worker: Worker, task: TaskId, request: Request) -> None:
     worker.texts[task] = (request, core.now + core.config.timing.forward_s)
     worker.text_bytes += request.work.nbytes
     post_text(core, worker, task, request)
 
 
-def post_text(core: Core, worker: Worker, task: TaskId, request: Request) -> None:
-    """Send a tokenising task, which its worker may have already: the worker runs an id once."""
+def post_text(core: Context, worker: Worker, task: TaskId, request: Request) -> None:
+    """Send a tokenizing task, which its worker may have already: the worker runs an id once."""
     work = request.work
-    message = Tokenise(task, work.part.frames, work.part.item_first, work.raw)
+    message = Tokenize(task, work.part.frames, work.part.item_first, work.raw)
     core.effects.append(ToWorker(worker.link, message, work.frames))
 
 
 def take_text(worker: Worker, task: TaskId) -> Request | None:
-    """Take a tokenising task off its worker's list; None when it is not there."""
+    """Take a tokenizing task off its worker's list; None when it is not there."""
     request, _ = worker.texts.pop(task, (None, 0.0))
     if request is not None:
         worker.text_bytes -= request.work.nbytes
@@ -186,7 +186,7 @@ def release_kept(group: Group) -> None:
         worker.routing.update(worker)
 
 
-def send_batch(core: Core, batch: Batch) -> None:
+def send_batch(core: Context, batch: Batch) -> None:
     """Enter `batch` in its worker's ledger and send it."""
     worker = batch.worker
     worker.batches[batch.id] = batch
@@ -208,7 +208,7 @@ def send_batch(core: Core, batch: Batch) -> None:
         core.touched.extend(request for request, _, _ in batch.slices)
 
 
-def post_batch(core: Core, batch: Batch) -> None:
+def post_batch(core: Context, batch: Batch) -> None:
     """Send the message of `batch`, which its worker may have already: the worker runs an id once."""
     parts: list[Part] = []
     frames: list[Buffer] = []

@@ -35,7 +35,7 @@ BELIEVED, LITTLE_S = 0.5, FORWARD_S / 4
 WIDER, NARROWER, WIDEST = 1.5, 0.5, 16.0
 
 
-class Pace:
+class ForwardCostModel:
     """The pace of one worker.
 
     Args:

@@ -45,7 +45,7 @@ REMEMBERED = 64
 _arrival = attrgetter("seq")
 
 
-class Peer(Protocol):
+class QueueClient(Protocol):
     """What a queue reads of a client."""
 
     @property
@@ -62,10 +62,10 @@ class Waits(Protocol):
     seq: int
     min_version: int
     state: int
-    lane: "Queue[Any] | Early[Any] | None"
+    lane: "Queue[Any] | VersionQueue[Any] | None"
 
     @property
-    def client(self) -> Peer: ...
+    def client(self) -> QueueClient: ...
 
 
 R = TypeVar("R", bound=Waits)
@@ -74,7 +74,7 @@ R = TypeVar("R", bound=Waits)
 Turn = tuple[float, int, deque[R]]
 
 
-class Level:
+class QueueLevel:
     """What clients have used of one priority, over all lanes."""
 
     __slots__ = ("most", "starts", "virtual")
@@ -83,11 +83,11 @@ class Level:
         #: the latest virtual time of its lines
         self.virtual = 0.0
         #: by client that was served: where its next service begins, unless virtual time is further; others begin there
-        self.starts: dict[Peer, float] = {}
+        self.starts: dict[QueueClient, float] = {}
         #: when to forget those who are not further than the virtual time
         self.most = REMEMBERED
 
-    def enter(self, client: Peer, virtual: float) -> float:
+    def enter(self, client: QueueClient, virtual: float) -> float:
         """The start of a client that had nothing waiting in a line of this virtual time."""
         starts = self.starts
         start = starts.get(client, virtual)
@@ -107,13 +107,13 @@ class Line(list[Turn[R]]):
 
     __slots__ = ("flows", "gone", "keys", "late", "level", "listed", "priority", "virtual")
 
-    def __init__(self, priority: int, level: Level) -> None:
+    def __init__(self, priority: int, level: QueueLevel) -> None:
         super().__init__()
         self.priority = priority
         self.level = level
         self.virtual = 0.0
         #: by client: its requests in the order of their arrival; none is empty
-        self.flows: dict[Peer, deque[R]] = {}
+        self.flows: dict[QueueClient, deque[R]] = {}
         #: keys in the order in which they came, which is ascending, and a heap of keys that came out of order
         self.keys: deque[float] = deque()
         self.late: list[float] = []
@@ -188,7 +188,7 @@ class Line(list[Turn[R]]):
         while not self[0][2]:
             heappop(self)
 
-    def take_out(self, client: Peer) -> deque[R] | None:
+    def take_out(self, client: QueueClient) -> deque[R] | None:
         """The requests of `client` leave, to be moved elsewhere."""
         flow = self.flows.pop(client, None)
         if flow is None:
@@ -285,7 +285,7 @@ class Queue(Generic[R]):
         #: by signature: the classes' bits, shifted, and whether hidden states are wanted
         self._lanes: dict[int, Lane[R]] = {}
         #: by priority
-        self._levels: dict[int, Level] = {}
+        self._levels: dict[int, QueueLevel] = {}
         #: entries in all lanes, waiting or stale
         self.size = 0
         #: roughly as many of them are stale
@@ -307,7 +307,7 @@ class Queue(Generic[R]):
         priority = AWAY if client.away else request.priority
         line = lane.lines.get(priority)
         if line is None:
-            line = lane.lines[priority] = Line(priority, self._levels.setdefault(priority, Level()))
+            line = lane.lines[priority] = Line(priority, self._levels.setdefault(priority, QueueLevel()))
         flow = line.flows.get(client)
         if flow is None:
             level = line.level
@@ -388,7 +388,7 @@ class Queue(Generic[R]):
         lane.head = line[0][2][0]
 
     @staticmethod
-    def _charge(line: Line[R], client: Peer, start: float, weight: float) -> float:
+    def _charge(line: Line[R], client: QueueClient, start: float, weight: float) -> float:
         """`client`, whose turn began at `start`, is served: where its next turn begins."""
         level = line.level
         virtual = line.virtual + DRIFT * weight / len(line.flows)
@@ -427,7 +427,7 @@ class Queue(Generic[R]):
         self.size = self._stale = 0
         self._push_again(requests)
 
-    def move(self, client: Peer) -> None:
+    def move(self, client: QueueClient) -> None:
         """`client.away` has changed: its requests go behind all others, or back among them."""
         moved: list[R] = []
         for lane in self._lanes.values():
@@ -497,7 +497,7 @@ def _check_heap(heap: list[Any]) -> None:
         assert i == 0 or heap[(i - 1) // 2][:2] <= entry[:2], (i, entry)
 
 
-class Early(Generic[R]):
+class VersionQueue(Generic[R]):
     """Requests that wait for a later weight version, the smallest version first: a commit looks at those that it releases.
 
     Used like a `Queue`, and left in two ways only: by `due`, and by a final answer, after which the entry is stale.

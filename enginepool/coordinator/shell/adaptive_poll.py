@@ -14,7 +14,7 @@ FEW = 2
 MOST_SKIPPED = 256
 
 
-class Patience:
+class AdaptivePoll:
     """One kind of send, and what waiting after it was worth."""
 
     __slots__ = ("_misses", "_skip")

@@ -31,7 +31,7 @@ def _peers(path: Path) -> dict[str, Peer]:
     return {public: Peer(INCLUDES[role]) for public, role in read_authorized(path).items()}
 
 
-class Gate:
+class Authenticator:
     """The keys of one coordinator.
 
     Args:

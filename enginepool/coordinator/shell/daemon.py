@@ -33,7 +33,7 @@ from enginepool.coordinator.launchers.local import LocalSupervisor
 from enginepool.coordinator.requests.lifecycle import NO_MEMORY_MS
 from enginepool.coordinator.requests.memory import misfit, unread_bytes
 from enginepool.coordinator.shell.adaptive_poll import FEW
-from enginepool.coordinator.shell.authentication import Gate, read_keys
+from enginepool.coordinator.shell.authentication import Authenticator, read_keys
 from enginepool.coordinator.shell.connections import raise_open_files, shares
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.coordinator.shell.host_memory import bounds
@@ -57,7 +57,7 @@ from enginepool.folders import make_private
 from enginepool.host import os_error
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
-from enginepool.protocol.messages import Failure
+from enginepool.protocol.messages import ErrorReply
 from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, INTERNAL_ERROR, RESTART, STOPPED
 
 #: stagers that owe nothing end within this
@@ -125,7 +125,7 @@ class Daemon:
         self.machine = Machine(config)
         self.ended: asyncio.Future[int] = loop.create_future()
         self._lifeline = lifeline
-        #: the epoch that is being journalled because a peer has heard a higher one
+        #: the epoch that is being journaled because a peer has heard a higher one
         self._raised_to = 0
         self._pauses = Pauses()
         self._timer: asyncio.TimerHandle | None = None
@@ -158,7 +158,7 @@ class Daemon:
             workers = stack.enter_context(
                 Router(most, WORKER_PROOF, limits.buffer_bytes, timing.client_silence_s, self._worker_cut, connections.workers)
             )
-            self._gate = Gate(folder, context()) if (folder := _keys_folder(config)) else None
+            self._gate = Authenticator(folder, context()) if (folder := _keys_folder(config)) else None
             if self._gate is not None:
                 stack.callback(self._gate.close)
             clients.bind(_listen(config), self._gate)
@@ -218,7 +218,7 @@ class Daemon:
             event = client_event(time.monotonic(), link, frames, self._max_bytes, peer, lambda: pid_of(frame))
         except WireError as error:
             self.sockets.clients.send(link, [encode_header(refusal(frames[0] if frames else b"", error))])
-            if error.code == "unauthorised":
+            if error.code == "unauthorized":
                 # Its key was taken away: nothing more is done for it.
                 self._events.append(ev.ClientLeft(time.monotonic(), link))
             return
@@ -248,8 +248,8 @@ class Daemon:
         try:
             event = worker_event(time.monotonic(), link, frames or [b""], self.sockets.workers.peer(frame))
         except WireError as error:
-            self.sockets.workers.send(link, [encode_header(Failure(error.code, error.message, field=error.field))])
-            if error.code == "unauthorised" and link in self.machine.core.worker_links:
+            self.sockets.workers.send(link, [encode_header(ErrorReply(error.code, error.message, field=error.field))])
+            if error.code == "unauthorized" and link in self.machine.core.worker_links:
                 self._events.append(ev.WorkerBroken(time.monotonic(), link, "its key is no longer authorized"))
             return
         if type(event) is ev.WorkerHeard and event.proof:
@@ -355,7 +355,7 @@ class Daemon:
         finally:
             os._exit(INTERNAL_ERROR)
 
-    def _look_at_keys(self, gate: Gate) -> None:
+    def _look_at_keys(self, gate: Authenticator) -> None:
         for line in gate.refused():
             log(line, "refused")
         if line := gate.reload():

@@ -13,7 +13,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.requests.validation import open_score
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
-from enginepool.coordinator.weights.publish_validation import check_names, check_spaces, open_publish
+from enginepool.coordinator.weights.publish_validation import check_names, check_regions, open_publish
 from enginepool.protocol import messages as m
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames, decode_header
@@ -59,11 +59,11 @@ def client_event(
     if type(message) is m.Publish and message.new_run:
         peer.need("admin", "new_run", "true")
     elif type(message) is m.Sent:
-        check_spaces(message.spaces, pid())
+        check_regions(message.regions, pid())
     return make(now, link, message, frames[1:])
 
 
-def refusal(frame: Buffer, error: WireError) -> m.Failure:
+def refusal(frame: Buffer, error: WireError) -> m.ErrorReply:
     """The answer to a client's message that was refused, with what of its frame 0 can be read: the request's id, or of a hello
     its incarnation."""
     id_ = incarnation = None
@@ -71,7 +71,7 @@ def refusal(frame: Buffer, error: WireError) -> m.Failure:
         id_ = _id.decode(frame).id
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         incarnation = _hello_number.decode(frame).incarnation
-    return m.Failure(error.code, error.message, id_, field=error.field, limit=error.limit, incarnation=incarnation)
+    return m.ErrorReply(error.code, error.message, id_, field=error.field, limit=error.limit, incarnation=incarnation)
 
 
 def worker_event(now: float, link: Link, frames: Sequence[Buffer], peer: Peer = SAME_USER) -> ev.Event:
@@ -118,7 +118,7 @@ def _score(now: float, link: Link, score: m.Score, frames: Sequence[Buffer]) -> 
     return ev.Submit(now, link, score.id, work, score.priority, deadline, score.min_version)
 
 
-def _restart(now: float, link: Link, restart: m.Restart, frames: Sequence[Buffer]) -> ev.Event:
+def _restart(now: float, link: Link, restart: m.RestartWorker, frames: Sequence[Buffer]) -> ev.Event:
     check_names(restart, "group", "worker", "incarnation")
     return ev.RestartAsked(now, link, restart.id, group=restart.group, worker=restart.worker, incarnation=restart.incarnation)
 
@@ -133,7 +133,7 @@ def _said(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.
     return ev.PublisherSaid(now, link, message)
 
 
-def _asked(now: float, link: Link, question: m.WeightsQuestion, frames: Sequence[Buffer]) -> ev.Event:
+def _asked(now: float, link: Link, question: m.InspectWeights, frames: Sequence[Buffer]) -> ev.Event:
     check_names(question, "name")
     return ev.WeightsAsked(now, link, question)
 
@@ -145,13 +145,13 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Ack: lambda now, link, message, _: ev.Acked(now, link, message.ids),
     m.Goodbye: lambda now, link, message, _: ev.ClientLeft(now, link),
     m.Status: lambda now, link, message, _: ev.StatusAsked(now, link, message.id),
-    m.Restart: _restart,
+    m.RestartWorker: _restart,
     m.Publish: _publish,
     m.Renew: _said,
     m.Sent: _said,
     m.Commit: _said,
-    m.Abandon: _said,
-    m.WeightsQuestion: _asked,
+    m.AbortUpdate: _said,
+    m.InspectWeights: _asked,
     m.Ping: lambda now, link, message, _: ev.Heard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.Heard(now, link, proof=message.at),
 }
@@ -179,9 +179,9 @@ def _done(now: float, link: Link, done: m.Done, frames: Sequence[Buffer]) -> ev.
     return ev.BatchDone(now, link, done.batch, outcomes, done.version, done.forwards, done.run_us)
 
 
-def _tokenised(now: float, link: Link, tokenised: m.Tokenised, frames: Sequence[Buffer]) -> ev.Event:
-    check_frames(tokenised.frames, frames)
-    return ev.TextTokenised(now, link, tokenised.task, tokenised.frames, frames, tokenised.message)
+def _tokenized(now: float, link: Link, tokenized: m.Tokenized, frames: Sequence[Buffer]) -> ev.Event:
+    check_frames(tokenized.frames, frames)
+    return ev.TextTokenized(now, link, tokenized.task, tokenized.frames, frames, tokenized.message)
 
 
 def _answer(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.Event:
@@ -201,22 +201,22 @@ def _ready(now: float, link: Link, ready: m.Ready, frames: Sequence[Buffer]) -> 
 
 _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Register: _register,
-    m.AskSettings: lambda now, link, message, _: ev.SettingsAsked(now, link, message.group),
+    m.GetSettings: lambda now, link, message, _: ev.SettingsAsked(now, link, message.group),
     m.Stage: lambda now, link, message, _: ev.WorkerStage(now, link, message.stage, message.detail),
     m.Ready: _ready,
     m.Idle: lambda now, link, message, _: ev.WorkerIdle(now, link, message.epoch),
     m.Done: _done,
-    m.Tokenised: _tokenised,
+    m.Tokenized: _tokenized,
     m.Prepared: _answer,
     m.Joined: _answer,
     m.Staged: _answer,
-    m.HandedOver: _answer,
+    m.WeightsLoaded: _answer,
     m.Restored: lambda now, link, message, _: ev.RestoreFailed(now, link, message.version, message.code, message.message),
     m.Inspected: _inspected,
-    m.Bye: lambda now, link, message, _: ev.WorkerBye(
+    m.Exiting: lambda now, link, message, _: ev.WorkerBye(
         now, link, message.reason, message.failed, message.permanent, message.out_of_memory
     ),
-    m.Failure: lambda now, link, message, _: ev.WorkerRefused(now, link, message.id, message.code == "shutting_down"),
+    m.ErrorReply: lambda now, link, message, _: ev.WorkerRefused(now, link, message.id, message.code == "shutting_down"),
     m.Ping: lambda now, link, message, _: ev.WorkerHeard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.WorkerHeard(now, link, proof=message.at),
 }

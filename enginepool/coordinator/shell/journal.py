@@ -1,7 +1,7 @@
 """The journal: what must survive the coordinator. One small file of two slots, written in turn; one pool at a time.
 
 It holds the epoch and, for each group, the committed weights. Writing it is the commit point of whatever changes it, and a held
-group waits for it. The queue is not journalled: clients resend.
+group waits for it. The queue is not journaled: clients resend.
 
 `journal.json` has two lines of equal length, a record in each, as JSON. A write goes over the older one, in place, and is
 synced: nothing but these bytes has to reach the disk, no directory and no new file. One that a crash has torn shows in its
@@ -140,7 +140,7 @@ class Journal:
             self.write(self.record)
 
     def check(self) -> None:
-        """Write what holds again, with room for one more update: whether an update that opens now could be journalled.
+        """Write what holds again, with room for one more update: whether an update that opens now could be journaled.
 
         Raises:
             OSError: it could not. The error names the file.

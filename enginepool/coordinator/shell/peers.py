@@ -16,7 +16,7 @@ class Peer(NamedTuple):
     roles: frozenset[Role] = frozenset()
 
     def may_send(self, message: Any, table: Mapping[str, Role]) -> None:
-        """Raises WireError, `forbidden`: no role of this peer may send a message of this type; `unauthorised`: it has none."""
+        """Raises WireError, `forbidden`: no role of this peer may send a message of this type; `unauthorized`: it has none."""
         if self.roles is not EVERY:
             type_ = str(message.__struct_config__.tag)
             self.need(table[type_], "type", type_)
@@ -24,7 +24,7 @@ class Peer(NamedTuple):
     def need(self, role: Role, field: str, what: str) -> None:
         """The same for a value of a field. Raises WireError."""
         if not self.roles:
-            raise WireError("unauthorised", "the key of this link is not authorized here")
+            raise WireError("unauthorized", "the key of this link is not authorized here")
         if role not in self.roles:
             has = ", ".join(sorted(self.roles)) or "none"
             raise WireError(

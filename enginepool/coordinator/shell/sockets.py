@@ -25,8 +25,8 @@ from typing import IO, Self, cast
 import zmq
 
 from enginepool.coordinator.core.events import Buffer, Link
-from enginepool.coordinator.shell.adaptive_poll import WAIT_S, Patience
-from enginepool.coordinator.shell.authentication import Gate
+from enginepool.coordinator.shell.adaptive_poll import WAIT_S, AdaptivePoll
+from enginepool.coordinator.shell.authentication import Authenticator
 from enginepool.coordinator.shell.connections import OPEN_FILES, Connections
 from enginepool.coordinator.shell.outbox import Outbox
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
@@ -150,7 +150,7 @@ class Router:
         socket.setsockopt(zmq.BACKLOG, 1024)
         self.connections = Connections(context(), socket, most)
         self._lock: IO[str] | None = None
-        self._gate: Gate | None = None
+        self._gate: Authenticator | None = None
         self._proof = proof
         self._max_unread = max_unread
         self._max_silence = max_silence
@@ -166,7 +166,7 @@ class Router:
         self.sent = False
         self.endpoint = ""
 
-    def bind(self, endpoint: str, gate: Gate | None = None) -> None:
+    def bind(self, endpoint: str, gate: Authenticator | None = None) -> None:
         """Bind, or raise ConfigError. An ipc socket lies in a directory of this user alone: a process that can open it is this
         user's. A lock next to its path is taken first: a second bind would steal the traffic. `gate`: keys, for TCP."""
         if endpoint.startswith("ipc://"):
@@ -412,7 +412,7 @@ class Sockets:
         #: hardly anything is in flight: a reply may be worth staying awake for
         self._quiet = quiet
         #: after a send to workers, to clients, to both
-        self._patience = (Patience(), Patience(), Patience())
+        self._patience = (AdaptivePoll(), AdaptivePoll(), AdaptivePoll())
         self.clients = clients
         self.workers = workers
         self._take_client: Receive | None = None

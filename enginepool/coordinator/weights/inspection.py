@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
 from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.core.state import Group, Worker
 from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_ID
 from enginepool.protocol.manifest import worst
-from enginepool.protocol.messages import Failure, TaskId
-from enginepool.protocol.updates import Inspect, WeightsQuestion, WeightsReport, WorkerWeights
+from enginepool.protocol.messages import ErrorReply, TaskId
+from enginepool.protocol.updates import Inspect, InspectWeights, WeightsReport, WorkerWeights
 
 #: questions that wait for workers at once; each makes engines read all of their weights
 OPEN = 16
@@ -24,7 +24,7 @@ AGAIN_MS = 1000
 class Question:
     """One question, until all workers that were asked have answered."""
 
-    def __init__(self, link: Link, group: Group, message: WeightsQuestion, until: float) -> None:
+    def __init__(self, link: Link, group: Group, message: InspectWeights, until: float) -> None:
         self.link = link
         self.group = group
         self.message = message
@@ -34,10 +34,10 @@ class Question:
         self.report = report_of(group, message.id)
 
 
-class Questions:
+class Inspections:
     """All questions that wait for workers."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Context) -> None:
         self.core = core
         self.open: list[Question] = []
 
@@ -88,7 +88,7 @@ class Questions:
         return True
 
     def _busy(self, link: Link, id: int, limit: int, why: str) -> None:
-        self.core.effects.append(ToClient(link, Failure("busy", why, id, limit=str(limit), retry_after_ms=AGAIN_MS)))
+        self.core.effects.append(ToClient(link, ErrorReply("busy", why, id, limit=str(limit), retry_after_ms=AGAIN_MS)))
 
     def _post(self, question: Question, task: TaskId, worker: Worker) -> None:
         message = Inspect(task, "digest", question.message.name)

@@ -3,29 +3,29 @@
 `weights` says which. Here is what each of them means for the group, its workers, its history, and for the publisher.
 """
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
 from enginepool.coordinator.core.events import GroupWeights
 from enginepool.coordinator.core.state import Worker
-from enginepool.coordinator.fleet.workers import Fleet
-from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.fleet.workers import WorkerRegistry
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.weights.outgoing import tell
 from enginepool.coordinator.weights.quiesce import release
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.update import Member, Update, failures, zero_matrices
 from enginepool.protocol.layout import layered
-from enginepool.protocol.messages import Failure, Message
-from enginepool.protocol.updates import HELD, Committed, Published, Release, UpdateRecord
+from enginepool.protocol.messages import ErrorReply, Message
+from enginepool.protocol.updates import HELD, Committed, Published, ReleaseWeights, UpdateRecord
 
 #: characters that the history keeps of a message
 RECORD_TEXT = 1000
 
 
-class Ending:
+class UpdateOutcomes:
     """Ends transactions."""
 
-    def __init__(self, core: Core, requests: Requests, fleet: Fleet, restoring: Restoring) -> None:
+    def __init__(self, core: Context, requests: RequestLifecycle, fleet: WorkerRegistry, restoring: Restoring) -> None:
         self.core = core
         self.requests = requests
         self.fleet = fleet
@@ -38,7 +38,7 @@ class Ending:
         group, offer = update.group, update.offer
         before = group.weights
         run = max(before.run, group.heard_committed[0]) + offer.new_run
-        if offer.transfer == "relabel" and not group.behind:
+        if offer.transfer == "set_version" and not group.behind:
             return GroupWeights(offer.version, before.digest, before.snapshot, before.path, run, before.restart)
         if update.restarts:
             return GroupWeights(offer.version, digest, path=offer.path, run=run, restart=True)
@@ -46,8 +46,8 @@ class Ending:
             # Nobody's bytes are all of it: whoever holds less than both must not be asked to restore it.
             return GroupWeights(offer.version, layered(before.digest, digest), run=run)
         folder = self.snapshots.get(group.config.snapshot, "")
-        # A relabel takes up weights that the journal has lost: a stager may hold them, and its snapshot may be there.
-        keeps = bool(folder) and offer.transfer in ("staged", "relabel")
+        # A set_version takes up weights that the journal has lost: a stager may hold them, and its snapshot may be there.
+        keeps = bool(folder) and offer.transfer in ("staged", "set_version")
         # Versions of different runs cannot be compared, and a stager removes what is older than what it writes.
         name = f"{group.name}+{run}" if run else group.name
         snapshot = f"{folder}/{name}-{digest}" if keeps else ""
@@ -57,7 +57,7 @@ class Ending:
         """The journal has it: these are the weights of the group from now on."""
         group, before = update.group, update.group.version
         self._count(update)
-        handed_over = update.since
+        loaded_at = update.since
         group.weights = weights
         group.version = weights.version
         group.zeros = _zeros(update)
@@ -69,7 +69,7 @@ class Ending:
         loaded = [member for member in update.members.values() if member.loaded]
         record = self._record(update, "committed", _note(update))
         record.committed, record.digest = sum(not member.worker.lost for member in loaded), weights.digest
-        group.first = record, handed_over
+        group.first = record, loaded_at
         for member in update.members.values():
             worker = member.worker
             if worker.lost:
@@ -106,7 +106,7 @@ class Ending:
         self._close(update)
         for member in update.members.values():
             if not member.worker.lost:
-                self.core.effects.append(ToWorker(member.worker.link, Release(update.id, reason)))
+                self.core.effects.append(ToWorker(member.worker.link, ReleaseWeights(update.id, reason)))
         if held:
             release(self.core, update.group)
         self._end(update, code, reason, field, limit)
@@ -131,17 +131,17 @@ class Ending:
     def _returns(self, update: Update, member: Member) -> bool:
         """Whether its engine runs on all of the new weights, and can take the committed ones without a new process."""
         # An empty digest is that of the checkpoint, which an engine loads at its start.
-        known = bool(update.group.weights.digest) or update.offer.transfer == "relabel"
+        known = bool(update.group.weights.digest) or update.offer.transfer == "set_version"
         if update.group.behind:
-            known = update.offer.transfer == "relabel"
+            known = update.offer.transfer == "set_version"
         return member.loaded and not update.restarts and known
 
     def _take_back(self, update: Update, member: Member, reason: str) -> None:
         """It runs on weights that were not committed, until it says otherwise."""
         worker, offer = member.worker, update.offer
-        self.core.effects.append(ToWorker(worker.link, Release(update.id, reason)))
+        self.core.effects.append(ToWorker(worker.link, ReleaseWeights(update.id, reason)))
         worker.version = offer.version
-        worker.digest = worker.digest if offer.transfer == "relabel" else member.digest
+        worker.digest = worker.digest if offer.transfer == "set_version" else member.digest
         if not worker.group.behind:
             self.restoring.take_back(worker)
 
@@ -202,7 +202,7 @@ class Ending:
     def _end(self, update: Update, code: str, reason: str, field: str = "", limit: str = "") -> None:
         seen = f"{update.offer.transfer} of version {update.offer.version} given up in phase {update.phase}: {reason}"
         self._record(update, code, seen)
-        self._finish(update, Failure(code, seen, update.offer.id, field=field, limit=limit))
+        self._finish(update, ErrorReply(code, seen, update.offer.id, field=field, limit=limit))
 
     def _finish(self, update: Update, message: Message) -> None:
         """The publisher's final answer."""
@@ -219,7 +219,7 @@ class Ending:
 def _zeros(update: Update) -> frozenset[str] | None:
     """What is zero in the weights that are committed now, as far as it is known."""
     before, offer = update.group.zeros, update.offer
-    if offer.transfer == "relabel":
+    if offer.transfer == "set_version":
         return before
     if not update.broadcasts or update.direct:
         return None

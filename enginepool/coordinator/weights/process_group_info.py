@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Ring(NamedTuple):
+class ProcessGroupInfo(NamedTuple):
     """A process group that stands: its name, where it meets, and the sides that are in it, in the order of their ranks."""
 
     name: str

@@ -8,7 +8,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor, decode_manifest
-from enginepool.protocol.updates import DESCRIPTOR, MAX_MS, SEAL_BYTES, Publish, Space
+from enginepool.protocol.updates import DESCRIPTOR, MAX_MS, SEAL_BYTES, MemoryRegion, Publish
 
 #: transfers whose bytes are broadcast in a process group
 BROADCAST = ("staged", "direct")
@@ -39,7 +39,7 @@ def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
             raise WireError("bad_request", f"{field}: {value} is outside {least}..{most}", field=field, limit=str(limit))
     check_names(publish, "address", "gpu", "host", "path", "peer")
     check_frames(publish.frames, frames)
-    if publish.transfer in ("checkpoint", "relabel"):
+    if publish.transfer in ("checkpoint", "set_version"):
         if frames:
             raise WireError("malformed", f"frames: {publish.transfer} has no manifest", field="frames", limit="0")
         if publish.transfer == "checkpoint" and not publish.path:
@@ -49,7 +49,7 @@ def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
         raise WireError("malformed", f"frames: {publish.transfer} has one, `manifest` utf8", field="frames", limit="1")
     if publish.transfer in BROADCAST and not publish.address:
         raise WireError("bad_request", f"address: {publish.transfer} needs the publisher's HOST:PORT", field="address")
-    if publish.transfer == "handles" and not publish.host:
+    if publish.transfer == "ipc" and not publish.host:
         raise WireError("bad_request", "host: handles needs the identity of the publisher's host", field="host")
     size = publish.bucket_bytes
     if size <= 0 or size % ALIGNMENT:
@@ -58,14 +58,14 @@ def open_publish(publish: Publish, frames: Sequence[Buffer]) -> list[Tensor]:
     return decode_manifest(frames[0])
 
 
-def check_spaces(spaces: Sequence[Space], pid: int | None) -> None:
+def check_regions(regions: Sequence[MemoryRegion], pid: int | None) -> None:
     """What of lent memory can be refused before a worker opens it. `pid`: of the publisher's process, where it is known.
 
     Raises:
         WireError: `bad_request`: memory without a seal, or a path that is no descriptor of the publisher's process.
     """
-    for i, space in enumerate(spaces):
-        at = f"spaces[{i}]"
+    for i, space in enumerate(regions):
+        at = f"regions[{i}]"
         check_names(space, "path", "gpu", at=f"{at}.")
         if len(space.seal) != SEAL_BYTES:
             text = f"{at}.seal: expected {SEAL_BYTES} bytes, got {len(space.seal)}"

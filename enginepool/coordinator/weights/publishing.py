@@ -5,20 +5,20 @@ The order of the checks in `publish` is a promise, as in `requests`: who are you
 """
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.state import Client, Group, Worker
 from enginepool.coordinator.weights.outgoing import say_join, say_phase
 from enginepool.coordinator.weights.publish_validation import outside
-from enginepool.coordinator.weights.transaction import Weights
+from enginepool.coordinator.weights.transaction import Transactions
 from enginepool.coordinator.weights.update import Member, Update
-from enginepool.protocol.updates import Abandon, Commit, Publish, Sent
+from enginepool.protocol.updates import AbortUpdate, Commit, Publish, Sent
 
 
 class Publishers:
     """What publishers say."""
 
-    def __init__(self, core: Core, weights: Weights) -> None:
+    def __init__(self, core: Context, weights: Transactions) -> None:
         self.core = core
         self.weights = weights
 
@@ -99,8 +99,8 @@ class Publishers:
                 core.refuse(e.link, message.id, "update_aborted", "no such transaction is open here")
             return
         _renew(update, self.core.now)
-        if isinstance(message, Abandon):
-            why = f"abandoned by its publisher: {message.reason or 'no reason given'}"
+        if isinstance(message, AbortUpdate):
+            why = f"aborted by its publisher: {message.reason or 'no reason given'}"
             if message.broken and not update.forward:
                 self.weights.broke(update, why)
             elif not update.forward:
@@ -120,12 +120,12 @@ class Publishers:
 
 def _over(offer: Publish) -> bool:
     """It is laid over the present weights, and needs them there."""
-    return offer.partial or offer.transfer == "relabel"
+    return offer.partial or offer.transfer == "set_version"
 
 
 def _present(worker: Worker, offer: Publish) -> bool:
-    """Whether its engine has the weights that the offer is laid over. A relabel takes up weights that the journal has lost."""
-    return worker.holds_lost and offer.transfer == "relabel" if worker.group.behind else worker.holds
+    """Whether its engine has the weights that the offer is laid over. `set_version` takes up weights that the journal lost."""
+    return worker.holds_lost and offer.transfer == "set_version" if worker.group.behind else worker.holds
 
 
 def _renew(update: Update, now: float) -> None:

@@ -8,7 +8,7 @@ one version.
 
 from collections.abc import Iterable
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.state import Group, Worker
 from enginepool.coordinator.scheduling.batches import release_kept
 
@@ -21,7 +21,7 @@ def hold(group: Group) -> None:
     _tell(group)
 
 
-def release(core: Core, group: Group) -> None:
+def release(core: Context, group: Group) -> None:
     """Work starts again, unless the coordinator is about to end without its workers."""
     group.held = core.keep_workers
     _tell(group)

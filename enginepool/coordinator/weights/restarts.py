@@ -13,11 +13,11 @@ A member on its way is `leaving` (it finishes what it has), `starting` (its plac
 `ready`. Until the commit its weights are not the committed ones, so that it gets no work.
 """
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import GroupWeights
 from enginepool.coordinator.core.state import Worker
-from enginepool.coordinator.fleet.workers import Fleet
-from enginepool.coordinator.weights.outcomes import Ending
+from enginepool.coordinator.fleet.workers import WorkerRegistry
+from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.quiesce import working
 from enginepool.coordinator.weights.update import RESTART, Member, Update
 
@@ -25,10 +25,10 @@ from enginepool.coordinator.weights.update import RESTART, Member, Update
 class Restarts:
     """The restarts of open transactions."""
 
-    def __init__(self, core: Core, ending: Ending) -> None:
+    def __init__(self, core: Context, ending: UpdateOutcomes) -> None:
         self.core = core
         self.ending = ending
-        self.fleet: Fleet = ending.fleet
+        self.fleet: WorkerRegistry = ending.fleet
 
     def possible(self, update: Update) -> bool:
         """Whether all members can be restarted on the same checkpoint; else the transaction is aborted."""

@@ -7,23 +7,23 @@ worker finds them.
 
 A worker that heard of a later commit than the journal has shows that the journal was lost, or is an old one. Its weights may be
 the only copy, and older ones must not answer: no worker of the group is restored or given work, and clients are asked for the
-weights as above, until a publisher brings them or an operator relabels what those workers hold.
+weights as above, until a publisher brings them or an operator set_version what those workers hold.
 """
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
 from enginepool.coordinator.core.state import Client, Group, Worker
-from enginepool.coordinator.fleet.workers import Fleet
-from enginepool.coordinator.requests.lifecycle import Requests
+from enginepool.coordinator.fleet.workers import WorkerRegistry
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
-from enginepool.protocol.updates import Committed, Restore, WeightsWanted
+from enginepool.protocol.updates import Committed, Restore, WeightsNeeded
 
 
 class Restoring:
     """Workers on other weights than the committed ones."""
 
-    def __init__(self, core: Core, requests: Requests, fleet: Fleet) -> None:
+    def __init__(self, core: Context, requests: RequestLifecycle, fleet: WorkerRegistry) -> None:
         self.core = core
         self.requests = requests
         self.fleet = fleet
@@ -76,7 +76,7 @@ class Restoring:
         group, version = worker.group, worker.committed[1]
         group.needs = (
             f"the journal is behind: {worker.name} holds the committed weight version {version} of group {group.name!r}, "
-            f"and the journal knows version {group.version}; publish version {version} or a later one, or relabel to "
+            f"and the journal knows version {group.version}; publish version {version} or a later one, or set_version to "
             f"version {version} to go on with what the workers hold"
         )
         group.needy = PLAIN | PACKED
@@ -176,5 +176,5 @@ class Restoring:
         # Of all clients: a trainer that was restarted is another one than that which published them.
         if client.link is not None:
             self.core.effects.append(
-                ToClient(client.link, WeightsWanted(group.name, max(group.version, group.heard_committed[1])))
+                ToClient(client.link, WeightsNeeded(group.name, max(group.version, group.heard_committed[1])))
             )

@@ -1,7 +1,7 @@
 """Weight updates: the transaction between a publisher, this coordinator and a group's workers, decided here and nowhere else.
 
 How it thinks. Tensors pass by: they go from the publisher to the workers' side in a process group of their own, or lie in
-memory that it lends (`handles`), which members look at when `sent` says where. What is decided here is who takes part, when
+memory that it lends (`ipc`), which members look at when `sent` says where. What is decided here is who takes part, when
 engines change weights, and which version the group is on. Members are the workers that are ready when it opens; no worker joins
 later. Each phase waits for one answer of each member, `pending`, and has a deadline. A member without memory for a staged
 transfer leaves when it says so: it serves the old version until the commit, and is then restored like a worker that returns.
@@ -13,8 +13,8 @@ transfer leaves when it says so: it serves the old version until the commit, and
     transfer    staged of all, and `sent`         digests and findings: staged, or abort   abort; the lease: abort
     staged      `commit`                          hold; by restart: restart                abort; the lease: abort
     restart     enough members run on it          hold, or with `at_once` (held): journal  see `restarts`
-    hold        nothing in flight at members      hand_over                                drain: put back, go on; a loss: abort
-    hand_over   handed_over of all                one loaded: journal; none, or all who    the member has failed
+    hold        nothing in flight at members      load                                drain: put back, go on; a loss: abort
+    load   loaded of all                one loaded: journal; none, or all who    the member has failed
                                                   did are lost and nobody else has it: fail
                 direct: and `sent`                all loaded: journal                      fail
     journal     the journal is written            committed                                it could not be: fail
@@ -36,19 +36,19 @@ again under its id is attached.
 """
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import CheckJournal, ToWorker, WriteJournal
 from enginepool.coordinator.core.state import Worker
-from enginepool.coordinator.weights.outcomes import Ending
+from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.outgoing import ask, say_join, say_phase
-from enginepool.coordinator.weights.process_group_info import Ring
+from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.coordinator.weights.quiesce import hold, working
 from enginepool.coordinator.weights.restarts import Restarts
 from enginepool.coordinator.weights.update import (
-    HAND_OVER,
     HOLD,
     JOIN,
     JOURNAL,
+    LOAD,
     OPEN,
     RESTART,
     STAGED,
@@ -59,20 +59,20 @@ from enginepool.coordinator.weights.update import (
     failures,
 )
 from enginepool.coordinator.weights.verification import Verifying
-from enginepool.protocol.updates import HandedOver, Joined, Prepared, Release, Sent, Staged
+from enginepool.protocol.updates import Joined, Prepared, ReleaseWeights, Sent, Staged, WeightsLoaded
 
 #: codes with which a member may refuse, that are the publisher's to hear; all others become `update_aborted`
 _TOLD = frozenset({"weights_refused", "unsupported", "bad_request"})
 #: which phase an answer belongs to
-_PHASE = {Prepared: OPEN, Joined: JOIN, Staged: TRANSFER, HandedOver: HAND_OVER}
+_PHASE = {Prepared: OPEN, Joined: JOIN, Staged: TRANSFER, WeightsLoaded: LOAD}
 #: seconds in which somebody may say why a process group broke
 REASON_S = 1.0
 
 
-class Weights:
+class Transactions:
     """The transactions of all groups."""
 
-    def __init__(self, core: Core, ending: Ending) -> None:
+    def __init__(self, core: Context, ending: UpdateOutcomes) -> None:
         self.core = core
         self.ending = ending
         self.fleet = ending.fleet
@@ -116,7 +116,7 @@ class Weights:
         elif isinstance(message, Staged):
             member.digest, member.findings = message.digest, message.findings
             self.moves(update)
-        elif isinstance(message, HandedOver):
+        elif isinstance(message, WeightsLoaded):
             self._took(update, member, message)
         del update.pending[worker.incarnation]
 
@@ -132,9 +132,9 @@ class Weights:
         worker = member.worker
         del update.members[worker.incarnation], update.pending[worker.incarnation]
         update.left[worker.name] = why
-        self.core.effects.append(ToWorker(worker.link, Release(update.id, why)))
+        self.core.effects.append(ToWorker(worker.link, ReleaseWeights(update.id, why)))
 
-    def _took(self, update: Update, member: Member, message: HandedOver) -> None:
+    def _took(self, update: Update, member: Member, message: WeightsLoaded) -> None:
         """A member's engine has taken the weights, or has kept its old ones."""
         if message.code:
             member.failure = f"{message.code}: {message.message}"
@@ -145,7 +145,7 @@ class Weights:
         else:
             member.loaded = True
             member.digest = message.digest
-            for part, us in (("ready", message.ready_us), ("load", message.load_us), ("flush", message.flush_us)):
+            for part, us in (("prepare", message.prepare_us), ("copy", message.copy_us), ("flush", message.flush_us)):
                 if us:
                     update.times[part] = max(us, update.times.get(part, 0))
 
@@ -182,12 +182,12 @@ class Weights:
         """Bytes pass: the phase in which they do goes on."""
         if update.phase == TRANSFER and not update.broken:
             update.until = self.core.now + self.core.config.timing.update_stall_s
-        elif update.phase == HAND_OVER and update.direct:
-            update.until = self.core.now + self.core.config.timing.update_hand_over_s
+        elif update.phase == LOAD and update.direct:
+            update.until = self.core.now + self.core.config.timing.update_load_s
 
     def sent(self, update: Update, message: Sent) -> None:
         """The publisher has sent everything. What it lends instead, the members look at now."""
-        update.sent_digest, update.spaces = message.digest, message.spaces
+        update.sent_digest, update.regions = message.digest, message.regions
         self.moves(update)
         if update.phase == TRANSFER:
             self._ask_all(update)
@@ -205,7 +205,7 @@ class Weights:
         update.phase = phase
         update.since = now
         update.until = now + seconds
-        waits = phase not in (STAGED, RESTART, HOLD, JOURNAL) and not (update.restarts and phase == HAND_OVER)
+        waits = phase not in (STAGED, RESTART, HOLD, JOURNAL) and not (update.restarts and phase == LOAD)
         update.pending = dict(update.members) if waits else {}
         say_phase(self.core, update)
 
@@ -259,7 +259,7 @@ class Weights:
         elif update.phase == RESTART:
             if self.restarts.advance(update):
                 if update.at_once:
-                    self._hand_over(update)
+                    self._load(update)
                 else:
                     self._hold(update)
         elif update.phase == HOLD:
@@ -270,9 +270,9 @@ class Weights:
                 if update.at_once:
                     self._enter(update, RESTART)
                 else:
-                    self._hand_over(update)
-        elif update.phase == HAND_OVER:
-            self._handed_over(update)
+                    self._load(update)
+        elif update.phase == LOAD:
+            self._loaded(update)
 
     def _join(self, update: Update) -> None:
         """Ranks for all; the process group of last time is kept when the same sides are in it."""
@@ -283,11 +283,13 @@ class Weights:
             rank += member.ranks
         sides = ((offer.peer, 1), *((member.peer, member.ranks) for member in update.members.values()))
         stands = group.ring
-        warm = stands is not None and offer.peer and stands == Ring(stands.name, offer.address, offer.backend, sides)
+        warm = (
+            stands is not None and offer.peer and stands == ProcessGroupInfo(stands.name, offer.address, offer.backend, sides)
+        )
         if warm and stands is not None:
             update.ring = stands
         else:
-            update.ring = Ring(f"{group.name}-{update.id[0]:x}-{update.id[1]}", offer.address, offer.backend, sides)
+            update.ring = ProcessGroupInfo(f"{group.name}-{update.id[0]:x}-{update.id[1]}", offer.address, offer.backend, sides)
         group.ring = None
         self._enter(update, JOIN, self.core.config.timing.update_join_s)
         say_join(self.core, update)
@@ -307,11 +309,11 @@ class Weights:
             update.recalled += len(member.worker.batches)
             member.recalled += self.fleet.recall(member.worker)
 
-    def _hand_over(self, update: Update) -> None:
-        self._enter(update, HAND_OVER, self.core.config.timing.update_hand_over_s)
+    def _load(self, update: Update) -> None:
+        self._enter(update, LOAD, self.core.config.timing.update_load_s)
         self._ask_all(update)
 
-    def _handed_over(self, update: Update) -> None:
+    def _loaded(self, update: Update) -> None:
         """All members have answered: is it a commit?"""
         members = list(update.members.values())
         loaded = [member for member in members if member.loaded]
@@ -345,7 +347,7 @@ class Weights:
         self.core.effects.append(WriteJournal(update.id, update.group.name, update.weights))
 
     def checked(self, e: ev.JournalChecked) -> None:
-        """Whether a commit could be journalled: if not, no engine is touched."""
+        """Whether a commit could be journaled: if not, no engine is touched."""
         update = next((update for update in self.core.updates.values() if update.id == e.update), None)
         if update is None:
             return
@@ -353,7 +355,7 @@ class Weights:
         if e.error:
             self.ending.abort(update, "update_aborted", f"the journal cannot be written: {e.error}")
 
-    def journalled(self, e: ev.JournalWritten) -> None:
+    def journaled(self, e: ev.JournalWritten) -> None:
         """The commit point is passed, or could not be."""
         update = next((update for update in self.core.updates.values() if update.id == e.update), None)
         if update is None or update.weights is None:
@@ -387,7 +389,7 @@ class Weights:
         elif update.phase in (HOLD, RESTART):
             update.recalls = True
             update.until = float("inf")
-        elif update.phase == HAND_OVER:
+        elif update.phase == LOAD:
             for member in update.pending.values():
                 self._gave_out(member, f"not handed over: {why}")
             update.pending = {}

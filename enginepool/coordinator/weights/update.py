@@ -5,10 +5,10 @@ from typing import Final, Literal
 
 from enginepool.coordinator.core.events import Buffer, GroupWeights
 from enginepool.coordinator.core.state import Client, Group, Request, Worker
-from enginepool.coordinator.weights.process_group_info import Ring
+from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import TaskId
-from enginepool.protocol.updates import Finding, PhaseName, Publish, Space
+from enginepool.protocol.updates import Finding, MemoryRegion, PhaseName, Publish
 
 OPEN: Final = "open"
 JOIN: Final = "join"
@@ -16,10 +16,10 @@ TRANSFER: Final = "transfer"
 STAGED: Final = "staged"
 RESTART: Final = "restart"
 HOLD: Final = "hold"
-HAND_OVER: Final = "hand_over"
+LOAD: Final = "load"
 JOURNAL: Final = "journal"
 Stand = PhaseName | Literal["journal"]
-PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, RESTART, HOLD, HAND_OVER, JOURNAL)
+PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, RESTART, HOLD, LOAD, JOURNAL)
 
 
 class Member:
@@ -94,7 +94,7 @@ class Update:
         self.pending: dict[str, Member] = {}
         #: how many had finished it when the publisher was told last
         self.told = 0
-        self.ring: Ring | None = None
+        self.ring: ProcessGroupInfo | None = None
         #: how the process group broke, in the words of who said so first
         self.broken = ""
         #: when the publisher is given up, unless it says something
@@ -103,7 +103,7 @@ class Update:
         #: of all bytes that the publisher broadcast; None before it said so
         self.sent_digest: str | None = None
         #: where they lie, if they lie in memory of the publisher
-        self.spaces: list[Space] = []
+        self.regions: list[MemoryRegion] = []
         #: the publisher wants it committed
         self.commit = False
         #: the drain is over, or none was wanted: what members have in hand is put back
@@ -116,7 +116,7 @@ class Update:
         self.restart_failed = ""
         #: a member was asked what is zero in the committed weights; nothing else says whether zeros are new
         self.inspecting: tuple[TaskId, Worker] | None = None
-        #: what is being journalled
+        #: what is being journaled
         self.weights: GroupWeights | None = None
 
     @property
@@ -132,7 +132,7 @@ class Update:
     @property
     def lent(self) -> bool:
         """The bytes lie in memory of the publisher, out of which engines take them."""
-        return self.offer.transfer == "handles"
+        return self.offer.transfer == "ipc"
 
     @property
     def kept(self) -> bool:
@@ -152,12 +152,12 @@ class Update:
     @property
     def holds(self) -> bool:
         """Its group is held."""
-        return self.phase in (HOLD, HAND_OVER, JOURNAL) or (self.phase == RESTART and self.at_once)
+        return self.phase in (HOLD, LOAD, JOURNAL) or (self.phase == RESTART and self.at_once)
 
     @property
     def forward(self) -> bool:
         """The hand-over has begun: there is no way back."""
-        return self.phase in (HAND_OVER, JOURNAL)
+        return self.phase in (LOAD, JOURNAL)
 
     @property
     def needs_publisher(self) -> bool:

@@ -1,9 +1,9 @@
 """Verifying: is what all members staged what was sent, and is anything in it wrong? No engine has been touched yet."""
 
-from enginepool.coordinator.core.context import Core
+from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.state import Worker
-from enginepool.coordinator.weights.outcomes import Ending
+from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.update import TRANSFER, Update, zero_matrices
 from enginepool.protocol.basis import MAX_FINDINGS
 from enginepool.protocol.updates import Inspect, Inspected
@@ -18,7 +18,7 @@ _WRONG = {
 class Verifying:
     """Verifies what was staged."""
 
-    def __init__(self, core: Core, ending: Ending) -> None:
+    def __init__(self, core: Context, ending: UpdateOutcomes) -> None:
         self.core = core
         self.ending = ending
 

@@ -13,7 +13,7 @@ import msgspec
 from enginepool.model_folder import holds_model
 from enginepool.workers import cpu_bridge
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
-from enginepool.workers.sglang.host.settings import SettingsError, Wanted, engine_kwargs
+from enginepool.workers.sglang.host.settings import RequestedSettings, SettingsError, engine_kwargs
 from enginepool.workers.sglang.patches import table as patches
 from enginepool.workers.sglang.score.cross_encoder import use_all_positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
@@ -21,7 +21,7 @@ from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damage
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedEngine:
     """An engine that is ready to be built.
 
     build: starts its processes, blocks for as long as that takes and returns the `sglang.Engine`; wanted: what it was asked
@@ -29,18 +29,18 @@ class Prepared:
     """
 
     build: Callable[[], Any]
-    wanted: Wanted
+    wanted: RequestedSettings
     requests: Any
     version: str
 
 
-def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
+def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> PreparedEngine:
     """Import SGLang, which takes seconds, and settle what the engine is started with.
 
     Args:
         model: a folder with a checkpoint, or a name on the model hub.
         device: `auto` takes CUDA where there is some, else the CPU.
-        wishes: the other fields of `Wanted`.
+        wishes: the other fields of `RequestedSettings`.
 
     Raises:
         SettingsError: there is no SGLang or one that is not supported, no such folder, no model in it, a safetensors file is
@@ -69,7 +69,7 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
         version: str = importlib.import_module(patches.VERSION).__version__
     except ImportError as error:
         raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
-    wanted = Wanted(model=os.path.expanduser(model), device=device, **wishes)
+    wanted = RequestedSettings(model=os.path.expanduser(model), device=device, **wishes)
     config = Path(wanted.model) / "config.json"
     if config.is_file():
         # Known before minutes of loading; a model from elsewhere is asked once it is there.
@@ -79,7 +79,7 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> Prepared:
     patches.refuse_unknown(version, flashinfer=flashinfer)
     use_all_positions(importlib.import_module(patches.MODEL).ModelConfig)
     engine_class = _with_our_entries(module.Engine, patches.FLASHINFER if flashinfer else "")
-    return Prepared(partial(engine_class, **kwargs), wanted, requests, version)
+    return PreparedEngine(partial(engine_class, **kwargs), wanted, requests, version)
 
 
 def _resolved(device: str) -> str:

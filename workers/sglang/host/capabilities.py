@@ -4,7 +4,7 @@ from typing import Any
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.packed import MAX_ITEM
-from enginepool.workers.sglang.host.settings import Running, SettingsError, Wanted, budgets, reserved
+from enginepool.workers.sglang.host.settings import RequestedSettings, Running, SettingsError, budgets, reserved
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.score.cross_encoder import activation_of, is_cross_encoder, positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
@@ -27,7 +27,7 @@ async def what_runs(engine: Any) -> Running:
     )
 
 
-def capabilities_of(tm: Any, name: str, version: str, wanted: Wanted, running: Running) -> Capabilities:
+def capabilities_of(tm: Any, name: str, version: str, wanted: RequestedSettings, running: Running) -> Capabilities:
     """Capabilities from what the engine really runs with; `labels`, `hidden` and `pace` are measured by the warm-up.
 
     Args:

@@ -27,7 +27,7 @@ from enginepool.workers.engine import (
     ScoreBatch,
     TakeTimes,
 )
-from enginepool.workers.sglang.host.build import Prepared, prepare
+from enginepool.workers.sglang.host.build import PreparedEngine, prepare
 from enginepool.workers.sglang.host.capabilities import capabilities_of, what_runs
 from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.lifetime import EngineEnd, one_line, unknown_model
@@ -82,7 +82,7 @@ class SglangEngine:
             "cached_query_tokens": cached_query_tokens,
             "nccl_port": nccl_port,
         }
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedEngine | None = None
         self._host: EngineHost | None = None
         #: SGLang's tokenizer manager: the one way to ask the engine anything
         self._tm: Any = None
@@ -93,7 +93,7 @@ class SglangEngine:
         self._receiver: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         #: One thread: the tokenizer's state may not be borrowed twice.
-        self._tokenising = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+        self._tokenizing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenize")
 
     # --- start -----------------------------------------------------------------------------------------------------
 
@@ -205,15 +205,15 @@ class SglangEngine:
         await self._updates().join(name, address, world, rank, backend)
 
     async def ready(self, weights: NewWeights) -> float:
-        """Get ready to take what will lie in these spaces; seconds that this kept it from forwards. Raises EngineError."""
+        """Get ready to take what will lie in these regions; seconds that this kept it from forwards. Raises EngineError."""
         return await self._updates().ready(weights)
 
-    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open `weights.spaces` and look at every byte, while the engine serves. Raises EngineError."""
-        return await self._updates().examine(weights)
+    async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open `weights.regions` and look at every byte, while the engine serves. Raises EngineError."""
+        return await self._updates().verify(weights)
 
     async def let_go(self) -> None:
-        """Refer to no memory of spaces any more. Raises EngineError."""
+        """Refer to no memory of regions any more. Raises EngineError."""
         await self._updates().let_go()
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
@@ -237,7 +237,7 @@ class SglangEngine:
         assert self._weights is not None
         return self._weights
 
-    async def tokenise(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
+    async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
         """Token ids of each pair's concatenation, with the special tokens that the model's tokenizer adds; for a cross-encoder,
         unless `raw`, as its tokenizer joins a pair. Raises EngineError."""
         capabilities = self._serving().capabilities
@@ -252,7 +252,7 @@ class SglangEngine:
             return [list(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]] if texts else []
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenising, encode)
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, encode)
         except (ValueError, TypeError) as error:
             raise EngineError(f"the tokenizer refused the text: {one_line(error)}") from error
 
@@ -285,7 +285,7 @@ class SglangEngine:
         if self._receiver is not None:
             self._receiver.cancel()
             await asyncio.wait([self._receiver])
-        self._tokenising.shutdown(wait=False)
+        self._tokenizing.shutdown(wait=False)
         with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread: then there is none to remove
             asyncio.get_running_loop().remove_signal_handler(signal.SIGQUIT)
             signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a scheduler that was dying may still send one

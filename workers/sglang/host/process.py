@@ -34,7 +34,7 @@ if os.environ.get(BRIDGE_VARIABLE):
     cpu_bridge.install()
 
 
-class Notes(logging.Handler):
+class LogNotes(logging.Handler):
     """Keeps the last error that a process of the engine logged where it can be found when the process is gone.
 
     The file is named by the process id. Its first line is the role, its second the error.
@@ -59,7 +59,7 @@ def keep_notes(role: str) -> None:
     """Leave this process's role, and from now on its last error."""
     folder = os.environ.get(NOTES_VARIABLE)
     if folder:
-        logging.getLogger("sglang").addHandler(Notes(Path(folder) / str(os.getpid()), role))
+        logging.getLogger("sglang").addHandler(LogNotes(Path(folder) / str(os.getpid()), role))
 
 
 def start_biases_at_zero() -> None:

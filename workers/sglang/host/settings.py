@@ -52,7 +52,7 @@ class SettingsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedSettings:
     """What the pool's config asks of one engine. `device` is resolved: never `auto`."""
 
     model: str
@@ -130,7 +130,7 @@ class Budgets:
     cached_tokens: int = 0
 
 
-def engine_kwargs(wanted: Wanted, known: Collection[str]) -> dict[str, Any]:
+def engine_kwargs(wanted: RequestedSettings, known: Collection[str]) -> dict[str, Any]:
     """The keyword arguments of `sglang.Engine`.
 
     `known` are the settings that the installed SGLang has: defaults that it lacks are left out, options that it lacks are
@@ -161,7 +161,7 @@ def engine_kwargs(wanted: Wanted, known: Collection[str]) -> dict[str, Any]:
     return kwargs
 
 
-def _defaults(wanted: Wanted) -> dict[str, Any]:
+def _defaults(wanted: RequestedSettings) -> dict[str, Any]:
     options = wanted.options
     prefill = wanted.room + 1
     rows = wanted.inflight_rows
@@ -197,7 +197,7 @@ def _defaults(wanted: Wanted) -> dict[str, Any]:
     return defaults
 
 
-def _graphs(wanted: Wanted) -> dict[str, Any]:
+def _graphs(wanted: RequestedSettings) -> dict[str, Any]:
     """A score is a prefill and never a decode, whose graphs would only cost start-up time and memory. Packed there are none."""
     if wanted.device == "cpu" or wanted.packed:
         return {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
@@ -289,7 +289,7 @@ def reserved(running: Running, context: int, length: int) -> int:
     return length - context if context == running.longest and running.kv_tokens >= length else 0
 
 
-def budgets(wanted: Wanted, running: Running) -> Budgets:
+def budgets(wanted: RequestedSettings, running: Running) -> Budgets:
     """What may be sent to the started engine, from what it really runs with.
 
     Raises SettingsError when that is nothing, or when SGLang resolved its settings to something that cuts batches.

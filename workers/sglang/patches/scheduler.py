@@ -24,11 +24,11 @@ def note_scheduler(scheduler: Any) -> None:
     """Keep the scheduler that this process makes, for `flush_caches`. `scheduler` is SGLang's class."""
     init = scheduler.__init__
 
-    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         _schedulers[:] = [self]
 
-    scheduler.__init__ = initialise
+    scheduler.__init__ = initialize
 
 
 def has_graphs() -> bool:
@@ -156,10 +156,10 @@ def gather_logits_by_nccl(processor: Any) -> None:
         return  # a version without it
     init = gatherer.__init__
 
-    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **(kwargs | {"enabled": False}))
 
-    gatherer.__init__ = initialise
+    gatherer.__init__ = initialize
 
 
 def gather_of_sequences(pick: Callable[[Any, list[int], list[int]], Any], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from enginepool.workers.sglang.host.settings import SettingsError, Wanted
+from enginepool.workers.sglang.host.settings import RequestedSettings, SettingsError
 
 _RECURRENT = ("linear", "mamba", "recurrent", "rwkv", "conv", "ssm", "kda", "gdn", "lightning")
 _RECURRENT_KEYS = (
@@ -34,7 +34,7 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield cast("Mapping[str, Any]", part)
 
 
-def refuse_wrong_sharing(wanted: Wanted, config: Mapping[str, Any]) -> None:
+def refuse_wrong_sharing(wanted: RequestedSettings, config: Mapping[str, Any]) -> None:
     """Raise SettingsError when rows of a model with this `config.json` cannot share a query as is wanted."""
     if wanted.packed and (why := wrong_for_packing(config)):
         raise SettingsError(f"this model cannot be scored packed: {why}; let packed_workers of the group be 0")

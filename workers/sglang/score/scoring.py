@@ -135,7 +135,7 @@ class EngineScoring:
         rows: list[str] = list(request.rid)
         self._entries.expect(rows)
         try:
-            # To its end: an abandoned generator holds a lock that every weight update waits for.
+            # To its end: an aborted generator holds a lock that every weight update waits for.
             async with contextlib.aclosing(self._tm.generate_request(request, None)) as results:
                 answers: list[dict[str, Any]] = [answer async for answer in results][-1]
         except Exception as error:

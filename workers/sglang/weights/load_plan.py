@@ -194,7 +194,7 @@ def refuse_rebinding(tensor: str) -> str:
     )
 
 
-class Plan:
+class LoadPlan:
     """Where each tensor goes.
 
     Args:

@@ -21,14 +21,21 @@ import msgspec
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import Digest, make_ready
-from enginepool.transfer.shared_memory import examined, visible_gpus
+from enginepool.transfer.shared_memory import verified, visible_gpus
 from enginepool.workers.sglang.host.process import own_load
 from enginepool.workers.sglang.patches.scheduler import flush_caches, has_graphs
 from enginepool.workers.sglang.weights.broadcast_receive import received
 from enginepool.workers.sglang.weights.completeness import incomplete_load, quantization
-from enginepool.workers.sglang.weights.load_plan import Plan, Unplannable, Unrepeatable, addresses, rebound, refuse_rebinding
+from enginepool.workers.sglang.weights.load_plan import (
+    LoadPlan,
+    Unplannable,
+    Unrepeatable,
+    addresses,
+    rebound,
+    refuse_rebinding,
+)
 from enginepool.workers.sglang.weights.model_inspection import digests, findings, part_of, why_not_comparable
-from enginepool.workers.sglang.weights.prepared_load import Opened, Ready, manifest_of, open_spaces, sealed
+from enginepool.workers.sglang.weights.prepared_load import OpenedMemory, PreparedLoad, manifest_of, open_regions, sealed
 from enginepool.workers.weights.checkpoint import checkpoint_files, checkpoint_tensors
 
 torch: Any = importlib.import_module("torch")
@@ -62,7 +69,7 @@ def _leave(path: str, answer: dict[str, Any]) -> None:
     os.replace(f"{path}.part", path)
 
 
-class Busy(Exception):
+class EngineBusy(Exception):
     """The scheduler has work in hand."""
 
 
@@ -79,7 +86,7 @@ class ModelWeights:
         self.touched = False
         #: why SGLang takes no updates of this model, or ""
         self.refused = ""
-        self._plan: Plan | None = None
+        self._plan: LoadPlan | None = None
         #: why updates are loaded plainly
         self._plain = "not looked at yet"
         #: what the model holds, as far as names and order go
@@ -89,10 +96,10 @@ class ModelWeights:
         self._joining: dict[str, Any] | None = None
         #: the plan was held against the model when that was joined, while the engine served: it takes a millisecond or two
         self._looked = False
-        self._ready: Ready | None = None
-        #: the ticket of the latest examination; the spaces that it has opened, by what the ticket says of them
+        self._ready: PreparedLoad | None = None
+        #: the ticket of the latest examination; the regions that it has opened, by what the ticket says of them
         self._examining: dict[str, Any] | None = None
-        self._opened: tuple[list[dict[str, Any]], Opened] | None = None
+        self._opened: tuple[list[dict[str, Any]], OpenedMemory] | None = None
         self._lock = threading.Lock()
 
     # --- what there is --------------------------------------------------------------------------------------------------
@@ -133,14 +140,14 @@ class ModelWeights:
             "plain": self._plain,
         }
 
-    def _planned(self, own: list[Tensor], others: list[Tensor], optional: set[str]) -> Plan:
+    def _planned(self, own: list[Tensor], others: list[Tensor], optional: set[str]) -> LoadPlan:
         """A plan for `own` and, if the model's load knows them, `others`; what it does not know is not `optional`."""
         if others:
             try:
-                return Plan(self._model, [*own, *others])
+                return LoadPlan(self._model, [*own, *others])
             except Unrepeatable:
                 optional -= {tensor.name for tensor in others}
-        return Plan(self._model, own)
+        return LoadPlan(self._model, own)
 
     def _held(self, own: list[Tensor]) -> dict[str, str]:
         """By name, the dtype in which the model holds a tensor: that of the plan's copies, or the narrowest of the model."""
@@ -171,14 +178,14 @@ class ModelWeights:
     # --- new weights ----------------------------------------------------------------------------------------------------
 
     def do_ready(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Get ready to take all tensors out of spaces, or go on with it: a moment of it, while the engine serves."""
+        """Get ready to take all tensors out of regions, or go on with it: a moment of it, while the engine serves."""
         if self._plan is None:
             raise ValueError(f"updates are loaded plainly: {self._plain}")
-        name, spaces, before = ticket["name"], ticket.get("spaces"), self._ready
+        name, regions, before = ticket["name"], ticket.get("regions"), self._ready
         try:
-            if spaces is not None and (before is None or not before.serves(name, spaces, ticket["manifest"])):
+            if regions is not None and (before is None or not before.serves(name, regions, ticket["manifest"])):
                 # The one before is there until this one is: memory that both use stays open.
-                self._ready = Ready(name, self._plan, spaces, ticket["manifest"], self._examined(spaces))
+                self._ready = PreparedLoad(name, self._plan, regions, ticket["manifest"], self._verified(regions))
                 if before is not None:
                     before.close()
             if self._ready is None or self._ready.name != name:
@@ -190,7 +197,7 @@ class ModelWeights:
         return {"done": self._ready.done, "seconds": self._ready.seconds}
 
     def do_let_go(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Let go of what was made ready or examined, and of the memory that it refers to."""
+        """Let go of what was made ready or verified, and of the memory that it refers to."""
         self._unready()
         with self._lock:
             self._examining = self._opened = None
@@ -202,15 +209,15 @@ class ModelWeights:
         self._ready = None
 
     def do_take(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Take what was made ready by that name, or all tensors out of spaces."""
-        if "spaces" not in ticket:
+        """Take what was made ready by that name, or all tensors out of regions."""
+        if "regions" not in ticket:
             return self._take_ready(ticket["name"])
         manifest = manifest_of(ticket["manifest"])
-        opened = self._examined(ticket["spaces"])
+        opened = self._verified(ticket["regions"])
         if opened is None:
-            opened = open_spaces(ticket["spaces"], layout(manifest).nbytes)
+            opened = open_regions(ticket["regions"], layout(manifest).nbytes)
         times = self._load(manifest, lambda: opened.tensors(manifest))
-        _still(sealed(opened, ticket["spaces"]))
+        _still(sealed(opened, ticket["regions"]))
         return times
 
     def _take_ready(self, name: int) -> dict[str, Any]:
@@ -223,35 +230,35 @@ class ModelWeights:
 
     # --- memory that is lent --------------------------------------------------------------------------------------------
 
-    def _examined(self, spaces: list[dict[str, Any]]) -> Opened | None:
-        """The bytes of spaces that were examined and are still open, or None."""
+    def _verified(self, regions: list[dict[str, Any]]) -> OpenedMemory | None:
+        """The bytes of regions that were verified and are still open, or None."""
         opened = self._opened
-        return opened[1] if opened is not None and opened[0] == spaces else None
+        return opened[1] if opened is not None and opened[0] == regions else None
 
-    def do_examine(self, ticket: dict[str, Any]) -> dict[str, Any]:
+    def do_verify(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Begin to open a space and to look at every byte of it; the other answer says what was found: the engine serves
         meanwhile."""
         self.do_let_go(ticket)
         self._examining = ticket
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        threading.Thread(target=self._examine, args=(ticket, device), name="examine", daemon=True).start()
+        threading.Thread(target=self._verify, args=(ticket, device), name="verify", daemon=True).start()
         return {}
 
-    def _examine(self, ticket: dict[str, Any], device: int | None) -> None:
+    def _verify(self, ticket: dict[str, Any], device: int | None) -> None:
         try:
             if device is not None:
                 torch.cuda.set_device(device)  # a thread begins on the first one
             manifest = manifest_of(ticket["manifest"])
-            opened = open_spaces(ticket["spaces"], layout(manifest).nbytes)
-            if not sealed(opened, ticket["spaces"]):
+            opened = open_regions(ticket["regions"], layout(manifest).nbytes)
+            if not sealed(opened, ticket["regions"]):
                 raise ValueError("the memory does not end with its seal")
             [space] = opened.parts
             make_ready(space.device)  # it may be another one than the model's
-            digest, findings = examined(space, manifest, ticket["targets"])
+            digest, findings = verified(space, manifest, ticket["targets"])
             answer: dict[str, Any] = {"digest": digest, "findings": msgspec.to_builtins(findings)}
             with self._lock:
                 if self._examining is ticket:
-                    self._opened = ticket["spaces"], opened
+                    self._opened = ticket["regions"], opened
         except Exception as error:
             answer = {"error": _line(error)}
         _leave(ticket["later"], answer)
@@ -307,12 +314,12 @@ class ModelWeights:
             raise ValueError(self.refused)
         began = time.perf_counter()
         if not flush_caches():
-            raise Busy("requests are running")
+            raise EngineBusy("requests are running")
         flushed = time.perf_counter()
-        _synchronise()
+        _synchronize()
         self.touched = True
         load()
-        _synchronise()
+        _synchronize()
         loaded = time.perf_counter()
         if not flush_caches():
             raise RuntimeError("it has new weights and caches of the old ones")
@@ -400,6 +407,6 @@ def _still(sealed: bool) -> None:
         raise ValueError("the memory that the weights came from was given to something else meanwhile")
 
 
-def _synchronise() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -11,13 +11,13 @@ from typing import Any
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.transfer.digest import Batch, Digest, Findings
-from enginepool.workers.sglang.weights.load_plan import Plan
+from enginepool.transfer.digest import Digest, DigestBatch, Findings
+from enginepool.workers.sglang.weights.load_plan import LoadPlan
 
 torch: Any = importlib.import_module("torch")
 
 
-def digests(model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> list[tuple[str, str]]:
+def digests(model: Any, plan: LoadPlan | None, manifest: Sequence[Tensor]) -> list[tuple[str, str]]:
     """The digest of each tensor, as if all lay in the space of the last update.
 
     Each comes with the name of the part that is here: ranks that hold the same part name it alike, and parts that differ add up
@@ -37,7 +37,7 @@ def digests(model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> list[t
     return [(name, digest.text()) for name, digest in found]
 
 
-def why_not_comparable(plan: Plan, manifest: Sequence[Tensor]) -> tuple[str, list[str]]:
+def why_not_comparable(plan: LoadPlan, manifest: Sequence[Tensor]) -> tuple[str, list[str]]:
     """(why the model holds other bytes than those that were sent, or ""; names of tensors of which nothing is here)."""
     absent: list[str] = []
     for tensor in manifest:
@@ -52,7 +52,7 @@ def why_not_comparable(plan: Plan, manifest: Sequence[Tensor]) -> tuple[str, lis
     return "", absent
 
 
-def _parts(model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
+def _parts(model: Any, plan: LoadPlan | None, manifest: Sequence[Tensor]) -> Iterator[tuple[str, Any]]:
     if plan is None:
         for name, parameter in sorted(model.named_parameters()):
             yield f"{name} of process {os.getpid()}", parameter
@@ -64,7 +64,7 @@ def _parts(model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> Iterato
         yield f"{tensor.name} {[copy[1:4] for copy in copies]}", read
 
 
-def findings(model: Any, plan: Plan | None) -> list[Finding]:
+def findings(model: Any, plan: LoadPlan | None) -> list[Finding]:
     """What is wrong with it."""
     if plan is None:
         named = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -72,11 +72,11 @@ def findings(model: Any, plan: Plan | None) -> list[Finding]:
         firsts = {name: next((copy for copy in copies if copy.fill is None), None) for name, copies in plan.copies.items()}
         named = {name: copy.target for name, copy in firsts.items() if copy is not None}
     found = Findings()
-    found.add(Batch(list(named), list(named.values())))
+    found.add(DigestBatch(list(named), list(named.values())))
     return found.found()
 
 
-def part_of(name: str, model: Any, plan: Plan | None, manifest: Sequence[Tensor]) -> tuple[Any, Any]:
+def part_of(name: str, model: Any, plan: LoadPlan | None, manifest: Sequence[Tensor]) -> tuple[Any, Any]:
     """(the tensor of that name, which of its elements are here). Raises KeyError."""
     if plan is None:
         parameter = dict(model.named_parameters()).get(name)

@@ -16,9 +16,9 @@ import msgspec
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Space
-from enginepool.transfer import shared_memory as spaces
-from enginepool.workers.sglang.weights.load_plan import Copy, Plan
+from enginepool.protocol.updates import MemoryRegion
+from enginepool.transfer import shared_memory as regions
+from enginepool.workers.sglang.weights.load_plan import Copy, LoadPlan
 
 torch: Any = importlib.import_module("torch")
 
@@ -35,7 +35,7 @@ def manifest_of(text: str) -> list[Tensor]:
     return _manifests.decode(text)
 
 
-class Opened:
+class OpenedMemory:
     """The bytes of an update, open in this process: in one part, or in shards that follow each other."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
@@ -59,27 +59,27 @@ class Opened:
             yield tensor.name, (found[0] if len(found) == 1 else torch.cat(found)).view(tensor.shape)
 
 
-def open_spaces(described: Sequence[dict[str, Any]], nbytes: int) -> Opened:
-    """The bytes of a ticket's spaces in this process, of which at least `nbytes` are there; what is written later shows.
+def open_regions(described: Sequence[dict[str, Any]], nbytes: int) -> OpenedMemory:
+    """The bytes of a ticket's regions in this process, of which at least `nbytes` are there; what is written later shows.
 
     The memory of another process stays as long as anything refers to it here. Raises ValueError, OSError or RuntimeError.
     """
-    found = msgspec.convert(described, list[Space])
+    found = msgspec.convert(described, list[MemoryRegion])
     size = sum(space.nbytes for space in found)
     if size < nbytes:
         raise ValueError(f"a space of {size} bytes for {nbytes}")
     # The memory of a publisher has a seal, and is looked at on its own GPU.
     pinned = torch.cuda.is_initialized()
-    return Opened([spaces.open_space(space, by_current=not space.seal, pinned=pinned) for space in found])
+    return OpenedMemory([regions.open_space(space, by_current=not space.seal, pinned=pinned) for space in found])
 
 
-def sealed(opened: Opened, described: Sequence[dict[str, Any]]) -> bool:
-    """Whether the seals of all these spaces, which are open, are there."""
-    seals = [msgspec.convert(space, Space).seal for space in described]
-    return all(spaces.sealed(part, seal) for part, seal in zip(opened.parts, seals, strict=True))
+def sealed(opened: OpenedMemory, described: Sequence[dict[str, Any]]) -> bool:
+    """Whether the seals of all these regions, which are open, are there."""
+    seals = [msgspec.convert(space, MemoryRegion).seal for space in described]
+    return all(regions.sealed(part, seal) for part, seal in zip(opened.parts, seals, strict=True))
 
 
-class Copies:
+class HostCopies:
     """Copies and fills, for as few calls as possible. None of a run touches memory that another one of it writes, so that their
     order does not matter; a run begins where one would, and runs keep their order."""
 
@@ -167,28 +167,30 @@ def _is_made_of(size: int, *tensors: Any) -> bool:
     )
 
 
-class Ready:
+class PreparedLoad:
     """One update that is, or is being, made ready.
 
     Args:
         name: what the worker calls it.
-        described, text: the spaces where its bytes will lie, and its manifest, as a ticket has them.
-        opened: the bytes of these spaces, where they are open already.
+        described, text: the regions where its bytes will lie, and its manifest, as a ticket has them.
+        opened: the bytes of these regions, where they are open already.
     """
 
-    def __init__(self, name: int, plan: Plan, described: list[dict[str, Any]], text: str, opened: Opened | None = None) -> None:
+    def __init__(
+        self, name: int, plan: LoadPlan, described: list[dict[str, Any]], text: str, opened: OpenedMemory | None = None
+    ) -> None:
         """Raises ValueError, OSError or RuntimeError: the space cannot be opened."""
         self.name = name
         self.done = False
         #: seconds that were spent on it
         self.seconds = 0.0
-        self.copies = Copies()
+        self.copies = HostCopies()
         began = time.perf_counter()
         self.manifest = manifest_of(text)
         self._plan = plan
         self._source = described, text
         self._layout = layout(self.manifest)
-        self._opened = open_spaces(described, self._layout.nbytes) if opened is None else opened
+        self._opened = open_regions(described, self._layout.nbytes) if opened is None else opened
         self._steps = self._make()
         self.seconds += time.perf_counter() - began
 
@@ -203,7 +205,7 @@ class Ready:
 
     @property
     def sealed(self) -> bool:
-        """Whether what was copied out of the spaces is what had been lent there."""
+        """Whether what was copied out of the regions is what had been lent there."""
         return sealed(self._opened, self._source[0])
 
     def go_on(self, seconds: float) -> None:

@@ -116,11 +116,11 @@ class EngineWeights:
         tickets = [ticket | {"rank": rank + i} for i in range(self.ranks)]
         await self._ask_for_later(tickets, JOIN_S, f"group {name}: the engine did not join")
 
-    async def examine(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open spaces and look at them while the engine serves. Raises EngineError."""
-        ticket: dict[str, Any] = {"do": "examine", "manifest": encode_manifest(weights.tensors).decode()}
+    async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
+        """Open regions and look at them while the engine serves. Raises EngineError."""
+        ticket: dict[str, Any] = {"do": "verify", "manifest": encode_manifest(weights.tensors).decode()}
         ticket["targets"] = self.model_tensors().targets(weights.tensors)
-        tickets = [ticket | {"spaces": spaces} for spaces in self._of_each_rank(weights)]
+        tickets = [ticket | {"regions": regions} for regions in self._of_each_rank(weights)]
         answers = await self._ask_for_later(tickets, EXAMINE_S, "the engine did not look at the new weights")
         digests = {answer["digest"] for answer in answers}
         if len(digests) > 1:
@@ -128,14 +128,14 @@ class EngineWeights:
         return answers[0]["digest"], [Finding(**finding) for finding in answers[0]["findings"]]
 
     def _of_each_rank(self, weights: NewWeights) -> list[list[dict[str, Any]]]:
-        """The spaces for each rank, as a ticket says them: its own, or all shards of one. One space does for all: on a GPU
+        """The regions for each rank, as a ticket says them: its own, or all shards of one. One space does for all: on a GPU
         they read it across. Raises EngineError."""
-        if not weights.spaces:
+        if not weights.regions:
             raise EngineError("nobody says where the new weights lie")
-        spaces: list[dict[str, Any]] = msgspec.to_builtins(list(weights.spaces))
+        regions: list[dict[str, Any]] = msgspec.to_builtins(list(weights.regions))
         if weights.sharded:
-            return [spaces] * self.ranks
-        return [[space] for space in spaces] if len(spaces) == self.ranks else [spaces[:1]] * self.ranks
+            return [regions] * self.ranks
+        return [[space] for space in regions] if len(regions) == self.ranks else [regions[:1]] * self.ranks
 
     async def _ask_for_later(self, tickets: list[dict[str, Any]], seconds: float, late: str) -> list[dict[str, Any]]:
         """The second answers to tickets that are carried out beside the engine's work. Raises EngineError."""
@@ -154,7 +154,7 @@ class EngineWeights:
         return answers
 
     async def ready(self, weights: NewWeights) -> float:
-        """Get ready to take what will lie in these spaces, a moment at a time, while the engine serves.
+        """Get ready to take what will lie in these regions, a moment at a time, while the engine serves.
 
         Returns for how many seconds that kept a scheduler from its forwards. Raises EngineError: `take` then does it all.
         """
@@ -162,7 +162,7 @@ class EngineWeights:
         name = next(self._numbers)
         manifest = encode_manifest(weights.tensors).decode()
         asked: dict[str, Any] = {"do": "ready", "name": name}
-        tickets = [asked | {"spaces": spaces, "manifest": manifest} for spaces in self._of_each_rank(weights)]
+        tickets = [asked | {"regions": regions, "manifest": manifest} for regions in self._of_each_rank(weights)]
         while True:
             answers = await self._ask(*tickets)
             _raise_first(answers)
@@ -172,13 +172,13 @@ class EngineWeights:
             tickets = [asked]
 
     async def let_go(self) -> None:
-        """Let go of what was made ready or examined, and of the memory that it refers to. Raises EngineError."""
+        """Let go of what was made ready or verified, and of the memory that it refers to. Raises EngineError."""
         self._ready = None
         await self._ask({"do": "let_go"})
 
     async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
         """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: nobody knows."""
-        if not (weights.spaces or weights.checkpoint or weights.group):
+        if not (weights.regions or weights.checkpoint or weights.group):
             # The tokenizer's side keeps the version; 0.5.17 to 0.5.23 have this method for it.
             self._tm._update_weight_version_if_provided(str(version))
             self.version, self.digest = version, digest
@@ -208,7 +208,7 @@ class EngineWeights:
         end, moment = loop.time() + IDLE_S, _MOMENT_S
         while True:
             answers = await self._ask(*tickets, version=version)
-            if loop.time() >= end or not all(answer.get("kind") == "Busy" for answer in answers):
+            if loop.time() >= end or not all(answer.get("kind") == "EngineBusy" for answer in answers):
                 return answers
             await self._unless_over(asyncio.sleep(moment))
             moment = min(2 * moment, _MOMENTS_S)
@@ -220,7 +220,7 @@ class EngineWeights:
             return [ticket | {"do": "checkpoint", "path": weights.checkpoint}]
         if weights.group:
             return [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}]
-        return [ticket | {"do": "take", "spaces": spaces} for spaces in self._of_each_rank(weights)]
+        return [ticket | {"do": "take", "regions": regions} for regions in self._of_each_rank(weights)]
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of what is in all ranks together. Raises EngineError; NotComparable."""
