@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.state import Client
+from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.requests.memory import Bound, answer_bytes, misfit, request_bytes, unread_bytes
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.shell.host_memory import bounds

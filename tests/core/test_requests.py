@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.state import Client
+from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.requests.memory import answer_bytes, request_bytes
 from enginepool.coordinator.requests.reply_cache import OVERHEAD, ReplyCache
 from enginepool.coordinator.requests.validation import open_score

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.machine import Machine
-from enginepool.coordinator.core.state import Client, Request
+from enginepool.coordinator.core.request import Client, Request
 from enginepool.protocol.messages import ErrorReply
 
 

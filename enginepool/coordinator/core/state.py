@@ -1,15 +1,8 @@
-"""The coordinator's entities: clients, requests, batches, workers, places, groups.
+"""The coordinator's entities: workers, places and groups; `request` has clients, requests and batches.
 
-Everything that decisions depend on lives here and in `queue`, `routing` and `answers`; the other pure files only change it.
+Everything that decisions depend on lives in these two, in `queue`, `routing` and `reply_cache`; the other pure files change it.
 Each attribute that has an invariant says it in a `#:` comment, and `check()` of the entity asserts it: tests run `check()` on
 whatever an event touched.
-
-The life of a request:
-
-    TEXT     its text is with a worker's tokenizer, or waits for a worker that is ready
-    QUEUED   some of its rows have not been given to a worker, or came back from one that was lost
-    RUNNING  all its rows are with workers
-    DONE     its one final answer exists
 
 The life of a worker: registered (it may say stages) → ready → lost. A worker gets work while it is `open`: ready, idle in
 this epoch, on the committed version, not late with a batch, and not kept for a trial. A lost worker never comes back: its
@@ -20,186 +13,22 @@ The life of a place (a worker that this pool starts itself): backoff → up (its
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
 
 from enginepool.config import GroupConfig
-from enginepool.coordinator.core.events import Buffer, GroupWeights, Link, Submit
-from enginepool.coordinator.core.request_state import DONE, NAMES, QUEUED, RUNNING, TEXT
-from enginepool.coordinator.requests.validation import Offsets
+from enginepool.coordinator.core.events import GroupWeights, Link
+from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, may_pack
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
-from enginepool.protocol.messages import MAX_PRIORITY, Capabilities, FrameSpec, TaskId
+from enginepool.protocol.messages import MAX_PRIORITY, Capabilities, TaskId
 from enginepool.protocol.updates import UpdateRecord
 
 #: transactions of a group that its history remembers
 HISTORY = 64
 #: lost external workers of a group that the status shows, and for how many seconds
 LOST, LOST_S = 64, 300.0
-
-
-class Client:
-    """A client object somewhere, over all its links."""
-
-    __slots__ = ("away", "heard", "id", "incarnation", "link", "live", "max_message", "nbytes", "rows", "token")
-
-    def __init__(self, id: bytes, token: bytes, incarnation: int, link: Link, now: float) -> None:
-        self.id = id
-        self.token = token
-        self.incarnation = incarnation
-        #: the newest link; None once it is known to be gone
-        self.link: Link | None = link
-        #: its requests wait behind those of all clients that have a link
-        self.away = False
-        self.heard = now
-        #: requests without an answer, by their id; their number and bytes are what the window bounds
-        self.live: dict[int, Request] = {}
-        #: equals the sum of `held` over `live`
-        self.nbytes = 0
-        #: items of all of `live`
-        self.rows = 0
-        #: bytes of the longest message that it takes
-        self.max_message = 0
-
-    def check(self) -> None:
-        assert self.nbytes == sum(r.held for r in self.live.values()), self
-        assert self.rows == sum(r.work.rows for r in self.live.values()), self
-        for id_, request in self.live.items():
-            assert request.id == id_ and request.client is self and request.state != DONE, (self, request)
-
-    def __repr__(self) -> str:
-        return f"<Client {self.id.hex()[:8]}.{self.incarnation} live={len(self.live)}>"
-
-
-class Request:
-    """A score request until its final answer."""
-
-    __slots__ = (
-        "answer", "arrival", "attempts", "back", "bystander", "classes", "client", "deadline", "evidence", "flying",
-        "forwards", "group", "held", "id", "key", "lane", "left", "min_version", "next", "offsets", "pieces",
-        "priority", "run_us", "seq", "started", "state", "suspect", "version", "work",
-    )  # fmt: skip
-
-    def __init__(self, client: Client, group: "Group", asked: Submit, answer: int, held: int, seq: int) -> None:
-        self.client = client
-        self.group = group
-        self.id = asked.id
-        self.work = work = asked.work
-        self.priority = priority = asked.priority
-        self.deadline = asked.deadline
-        self.arrival = now = asked.now
-        #: constant: arrival − priority × ageing_s, or −priority when the order is strict; smaller runs first
-        ageing_s = group.config.ageing_s
-        self.key = -float(priority) if ageing_s is None else now - priority * ageing_s
-        #: arrival number; breaks ties, and survives a return to the queue
-        self.seq = seq
-        #: the classes of workers that can serve it, at least one; its lane in a queue follows from them
-        self.classes = PLAIN
-        #: bytes of its answer, and of the request and its answer together, as they are charged (`memory.py`)
-        self.answer = answer
-        self.held = held
-        self.state = QUEUED
-        # What most requests leave empty is a tuple until something comes: a list each would be memory to fetch again when
-        # the request leaves a long queue.
-        #: rows from `next` on were never given to a worker; `back` are ranges that came back, in order, with rows between them
-        self.next = 0
-        self.back: Sequence[tuple[int, int]] = ()
-        #: rows with workers now
-        self.flying = 0
-        #: rows without an outcome: left == flying + rows in back + rows from next on
-        self.left = work.rows
-        #: (first row, specs, frames) of finished parts, when the request was cut
-        self.pieces: list[Piece] | tuple[Piece, ...] = ()
-        #: where its rows begin in its frames, once it was cut
-        self.offsets: Offsets | None = None
-        #: weight version of the finished parts
-        self.version: int | None = None
-        self.forwards: list[int] | tuple[int, ...] = ()
-        self.run_us = 0
-        #: when the first part was dispatched
-        self.started = 0.0
-        #: it was with a worker that was lost: from now on it runs alone
-        self.suspect = False
-        #: its text waited for the tokenizer of a worker that was lost: the next time, it is a suspect
-        self.bystander = False
-        #: deaths of workers while it ran alone, and what was said of each
-        self.attempts = 0
-        self.evidence: Sequence[str] = ()
-        #: the queue in which its entry counts; entries in another one are stale
-        self.lane: Queue[Request] | VersionQueue[Request] | None = None
-        #: it runs once this version, or a later one, is committed
-        self.min_version = asked.min_version
-
-    @property
-    def queue(self) -> "Queue[Request] | VersionQueue[Request]":
-        """Where it waits, when it does."""
-        group = self.group
-        if self.state == TEXT:
-            return group.suspects if self.suspect else group.texts
-        if self.min_version > group.version:
-            return group.early
-        return group.suspects if self.suspect else group.queue
-
-    def waiting_rows(self) -> int:
-        return self.work.rows - self.next + sum(end - start for start, end in self.back)
-
-    def check(self) -> None:
-        rows = self.work.rows
-        assert 0 <= self.next <= rows, self
-        if self.state == DONE:
-            assert self.client.live.get(self.id) is not self, self
-            return
-        assert self.client.live.get(self.id) is self, self
-        assert self.left == self.flying + self.waiting_rows(), (self, self.left, self.flying, self.next, self.back)
-        assert self.left > 0, self
-        assert self.classes in (PLAIN, PACKED, PLAIN | PACKED), (self, self.classes)
-        if self.state == RUNNING:
-            assert self.flying == self.left and not self.waiting_rows(), self
-        else:
-            assert self.waiting_rows() > 0, self
-        assert (self.version is not None) == bool(self.pieces), (self, self.version)
-        if self.state == QUEUED:
-            assert self.lane is self.queue, self
-        if self.state == TEXT and self.lane is not None:
-            assert self.lane is self.queue, self
-        assert self in self.group.live, self
-        if self.flying < self.left and (self.flying or self.pieces):
-            assert self in self.group.cut, self
-        holes = [row for range_ in self.back for row in range_]
-        assert holes == sorted(set(holes)), (self, self.back)
-
-    def __repr__(self) -> str:
-        return f"<Request {self.client.id.hex()[:8]}/{self.id} {NAMES[self.state]} rows={self.work.rows} left={self.left}>"
-
-
-#: a finished part of a request: its first row, its specs, its frames
-Piece = tuple[int, Sequence[FrameSpec], Sequence[Buffer]]
-#: rows `start` to `end` of a request, in a batch
-Slice = tuple[Request, int, int]
-
-
-class Batch:
-    """Rows that a worker runs as one forward."""
-
-    __slots__ = ("cost", "deadline", "id", "late", "rows", "slices", "trial", "worker")
-
-    def __init__(self, id: TaskId, worker: "Worker", slices: list[Slice], cost: int, rows: int, trial: bool) -> None:
-        self.id = id
-        self.worker = worker
-        self.slices = slices
-        #: tokens that its worker computes, with lengths rounded up to the engine's page
-        self.cost = cost
-        self.rows = rows
-        #: when the worker is lost if it has not answered; when half of that time is over
-        self.deadline = 0.0
-        self.late = 0.0
-        #: a suspect runs alone in it
-        self.trial = trial
-
-    def __repr__(self) -> str:
-        return f"<Batch {self.id[1]} rows={self.rows} cost={self.cost}{' trial' if self.trial else ''}>"
 
 
 class Worker:

@@ -10,7 +10,8 @@ import msgspec
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.state import Client, Group, Request, Worker
+from enginepool.coordinator.core.request import Client, Request
+from enginepool.coordinator.core.state import Group, Worker
 
 #: fields of events that say which one it was
 _NAMES = ("link", "id", "ids", "group", "index", "incarnation", "batch", "task", "number", "stage", "epoch", "update", "code")

@@ -15,8 +15,9 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
 from enginepool.coordinator.core.epochs import RAISES_BY_WORKERS, rise_above
 from enginepool.coordinator.core.events import Link
+from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import TEXT
-from enginepool.coordinator.core.state import Batch, Request, Worker
+from enginepool.coordinator.core.state import Worker
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle

@@ -10,7 +10,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.epochs import RAISES_BY_CLIENTS, rise_above
 from enginepool.coordinator.core.events import Link
-from enginepool.coordinator.core.state import Client
+from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.protocol.messages import PROTOCOL_VERSION, ErrorReply, Pong, Welcome
 

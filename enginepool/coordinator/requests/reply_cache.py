@@ -15,7 +15,7 @@ from enginepool.coordinator.core.events import Buffer
 from enginepool.protocol.messages import Message
 
 if TYPE_CHECKING:
-    from enginepool.coordinator.core.state import Client
+    from enginepool.coordinator.core.request import Client
 
 #: what an answer costs beside its payload, measured
 OVERHEAD = 1000

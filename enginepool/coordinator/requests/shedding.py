@@ -9,7 +9,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from enginepool.coordinator.core.state import Request
+    from enginepool.coordinator.core.request import Request
 
 #: requests that one request displaces at most, which bounds the time of one `submit`
 MOST = 4096

@@ -14,8 +14,9 @@ from math import inf
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import Buffer, Work
+from enginepool.coordinator.core.request import Batch, Request, Slice
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
-from enginepool.coordinator.core.state import Batch, Request, Slice, Worker
+from enginepool.coordinator.core.state import Worker
 from enginepool.coordinator.requests.validation import row_lengths
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.queue import Lane, Queue
