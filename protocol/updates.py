@@ -1,6 +1,6 @@
 """The messages of a weight update: one transaction between a publisher (a client), the coordinator and a group's workers.
 
-PROTOCOL.md, "Life of a weight update", tells the story. Tensors never pass through here: they go from the publisher to the
+WEIGHTS.md, "Life of a weight update", tells the story. Tensors never pass through here: they go from the publisher to the
 workers' side in a process group of their own (NCCL or gloo), whose rank 0 the publisher is, or lie in memory that it lends, or
 in files; these messages say when, where and what. `layout.py` says how tensors become bytes, `manifest.py` how they are
 described.

@@ -108,7 +108,7 @@ def names(wheel: Path) -> set[str]:
 
 def test_the_wheel_holds_every_file_of_the_three_rooms_and_no_other(wheel: Path) -> None:
     assert names(wheel) == expected_files()
-    assert {"enginepool/py.typed", "enginepool/protocol/PROTOCOL.md"} <= names(wheel)
+    assert {"enginepool/py.typed", "enginepool/protocol/PROTOCOL.md", "enginepool/protocol/WEIGHTS.md"} <= names(wheel)
 
 
 def test_the_wheel_installs_one_top_level_name(wheel: Path) -> None:

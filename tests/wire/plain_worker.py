@@ -1,4 +1,4 @@
-"""A worker written from PROTOCOL.md alone, with a ZeroMQ and a msgpack library: nothing of the package is imported.
+"""A worker written from the specification alone, with a ZeroMQ and a msgpack library: it imports nothing of the package.
 
 Its engine is a toy: `toy_score` of a row's ids and a label. That never takes long, so one thread is enough: a real engine needs
 another one for `ping`.
@@ -186,7 +186,7 @@ class PlainWorker:
             values = [value / total for value in values]
         return [math.log(value) if value else -math.inf for value in values] if part.get("logprobs", False) else values
 
-    def on_tokenise(self, header: dict[str, Any], payload: list[bytes]) -> None:
+    def on_tokenize(self, header: dict[str, Any], payload: list[bytes]) -> None:
         if not self.takes(header["task"]):
             return
         texts = [row.decode() for row in rows_of(header["frames"], payload, header.get("item_first", False))]

@@ -1,4 +1,4 @@
-"""The daemon keeps the promises of PROTOCOL.md to peers that were written from that page alone, over real sockets."""
+"""The daemon keeps the promises of the specification to peers that were written from it alone, over real sockets."""
 
 import threading
 from collections.abc import Generator, Iterator

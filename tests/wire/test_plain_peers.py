@@ -1,4 +1,4 @@
-"""The client and the worker that were written from PROTOCOL.md alone say what the codec takes, and do what the page promises.
+"""The client and the worker that were written from the specification alone send what the codec takes and do what it promises.
 
 The other side is played by the test, with the golden messages; one thread, every step is awaited.
 """

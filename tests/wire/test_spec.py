@@ -1,4 +1,4 @@
-"""PROTOCOL.md says what the code does: every message, field, type, default, code and constant, in both directions."""
+"""PROTOCOL.md and WEIGHTS.md say what the code does: every message, field, type, default, code and constant."""
 
 import inspect
 import json
@@ -13,10 +13,12 @@ import pytest
 from enginepool.protocol import frames, messages, updates
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import FrameSpec, Message, TaskId
+from enginepool.protocol.roles import FROM_CLIENT
 from tests.wire.plain_client import PlainClient
 
 FOLDER = Path(__file__).parents[2] / "protocol"
 PAGE = (FOLDER / "PROTOCOL.md").read_text(encoding="utf-8")
+WEIGHTS = (FOLDER / "WEIGHTS.md").read_text(encoding="utf-8")
 VECTORS: dict[str, dict[str, Any]] = {
     vector["name"]: vector
     for vector in json.loads((FOLDER / "vectors" / "vectors.json").read_text(encoding="utf-8"))["vectors"]
@@ -51,9 +53,9 @@ def heading_of(struct: type[msgspec.Struct]) -> str:
     return struct.__name__ if tag is None else str(tag)
 
 
-def sections() -> dict[str, tuple[str, str]]:
-    """Name -> (what stands in the bracket, text) of each section that describes a message or a structure."""
-    parts = re.split(r"^### `(\w+)` \((.+)\)$", PAGE, flags=re.MULTILINE)
+def sections(page: str) -> dict[str, tuple[str, str]]:
+    """Name -> (what stands in the bracket, text) of each section of a page that describes a message or a structure."""
+    parts = re.split(r"^### `(\w+)` \((.+)\)$", page, flags=re.MULTILINE)
     names, brackets, texts = parts[1::3], parts[2::3], parts[3::3]
     assert len(set(names)) == len(names)
     return {
@@ -62,7 +64,8 @@ def sections() -> dict[str, tuple[str, str]]:
     }
 
 
-SECTIONS = sections()
+FOR_CLIENTS = sections(PAGE)
+SECTIONS = {**sections(WEIGHTS), **FOR_CLIENTS}
 
 
 def table(text: str, head: str) -> list[list[str]]:
@@ -123,6 +126,26 @@ def test_every_section_of_a_message_or_structure_has_a_struct_and_the_other_way_
     assert set(SECTIONS) == {heading_of(struct) for struct in structs()}
 
 
+def test_each_message_and_structure_is_described_on_one_page() -> None:
+    assert set(sections(WEIGHTS)) & set(FOR_CLIENTS) == set()
+
+
+def test_a_client_without_weights_needs_the_first_page_alone() -> None:
+    """What a client or an operator sends, what answers it, and every structure in these."""
+    may = {name for name, role in FROM_CLIENT.items() if role != "publisher"}
+    answers = {"welcome", "result", "status_report", "ping", "pong", "error"}
+    needed = {struct for struct in structs() if heading_of(struct) in may | answers}
+    assert set(FOR_CLIENTS) == {heading_of(struct) for struct in needed | held_by(needed)}
+
+
+def held_by(found: "set[type[msgspec.Struct]]") -> "set[type[msgspec.Struct]]":
+    """The structures that messages hold, and those within these."""
+    names = {struct.__name__: struct for struct in structs()}
+    hints = {repr(hint) for struct in found for hint in get_type_hints(struct).values()}
+    held = {names[word] for hint in hints for word in re.findall(r"\w+", hint) if word in names}
+    return held if held <= found else held | held_by(found | held)
+
+
 @pytest.mark.parametrize("struct", structs(), ids=heading_of)
 def test_a_heading_says_which_way_a_message_goes_or_how_a_structure_is_encoded(struct: type[msgspec.Struct]) -> None:
     bracket, _ = SECTIONS[heading_of(struct)]
@@ -177,12 +200,12 @@ def test_the_table_of_dtypes_has_their_sizes() -> None:
 
 def test_every_code_that_the_page_names_exists() -> None:
     """Words in code that look like an error code: those before and after "answered", and those in the tables of refusals."""
-    named = set(re.findall(r"(?:answered|refused with|with `error`) `(\w+)`", PAGE))
+    named = set(re.findall(r"(?:answered|refused with|with `error`) `(\w+)`", PAGE + WEIGHTS))
     assert named
     assert named <= {*CODES, *SECTIONS}
 
 
-BYTES = re.findall(r"^```text vector=(\S+) frame=(\d)\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+BYTES = re.findall(r"^```text vector=(\S+) frame=(\d)\n(.*?)^```$", PAGE + WEIGHTS, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(("name", "frame", "dump"), BYTES, ids=[f"{name}-{frame}" for name, frame, _ in BYTES])
