@@ -172,8 +172,8 @@ def test_every_number_is_found_on_the_simulated_engine_and_no_process_left(
         assert rows[f"{warm}: transfer", who].ratio is not None
     assert rows[f"sim, {size_of(BUCKET)}, first: hold beyond the drain", OURS_STAGED].value > 0
     loaded = f"sim, short requests, {size_of(BUCKET)}, repeated"
-    assert {part for part in ("drain", "hand over", "first answer") if (f"{loaded}: {part}", LOADED) in rows} == {
-        "drain", "hand over", "first answer",
+    assert {part for part in ("drain", "load", "first answer") if (f"{loaded}: {part}", LOADED) in rows} == {
+        "drain", "load", "first answer",
     }  # fmt: skip
     assert rows["sim, short requests: answers", LOADED].value > 0
     assert rows[f"{warm}: transfer", ALONE].ratio is not None
@@ -258,7 +258,7 @@ def test_the_picture_shows_speeds_and_holds(tmp_path: Path) -> None:
     ]
     shown = weights_gpu.bars(rows, ["a"], "512 MiB")
     assert shown == {
-        "a": [Bar(RAW, 360.0, {}), Bar(FLAT, 200.0, {}), Bar(LOADED, 150.0, {"drain": 5.0, "hand over": 6.0})],
+        "a": [Bar(RAW, 360.0, {}), Bar(FLAT, 200.0, {}), Bar(LOADED, 150.0, {"drain": 5.0, "load": 6.0})],
     }
     if not curves.missing():
         draw(tmp_path / "plot.png", "a title", shown)
