@@ -202,14 +202,14 @@ def early_requests_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     def sort(self: Any, group: Group) -> None:
         """Nothing."""
 
-    patch.setattr("enginepool.coordinator.requests.lifecycle.Requests.reweigh", sort)
+    patch.setattr("enginepool.coordinator.requests.lifecycle.RequestLifecycle.reweigh", sort)
 
 
 def recalled_work_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
     def returned(self: Any, batch: Any) -> None:
         """Nothing."""
 
-    patch.setattr("enginepool.coordinator.requests.lifecycle.Requests.returned", returned)
+    patch.setattr("enginepool.coordinator.requests.lifecycle.RequestLifecycle.returned", returned)
 
 
 def a_held_group_finishes_requests_that_were_cut(patch: pytest.MonkeyPatch) -> None:
