@@ -7,6 +7,7 @@ from enginepool.coordinator.core.effects import Effect, LogLine, ToClient
 from enginepool.coordinator.core.events import Event, Link
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.core.request_state import DONE
+from enginepool.coordinator.core.secondary import SecondaryEvent
 from enginepool.coordinator.core.state import Group, Worker
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.requests.shedding import AdmissionLevels
@@ -75,9 +76,9 @@ class Context:
     """The shared state of one coordinator."""
 
     __slots__ = (
-        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "fallen", "full",
-        "groups", "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "raises",
-        "returned", "risen", "seq", "started", "touched", "updates", "woken", "worker_links",
+        "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "full", "groups",
+        "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "raises",
+        "secondary", "seq", "started", "touched", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -119,10 +120,8 @@ class Context:
         self.keep_workers = False
         #: groups where work and a worker may have met since the last pump
         self.woken: list[Group] = []
-        #: of the events in hand, for `weights`: workers that said ready, that came back on a new link, that were lost and why
-        self.risen: list[Worker] = []
-        self.returned: list[Worker] = []
-        self.fallen: list[tuple[Worker, str]] = []
+        #: what the events in hand caused and the machine has not handled yet, in order
+        self.secondary: list[SecondaryEvent] = []
         #: what the event in hand changed, when tests want to check it
         self.touched: list[Client | Request | Worker | Group] | None = None
 

@@ -14,6 +14,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import Drained, Effect, ToClient
 from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
+from enginepool.coordinator.core.secondary import SecondaryEvent, WorkerLoaded, WorkerLost, WorkerReturned
 from enginepool.coordinator.core.state import Group
 from enginepool.coordinator.core.status import report
 from enginepool.coordinator.fleet.deadlines import WorkerDeadlines
@@ -95,6 +96,11 @@ class Machine:
             ev.WeightsAsked: self._weights_asked,
             ev.WorkerInspected: self._inspected,
         }
+        self._on_secondary: dict[type[SecondaryEvent], Callable[[Any], None]] = {
+            WorkerLost: self._worker_lost,
+            WorkerReturned: self._worker_returned,
+            WorkerLoaded: self._worker_loaded,
+        }
 
     def handle(self, *events: ev.Event) -> list[Effect]:
         """What to do about `events`, which came together; their times never go back.
@@ -114,7 +120,7 @@ class Machine:
                 self._stood_still()
             on[type(event)](event)
         core.event = None
-        if core.fallen or core.risen or core.returned or core.updates:
+        if core.secondary or core.updates:
             self._settle()
         for group in core.woken:
             group.woken = False
@@ -217,26 +223,30 @@ class Machine:
     # --- weights -------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """What became of workers means something for weights, and what weights do to workers may again."""
+        """Handle secondary events, and let updates go on, until neither causes more."""
         core = self.core
         while True:
-            fallen, core.fallen = core.fallen, []
-            returned, core.returned = core.returned, []
-            risen, core.risen = core.risen, []
-            for worker, reason in fallen:
-                self.weights.lost(worker, reason)
-                self.questions.lost(worker, reason)
-            for worker in returned:
-                self.weights.returned(worker)
-                self.restoring.returned(worker)
-                self.questions.returned(worker)
-            for worker in risen:
-                self.weights.restarts.risen(worker)
-                if not worker.lost:
-                    self.restoring.risen(worker)
+            events, core.secondary = core.secondary, []
+            for event in events:
+                self._on_secondary[type(event)](event)
             self.weights.advance()
-            if not (core.fallen or core.returned or core.risen):
+            if not core.secondary:
                 return
+
+    def _worker_lost(self, e: WorkerLost) -> None:
+        self.weights.lost(e.worker, e.reason)
+        self.questions.lost(e.worker, e.reason)
+
+    def _worker_returned(self, e: WorkerReturned) -> None:
+        self.weights.returned(e.worker)
+        self.restoring.returned(e.worker)
+        self.questions.returned(e.worker)
+
+    def _worker_loaded(self, e: WorkerLoaded) -> None:
+        if not e.worker.lost:
+            self.weights.restarts.loaded(e.worker)
+        if not e.worker.lost:
+            self.restoring.loaded(e.worker)
 
     def _hello(self, e: ev.ClientHello) -> None:
         self.clients.hello(e)

@@ -17,6 +17,7 @@ from enginepool.coordinator.core.epochs import RAISES_BY_WORKERS, rise_above
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import TEXT
+from enginepool.coordinator.core.secondary import WorkerLoaded, WorkerLost, WorkerReturned
 from enginepool.coordinator.core.state import Worker
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.slots import WorkerSlots
@@ -96,7 +97,7 @@ class WorkerRegistry:
             post_batch(core, batch)
         for task, (request, _) in worker.texts.items():
             post_text(core, worker, task, request)
-        core.returned.append(worker)
+        core.secondary.append(WorkerReturned(worker))
         if core.touched is not None:
             core.touched.append(worker)
 
@@ -199,7 +200,7 @@ class WorkerRegistry:
         if not worker.holds:
             # It was taking weights of a coordinator that is gone, and got work meanwhile, which it drops when it restores.
             self.recall(worker)
-        self.core.risen.append(worker)
+        self.core.secondary.append(WorkerLoaded(worker))
 
     def idle(self, e: ev.WorkerIdle) -> None:
         """A worker has dropped everything of earlier epochs."""
@@ -368,7 +369,7 @@ class WorkerRegistry:
         """
         core, group = self.core, worker.group
         worker.lost = True
-        core.fallen.append((worker, reason))
+        core.secondary.append(WorkerLost(worker, reason))
         count = len(worker.batches)
         said = f"incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'}"
         if worker.place is None:

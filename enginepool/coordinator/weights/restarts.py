@@ -103,7 +103,7 @@ class Restarts:
         """What a place is to start on."""
         return self.ending.new_weights(update, member.digest)
 
-    def risen(self, worker: Worker) -> None:
+    def loaded(self, worker: Worker) -> None:
         """A worker is ready: perhaps a member on the new checkpoint, under another name than before."""
         update = self.core.update_of(worker.group)
         if update is None or update.phase != RESTART or worker.place is None or not worker.place.tried:

@@ -34,7 +34,7 @@ class Restoring:
         if worker.restore_until is not None:
             self._restore(worker)
         else:
-            self.risen(worker)
+            self.loaded(worker)
 
     def take_back(self, worker: Worker) -> None:
         """A worker took weights that were not committed after all."""
@@ -43,7 +43,7 @@ class Restoring:
         else:
             self._restore(worker)
 
-    def risen(self, worker: Worker) -> None:
+    def loaded(self, worker: Worker) -> None:
         """A worker says what it holds, or what is committed has changed."""
         group, weights = worker.group, worker.group.weights
         if worker.lost or worker.stage != "ready":
