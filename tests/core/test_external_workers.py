@@ -9,7 +9,7 @@ from enginepool.client import notices
 from enginepool.client.notices import Notices
 from enginepool.client.readiness import wait_until_ready
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.state import LOST
+from enginepool.coordinator.core.group import LOST
 from enginepool.coordinator.core.status import report
 from enginepool.errors import DeadlineExceeded
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus

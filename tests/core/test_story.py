@@ -4,7 +4,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.state import Group
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.story import story
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from tests.core.machines import Pool, work

@@ -9,7 +9,7 @@ import pytest
 
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.state import HISTORY
+from enginepool.coordinator.core.group import HISTORY
 from enginepool.coordinator.shell import update_history
 from enginepool.coordinator.shell.journal import Journal
 from enginepool.coordinator.shell.journal_writer import JournalWriter

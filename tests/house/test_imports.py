@@ -178,7 +178,7 @@ def violations(sources: dict[str, str]) -> list[str]:
 
 
 #: The coordinator's entities refer to each other: a request to its group, a group to its requests.
-ENTITIES = (f"{COORDINATOR}core/request.py", f"{COORDINATOR}core/state.py")
+ENTITIES = tuple(f"{COORDINATOR}core/{name}.py" for name in ("request", "worker", "worker_slot"))
 
 
 def circle(sources: dict[str, str]) -> list[str]:
@@ -263,8 +263,8 @@ BAD = [
     ("protocol/frames.py", "from enginepool.config import Limits", "protocol imports msgspec"),
     ("workers/loop.py", "from enginepool.client import Pool", "workers import enginepool.protocol"),
     ("workers/loop.py", "from enginepool import config", "workers import enginepool.protocol"),
-    ("workers/loop.py", "def f():\n    import enginepool.coordinator.core.state", "workers import enginepool.protocol"),
-    ("workers/loop.py", "from ..coordinator import state", "across rooms are absolute"),
+    ("workers/loop.py", "def f():\n    import enginepool.coordinator.core.group", "workers import enginepool.protocol"),
+    ("workers/loop.py", "from ..coordinator import group", "across rooms are absolute"),
     ("workers/loop.py", "import zmq.asyncio", "zmq is imported only in"),
     ("workers/machine.py", "from time import monotonic", "never imports time"),
     ("workers/machine.py", "from enginepool.workers.loop import Loop", "pure files of its own room"),
@@ -305,9 +305,9 @@ GOOD = {
     "workers/link.py": "import zmq",
     "workers/sglang/host/build.py": "def f():\n    import sglang\n    import torch",
     "enginepool/client/session/machine.py": "from enginepool.protocol.errors import CODES",
-    PURE_FILE: "import bisect\nimport numpy as np\nfrom enginepool.coordinator.core.state import State\nfrom . import state",
-    f"{COORDINATOR}core/state.py": "from enginepool.config import GroupConfig\nfrom enginepool.errors import PoolError",
-    f"{COORDINATOR}shell/daemon.py": "import asyncio\nfrom enginepool.coordinator.core.state import State",
+    PURE_FILE: "import bisect\nimport numpy as np\nfrom enginepool.coordinator.core.group import Group\nfrom . import group",
+    f"{COORDINATOR}core/group.py": "from enginepool.config import GroupConfig\nfrom enginepool.errors import PoolError",
+    f"{COORDINATOR}shell/daemon.py": "import asyncio\nfrom enginepool.coordinator.core.group import Group",
     "bench/peers/direct.py": "from enginepool.workers import engine",
     "tests/core/test_x.py": "import zmq\nimport enginepool.workers.engine",
 }

@@ -13,9 +13,9 @@ signature is next depends on how long requests of other priorities wait in it.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Batch, Client, Request
 from enginepool.coordinator.core.request_state import QUEUED
-from enginepool.coordinator.core.state import Group
 
 #: a client is in no debt once others were served so many times as much as it was served last
 FORGIVEN = 40

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from enginepool.coordinator.core import state
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request
-from enginepool.coordinator.core.state import Group
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
 from tests.sim.simulation import Failed, simulate

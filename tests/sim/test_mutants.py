@@ -10,9 +10,11 @@ from enginepool.client.session.events import SessionEffect as ClientEffect
 from enginepool.client.session.pending_requests import Call, PendingRequests
 from enginepool.coordinator.core import machine
 from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Batch, Client, Request
 from enginepool.coordinator.core.request_state import TEXT
-from enginepool.coordinator.core.state import Group, Worker, WorkerSlot
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet import slots as places
 from enginepool.coordinator.fleet import workers as fleet
 from enginepool.coordinator.fleet.slots import WorkerSlots

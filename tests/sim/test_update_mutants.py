@@ -8,9 +8,11 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import StartWorker
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.core.request_state import QUEUED
-from enginepool.coordinator.core.state import Group, Worker, WorkerSlot
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.weights import outcomes as ending

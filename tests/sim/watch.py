@@ -8,10 +8,11 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from enginepool.coordinator.core.effects import Effect, ToWorker
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import DONE, QUEUED, TEXT
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.scheduling.batches import LEAST_TEXTS, TEXT_BYTES, takes_text
 from enginepool.coordinator.scheduling.queue import Queue

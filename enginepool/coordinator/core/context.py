@@ -5,10 +5,11 @@ from heapq import heapify, heappop, heappush
 from enginepool.config import PoolConfig
 from enginepool.coordinator.core.effects import Effect, LogLine, ToClient
 from enginepool.coordinator.core.events import Event, Link
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.core.request_state import DONE
 from enginepool.coordinator.core.secondary import SecondaryEvent
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.requests.shedding import AdmissionLevels
 from enginepool.coordinator.weights.update import Update

@@ -12,10 +12,10 @@ from enginepool.config import PoolConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import Drained, Effect, ToClient
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
 from enginepool.coordinator.core.secondary import SecondaryEvent, WorkerLoaded, WorkerLost, WorkerReturned
-from enginepool.coordinator.core.state import Group
 from enginepool.coordinator.core.status import report
 from enginepool.coordinator.fleet.deadlines import WorkerDeadlines
 from enginepool.coordinator.fleet.planned_restarts import PlannedRestarts

@@ -22,7 +22,8 @@ from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import FrameSpec, TaskId
 
 if TYPE_CHECKING:
-    from enginepool.coordinator.core.state import Group, Worker
+    from enginepool.coordinator.core.group import Group
+    from enginepool.coordinator.core.worker import Worker
 
 
 class Client:

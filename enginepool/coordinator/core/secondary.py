@@ -6,7 +6,7 @@ before it dispatches work. The handler of one may append more.
 
 from dataclasses import dataclass
 
-from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.core.worker import Worker
 
 
 @dataclass(frozen=True, slots=True)

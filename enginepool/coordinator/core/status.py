@@ -4,8 +4,10 @@ from math import inf
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import StatusAsked
+from enginepool.coordinator.core.group import LOST_S, Group
 from enginepool.coordinator.core.request_state import QUEUED
-from enginepool.coordinator.core.state import LOST_S, Group, Worker, WorkerSlot
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, limits_of
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 

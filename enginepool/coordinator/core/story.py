@@ -10,8 +10,9 @@ import msgspec
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.worker import Worker
 
 #: fields of events that say which one it was
 _NAMES = ("link", "id", "ids", "group", "index", "incarnation", "batch", "task", "number", "stage", "epoch", "update", "code")

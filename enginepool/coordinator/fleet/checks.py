@@ -5,7 +5,7 @@ Each check returns why not in one line, or "". A worker that does not fit is los
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.request import Batch
-from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.protocol.halving import MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.pace import MOST_FORWARD_MS

@@ -6,7 +6,7 @@ deadline for each stage, and for each forward) means it is alive and does nothin
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
-from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import GOODBYE_S, WorkerRegistry
 from enginepool.protocol.messages import Ping

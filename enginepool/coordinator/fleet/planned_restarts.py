@@ -6,7 +6,8 @@ None of it counts as a loss. An open transaction of the group comes first: the w
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import RestartAsked
-from enginepool.coordinator.core.state import Group, WorkerSlot
+from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN

@@ -9,7 +9,8 @@ host, which could not make a process, retires no place.
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KillWorker, StartWorker
-from enginepool.coordinator.core.state import Group, WorkerSlot
+from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet.failures import signature
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN

@@ -18,7 +18,7 @@ from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.core.secondary import WorkerLoaded, WorkerLost, WorkerReturned
-from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle

@@ -14,9 +14,9 @@ Who gets room, in items and in bytes:
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.core.request_state import TEXT
-from enginepool.coordinator.core.state import Group
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD

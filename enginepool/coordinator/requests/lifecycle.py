@@ -6,9 +6,10 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Buffer
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.validation import with_ids
 from enginepool.coordinator.scheduling.batches import take_text

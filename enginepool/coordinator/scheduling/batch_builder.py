@@ -16,7 +16,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import Buffer, Work
 from enginepool.coordinator.core.request import Batch, Request, Slice
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
-from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.requests.validation import row_lengths
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.queue import Lane, Queue

@@ -16,9 +16,10 @@ from heapq import heapify, heappop, heapreplace
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.events import Buffer
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import RUNNING, TEXT
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.requests.validation import Offsets, cut
 from enginepool.coordinator.scheduling.batch_builder import cut_next, fill, fill_packed, take
 from enginepool.coordinator.scheduling.queue import Lane

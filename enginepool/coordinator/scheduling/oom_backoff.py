@@ -11,7 +11,8 @@ filled less, and those that start are told so, since their first batches are as 
 In the first two nobody is suspected, and the loss does not count against its place: there can be only few of them.
 """
 
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.worker import Worker
 from enginepool.protocol.halving import MOST_HALVINGS, halved
 
 

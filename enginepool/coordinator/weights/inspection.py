@@ -7,7 +7,8 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
 from enginepool.coordinator.core.events import Buffer, Link
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.worker import Worker
 from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_ID
 from enginepool.protocol.manifest import worst
 from enginepool.protocol.messages import ErrorReply, TaskId

@@ -6,7 +6,7 @@
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
 from enginepool.coordinator.core.events import GroupWeights
-from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.reply_cache import OVERHEAD

@@ -7,8 +7,9 @@ The order of the checks in `publish` is a promise, as in `requests`: who are you
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.outgoing import say_join, say_phase
 from enginepool.coordinator.weights.publish_validation import outside
 from enginepool.coordinator.weights.transaction import Transactions

@@ -9,7 +9,8 @@ one version.
 from collections.abc import Iterable
 
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.scheduling.batches import release_kept
 
 

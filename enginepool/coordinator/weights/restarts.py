@@ -15,7 +15,7 @@ A member on its way is `leaving` (it finishes what it has), `starting` (its plac
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import GroupWeights
-from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.quiesce import working

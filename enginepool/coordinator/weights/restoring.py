@@ -13,8 +13,9 @@ weights as above, until a publisher brings them or an operator set_version what 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN

@@ -38,7 +38,7 @@ again under its id is attached.
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import CheckJournal, ToWorker, WriteJournal
-from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.outgoing import ask, say_join, say_phase
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Final, Literal
 
 from enginepool.coordinator.core.events import Buffer, GroupWeights
+from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
-from enginepool.coordinator.core.state import Group, Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import TaskId

@@ -2,7 +2,7 @@
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
-from enginepool.coordinator.core.state import Worker
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.update import TRANSFER, Update, zero_matrices
 from enginepool.protocol.basis import MAX_FINDINGS

@@ -1,0 +1,193 @@
+"""A group: workers of one model, and the requests that wait for them. Pure.
+
+Everything that decisions depend on is in `group`, `worker`, `worker_slot` and `request`, and in the queue, the routing and the
+reply cache. Each attribute that has an invariant says it in a `#:` comment, and `check()` of the entity asserts it.
+"""
+
+from collections import deque
+
+from enginepool.config import GroupConfig
+from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.core.worker_slot import WorkerSlot
+from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
+from enginepool.coordinator.scheduling.routing import Routing
+from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
+from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
+from enginepool.protocol.messages import MAX_PRIORITY, Capabilities
+from enginepool.protocol.updates import UpdateRecord
+
+#: transactions of a group that its history remembers
+HISTORY = 64
+#: lost external workers of a group that the status shows, and for how many seconds
+LOST, LOST_S = 64, 300.0
+
+
+class Group:
+    """A named set of workers of one model, identical within each class, and the queue before them."""
+
+    __slots__ = (
+        "answered", "batches", "blocked", "config", "cut", "down", "early", "expected", "failed", "first", "forwards", "gone",
+        "halvings", "heard_committed", "held", "history", "kept_worker", "live", "lost", "lost_batches", "name", "needs",
+        "needy", "only", "packed", "packed_routing", "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring",
+        "routing", "running", "running_tokens", "spent_s", "spent_tokens", "split_batches", "suspects", "texts", "tokens",
+        "trial", "version", "waiting", "weights", "woken", "workers", "zeros",
+    )  # fmt: skip
+
+    def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
+        self.name = name
+        self.config = config
+        #: the committed weights; workers that hold others get no work. version == weights.version
+        self.weights = weights
+        self.version = weights.version
+        #: the highest run and version that a worker heard to be committed
+        self.heard_committed: tuple[int, int] = (0, 0)
+        #: no new work starts, because engines are about to take the weights of the open transaction
+        self.held = False
+        #: the process group of the last update that was committed; None when nobody can be in it any more
+        self.ring: ProcessGroupInfo | None = None
+        #: tensors of the committed weights that are all zero; None: not known
+        self.zeros: frozenset[str] | None = None
+        #: the head of the queue, which fitted no worker when work was dispatched last: until it leaves, or a worker changes,
+        #: requests behind it change nothing
+        self.blocked: Request | None = None
+        #: why requests are answered with needs_weights, or ""; the classes of workers none of which can have the weights
+        self.needs = ""
+        self.needy = 0
+        #: the latest transactions, oldest first
+        self.history: deque[UpdateRecord] = deque(maxlen=HISTORY)
+        #: the record that waits for the first answer of its weights, and when the engines had taken them
+        self.first: tuple[UpdateRecord, float] | None = None
+        #: how often budgets were halved; all workers' capabilities, and these, are halved as often
+        self.halvings = 0
+        #: of the first plain, and the first packed worker that was ready; None before that
+        self.plain: Capabilities | None = None
+        self.packed: Capabilities | None = None
+        #: the classes of which there may ever be a worker; of one that only dials in, once one did
+        self.expected = PLAIN | PACKED
+        self.workers: dict[str, Worker] = {}
+        self.places: list[WorkerSlot] = []
+        #: external workers that were lost, oldest first: when, who and why
+        self.lost: deque[tuple[float, Worker, str]] = deque(maxlen=LOST)
+        #: requests without an answer, in the order of their arrival
+        self.live: dict[Request, None] = {}
+        #: of them, those of which a worker was given some rows and not all: what a hold lets finish is among them
+        self.cut: dict[Request, None] = {}
+        #: and those that one class alone can serve, where there may be workers of both
+        self.only: dict[int, dict[Request, None]] = {PLAIN: {}, PACKED: {}}
+        self.queue: Queue[Request] = Queue()
+        #: suspects, which run alone, one at a time
+        self.suspects: Queue[Request] = Queue()
+        #: requests that wait for a later weight version
+        self.early: VersionQueue[Request] = VersionQueue()
+        self.trial: Batch | None = None
+        #: kept free for the next trial until its batches are done
+        self.kept_worker: Worker | None = None
+        #: the open plain workers, and the open packed ones
+        self.routing: Routing[Worker] = Routing()
+        self.packed_routing: Routing[Worker] = Routing()
+        #: the highest priority of late, and when a request last came with it
+        self.peak = -MAX_PRIORITY
+        self.peak_at = 0.0
+        #: text requests that no worker tokenizes yet, suspects aside
+        self.texts: Queue[Request] = Queue()
+        #: it stands in `Core.woken`
+        self.woken = False
+        #: why nothing will ever run here, or ""
+        self.down = ""
+        #: why nothing will ever run on a class of workers again, by class
+        self.gone: dict[int, str] = {}
+        #: time and tokens of recent batches; decayed apart, so that many small batches do not foretell large ones
+        self.spent_s = 0.0
+        self.spent_tokens = 0.0
+        #: requests in TEXT or QUEUED, requests in RUNNING, the tokens of all of them, and of those in RUNNING
+        self.waiting = 0
+        self.running = 0
+        self.tokens = 0
+        self.running_tokens = 0
+        self.answered = self.failed = self.poisoned = 0
+        self.batches = self.forwards = self.split_batches = self.lost_batches = 0
+
+    @property
+    def behind(self) -> bool:
+        """Workers heard of a commit that the journal does not have: it was lost, or is an old one."""
+        return self.heard_committed > (self.weights.run, self.weights.version)
+
+    @property
+    def no_worker(self) -> str:
+        """Why nothing runs in a group that only external workers serve, when none of them is connected; or ""."""
+        if self.workers or self.config.workers:
+            return ""
+        command = f"`enginepool worker --connect ADDRESS --group {self.name}`"
+        return f"no worker is connected and the pool starts none (workers = 0); {command} starts one"
+
+    @property
+    def rate(self) -> float:
+        """Seconds for each token of a batch; 0 before the first one."""
+        return self.spent_s / self.spent_tokens if self.spent_tokens else 0.0
+
+    def expect(self) -> None:
+        """Call when places were made, or a worker was ready."""
+        classes = 0
+        for packed, bit, seen in ((False, PLAIN, self.plain), (True, PACKED, self.packed)):
+            if seen is not None or any(place.packed == packed for place in self.places):
+                classes |= bit
+        self.expected = classes or PLAIN | PACKED
+
+    def classify(self, request: Request, classes: int) -> None:
+        """The classes of workers that can serve `request`, some or all of those that are expected."""
+        if listed := self.only.get(request.classes):
+            listed.pop(request, None)
+        request.classes = classes
+        if classes != self.expected:
+            self.only[classes][request] = None
+
+    def confined(self, classes: int) -> list[Request]:
+        """The requests that no other than these classes of workers can serve."""
+        if not self.expected & ~classes:
+            return list(self.live)
+        return [request for class_, requests in self.only.items() if not class_ & ~classes for request in requests]
+
+    @property
+    def sizes(self) -> Capabilities | None:
+        """Of a worker, for the sizes of answers; None before one was ready."""
+        return self.plain or self.packed
+
+    @property
+    def shut(self) -> int:
+        """Classes of workers that run nothing: gone for good, or without the committed weights."""
+        return self.needy | sum(self.gone)
+
+    def why_down(self, classes: int) -> str:
+        """Why none of `classes` will ever run anything here again, or ""."""
+        if self.down:
+            return self.down
+        left = [bit for bit in (PLAIN, PACKED) if classes & bit and bit not in self.gone]
+        return "" if left else next(why for bit, why in self.gone.items() if classes & bit)
+
+    def check(self) -> None:
+        self.queue.check()
+        self.suspects.check()
+        self.texts.check()
+        self.early.check()
+        assert self.cut.keys() <= self.live.keys(), self.cut
+        for classes in (PLAIN, PACKED):
+            mine = {request for request in self.live if request.classes == classes != self.expected}
+            assert mine == self.only[classes].keys(), (self.name, classes, len(mine), len(self.only[classes]))
+        arrivals = [request.seq for request in self.live]
+        assert arrivals == sorted(arrivals), self.name
+        assert self.version == self.weights.version, self.name
+        assert bool(self.needs) == bool(self.needy), (self.needs, self.needy)
+        if self.needs:
+            assert not any(worker.able for worker in self.workers.values() if worker.class_ & self.needy), self.needs
+        for worker in self.workers.values():
+            head = self.queue.head(worker.class_) if worker.open and not worker.batches else None
+            assert head is None, (self.name, worker, head)
+        if self.kept_worker is not None:
+            assert self.kept_worker.kept and self.trial is None, (self.name, self.kept_worker, self.trial)
+        if self.trial is not None:
+            assert self.trial.worker.kept, self.trial
+            assert self.trial.id in self.trial.worker.batches or self.trial.id in self.trial.worker.texts, self.trial
+        if self.down:
+            assert self.queue.head() is None and self.suspects.head() is None and self.texts.head() is None, self.down
