@@ -4,6 +4,7 @@ A comment on the line before a block says how the tests treat it; it is invisibl
 
     <!-- file: pool.toml -->      the block is written to that file before the page's commands and programs run
     <!-- only parsed: REASON -->  the block is not run, for this reason
+    <!-- model: NAME -->          a small random model with that name is in the folder in which the block is run
     <!-- map -->                  the first word of each line is a path in the repository, indented under its folder
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)[^`]*$")
-COMMENT = re.compile(r"^ *<!-- *(?P<key>file|only parsed|map)(?: *: *(?P<value>.*?))? *-->$")
+COMMENT = re.compile(r"^ *<!-- *(?P<key>file|only parsed|map|model)(?: *: *(?P<value>.*?))? *-->$")
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^()\s]+(?:\([^()\s]*\))?)(?: +\"[^\"]*\")?\)")
 CODE = re.compile(r"(`+)(?P<code>.+?)\1")
 

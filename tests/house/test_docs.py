@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from enginepool.config import load_config
+from enginepool.tiny_model import make_tiny_model
 from tests.house import markdown
 from tests.house.markdown import Block
 from tests.process.processes import Processes
@@ -29,6 +30,13 @@ NOT_RUN_HERE = {
     "make test": "it is what runs this test",
     'pip install "enginepool[sglang]"': "needs a CUDA GPU; test_packaging reads what the extra asks for",
     "pip install enginepool": "needs a package index; test_packaging builds and imports the wheel",
+}
+
+#: A console command -> how this test runs it: without GPUs, and where the page's pool listens.
+RUN_AS = {
+    "enginepool serve --model Qwen/Qwen3-0.6B --workers 2 &": (
+        "enginepool serve --model Qwen/Qwen3-0.6B --workers 2 --engine sim --listen $ENGINEPOOL_ADDRESS --state-dir state &"
+    ),
 }
 
 
@@ -89,6 +97,8 @@ def test_a_program_on_a_page_runs(processes: Processes, name: str, block: Block,
         assert block.value, f"{name}:{block.line}: only parsed, and no reason given"
         return
     lay_out(name, tmp_path)
+    if block.key == "model":
+        make_tiny_model(tmp_path / block.value, "reward")
     (tmp_path / "program.py").write_text(block.text, "utf-8")
     run(processes, [sys.executable, "program.py"], tmp_path)
 
@@ -129,7 +139,7 @@ def test_the_commands_on_a_page_run_in_order(processes: Processes, name: str, tm
     typed = [command for page_, block in blocks_in("console") if page_ == name for command in markdown.commands(block)]
     assert typed, f"{name}: a console block without a line that begins with '$ '"
     script = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"]
-    script += [command for command in typed if command not in NOT_RUN_HERE]
+    script += [RUN_AS.get(command, command) for command in typed if command not in NOT_RUN_HERE]
     run(processes, ["bash", "-c", "\n".join(script)], tmp_path, ENGINEPOOL_ADDRESS=address)
 
 
