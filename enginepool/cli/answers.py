@@ -1,7 +1,7 @@
-"""The output file of `enginepool score`: what it holds already, and adding to it.
+"""The output of `enginepool score` and the like: what the file holds already, and adding to it.
 
-An interrupted run is resumed from the file alone. Each of its lines carries the number and a checksum of the input line that it
-answers, so that answers to another input, or made with other options, are noticed before anything is written.
+An interrupted run is resumed from the file alone. Each line carries the number and a checksum of its input line. So answers to
+another input, or made with other options, are noticed before anything is written.
 """
 
 import fcntl
@@ -9,13 +9,13 @@ import os
 from array import array
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, NoReturn, Self
+from typing import IO, Any, NoReturn, Self
 
 import msgspec
 
+from enginepool.cli.answer_versions import AnswerVersions
 from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
 from enginepool.cli.jsonl import PREFIX, checksum, input_lines
-from enginepool.cli.versions import Versions
 
 
 class _Answer(msgspec.Struct):
@@ -28,71 +28,90 @@ class _Answer(msgspec.Struct):
     error: dict[str, Any] | None = None
 
 
-class AnswerWriter:
-    """The output file, open for appending and locked against a second run.
+class Answers:
+    """Answers that are written once, in the order in which they come, to stdout or to a new file.
 
     Attributes:
-        scored: answers in the file, of this run and earlier ones.
-        failed: error lines in the file.
+        path: how errors name the file.
+        answered, failed: answers and error lines in the file.
+        start: where reading the input begins: the number and the offset of a line.
         versions: the weight versions of answers in the file.
     """
 
-    #: how a run that stopped is gone on with
-    resumed = "the same command goes on"
+    #: how a run that stopped is continued
+    resumed = "a run through a pipe cannot be resumed"
 
-    def __init__(self, path: Path, source: Path, *, seed: int, retry_errors: bool, mixed_versions: bool) -> None:
+    def __init__(self, path: Path, file: IO[bytes], *, mixed_versions: bool) -> None:
         self.path = path
-        self.versions = Versions(path, mixed=mixed_versions)
-        self.scored = 0
+        self.versions = AnswerVersions(path, mixed=mixed_versions)
+        self.answered = 0
         self.failed = 0
-        self._source = source
-        self._seed = seed
-        #: index: line number of the input; value: checksum + 1, or 0 where the file has no answer
-        self._crcs = array("Q", [0])
-        new = not path.exists()
-        self._file: BinaryIO = open(path, "a+b")  # noqa: SIM115 (closed by __exit__)
-        try:
-            self._lock()
-            torn_at = self._read()
-            #: Where reading the input begins: the first line without an answer, and its place in the file.
-            self.start = self._compare()
-            if torn_at is not None:
-                self._file.truncate(torn_at)
-            if retry_errors and self.failed:
-                self._drop_errors()
-                self.start = (1, 0)
-        except BaseException:  # also Ctrl-C: nobody else knows of the file yet; raised again
-            self._file.close()
-            raise
-        self._remove_if_empty = new
+        self.start = (1, 0)
+        self._file = file
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._remove_if_empty and not self.scored and not self.failed:
-            self.path.unlink(missing_ok=True)
-        try:
-            self._file.close()
-        except OSError:
-            # What could not be written is still in the buffer, and cannot be written now: `add` has said so.
-            if error is None:
-                raise
+    @property
+    def count(self) -> int:
+        """Lines in the file."""
+        return self.answered + self.failed
 
     def __contains__(self, line: int) -> bool:
-        return line < len(self._crcs) and self._crcs[line] != 0
+        return False
 
     def add(self, line: bytes, *, failed: bool) -> None:
         """Append a whole output line, so that it outlives this process."""
         try:
             self._file.write(line)
             self._file.flush()
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            raise CommandFailed(f"{self.path}: {error.strerror}; {self.resumed} once that is mended") from None
+            raise CommandFailed(f"{self.path}: {error.strerror}; {self.resumed}") from None
         if failed:
             self.failed += 1
         else:
-            self.scored += 1
+            self.answered += 1
+
+
+class AnswerFile(Answers):
+    """The output file, open for appending and locked against a second run. Enter it to close it."""
+
+    resumed = "run the same command again to continue"
+
+    def __init__(self, path: Path, source: Path, *, seed: int, retry_errors: bool, mixed_versions: bool) -> None:
+        self._remove_if_empty = not path.exists()
+        super().__init__(path, open(path, "a+b"), mixed_versions=mixed_versions)  # noqa: SIM115 (closed by __exit__)
+        self._source = source
+        self._seed = seed
+        #: index: line number of the input; value: checksum + 1, or 0 where the file has no answer
+        self._crcs = array("Q", [0])
+        try:
+            self._lock()
+            torn_at = self._read()
+            self.start = self._compare()
+            if torn_at is not None:
+                self._file.truncate(torn_at)
+            if retry_errors and self.failed:
+                self._drop_errors()
+                self.start = (1, 0)
+        except BaseException:  # also Ctrl-C: __exit__ is not called then; raised again
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._remove_if_empty and not self.count:
+            self.path.unlink(missing_ok=True)
+        try:
+            self._file.close()
+        except OSError:
+            # The buffer still holds what could not be written. `add` has raised for it.
+            if error is None:
+                raise
+
+    def __contains__(self, line: int) -> bool:
+        return line < len(self._crcs) and self._crcs[line] != 0
 
     def _lock(self) -> None:
         try:
@@ -101,7 +120,7 @@ class AnswerWriter:
             raise CommandFailed(f"{self.path}: another run is writing it; wait for that, or name another file") from None
 
     def _read(self) -> int | None:
-        """Take in the lines that are there. Returns where a last line begins that was cut off in writing."""
+        """Read the lines that are there. Returns the offset of a last line that was cut off in writing."""
         decoder = msgspec.json.Decoder(_Answer)
         most = self._source.stat().st_size + 1
         offset = number = 0
@@ -122,7 +141,7 @@ class AnswerWriter:
                 self._crcs.extend([0] * (answer.line + 1 - len(self._crcs)))
             self._crcs[answer.line] = answer.input_crc + 1
             if answer.error is None:
-                self.scored += 1
+                self.answered += 1
                 self.versions.note(answer.group, answer.version)
             else:
                 self.failed += 1
@@ -131,12 +150,12 @@ class AnswerWriter:
 
     def _foreign(self, number: int) -> NoReturn:
         raise CommandFailed(
-            f"{self.path}: line {number} is no answer to {self._source}, so it is left alone; name another output file",
+            f"{self.path}: line {number} is no answer to {self._source}; the file is not changed; name another output file",
             BAD_USAGE,
         )
 
     def _compare(self) -> tuple[int, int]:
-        """Hold every answer against the input line that it names. Returns the first line without one, and its offset."""
+        """Compare every answer with the input line that it names. Returns the first line without an answer, and its offset."""
         if len(self._crcs) == 1:
             return 1, 0
         start: tuple[int, int] | None = None
@@ -169,8 +188,8 @@ class AnswerWriter:
     def _drop_errors(self) -> None:
         """Rewrite the file without its error lines, so that those requests are made again and answered once."""
         decoder = msgspec.json.Decoder(_Answer)
-        beside = self.path.with_name(self.path.name + ".part")
-        with open(beside, "wb") as kept:
+        part = self.path.with_name(self.path.name + ".part")
+        with open(part, "wb") as kept:
             self._file.seek(0)
             for text in self._file:
                 answer = decoder.decode(text)
@@ -180,9 +199,9 @@ class AnswerWriter:
                     self._crcs[answer.line] = 0
             kept.flush()
             os.fsync(kept.fileno())
-        replaced = open(beside, "a+b")  # noqa: SIM115 (becomes self._file)
+        replaced = open(part, "a+b")  # noqa: SIM115 (becomes self._file)
         fcntl.flock(replaced, fcntl.LOCK_EX)
-        os.replace(beside, self.path)
+        os.replace(part, self.path)
         self._file.close()
         self._file = replaced
         self.failed = 0

@@ -1,12 +1,15 @@
-"""How a command ends badly: one line on stderr and an exit code, never a traceback.
+"""How a command fails: one line on stderr and an exit code, never a traceback.
 
 Exit codes: 2 the command or a configuration cannot be used as written; 1 the run failed; 130 and 143 it was interrupted.
 """
 
+import asyncio
 import os
+import signal
 import sys
 import traceback
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import typer
 from typer.core import TyperGroup
@@ -28,6 +31,31 @@ class CommandFailed(Exception):
         self.code = code
 
 
+T = TypeVar("T")
+
+
+def run_interruptible(main: Callable[[], Coroutine[Any, Any, T]], said: Callable[[], str]) -> T:
+    """Run a coroutine that SIGTERM and Ctrl-C cancel. Raises CommandFailed with `said()` after one of them."""
+    terminated = False
+
+    async def run() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def terminate() -> None:
+            nonlocal terminated
+            terminated = True
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        return await main()
+
+    try:
+        return asyncio.run(run())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise CommandFailed(said(), TERMINATED if terminated else INTERRUPTED) from None
+
+
 class OneLineGroup(TyperGroup):
     """A group of commands whose errors, of every kind, are one line."""
 
@@ -39,11 +67,11 @@ class OneLineGroup(TyperGroup):
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         except BrokenPipeError:
-            # The reader of our output has gone (`| head`). Nothing may be flushed to it at exit.
+            # The reader of the output has ended (`| head`). Nothing may be flushed to it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = RUN_FAILED
         except Exception as error:
-            # All of them: whatever a command fails of, its user is told in one line, and a traceback if asked for.
+            # Every exception: the user gets one line, and a traceback only with ENGINEPOOL_TRACEBACK.
             if os.environ.get("ENGINEPOOL_TRACEBACK"):
                 traceback.print_exception(error)
             line, code = describe(error)

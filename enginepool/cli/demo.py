@@ -1,8 +1,6 @@
 """`enginepool demo`: a whole pool at work on this machine, a worker killed on the way, and a table of what happened."""
 
-import asyncio
 import importlib.util
-import signal
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from enginepool.cli.choices import Device, EngineName
-from enginepool.cli.cli_errors import RUN_FAILED, TERMINATED, CommandFailed
+from enginepool.cli.cli_errors import RUN_FAILED, CommandFailed, run_interruptible
 
 if TYPE_CHECKING:
-    from enginepool.cli.demo_run import Story
     from enginepool.config import GroupConfig
 
 
@@ -53,7 +50,7 @@ def demo(
         show = DemoRun(work_s=work_s, say=typer.echo)
         show.say("A pool of two workers scores for four clients, and loses a worker on the way.\n")
         group = _sim() if engine is EngineName.sim else _real(Path(directory) / "model", device, show)
-        story = _run(show, group, Path(directory))
+        story = run_interruptible(lambda: show.run(group, Path(directory)), lambda: "interrupted")
     from rich.console import Console
 
     from enginepool.cli.demo_tables import tables
@@ -66,27 +63,6 @@ def demo(
     online, bulk = story.p50_ms(urgent=True), story.p50_ms(urgent=False)
     typer.echo(f"\nPriority: p50 {online:.0f} ms online (priority 100), {bulk:.0f} ms bulk (0), ratio {online / bulk:.2f}.")
     typer.echo(f"Nothing was lost: {story.sent} requests, {story.answered} answers, one for each.")
-
-
-def _run(show: Any, group: "GroupConfig", directory: Path) -> "Story":
-    terminated = False
-
-    async def run() -> "Story":
-        task = asyncio.current_task()
-
-        def terminate() -> None:
-            nonlocal terminated
-            terminated = True
-            if task is not None:
-                task.cancel()
-
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
-        return await show.run(group, directory)
-
-    try:
-        return asyncio.run(run())
-    except asyncio.CancelledError:
-        raise CommandFailed("interrupted", TERMINATED if terminated else RUN_FAILED) from None
 
 
 def _sim() -> "GroupConfig":

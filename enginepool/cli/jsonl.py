@@ -1,9 +1,9 @@
-"""The lines of `enginepool score`: an input line becomes a call, an answer or an error becomes an output line."""
+"""Lines of the files that `enginepool score` and the like read and write: JSON, one object on each line."""
 
 import re
 import zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import msgspec
 
@@ -11,76 +11,46 @@ from enginepool.conversion import JSON, located, wrong_type
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
-    from enginepool.client.results import ScoreResult
     from enginepool.errors import EnginepoolError
 
-#: Every output line starts so; it is how a cut-off one is told from somebody else's text.
+#: Every output line begins so. A last line that was cut off in writing is told from foreign text by it.
 PREFIX = b'{"line":'
-#: A longer input line cannot be a request that a coordinator accepts; only so much of it is read into memory.
+#: No coordinator accepts a longer request. At most so much of an input line is read into memory.
 MAX_LINE_BYTES = 512 << 20
+
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 
 
 class BadLine(Exception):
-    """An input line that is no request. The message says why, without the line's number."""
-
-
-class Options(msgspec.Struct, frozen=True):
-    """What the command line says for every line that does not say it itself."""
-
-    label_token_ids: list[int] | None = None
-    apply_softmax: bool = False
-    item_first: bool = False
-    return_pooled_hidden_states: bool = False
-    group: str = ""
-    priority: int = 0
-    timeout: float | None = None
-    logprobs: bool = False
-    raw: bool = False
-    min_version: int = 0
-
-    def seed(self) -> int:
-        """A checksum of what changes the scores: answers made with other options are not this run's."""
-        shaping = (self.label_token_ids, self.apply_softmax, self.item_first, self.return_pooled_hidden_states, self.group)
-        return zlib.crc32(msgspec.json.encode((*shaping, self.logprobs, self.raw)))
+    """An input line that is not a request. The message says why, without the number of the line."""
 
 
 class InputLine(msgspec.Struct, forbid_unknown_fields=True):
-    """An input line. Either `query` and `items`, or `prompts` and `responses`."""
+    """What a line of any operation may have. None: the options of the command apply."""
 
     id: str | int | None = None
-    query: str | list[int] | None = None
-    items: list[str | list[int]] | None = None
-    prompts: list[str | list[int]] | None = None
-    responses: list[str | list[int]] | None = None
-    label_token_ids: list[int] | None = None
-    apply_softmax: bool | None = None
-    item_first: bool | None = None
-    return_pooled_hidden_states: bool | None = None
     group: str | None = None
     priority: int | None = None
     timeout: float | None = None
-    logprobs: bool | None = None
-    raw: bool | None = None
     min_version: int | None = None
 
-    async def ask(self, pool: "Pool", options: Options) -> "ScoreResult":
-        """Have it scored. Raises EnginepoolError."""
-        said: dict[str, Any] = {name: getattr(self, name) for name in Options.__struct_fields__}
-        settings = {name: getattr(options, name) if value is None else value for name, value in said.items()}
-        # Whether rows are all text or all ids is for the client to say, with the row at fault.
-        if self.query is None:
-            return await pool.score_pairs(cast("Any", self.prompts), cast("Any", self.responses), **settings)
-        return await pool.score(self.query, cast("Any", self.items), **settings)
+    def check(self) -> None:
+        """Raise BadLine if a key is missing or contradicts another one."""
 
+    async def answer(self, pool: "Pool", settings: dict[str, Any]) -> dict[str, Any]:
+        """Ask the pool. Returns what the output line has of the answer; `version` is among it. Raises EnginepoolError."""
+        raise NotImplementedError
 
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_decoder = msgspec.json.Decoder(InputLine)
+    def settings(self, options: dict[str, Any]) -> dict[str, Any]:
+        """`options` of the command, replaced by what the line says itself."""
+        said = {name: getattr(self, name) for name in options}
+        return {name: options[name] if value is None else value for name, value in said.items()}
 
 
 def input_lines(source: BinaryIO, number: int = 1, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
     """Lines of the input from line `number`, which begins at `offset`: (number, offset, text).
 
-    Of a line over MAX_LINE_BYTES the text is that much and one byte, which `read_request` refuses.
+    Of a line over MAX_LINE_BYTES the text is its first MAX_LINE_BYTES + 1 bytes, which `read_line` refuses.
     """
     if offset:
         source.seek(offset)
@@ -98,31 +68,30 @@ def checksum(line: bytes, seed: int) -> int:
     return zlib.crc32(line.rstrip(b"\r\n"), seed)
 
 
-def read_request(line: bytes) -> InputLine:
-    """The request on an input line. Raises BadLine."""
-    if len(line) > MAX_LINE_BYTES:
+L = TypeVar("L", bound=InputLine)
+
+
+def read_line(text: bytes, form: type[L]) -> L:
+    """The request on an input line of this form. Raises BadLine."""
+    if len(text) > MAX_LINE_BYTES:
         raise BadLine(f"over {MAX_LINE_BYTES} bytes long")
     try:
-        request = _decoder.decode(line)
+        line = msgspec.json.decode(text, type=form)
     except msgspec.ValidationError as error:
-        raise BadLine(_say(*located(str(error)))) from None
+        raise BadLine(_wrong(*located(str(error)), form)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadLine(f"not JSON: {error}") from None
-    by_items = request.query is not None and request.items is not None
-    by_pairs = request.prompts is not None and request.responses is not None
-    named = sum(value is not None for value in (request.query, request.items, request.prompts, request.responses))
-    if named != 2 or not (by_items or by_pairs):
-        raise BadLine("needs query and items, or prompts and responses")
-    return request
+    line.check()
+    return line
 
 
-def _say(field: str, what: str) -> str:
+def _wrong(field: str, what: str, form: type[InputLine]) -> str:
     """What is wrong with a line, with the field first."""
     unknown = _UNKNOWN.fullmatch(what)
     if unknown:
         from enginepool.client.arguments import meant
 
-        return f"unknown key {unknown.group(1)}{meant(unknown.group(1), InputLine.__struct_fields__)}"
+        return f"unknown key {unknown.group(1)}{meant(unknown.group(1), form.__struct_fields__)}"
     if what.endswith("got `object`"):
         return f"{field}: an object; text or token ids (of chat messages: apply the chat template first)"
     allowed, received = wrong_type(what, JSON)
@@ -130,32 +99,18 @@ def _say(field: str, what: str) -> str:
     return f"{field}: {what}" if field else what
 
 
-def answer_line(number: int, crc: int, request: InputLine, result: "ScoreResult") -> bytes:
-    """The output line of an answer."""
+def output_line(number: int, crc: int, line: InputLine | None, columns: dict[str, Any]) -> bytes:
+    """The output line for input line `number`; `line` is None where that could not be read."""
     record: dict[str, Any] = {"line": number, "input_crc": crc}
-    if request.id is not None:
-        record["id"] = request.id
-    if request.group is not None:
-        record["group"] = request.group
-    record |= {"scores": result.scores.tolist(), "version": result.version, "tokens": result.usage.tokens}
-    if result.hidden is not None:
-        record["hidden"] = result.hidden.tolist()
-    return msgspec.json.encode(record) + b"\n"
+    if line is not None:
+        record |= {name: value for name, value in (("id", line.id), ("group", line.group)) if value is not None}
+    return msgspec.json.encode(record | columns) + b"\n"
 
 
-def bad_line(number: int, crc: int, error: BadLine) -> bytes:
-    """The output line of an input line that is no request."""
-    message = f"line {number}: {error}"
-    return msgspec.json.encode({"line": number, "input_crc": crc, "error": {"code": "bad_line", "message": message}}) + b"\n"
-
-
-def error_line(number: int, crc: int, request: InputLine, error: "EnginepoolError") -> bytes:
-    """The output line of a request that was refused or failed."""
-    said: dict[str, Any] = {"code": error.code, "message": f"line {number}: {error.args[0]}"}
-    said |= {name: value for name, value in (("field", error.field), ("limit", error.limit)) if value}
-    if error.evidence:
-        said["evidence"] = list(error.evidence)
-    record: dict[str, Any] = {"line": number, "input_crc": crc}
-    if request.id is not None:
-        record["id"] = request.id
-    return msgspec.json.encode({**record, "error": said}) + b"\n"
+def error_columns(number: int, error: "EnginepoolError | BadLine") -> dict[str, Any]:
+    """What the output line says of a line that was refused or failed."""
+    said: dict[str, Any] = {"code": getattr(error, "code", "bad_line"), "message": f"line {number}: {error.args[0]}"}
+    for name in ("field", "limit", "evidence"):
+        if value := getattr(error, name, None):
+            said[name] = value
+    return {"error": said}

@@ -1,4 +1,4 @@
-"""How far `enginepool score` has come: a bar on a terminal, a line every few seconds elsewhere. Always on stderr."""
+"""The progress of a run over a file: a bar on a terminal, a line every few seconds elsewhere. Always on stderr."""
 
 import threading
 import time
@@ -9,8 +9,7 @@ import typer
 from rich import progress as bars
 from rich.console import Console
 
-from enginepool.cli.answers import AnswerWriter
-from enginepool.cli.streams import StreamAnswers
+from enginepool.cli.answers import Answers
 
 #: Seconds between two lines where there is no terminal.
 EVERY_S = 5.0
@@ -19,18 +18,18 @@ QUIET_S = 30.0
 
 
 class Progress:
-    """Shows how much of an input of `size` bytes has been taken up and how many answers there are, while it is entered.
+    """While entered, shows how much of the input has been read and how many answers there are.
 
-    `size` is None for a pipe, whose end is not known.
+    `size`: bytes of the input; None for a pipe, whose end is not known.
     """
 
-    def __init__(self, size: int | None, answers: AnswerWriter | StreamAnswers) -> None:
+    def __init__(self, size: int | None, answers: Answers) -> None:
         self._answers = answers
         self._known = size is not None
         self._size = max(size or 0, 1)
         self._place = min(answers.start[1], self._size)
         self._began = time.monotonic()
-        self._count = self._before = answers.scored + answers.failed
+        self._count = self._before = answers.count
         self._counted_at = self._began
         self._closed = threading.Event()
         self._told = False
@@ -43,14 +42,14 @@ class Progress:
         self._place = max(self._place, place)
 
     def worker_does(self, line: str) -> None:
-        """Tell that a worker does something else now. A pool that is ready at once is nothing to tell."""
+        """Show what a worker does now. Nothing is shown of a pool that is ready at once."""
         if self._told or not line.endswith(" ready"):
             self._told = True
             self._say(line)
 
     def __enter__(self) -> Self:
         if self._before:
-            self._say(f"going on: {self._before:,} lines are answered already")
+            self._say(f"continuing: {self._before:,} lines are answered already")
         if self._bar is not None:
             self._bar.start()
         self._thread.start()
@@ -65,7 +64,7 @@ class Progress:
 
     def text(self) -> str:
         """What a user wants to know, in one line."""
-        count = self._answers.scored + self._answers.failed
+        count = self._answers.count
         now = time.monotonic()
         if count != self._count:
             self._count, self._counted_at = count, now

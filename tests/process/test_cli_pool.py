@@ -154,14 +154,14 @@ def test_score_reads_stdin_as_it_comes_and_writes_stdout(processes: Processes, s
     found = {record["line"]: record for record in map(json.loads, out.splitlines())}
     assert found.keys() == {4, 6} and "error" in found[4] and "scores" in found[6]
     assert process.returncode == 1
-    assert "stdout: 4 lines scored, 1 with an error" in err
+    assert "stdout: 4 lines answered, 1 with an error" in err
 
 
 def test_score_reads_a_file_into_stdout_and_stdin_into_a_new_file(served: Served, tmp_path: Path) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"query": [1], "items": [[2]], "label_token_ids": [3]}\n' * 5)
     code, out, err = call("score", source, "-", "--connect", served.address)
-    assert (code, len(out.splitlines())) == (0, 5) and "stdout: 5 lines scored" in err
+    assert (code, len(out.splitlines())) == (0, 5) and "stdout: 5 lines answered" in err
     command = [*PROGRAM, "score", "-", str(target), "--connect", served.address]
     with source.open("rb") as file:
         assert subprocess.run(command, stdin=file, capture_output=True, timeout=LIMIT_S, check=False).returncode == 0
@@ -260,7 +260,7 @@ def test_interrupted_and_resumed_every_line_is_scored_exactly_once(processes: Pr
         process.send_signal(sign)
         got, _, err = end(process)
         assert got == code
-        assert ("the same command goes on" in err) == (sign != signal.SIGKILL)
+        assert ("run the same command again to continue" in err) == (sign != signal.SIGKILL)
         assert before + 20 < len(target.read_bytes().splitlines()) < end_of_run
     write(range(0))
     assert call("score", source, target, *command)[0] == 0
@@ -354,7 +354,7 @@ def test_an_interrupted_demo_leaves_no_process(processes: Processes) -> None:
             break
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    assert end(process)[::2] == (130, "")
+    assert end(process)[::2] == (130, "enginepool: interrupted\n")
     assert len(children) >= 3
     assert psutil.wait_procs(children, timeout=LIMIT_S)[1] == []
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.cli import score
+from enginepool.cli import file_run
 from enginepool.errors import BadRequest, PoolDown
 from tests.process.commands import call, records
 
@@ -73,7 +73,7 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     async def open_pool(address: str):  # type: ignore[no-untyped-def]
         yield stand_in
 
-    monkeypatch.setattr(score, "open_pool", open_pool)
+    monkeypatch.setattr(file_run, "open_pool", open_pool)
     return stand_in
 
 
@@ -91,7 +91,7 @@ def test_each_line_gets_one_answer_under_its_number(pool: StandIn, files: tuple[
     source, target = files
     code, out, err = call("score", source, target)
     assert (code, out) == (0, "")
-    assert err == f"{target}: 10 lines scored, 0 with an error\n"
+    assert err == f"{target}: 10 lines answered, 0 with an error\n"
     found = records(target)
     assert {n: (r["id"], r["scores"], r["version"]) for n, r in found.items()} == {
         n: (f"r{n}", [[n], [1]], 3) for n in range(1, 11)
@@ -235,7 +235,7 @@ def test_when_the_pool_is_down_the_run_stops_and_blames_no_line(pool: StandIn, f
     source.write_text('{"query": "a", "items": ["b"]}\n{"query": "down", "items": ["b"]}\n{"query": "c", "items": ["d"]}\n')
     code, _, err = call("score", source, target, "--concurrency", 1)
     assert code == 1
-    assert err.endswith("stopped at line 2: no worker of group policy is left; the same command goes on from there\n")
+    assert err.endswith("stopped at line 2: no worker of group policy is left; run the same command again to continue\n")
     assert records(target).keys() == {1}
 
 
@@ -245,7 +245,7 @@ def test_an_interrupted_run_says_how_to_go_on(pool: StandIn, files: tuple[Path, 
     source.write_text(f'{{"query": "a", "items": ["b"]}}\n{{"query": "{query}", "items": ["b"]}}\n')
     got, _, err = call("score", source, target, "--concurrency", 1)
     assert got == code
-    assert err.endswith(f"interrupted: 1 line in {target}, 1 of them new; the same command goes on\n")
+    assert err.endswith(f"interrupted: 1 line in {target}, 1 of them new; run the same command again to continue\n")
     assert records(target).keys() == {1}
 
 
@@ -260,7 +260,7 @@ def test_a_full_disk_is_said_with_the_name_of_the_file_and_the_run_goes_on_later
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 1
-    assert err == f"enginepool: {target}: File too large; the same command goes on once that is mended\n"
+    assert err == f"enginepool: {target}: File too large; run the same command again to continue\n"
     assert target.stat().st_size == 300
     assert call("score", source, target)[0] == 0
     assert records(target).keys() == set(range(1, 11))

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from enginepool.cli import streams
-from enginepool.cli.streams import PipeLines
+from enginepool.cli import input_stream
+from enginepool.cli.input_stream import PipeLines
 
 
 def through_a_pipe(pieces: list[bytes], readers: int) -> list[tuple[int, int, bytes]]:
@@ -48,7 +48,7 @@ def test_an_empty_pipe_has_no_lines() -> None:
 
 
 def test_of_a_line_that_is_too_long_only_so_much_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_LINE_BYTES", 10)
-    monkeypatch.setattr(streams, "_CHUNK", 8)
+    monkeypatch.setattr(input_stream, "MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(input_stream, "_CHUNK", 8)
     found = through_a_pipe([b"x" * 100, b"yz\nshort\n"], 1)
     assert [(number, text) for number, _, text in found] == [(1, b"x" * 11), (2, b"short\n")]

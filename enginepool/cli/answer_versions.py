@@ -1,4 +1,4 @@
-"""The weight versions in an output file of `enginepool score`: scores of different weights cannot be compared."""
+"""The weight versions in an output file: answers of different weights cannot be compared."""
 
 from collections import Counter
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from enginepool.cli.cli_errors import CommandFailed
 
 
-class Versions:
+class AnswerVersions:
     """How many answers of a file come from which weight version, for each group that lines name ("" for lines that name none).
 
     Args:

@@ -1,0 +1,197 @@
+"""A file of requests through a running pool, into a file of answers: the run behind `enginepool score` and the like.
+
+An operation gives the form of its lines, a subclass of `jsonl.InputLine`: its keys, and its call on the pool. All else is here:
+many requests in flight, each answer written as it comes, progress, interrupts, and continuing where an earlier run stopped.
+"""
+
+import asyncio
+import contextlib
+import sys
+import zlib
+from collections.abc import AsyncIterator, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import typer
+
+from enginepool.cli.answers import AnswerFile, Answers
+from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed, run_interruptible
+from enginepool.cli.connect import open_pool
+from enginepool.cli.input_stream import STREAM, Line, PipeLines, file_lines
+from enginepool.cli.jsonl import BadLine, InputLine, checksum, error_columns, output_line, read_line
+from enginepool.cli.progress import Progress
+from enginepool.client.arguments import check_timeout
+from enginepool.errors import BadRequest, EnginepoolError
+
+if TYPE_CHECKING:
+    from enginepool.client.pool import Pool
+
+#: After so many lines that need no answer from the pool the connection is served again.
+LINES_BETWEEN_TURNS = 256
+#: Errors that say nothing about the line: the run stops, and the line is asked again when it is resumed.
+NOT_OF_THE_LINE = {"closed", "forbidden", "superseded", "unauthorized", "protocol_version"}
+#: options that do not change an answer
+_WITHOUT_EFFECT = ("priority", "timeout", "min_version")
+
+
+@contextlib.contextmanager
+def options_named() -> Generator[None]:
+    """Turn the BadRequest of an argument's check into an error that names the option of the command."""
+    try:
+        yield
+    except BadRequest as error:
+        name, _, said = str(error).partition(":")
+        option = name.removeprefix("apply_").replace("_", "-")
+        raise CommandFailed(f"--{option}:{said}", BAD_USAGE) from None
+
+
+def run_file(
+    form: type[InputLine],
+    options: dict[str, Any],
+    source: Path,
+    target: Path,
+    *,
+    address: str,
+    concurrency: int,
+    mixed_versions: bool,
+    retry_errors: bool,
+) -> None:
+    """Answer every line of `source` that `target` has no answer to.
+
+    Args:
+        options: the settings of lines that do not say them themselves, by the names of the fields of `form`.
+
+    Raises:
+        CommandFailed: the run cannot begin or go on, or some line has an error.
+    """
+    piped = STREAM in (source, target)
+    _check_files(source, target, piped=piped, retry_errors=retry_errors)
+    with options_named():
+        check_timeout(options["timeout"])
+    # Answers that were made with other options are not answers of this run.
+    seed = zlib.crc32(msgspec.json.encode([value for name, value in options.items() if name not in _WITHOUT_EFFECT]))
+    with contextlib.ExitStack() as stack:
+        if not piped:
+            answers: Answers = stack.enter_context(
+                AnswerFile(target, source, seed=seed, retry_errors=retry_errors, mixed_versions=mixed_versions)
+            )
+        elif target == STREAM:
+            answers = Answers(Path("stdout"), sys.stdout.buffer, mixed_versions=mixed_versions)
+        else:
+            answers = Answers(target, stack.enter_context(open(target, "xb")), mixed_versions=mixed_versions)
+        _answer_all(source, answers, _FileRun(form, options, answers, seed), address, concurrency)
+        _conclude(answers)
+
+
+def _check_files(source: Path, target: Path, *, piped: bool, retry_errors: bool) -> None:
+    if piped and retry_errors:
+        raise CommandFailed("--retry-errors: a run through a pipe (-) cannot be resumed; name files", BAD_USAGE)
+    if piped and target != STREAM and target.exists():
+        raise CommandFailed(f"{target}: exists, and answers to stdin (-) cannot be resumed; name a new file", BAD_USAGE)
+    if source != STREAM and not source.is_file():
+        raise CommandFailed(
+            f"{source}: {'not a file that can be read twice' if source.exists() else 'no such file'}", BAD_USAGE
+        )
+    if target != STREAM and target.exists() and (not target.is_file() or target.samefile(source)):
+        raise CommandFailed(f"{target}: answers go to a file of their own", BAD_USAGE)
+    if not target.parent.is_dir():
+        raise CommandFailed(f"{target.parent}: no such directory", BAD_USAGE)
+
+
+def _answer_all(source: Path, answers: Answers, run: "_FileRun", address: str, concurrency: int) -> None:
+    """The run itself; an interrupted one says how far it came."""
+    earlier = answers.count
+
+    def interrupted() -> str:
+        new = answers.count - earlier
+        return f"interrupted: {_lines(answers.count)} in {answers.path}, {new:,} of them new; {answers.resumed}"
+
+    with contextlib.ExitStack() as stack:
+        size = None
+        if source == STREAM:
+            lines: AsyncIterator[Line] = PipeLines(sys.stdin.fileno())
+        else:
+            lines = file_lines(stack.enter_context(open(source, "rb")), *answers.start)
+            size = source.stat().st_size
+
+        async def main() -> None:
+            async with open_pool(address) as pool:
+                with Progress(size, answers) as progress:
+                    # Requests wait in the pool while engines load. The user is told what the workers do.
+                    loading = asyncio.create_task(pool.ready(group=run.options["group"], report=progress.worker_does))
+                    try:
+                        await run.all(pool, lines, concurrency, progress)
+                    finally:
+                        loading.cancel()
+                        await asyncio.gather(loading, return_exceptions=True)
+
+        run_interruptible(main, interrupted)
+
+
+def _conclude(answers: Answers) -> None:
+    typer.echo(f"{answers.path}: {_lines(answers.answered)} answered, {answers.failed} with an error", err=True)
+    if mixed := str(answers.versions):
+        typer.echo(f"{answers.path}: answers of several weight versions: {mixed}", err=True)
+    if answers.failed:
+        raise CommandFailed(f'{_lines(answers.failed)} with an error: look for "error" in {answers.path}')
+
+
+def _lines(count: int) -> str:
+    return f"{count:,} line{'' if count == 1 else 's'}"
+
+
+class _FileRun:
+    """One pass over the input."""
+
+    def __init__(self, form: type[InputLine], options: dict[str, Any], answers: Answers, seed: int) -> None:
+        self.options = options
+        self._form = form
+        self._answers = answers
+        self._seed = seed
+
+    async def all(self, pool: "Pool", lines: AsyncIterator[Line], concurrency: int, progress: Progress) -> None:
+        """Answer every line without an answer, `concurrency` of them at a time.
+
+        Raises:
+            CommandFailed: the pool cannot go on, or the output cannot be written.
+        """
+        tasks = [asyncio.create_task(self._take(pool, lines, progress)) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _take(self, pool: "Pool", lines: AsyncIterator[Line], progress: Progress) -> None:
+        """Answer lines from the iterator that all takers share, until it is empty."""
+        unasked = 0
+        async for number, offset, text in lines:
+            if number in self._answers or text.isspace() or await self._answer(pool, number, text):
+                unasked += 1
+                if unasked % LINES_BETWEEN_TURNS == 0:
+                    await asyncio.sleep(0)
+            progress.at(offset + len(text))
+
+    async def _answer(self, pool: "Pool", number: int, text: bytes) -> bool:
+        """Write the answer to one line. Returns whether the pool was not needed for it."""
+        crc = checksum(text, self._seed)
+        try:
+            line = read_line(text, self._form)
+        except BadLine as error:
+            self._answers.add(output_line(number, crc, None, error_columns(number, error)), failed=True)
+            return True
+        try:
+            columns = await line.answer(pool, line.settings(self.options))
+        except EnginepoolError as error:
+            if error.retry or error.code in NOT_OF_THE_LINE:
+                raise CommandFailed(f"stopped at line {number}: {error}; {self._answers.resumed}") from None
+            if error.code == "unknown_group" and line.group is None:
+                raise CommandFailed(f"{error}; choose one with --group", BAD_USAGE) from None
+            self._answers.add(output_line(number, crc, line, error_columns(number, error)), failed=True)
+        else:
+            self._answers.versions.check(number, line.group, columns["version"])
+            self._answers.add(output_line(number, crc, line, columns), failed=False)
+            self._answers.versions.note(line.group, columns["version"])
+        return False
