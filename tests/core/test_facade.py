@@ -1,0 +1,50 @@
+"""Blocking facades have the methods, signatures and docstrings of the async classes, and a type checker knows their results."""
+
+import inspect
+from typing import Any, assert_type
+
+import pytest
+
+from enginepool import BlockingPool, Pool, ScoreResult
+from enginepool.protocol.messages import StatusReport
+from enginepool.protocol.updates import UpdateRecord
+from enginepool.trainer.blocking_publisher import BlockingUpdateHandle, BlockingWeightPublisher
+from enginepool.trainer.publisher import WeightPublisher
+from enginepool.trainer.update_handle import UpdateHandle
+
+
+def methods(kind: type) -> dict[str, Any]:
+    return {name: method for name, method in vars(kind).items() if not name.startswith("_") and inspect.isfunction(method)}
+
+
+@pytest.mark.parametrize(
+    ("blocking", "awaited"),
+    [(BlockingPool, Pool), (BlockingWeightPublisher, WeightPublisher), (BlockingUpdateHandle, UpdateHandle)],
+)
+def test_a_facade_has_every_async_method_with_its_signature_and_docstring(blocking: type, awaited: type) -> None:
+    # `begin` is the publisher's, not a caller's.
+    expected = {name: method for name, method in methods(awaited).items() if inspect.iscoroutinefunction(method)}
+    expected.pop("begin", None)
+    found = methods(blocking)
+    assert expected.keys() <= found.keys()
+    for name in expected.keys() - {"close"}:
+        assert inspect.signature(found[name]) == inspect.signature(expected[name]), name
+        assert inspect.getdoc(found[name]) == inspect.getdoc(expected[name]), name
+        assert not inspect.iscoroutinefunction(found[name]), name
+
+
+def test_a_facade_opens_a_pool_with_the_arguments_of_the_async_class() -> None:
+    for name in ("connect", "start"):
+        assert inspect.signature(getattr(BlockingPool, name)) == inspect.signature(getattr(Pool, name))
+
+
+def typed(pool: BlockingPool, publisher: BlockingWeightPublisher) -> None:
+    """For the type checker alone."""
+    assert_type(BlockingPool.connect("ipc:///pool.sock", connect_timeout=1.0), BlockingPool)
+    assert_type(pool.score("query", ["item"], priority=3), ScoreResult)
+    assert_type(pool.ready(3.0, group="g"), StatusReport)
+    assert_type(publisher.publish({}, 3, transfer="direct"), UpdateRecord)
+    assert_type(publisher.start({}, partial=True), BlockingUpdateHandle)
+    assert_type(publisher.start({}).finish(timeout=3.0), UpdateRecord)
+    pool.score("query", ["item"], prioritx=3)  # pyright: ignore[reportCallIssue]
+    pool.ready("soon")  # pyright: ignore[reportArgumentType]
