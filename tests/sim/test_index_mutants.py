@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from enginepool.coordinator.core import state
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
@@ -43,7 +42,7 @@ def requests_of_one_class_are_not_listed(patch: pytest.MonkeyPatch) -> None:
     def classify(self: Group, request: Request, classes: int) -> None:
         request.classes = classes
 
-    patch.setattr(state.Group, "classify", classify)
+    patch.setattr(Group, "classify", classify)
 
 
 def answered_requests_stay_listed(patch: pytest.MonkeyPatch) -> None:
