@@ -6,27 +6,14 @@ import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
 from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenize
-from enginepool.protocol.updates import (
-    Committed,
-    Inspect,
-    Inspected,
-    Join,
-    Joined,
-    LoadWeights,
-    Prepare,
-    Prepared,
-    ReleaseWeights,
-    Restore,
-    Restored,
-    Staged,
-    VerifyWeights,
-    WeightsLoaded,
-)
+from enginepool.protocol.updates import Committed, Inspect, Inspected, MemoryRegion, ReleaseWeights, Restore, Restored, Staged
+from enginepool.workers.engine import NewWeights
+from enginepool.workers.weights.open_update import Answer, OpenUpdate, Request
 
 Frame = bytes | memoryview
 #: what a coordinator asks about weights, and what is answered
-Asked = Prepare | Join | VerifyWeights | LoadWeights | Committed | ReleaseWeights | Restore | Inspect
-Answered = Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected
+Asked = Request | Committed | ReleaseWeights | Restore | Inspect
+Answered = Answer | Restored | Inspected
 
 
 class Exit(IntEnum):
@@ -126,11 +113,33 @@ class EngineLost(WorkerEvent, frozen=True):
 
 
 class WeightsAnswered(WorkerEvent, frozen=True):
-    """What came of a `RunWeights`, as the coordinator is to hear it. `staged` comes by itself, some time after `joined`, or is
-    the answer to `verify`."""
+    """What a `RunWeights` led to, as the coordinator is to hear it. `weights`: with `prepared` and with `staged` as the answer
+    to `verify`, what the engine will load."""
 
     answer: Answered
     frames: tuple[Frame, ...] = ()
+    weights: NewWeights | None = None
+
+
+class LoadPrepared(WorkerEvent, frozen=True):
+    """The engine has prepared the load of an update, which kept it from forwards for so many seconds, or it cannot."""
+
+    update: TaskId
+    seconds: float
+
+
+class WeightsReceived(WorkerEvent, frozen=True):
+    """The stager has all bytes of an update in `regions`, or says in `staged` why it cannot have them."""
+
+    staged: Staged
+    regions: tuple[MemoryRegion, ...] = ()
+    sharded: bool = False
+
+
+class StagerLost(WorkerEvent, frozen=True):
+    """The stager is gone, with all bytes that it had."""
+
+    reason: str
 
 
 class WeightsTaken(WorkerEvent, frozen=True):
@@ -186,12 +195,15 @@ class RunTokenize(WorkerEffect, frozen=True):
 
 
 class RunWeights(WorkerEffect, frozen=True):
-    """Do what the coordinator asks about weights. `prepare`, `join`, `verify`, `load` and `inspect` are answered by one
+    """Carry out a request about weights. `prepare`, `join`, `verify`, `load` and `inspect` are answered by one
     `WeightsAnswered` each; `restore` by `WeightsTaken`, or by `WeightsAnswered` with `restored`; `committed` and `release` by
-    nothing. `load` and `restore` come only while the engine is empty, and nothing enters it before their answer."""
+    nothing. `load` and `restore` come only while the engine is empty, and nothing enters it before their answer.
+
+    `update`: the update that the request belongs to, which is only read; None: it is not open here."""
 
     message: Asked
     frames: tuple[Frame, ...] = ()
+    update: OpenUpdate | None = None
 
 
 class Note(WorkerEffect, frozen=True):

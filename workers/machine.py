@@ -139,7 +139,10 @@ class WorkerMachine:
             ev.EngineStage: self._engine_stage,
             ev.EngineReady: self._engine_ready,
             ev.EngineLost: self._engine_lost,
-            ev.WeightsAnswered: self._weights_answered,
+            ev.WeightsAnswered: lambda event: self._weights_reported(self.updates.answered(event)),
+            ev.LoadPrepared: lambda event: self._weights_reported(self.updates.load_prepared(event)),
+            ev.WeightsReceived: lambda event: self._weights_reported(self.updates.received(event)),
+            ev.StagerLost: lambda event: self._weights_reported(self.updates.stager_lost(event.reason)),
             ev.WeightsTaken: self._weights_taken,
             ev.DrainWanted: lambda event: self._drain(event.reason),
             ev.LifelineClosed: self._lifeline_closed,
@@ -222,7 +225,7 @@ class WorkerMachine:
             effects += self._drop_all("a coordinator ended")
             if self.ended:
                 return effects
-        effects += [SendToCoordinator(Idle(self.epoch)), self._say_stage(), *self.work.unsaid(), *self.updates.owed()]
+        effects += [SendToCoordinator(Idle(self.epoch)), self._say_stage(), *self.work.unsaid(), *self.updates.kept_answers()]
         return effects + self._end_if_drained()
 
     def _drop_all(self, why: str) -> list[WorkerEffect]:
@@ -283,7 +286,7 @@ class WorkerMachine:
 
     def _emptied(self) -> list[WorkerEffect]:
         """Nothing that nobody waits for is inside the engine: weights first, then the work that was held back."""
-        effects = self.updates.take()
+        effects = self._allowed(self.updates.load())
         if not self.updates.busy:
             effects += self.work.release()
         return effects
@@ -292,7 +295,7 @@ class WorkerMachine:
 
     def _weights(self, message: Asked, frames: tuple[Frame, ...]) -> list[WorkerEffect]:
         effects = self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.stage == "ready"))
-        if self.updates.wanted is not None:
+        if self.updates.waiting is not None:
             # Nobody waits for the answers of what is inside: it runs again on the new weights.
             self.work.drop()
         return effects + self._resumed()
@@ -301,12 +304,11 @@ class WorkerMachine:
         """Without a usable link nothing is said; what is owed then is said after `accept`."""
         return effects if self.registered else [effect for effect in effects if not isinstance(effect, SendToCoordinator)]
 
-    def _weights_answered(self, event: ev.WeightsAnswered) -> list[WorkerEffect]:
-        effects: list[WorkerEffect] = list(self.updates.answered(event.answer, event.frames))
-        return self._allowed(effects) + self._resumed()
+    def _weights_reported(self, effects: list[SendToCoordinator]) -> list[WorkerEffect]:
+        return self._allowed(list(effects)) + self._resumed()
 
     def _weights_taken(self, event: ev.WeightsTaken) -> list[WorkerEffect]:
-        self.updates.taken(event.version, event.digest)
+        self.updates.restored(event)
         return self._resumed()
 
     def _resumed(self) -> list[WorkerEffect]:
@@ -410,9 +412,9 @@ class WorkerMachine:
         self.updates.check()
         assert not self.registered or self.linked
         assert work.leaving or self.updates.busy or not work.held, "work is held back and nothing is leaving"
-        assert self.updates.taking is None or not work.leaving, "weights are taken beside work"
-        assert self.updates.taking is None or work.running.keys() == work.held.keys(), "weights are taken beside work"
-        assert self.updates.wanted is None or work.leaving or self.updates.taking, "weights wait for nothing"
+        assert self.updates.loading is None or not work.leaving, "weights are taken beside work"
+        assert self.updates.loading is None or work.running.keys() == work.held.keys(), "weights are taken beside work"
+        assert self.updates.waiting is None or work.leaving or self.updates.loading, "weights wait for nothing"
         assert not self.registered or not work.unsent, "the link is usable and answers are not sent"
         assert self.stage != "ready" or self.capabilities is not None
         assert (self.stage == "draining") == (self.drain_until is not None)

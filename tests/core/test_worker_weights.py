@@ -6,14 +6,15 @@ from typing import Any, cast
 
 import pytest
 
-from enginepool.protocol.updates import Committed, MemoryRegion, Prepare, Prepared, ReleaseWeights
+from enginepool.protocol.updates import Committed, Finding, MemoryRegion, Prepare, Prepared, ReleaseWeights, VerifyWeights
 from enginepool.workers.engine import Engine, NewWeights
-from enginepool.workers.events import EngineLost, RunWeights, WeightsAnswered, WorkerEvent
+from enginepool.workers.events import EngineLost, LoadPrepared, RunWeights, WeightsAnswered, WorkerEvent
 from enginepool.workers.weights import executor as weights
 from enginepool.workers.weights.executor import WeightExecutor
+from enginepool.workers.weights.open_update import OpenUpdate
 
 UPDATE, NEXT = (7, 1), (7, 2)
-SPACE = MemoryRegion("file", 8, path="/of/the/stager")
+SPACE = MemoryRegion("cuda", 8)
 
 
 class HangingEngine:
@@ -31,6 +32,9 @@ class HangingEngine:
     async def take(self, _weights: NewWeights, version: int, digest: str) -> None:
         await self._maybe("take")
         self.version, self.digest = version, digest
+
+    async def verify(self, _weights: NewWeights) -> tuple[str, list[Finding]]:
+        return "d" * 32, []
 
     async def ready(self, _weights: NewWeights) -> float:
         return 0.0
@@ -54,19 +58,28 @@ def heard(engine: HangingEngine, *, opens: bool = False) -> list[WorkerEvent]:
         def spawn(work: Coroutine[Any, Any, None]) -> None:
             tasks.add(asyncio.create_task(work))
 
+        def begin(prepare: Prepare) -> OpenUpdate:
+            update = OpenUpdate(prepare, "")
+            worker.run(RunWeights(prepare, (), update))
+            return update
+
         worker = WeightExecutor("", "w", cast(Engine, engine), feed, spawn)
-        worker.run(RunWeights(Prepare(UPDATE, 2, "set_version"), ()))
+        update = begin(Prepare(UPDATE, 2, "set_version"))
         await came.wait()
         assert [type(event) for event in events] == [WeightsAnswered]
+        update.answers[Prepared] = Prepared(UPDATE)
+        if opens:
+            came.clear()
+            worker.run(RunWeights(VerifyWeights(UPDATE, [SPACE]), (), update))
+            await came.wait()
+            assert [type(event) for event in events] == [WeightsAnswered, LoadPrepared, WeightsAnswered]
+            worker.run(RunWeights(ReleaseWeights(UPDATE), (), update))
+        else:
+            worker.run(RunWeights(Committed(UPDATE, 1, "e" * 32), (), update))
         events.clear()
         came.clear()
-        if opens:
-            await worker._opened.get_ready(NewWeights((), (SPACE,)))  # pyright: ignore[reportPrivateUsage]
-            worker.run(RunWeights(ReleaseWeights(UPDATE), ()))
-        else:
-            worker.run(RunWeights(Committed(UPDATE, 1, "e" * 32), ()))
         await asyncio.sleep(0)  # its turn has come
-        worker.run(RunWeights(Prepare(NEXT, 2, "set_version"), ()))
+        begin(Prepare(NEXT, 2, "set_version"))
         async with asyncio.timeout(10):
             await came.wait()
         for task in tasks:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +43,18 @@ from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.shared_memory import open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, TakeTimes
-from enginepool.workers.events import EngineLost, RunWeights, WeightsAnswered, WeightsTaken, WorkerEvent
+from enginepool.workers.events import (
+    EngineLost,
+    LoadPrepared,
+    RunWeights,
+    SendToCoordinator,
+    StagerLost,
+    WeightsAnswered,
+    WeightsReceived,
+    WeightsTaken,
+    WorkerEffect,
+    WorkerEvent,
+)
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.stager import main as stager
 from enginepool.workers.stager import messages as staging
@@ -53,6 +64,7 @@ from enginepool.workers.stager.receiving import HostMemory
 from enginepool.workers.stager.shards import shard_sizes
 from enginepool.workers.stager.snapshot import Footer, read_footer
 from enginepool.workers.weights.executor import WeightExecutor
+from enginepool.workers.weights.machine import WorkerUpdates
 from tests.process.processes import Processes
 
 torch: Any = importlib.import_module("torch")
@@ -99,14 +111,15 @@ class Trainer:
 
 
 class Worker:
-    """The worker's side: a sim engine and its `WeightExecutor`, on the loop of the test."""
+    """The worker's side: a sim engine, its `WeightExecutor` and the machine's half of an update, on the loop of the test."""
 
     def __init__(self, socket: str, **options: Any) -> None:
         options = {"tensors": msgspec.to_builtins(MODEL), **options}
         self.engine = NotedEngine(options)
         self.events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.weights = WeightExecutor(socket, "w", self.engine, self.events.put_nowait, self._spawn)
+        self.weights = WeightExecutor(socket, "w", self.engine, self._feed, self._spawn)
+        self.updates = WorkerUpdates()
         self.update = (1, 0)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -115,13 +128,38 @@ class Worker:
         task.add_done_callback(self.tasks.discard)
 
     @property
-    def received(self) -> staging.BytesReceived | None:
+    def received(self) -> Staged | None:
         """What the stager has said of the update."""
-        pending = self.weights._pending  # pyright: ignore[reportPrivateUsage]
-        return None if pending is None else pending.received
+        return None if self.updates.update is None else self.updates.update.received
+
+    def _feed(self, event: WorkerEvent) -> None:
+        said: Sequence[WorkerEffect] = ()
+        if isinstance(event, WeightsAnswered):
+            said = self.updates.answered(event)
+        elif isinstance(event, LoadPrepared):
+            said = self.updates.load_prepared(event)
+        elif isinstance(event, WeightsReceived):
+            said = self.updates.received(event)
+        elif isinstance(event, StagerLost):
+            said = self.updates.stager_lost(event.reason)
+        else:
+            self.events.put_nowait(event)
+        if isinstance(event, WeightsTaken):
+            self.updates.restored(event)
+        self._perform([*said, *self.updates.load()])
+
+    def _perform(self, effects: Sequence[WorkerEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, RunWeights):
+                self.weights.run(effect)
+            elif isinstance(effect, SendToCoordinator):
+                self.events.put_nowait(WeightsAnswered(0.0, cast(Any, effect.message), effect.frames))
 
     def tell(self, message: Any, *frames: bytes) -> None:
-        self.weights.run(RunWeights(message, frames))
+        """A message of the coordinator. Of other versions than the engine's, too, the stager hears that they are committed."""
+        asked = self.updates.asked(message, frames, 1, ready=True)
+        stray = [RunWeights(message)] if isinstance(message, Committed) and not asked else []
+        self._perform([*asked, *stray, *self.updates.load()])
 
     async def event(self) -> WorkerEvent:
         async with asyncio.timeout(PATIENCE_S):

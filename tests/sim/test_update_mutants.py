@@ -127,10 +127,10 @@ def nothing_is_asked_again_on_a_new_link(patch: pytest.MonkeyPatch) -> None:
 
 
 def answers_are_said_once(patch: pytest.MonkeyPatch) -> None:
-    def owed(self: WorkerUpdates) -> list[SendToCoordinator]:
+    def kept_answers(self: WorkerUpdates) -> list[SendToCoordinator]:
         return []
 
-    patch.setattr(WorkerUpdates, "owed", owed)
+    patch.setattr(WorkerUpdates, "kept_answers", kept_answers)
 
 
 def nobody_is_restored(patch: pytest.MonkeyPatch) -> None:

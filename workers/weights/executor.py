@@ -1,9 +1,13 @@
-"""Weight updates in the worker's process: drives the stager and the engine as the machine's `RunWeights` effects say.
+"""Weight updates in the worker's process: carries out the machine's `RunWeights` effects with the stager and the engine.
 
-Nothing is decided here that the coordinator should decide: every message is carried out and answered, in the order in which
-they came. Out of turn are a release, which is carried out at once, questions, and an engine's way into a process group, for
-which nothing else waits. While bytes flow into a stager's space, the engine gets ready to take them; `staged` is said when both
-are done, so that the hold finds as little to do as can be.
+Nothing is decided here and nothing is remembered of an update: its state is the machine's `OpenUpdate`, which each effect
+carries. Requests are carried out in the order in which they arrived, except for
+
+- a release, which takes effect at once;
+- inspections, for which nothing else waits;
+- an engine that joins a process group: the other ranks may never come, and the next update must not wait for that.
+
+While bytes flow into the stager's memory, the engine prepares to load them, so that little is left for the hold.
 """
 
 import asyncio
@@ -14,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from enginepool.host import host_identity
-from enginepool.protocol.basis import MAX_CHUNK, FrameSpec, TaskId
+from enginepool.protocol.basis import MAX_CHUNK, FrameSpec
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, difference, worst
@@ -29,34 +33,51 @@ from enginepool.protocol.updates import (
     Prepared,
     ReleaseWeights,
     Restore,
-    Restored,
     Staged,
     VerifyWeights,
     WeightsLoaded,
 )
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights, NotComparable, OnlyAtStart
-from enginepool.workers.events import EngineLost, Frame, RunWeights, WeightsAnswered, WorkerEvent
+from enginepool.workers.events import (
+    Answered,
+    EngineLost,
+    Frame,
+    LoadPrepared,
+    RunWeights,
+    StagerLost,
+    WeightsAnswered,
+    WeightsReceived,
+    WorkerEvent,
+)
 from enginepool.workers.log import report
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import BytesReceived, Forget, InGroup, JoinGroup, Keep, Reserve, Reserved, Room
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_tensors, checkpoint_under
 from enginepool.workers.weights.ipc_import import LentError
 from enginepool.workers.weights.open_buffers import OpenBuffers
-from enginepool.workers.weights.pending import Pending
+from enginepool.workers.weights.open_update import OpenUpdate
 from enginepool.workers.weights.restoring import restore
 
-#: the other ranks have a minute to come
+#: the other ranks have this long to join
 JOIN_S = 90.0
-#: an engine that takes longer for what is a moment's work, and what no coordinator waits for, hangs
+#: An engine that takes longer for a short step, for which no coordinator waits, hangs.
 ASIDE_S = 60.0
 
 
+class UpdateRefusal(Exception):
+    """This worker cannot take part in an update. `answer` says so."""
+
+    def __init__(self, answer: Prepared) -> None:
+        super().__init__(answer.message)
+        self.answer = answer
+
+
 class WeightExecutor:
-    """Performs `RunWeights`.
+    """Carries out `RunWeights`.
 
     Args:
-        feed: takes the events that come of it.
-        spawn: runs a coroutine beside the loop's other work.
+        feed: receives the events that follow.
+        spawn: runs a coroutine at the same time as the loop's other work.
         roots: directories under which a published checkpoint may lie.
     """
 
@@ -74,14 +95,11 @@ class WeightExecutor:
         self._feed = feed
         self._spawn = spawn
         self._stager = StagerLink(stager, incarnation, self._received, self._stager_lost)
-        self._pending: Pending | None = None
         self._turn = asyncio.Lock()
-        #: names the engine's side of a process group in direct transfer
-        self._peer = ""
-        self._opened = OpenBuffers(engine)
+        self._buffers = OpenBuffers(engine)
 
     async def make_room(self, nbytes: int) -> str:
-        """Have the stager take device memory for so many bytes before the engine takes what there is; a line to say, or ""."""
+        """Have the stager reserve so many bytes of device memory before the engine starts; a line to log, or ""."""
         try:
             reserved = await self._stager.ask(Room(nbytes), Reserved)
         except StagerGone as error:
@@ -93,123 +111,137 @@ class WeightExecutor:
 
     async def close(self) -> None:
         """Leave the stager to the next worker."""
-        self._pending = None
         await self._stager.close()
 
     def run(self, effect: RunWeights) -> None:
-        """Do it; its answer comes through `feed`."""
+        """Carry it out; its answer arrives through `feed`."""
         message = effect.message
         if isinstance(message, ReleaseWeights):
-            self._release(message)
+            self._close_buffers(effect.update)
+            self._stager.tell(Forget(message.update))
         elif isinstance(message, Committed):
-            self._committed(message)
+            self._close_buffers(effect.update)
+            self._stager.tell(Keep(message.update, message.version, message.digest, message.snapshot))
+            if self._engine.version == message.version and self._engine.digest != message.digest:
+                self._in_turn("Committed", self._set_digest, message)
         elif isinstance(message, Inspect):
             self._spawn(self._inspect(message))
         else:
-            self._spawn(self._in_turn(message, effect.frames))
+            self._in_turn(type(message).__name__, self._carry_out, effect)
 
-    async def _in_turn(
-        self, message: Prepare | Join | VerifyWeights | LoadWeights | Committed | Restore, frames: tuple[Frame, ...]
-    ) -> None:
-        async with self._turn:
-            try:
-                if isinstance(message, Prepare):
-                    self._answer(await self._prepare(message, frames))
-                elif isinstance(message, Join):
-                    await self._join(message)
-                elif isinstance(message, VerifyWeights):
-                    self._answer(await self._verify(message))
-                elif isinstance(message, LoadWeights):
-                    self._answer(await self._load(message))
-                elif isinstance(message, Committed):
-                    # The same weights, by the name that all know them by.
-                    renamed = self._engine.take(NewWeights(), message.version, message.digest)
-                    await _aside("take the name of its weights", renamed)
-                else:
-                    await self._opened.close()  # whatever was staged, another coordinator knows nothing of it
-                    self._feed(await restore(self._engine, self._stager, message, self._roots))
-            except Exception as error:  # as `_lost` says
-                self._lost(type(message).__name__, error)
+    def _in_turn(self, doing: str, do: Callable[..., Awaitable[object]], *args: object) -> None:
+        async def run() -> None:
+            async with self._turn:
+                await self._unless_lost(doing, do, *args)
 
-    def _answer(
-        self, answer: Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected, frames: tuple[Frame, ...] = ()
-    ) -> None:
-        self._feed(WeightsAnswered(time.monotonic(), answer, frames))
+        self._spawn(run())
 
-    def _committed(self, message: Committed) -> None:
-        self._over(message.update)
-        self._stager.tell(Keep(message.update, message.version, message.digest, message.snapshot))
-        if self._engine.version == message.version and self._engine.digest != message.digest:
-            self._spawn(self._in_turn(message, ()))
+    async def _unless_lost(self, doing: str, do: Callable[..., Awaitable[object]], *args: object) -> None:
+        """The engine is gone; or an unforeseen error leaves it in an unknown state."""
+        try:
+            await do(*args)
+        except EngineDied as error:
+            self._feed(EngineLost(time.monotonic(), str(error)))
+        except Exception as error:
+            report(error, doing)
+            self._feed(EngineLost(time.monotonic(), f"{doing} failed: {error}"))
 
-    def _release(self, message: ReleaseWeights) -> None:
-        self._over(message.update)
-        self._stager.tell(Forget(message.update))
+    async def _carry_out(self, effect: RunWeights) -> None:
+        message, update = effect.message, effect.update
+        if isinstance(message, Restore):
+            await self._buffers.close()  # of an update that another coordinator knows nothing of
+            self._feed(await restore(self._engine, self._stager, message, self._roots))
+            return
+        assert update is not None, "the machine answers requests of updates that are not open"
+        if isinstance(message, Prepare):
+            await self._prepare(update, effect.frames)
+        elif isinstance(message, Join):
+            await self._join(update, message)
+        elif isinstance(message, VerifyWeights):
+            await self._verify(update, message)
+        elif isinstance(message, LoadWeights):
+            self._answer(await self._load(update, message))
 
-    def _over(self, update: TaskId) -> None:
-        """It is committed or aborted."""
-        pending = self._known(update)
-        self._pending = None if pending is not None else self._pending
-        if pending is not None and pending.joining:
-            self._peer = ""  # nobody knows which group the engine will be in
-        if pending is not None and not pending.stays:
-            self._spawn(self._let_go())
+    def _answer(self, answer: Answered, frames: tuple[Frame, ...] = (), weights: NewWeights | None = None) -> None:
+        self._feed(WeightsAnswered(time.monotonic(), answer, frames, weights))
+
+    async def _set_digest(self, message: Committed) -> None:
+        """The same weights, by the digest that the coordinator knows."""
+        await _aside("take the name of its weights", self._engine.take, NewWeights(), message.version, message.digest)
+
+    def _close_buffers(self, update: OpenUpdate | None) -> None:
+        """The update is committed or aborted."""
+        if update is not None and not update.keeps_buffers:
+            self._in_turn("letting go", _aside, "let go of an update's memory", self._buffers.close)
 
     # --- prepare --------------------------------------------------------------------------------------------------------
 
-    async def _prepare(self, message: Prepare, frames: tuple[Frame, ...]) -> Prepared:
-        def refused(why: str, *, no_staging: bool = False) -> Prepared:
-            return Prepared(message.update, code="weights_refused", message=why, no_staging=no_staging)
-
-        tensors: tuple[Tensor, ...] = ()
+    async def _prepare(self, update: OpenUpdate, frames: tuple[Frame, ...]) -> None:
+        prepare = update.prepare
         try:
-            if message.transfer == "checkpoint":
-                path = await asyncio.to_thread(checkpoint_under, message.path, self._roots)
-                if self._only_at_start():
-                    digest = await asyncio.to_thread(checkpoint_digest, path)
-                    return Prepared(message.update, restart=True, digest=digest)
-                tensors = tuple(await asyncio.to_thread(checkpoint_tensors, path))
-            elif message.transfer != "set_version":
-                tensors = tuple(decode_manifest(frames[0] if frames else b""))
-            if message.transfer != "set_version":
-                model = self._engine.model_tensors()
-                hints = message.transfer != "checkpoint"  # who publishes one has no such arguments
-                if why := difference(tensors, model.tensors, model.optional, partial=message.partial, hints=hints):
-                    return refused(why)
+            weights = await self._new_weights(prepare, frames)
+            if prepare.transfer == "staged":
+                answer, weights = await self._reserve(prepare, weights)
+            elif prepare.transfer == "direct":
+                answer = Prepared(prepare.update, peer=update.peer or secrets.token_hex(8), ranks=self._engine.ranks)
+            else:
+                answer = Prepared(prepare.update)
+        except UpdateRefusal as refusal:
+            self._answer(refusal.answer)
         except OnlyAtStart as error:
-            why = f"no {message.transfer} transfer: {error}; publish a checkpoint directory, on which it is started again"
-            return Prepared(message.update, code="unsupported", message=why)
+            why = f"no {prepare.transfer} transfer: {error}; publish a checkpoint directory, on which it is started again"
+            self._answer(Prepared(prepare.update, code="unsupported", message=why))
         except (WireError, CheckpointError, EngineError) as error:
-            return refused(str(error))
-        prepared = Prepared(message.update)
-        if message.transfer == "ipc":
-            if why := self._out_of_reach(message):
-                return Prepared(message.update, code="unsupported", message=f"no transfer by handles: {why}")
-        elif message.transfer == "direct":
-            self._peer = self._peer or secrets.token_hex(8)
-            prepared = Prepared(message.update, peer=self._peer, ranks=self._engine.ranks)
-        pending = Pending(message, tensors)
-        if message.transfer == "staged":
-            if not self._stager.exists:
-                why = "no staged transfer: this worker has no stager"
-                return Prepared(message.update, code="unsupported", message=why, no_staging=True)
-            await self._opened.close_smaller(layout(tensors).nbytes)
-            try:
-                await self._stager.alive()
-                reserved = await self._stager.ask(
-                    Reserve(message.update, list(tensors), message.bucket_bytes, self._engine.model_tensors().targets(tensors)),
-                    Reserved,
-                )
-            except StagerGone as error:
-                # Nothing is wrong with the weights: the next stager may take them.
-                return Prepared(message.update, code="update_aborted", message=f"no staged transfer: {error}")
-            if not reserved.staging:
-                return refused(f"no staged transfer: {reserved.message}", no_staging=True)
-            prepared = Prepared(message.update, peer=reserved.peer, staging=reserved.staging)
-            pending.regions, pending.sharded = tuple(reserved.regions), reserved.sharded
-            pending.stays = reserved.staging == "device"
-        self._pending = pending
-        return prepared
+            self._answer(Prepared(prepare.update, code="weights_refused", message=str(error)))
+        else:
+            self._answer(answer, weights=weights)
+
+    async def _new_weights(self, prepare: Prepare, frames: tuple[Frame, ...]) -> NewWeights:
+        """What the engine will load, as far as it is known now. Raises UpdateRefusal, and what `_prepare` catches."""
+        tensors: tuple[Tensor, ...] = ()
+        if prepare.transfer == "set_version":
+            return NewWeights()
+        if prepare.transfer == "checkpoint":
+            path = await asyncio.to_thread(checkpoint_under, prepare.path, self._roots)
+            if self._only_at_start():
+                digest = await asyncio.to_thread(checkpoint_digest, path)
+                raise UpdateRefusal(Prepared(prepare.update, restart=True, digest=digest))
+            tensors = tuple(await asyncio.to_thread(checkpoint_tensors, path))
+        else:
+            tensors = tuple(decode_manifest(frames[0] if frames else b""))
+        model = self._engine.model_tensors()
+        hints = prepare.transfer != "checkpoint"  # the publisher of a checkpoint has no such arguments
+        if why := difference(tensors, model.tensors, model.optional, partial=prepare.partial, hints=hints):
+            raise UpdateRefusal(Prepared(prepare.update, code="weights_refused", message=why))
+        if prepare.transfer == "ipc" and (why := self._out_of_reach(prepare)):
+            refusal = f"no transfer by handles: {why}"
+            raise UpdateRefusal(Prepared(prepare.update, code="unsupported", message=refusal))
+        if prepare.transfer == "checkpoint":
+            return NewWeights(tensors, checkpoint=prepare.path)
+        return NewWeights(tensors, bucket_bytes=prepare.bucket_bytes if prepare.transfer == "direct" else 0)
+
+    async def _reserve(self, prepare: Prepare, weights: NewWeights) -> tuple[Prepared, NewWeights]:
+        """Memory of the stager. Raises UpdateRefusal."""
+
+        def refusal(code: str, why: str, *, no_staging: bool = False) -> UpdateRefusal:
+            why = f"no staged transfer: {why}"
+            return UpdateRefusal(Prepared(prepare.update, code=code, message=why, no_staging=no_staging))
+
+        if not self._stager.exists:
+            raise refusal("unsupported", "this worker has no stager", no_staging=True)
+        await self._buffers.close_smaller(layout(weights.tensors).nbytes)
+        targets = self._engine.model_tensors().targets(weights.tensors)
+        try:
+            await self._stager.alive()
+            request = Reserve(prepare.update, list(weights.tensors), prepare.bucket_bytes, targets)
+            reserved = await self._stager.ask(request, Reserved)
+        except StagerGone as error:
+            # Nothing is wrong with the weights: the next stager may receive them.
+            raise refusal("update_aborted", str(error)) from None
+        if not reserved.staging:
+            raise refusal("weights_refused", reserved.message, no_staging=True)
+        prepared = Prepared(prepare.update, peer=reserved.peer, staging=reserved.staging)
+        return prepared, replace(weights, regions=tuple(reserved.regions), sharded=reserved.sharded)
 
     def _only_at_start(self) -> bool:
         try:
@@ -218,167 +250,86 @@ class WeightExecutor:
             return True
         return False
 
-    def _out_of_reach(self, message: Prepare) -> str:
+    def _out_of_reach(self, prepare: Prepare) -> str:
         """Why the engine cannot open the publisher's memory, or ""."""
-        if message.host != host_identity():
+        if prepare.host != host_identity():
             return "the publisher is on another host than this worker, or in another container"
         gpus = self._engine.model_tensors().gpus
-        if message.gpu and message.gpu not in gpus:
-            return f"the engine sees {' and '.join(gpus) or 'no GPU'}, and the publisher's memory is on {message.gpu}"
+        if prepare.gpu and prepare.gpu not in gpus:
+            return f"the engine sees {' and '.join(gpus) or 'no GPU'}, and the publisher's memory is on {prepare.gpu}"
         return ""
 
     # --- transfer -------------------------------------------------------------------------------------------------------
 
-    async def _join(self, message: Join) -> None:
-        pending = self._known(message.update)
-        failed = ""
-        if pending is None:
-            failed = "this update is not known here"
-        elif pending.prepare.transfer == "direct":
-            # Not in its turn: where the others do not come, the next update need not wait for that.
-            pending.joining = True
-            self._spawn(self._join_engine(pending, message))
+    async def _join(self, update: OpenUpdate, message: Join) -> None:
+        if update.prepare.transfer == "direct":
+            self._spawn(self._unless_lost("joining", self._join_engine, message))
             return
-        else:
-            self._spawn(self._get_ready(pending))
-            ask = JoinGroup(message.update, message.rendezvous, message.address, message.world, message.rank, message.backend)
-            try:
-                failed = (await self._stager.ask(ask, InGroup, JOIN_S)).message
-            except StagerGone as error:
-                failed = str(error)
+        self._spawn(self._unless_lost("getting ready", self._prepare_load, update))
+        ask = JoinGroup(message.update, message.rendezvous, message.address, message.world, message.rank, message.backend)
+        try:
+            failed = (await self._stager.ask(ask, InGroup, JOIN_S)).message
+        except StagerGone as error:
+            failed = str(error)
         self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
-        if pending is not None and not failed and pending.prepare.transfer == "staged":
-            pending.joined = True
-            self._say_staged(pending)
 
-    async def _join_engine(self, pending: Pending, message: Join) -> None:
+    async def _join_engine(self, message: Join) -> None:
         failed = ""
         try:
             await self._engine.join(message.rendezvous, message.address, message.world, message.rank, message.backend)
-            pending.group = message.rendezvous
         except EngineError as error:
             failed = str(error)
-        except Exception as error:  # as `_lost` says
-            self._lost("joining", error)
-            return
-        pending.joining = False
-        if self._pending is pending:
-            self._peer = "" if failed else self._peer
-            self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
+        self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
 
-    def _received(self, message: BytesReceived) -> None:
-        pending = self._known(message.update)
-        if pending is not None:
-            pending.received = message
-            self._say_staged(pending)
+    async def _prepare_load(self, update: OpenUpdate) -> None:
+        seconds = await self._buffers.get_ready(update.weights)
+        self._feed(LoadPrepared(time.monotonic(), update.prepare.update, seconds))
+        if update.closed:
+            self._close_buffers(update)
 
-    async def _verify(self, message: VerifyWeights) -> Staged:
-        pending = self._known(message.update)
-        if pending is None:
-            return Staged(message.update, code="update_aborted", message="this update is not known here")
+    async def _verify(self, update: OpenUpdate, message: VerifyWeights) -> None:
         try:
-            weights = NewWeights(pending.tensors, self._opened.hold(message.regions))
-            digest, findings = await self._opened.verify(weights)
+            weights = replace(update.weights, regions=self._buffers.hold(message.regions))
+            digest, findings = await self._buffers.verify(weights)
         except LentError as error:
-            return Staged(message.update, code="bad_request", message=str(error))
+            self._answer(Staged(message.update, code="bad_request", message=str(error)))
         except OSError as error:
             text = f"regions: {error.filename} cannot be opened: {error.strerror}"
-            return Staged(message.update, code="update_aborted", message=text)
+            self._answer(Staged(message.update, code="update_aborted", message=text))
         except EngineError as error:
-            return Staged(message.update, code="update_aborted", message=str(error))
-        pending.ready_s = await self._opened.get_ready(weights)
-        pending.received = BytesReceived(message.update, digest, findings, list(weights.regions))
-        return Staged(message.update, digest, worst(findings))
+            self._answer(Staged(message.update, code="update_aborted", message=str(error)))
+        else:
+            seconds = await self._buffers.get_ready(weights)
+            self._feed(LoadPrepared(time.monotonic(), message.update, seconds))
+            self._answer(Staged(message.update, digest, worst(findings)), weights=weights)
 
-    def _say_staged(self, pending: Pending) -> None:
-        """Say it if it is so."""
-        received = pending.received
-        if received is None or not pending.joined or not (pending.readied or received.message):
-            return
-        pending.joined = not received.message
-        code = "update_aborted" if received.message else ""
-        findings = worst(received.findings)
-        self._answer(Staged(received.update, received.digest, findings, code, received.message, received.broken))
+    def _received(self, message: BytesReceived) -> None:
+        code = "update_aborted" if message.message else ""
+        staged = Staged(message.update, message.digest, worst(message.findings), code, message.message, message.broken)
+        self._feed(WeightsReceived(time.monotonic(), staged, tuple(message.regions), message.sharded))
 
     def _stager_lost(self, reason: str) -> None:
-        # What it had for the engine to open, nobody else has.
-        self._spawn(self._let_go())
-        pending = self._pending
-        if pending is not None and pending.joined and not pending.taken:
-            # Also when all was received: it is lost again.
-            pending.joined, pending.received = False, None
-            self._answer(Staged(pending.prepare.update, code="update_aborted", message=reason))
+        # Its memory is of no use any more.
+        self._in_turn("letting go", _aside, "let go of an update's memory", self._buffers.close)
+        self._feed(StagerLost(time.monotonic(), reason))
 
-    def _known(self, update: TaskId) -> Pending | None:
-        pending = self._pending
-        return pending if pending is not None and pending.prepare.update == update else None
+    # --- load -----------------------------------------------------------------------------------------------------------
 
-    # --- beside the engine's work ---------------------------------------------------------------------------------------
-
-    async def _get_ready(self, pending: Pending) -> None:
-        try:
-            pending.ready_s = await self._opened.get_ready(NewWeights(pending.tensors, pending.regions, pending.sharded))
-        except Exception as error:  # as `_lost` says
-            self._lost("getting ready", error)
-            return
-        pending.readied = True
-        if self._pending is pending:
-            self._say_staged(pending)
-        elif not pending.stays:
-            await self._let_go()
-
-    async def _let_go(self) -> None:
-        async with self._turn:
-            try:
-                await _aside("let go of an update's memory", self._opened.close())
-            except Exception as error:  # as `_lost` says
-                self._lost("letting go", error)
-
-    def _lost(self, doing: str, error: Exception) -> None:
-        """The engine is gone; or something failed in a way that nobody foresaw, and nobody knows what state it is in."""
-        if isinstance(error, EngineDied):
-            self._feed(EngineLost(time.monotonic(), str(error)))
-            return
-        report(error, doing)
-        self._feed(EngineLost(time.monotonic(), f"{doing} failed: {error}"))
-
-    # --- into the engine ------------------------------------------------------------------------------------------------
-
-    async def _load(self, message: LoadWeights) -> WeightsLoaded:
-        pending = self._known(message.update)
-        if pending is None:
-            return WeightsLoaded(message.update, code="update_aborted", message="this update is not known here")
-        pending.taken = True
-        prepare, digest = pending.prepare, self._engine.digest
-        weights = NewWeights()
-        if prepare.transfer in ("staged", "ipc"):
-            received = pending.received
-            if received is None or received.message:
-                return WeightsLoaded(message.update, code="update_aborted", message="nothing is staged here")
-            weights = NewWeights(pending.tensors, tuple(received.regions), received.sharded)
-            digest = received.digest
-        elif prepare.transfer == "direct":
-            weights, digest = NewWeights(pending.tensors, group=pending.group, bucket_bytes=prepare.bucket_bytes), ""
-        elif prepare.transfer == "checkpoint":
-            weights, digest = NewWeights(pending.tensors, checkpoint=prepare.path), ""
+    async def _load(self, update: OpenUpdate, message: LoadWeights) -> WeightsLoaded:
+        weights = update.weights
+        digest = self._engine.digest if update.prepare.transfer == "set_version" else update.digest
         try:
             if weights.checkpoint:
                 # Again: a link in it may lead elsewhere by now.
-                path = await asyncio.to_thread(checkpoint_under, prepare.path, self._roots)
+                path = await asyncio.to_thread(checkpoint_under, weights.checkpoint, self._roots)
                 weights = replace(weights, checkpoint=path)
             times = await self._engine.take(weights, message.version, digest)
         except (CheckpointError, EngineError) as error:
             return WeightsLoaded(message.update, code="engine_error", message=str(error))
-        return WeightsLoaded(
-            message.update,
-            message.version,
-            self._engine.digest,
-            int(times.load_s * 1e6),
-            int(times.flush_s * 1e6),
-            int(pending.ready_s * 1e6),
-        )
+        load_us, flush_us, prepare_us = (int(each * 1e6) for each in (times.load_s, times.flush_s, update.prepared_s or 0.0))
+        return WeightsLoaded(message.update, message.version, self._engine.digest, load_us, flush_us, prepare_us)
 
-    # --- questions ------------------------------------------------------------------------------------------------------
+    # --- inspections ----------------------------------------------------------------------------------------------------
 
     async def _inspect(self, message: Inspect) -> None:
         try:
@@ -398,10 +349,10 @@ class WeightExecutor:
             self._feed(EngineLost(time.monotonic(), str(error)))
 
 
-async def _aside(what: str, work: Awaitable[object]) -> None:
-    """Raises EngineDied: it hangs, and all that comes after it would wait for ever."""
+async def _aside(what: str, do: Callable[..., Awaitable[object]], *args: object) -> None:
+    """Raises EngineDied: it hangs, and everything after it would wait without a limit."""
     try:
         async with asyncio.timeout(ASIDE_S):
-            await work
+            await do(*args)
     except TimeoutError:
         raise EngineDied(f"the engine does not {what} within {ASIDE_S:g} s") from None

@@ -1,18 +1,28 @@
-"""The worker's half of a weight update: what was asked, what was answered, what the engine holds. Pure, a part of `machine`.
+"""What a worker knows about its weights, and the one state machine of a weight update in a worker. Pure, a part of `machine`.
 
-How it thinks. One update is open at a time, the one of the latest `prepare`. Each question of it is given to the shell once
-(`RunWeights`); a copy of it is answered with the kept answer, or ignored while the first is still with the shell. After each
-`accept` all answers of the open update are said again: one of them may be lost with its link, and the coordinator drops copies.
+One update is open at a time, the one of the latest `prepare`. Each request of it is given to the executor once (`RunWeights`).
+A repeated request is answered with the kept answer, or ignored while the executor still has the first. After each `accept` all
+answers of the open update are sent again: one of them may be lost with its link, and the coordinator drops copies.
 
-    prepare → prepared    join → joined    (by itself, or: verify →) staged    load → loaded    committed | release
+    request     what the executor reports                                  answer
+    prepare     `WeightsAnswered`, with what the engine will load          prepared
+    join        `WeightsAnswered`                                          joined
+                `WeightsReceived` and `LoadPrepared`, in any order         staged, when both are there
+                `StagerLost`, before the engine loads                      staged, with an error
+    verify      `WeightsAnswered`, with the opened regions                 staged
+    load        `WeightsAnswered`                                          loaded
+    committed   nothing
+    release     nothing
 
-`load` and `restore` need the engine to themselves: they are `wanted` until what is inside has left, and `taking` until
-their answer; the machine holds work back meanwhile. A `restore` that comes while another one is taken waits for it.
+`load` and `restore` need an empty engine: they are `waiting` until the work inside has left, and `loading` until their answer.
+The machine holds work back meanwhile. A `restore` that arrives during another one waits for it.
 
-A higher epoch ends the open update: no commit can follow any more. Before `load` that is a `release`. After it the new
-coordinator knows from the journal what was committed: what was staged stays until it says `committed`, `restore` or `prepare`.
-In the middle of a direct transfer the worker ends: what is in its engine, nobody knows.
+A higher epoch ends the open update, which can no longer be committed. Before `load` that is a `release`. After `load` the new
+coordinator knows from the journal what was committed: staged bytes stay until it says `committed`, `restore` or `prepare`.
+In the middle of a direct transfer the worker ends, because the content of its engine is unknown.
 """
+
+from dataclasses import replace
 
 from enginepool.protocol.basis import TaskId
 from enginepool.protocol.layout import layered
@@ -31,15 +41,21 @@ from enginepool.protocol.updates import (
     VerifyWeights,
     WeightsLoaded,
 )
-from enginepool.workers.events import Answered, Asked, Frame, RunWeights, SendToCoordinator, WorkerEffect
+from enginepool.workers.events import (
+    Asked,
+    Frame,
+    LoadPrepared,
+    RunWeights,
+    SendToCoordinator,
+    WeightsAnswered,
+    WeightsReceived,
+    WeightsTaken,
+    WorkerEffect,
+)
+from enginepool.workers.weights.open_update import Answer, OpenUpdate
 
-#: the answer to each question of an update
-_ANSWER: dict[type, type[Prepared | Joined | Staged | WeightsLoaded]] = {
-    Prepare: Prepared,
-    Join: Joined,
-    VerifyWeights: Staged,
-    LoadWeights: WeightsLoaded,
-}
+#: the answer to each request of an update
+_ANSWER: dict[type, type[Answer]] = {Prepare: Prepared, Join: Joined, VerifyWeights: Staged, LoadWeights: WeightsLoaded}
 
 
 class WorkerUpdates:
@@ -49,38 +65,41 @@ class WorkerUpdates:
         #: of the weights in the engine; "" for those of its checkpoint
         self.version = 0
         self.digest = ""
-        #: run and version of what a coordinator called committed last
+        #: run and version of the weights that a coordinator called committed last
         self.committed: tuple[int, int] = (0, 0)
-        #: `version` or `digest` changed in a way that the coordinator has to hear by `ready`
+        #: the coordinator has to hear by `ready` that `version` or `digest` changed
         self.changed = False
-        #: the open update
-        self.prepare: Prepare | None = None
-        #: questions of it that the shell has, or has answered
-        self.given: set[type] = set()
-        #: its answers, in the order in which they came
-        self.answers: dict[type, SendToCoordinator] = {}
-        #: what waits for the engine to be empty; what the engine takes now
-        self.wanted: LoadWeights | Restore | None = None
-        self.taking: LoadWeights | Restore | None = None
+        self.update: OpenUpdate | None = None
+        #: the request that waits for the engine to be empty; the one that the engine runs now
+        self.waiting: LoadWeights | Restore | None = None
+        self.loading: LoadWeights | Restore | None = None
         #: the latest update ever prepared; older ones are over
         self.latest: TaskId = (0, 0)
-        #: what the engine takes, or took last, is a part over what was there
+        #: the latest load brings a part of the weights
         self.partial = False
-        #: questions that the shell has
+        #: the name of the engine's side of a process group in direct transfer, while it may still be in one
+        self.peer = ""
+        #: inspections that the executor has
         self.inspecting: set[TaskId] = set()
 
     @property
     def busy(self) -> bool:
-        """The engine takes weights, or is about to: no work may enter it."""
-        return self.wanted is not None or self.taking is not None
+        """The engine loads weights, or is about to: no work may enter it."""
+        return self.waiting is not None or self.loading is not None
 
     @property
     def exposed(self) -> bool:
-        """The engine takes bytes straight from the publisher: what is in it meanwhile, nobody knows."""
-        return isinstance(self.taking, LoadWeights) and self.prepare is not None and self.prepare.transfer == "direct"
+        """The engine receives bytes straight from the publisher: its content is unknown meanwhile."""
+        return isinstance(self.loading, LoadWeights) and self.update is not None and self.update.prepare.transfer == "direct"
+
+    def open(self, update: TaskId) -> OpenUpdate | None:
+        """The open update, if it is this one."""
+        return self.update if self.update is not None and self.update.prepare.update == update else None
+
+    # --- requests of the coordinator ------------------------------------------------------------------------------------
 
     def asked(self, message: Asked, frames: tuple[Frame, ...], epoch: int, *, ready: bool) -> list[WorkerEffect]:
-        """The coordinator wants something."""
+        """The coordinator has a request."""
         if isinstance(message, Prepare):
             return self._prepare(message, frames, epoch, ready)
         if isinstance(message, Join | VerifyWeights | LoadWeights):
@@ -90,7 +109,7 @@ class WorkerUpdates:
         if isinstance(message, ReleaseWeights):
             return self._release(message.update, message.reason)
         if isinstance(message, Restore):
-            # Before the engine is there it cannot; the coordinator says it again when it is.
+            # The engine cannot before it is ready; the coordinator repeats the request then.
             return self._restore(message) if ready else []
         if message.task in self.inspecting:
             return []
@@ -103,144 +122,202 @@ class WorkerUpdates:
             return self._again(update, Prepared)
         if update[0] != epoch or not ready:
             return [SendToCoordinator(Prepared(update, code="shutting_down", message="this worker is not ready in that epoch"))]
-        effects = self._leave_behind()
-        self.prepare, self.latest = message, update
-        self.given = {Prepare}
-        return [*effects, RunWeights(message, frames)]
+        effects: list[WorkerEffect] = []
+        if self.update is not None:
+            before = self.update.prepare.update
+            if WeightsLoaded in self.update.answers:
+                # This engine loaded it and lives: it was committed.
+                effects = [RunWeights(Committed(before, self.version, self.digest), update=self._close())]
+            else:
+                effects = self._release(before, "another update begins")
+        self.update, self.latest = OpenUpdate(message, self.peer), update
+        return [*effects, RunWeights(message, frames, self.update)]
 
-    def _leave_behind(self) -> list[WorkerEffect]:
-        """Another update begins: the open one was committed, if this engine took it and lives, or given up."""
-        if self.prepare is None:
-            return []
-        update, taken = self.prepare.update, WeightsLoaded in self.answers
-        if not taken:
-            return self._release(update, "another update begins")
-        self._close()
-        return [RunWeights(Committed(update, self.version, self.digest))]
-
-    def _again(self, update: TaskId, answer: type) -> list[WorkerEffect]:
+    def _again(self, update: TaskId, kind: type[Answer]) -> list[WorkerEffect]:
         """The kept answer, if this is the open update and it has one."""
-        mine = self.prepare is not None and self.prepare.update == update and answer in self.answers
-        return [self.answers[answer]] if mine else []
+        mine = self.open(update)
+        return [SendToCoordinator(mine.answers[kind])] if mine is not None and kind in mine.answers else []
 
     def _next(self, message: Join | VerifyWeights | LoadWeights, epoch: int) -> list[WorkerEffect]:
-        kind = type(message)
-        if self.prepare is None or self.prepare.update != message.update:
+        kind, update = type(message), self.open(message.update)
+        if update is None:
             if message.update[0] != epoch:
                 return []
             unknown = "this worker has no such update open"
             return [SendToCoordinator(_ANSWER[kind](message.update, code="update_aborted", message=unknown))]
-        if kind in self.given:
+        if kind in update.requested:
             return self._again(message.update, _ANSWER[kind])
-        self.given.add(kind)
+        update.requested.add(kind)
         if isinstance(message, LoadWeights):
-            self.wanted = message
-            self.partial = self.prepare.partial
+            self.waiting = message
+            self.partial = update.prepare.partial
             return []
-        return [RunWeights(message)]
+        if isinstance(message, Join) and update.prepare.transfer == "direct":
+            update.weights = replace(update.weights, group=message.rendezvous)
+        return [RunWeights(message, (), update)]
 
     def _committed(self, message: Committed) -> list[WorkerEffect]:
         if message.version != self.version:
             return []
-        # Of a checkpoint the coordinator may know a better name than the engine.
+        # The coordinator may know a better digest of a checkpoint than the engine.
         self.digest = message.digest
         self.committed = message.run, message.version
-        prepare = self.prepare
-        if prepare is not None and (prepare.update == message.update or WeightsLoaded in self.answers):
-            # A `committed` that was lost with its link is said again without the update's name.
-            message = Committed(prepare.update, message.version, message.digest, message.snapshot)
-            self._close()
-        return [RunWeights(message)]
+        update = self.update
+        if update is None or not (update.prepare.update == message.update or WeightsLoaded in update.answers):
+            return [RunWeights(message)]
+        # A `committed` that was lost with its link is repeated without the update's name.
+        message = Committed(update.prepare.update, message.version, message.digest, message.snapshot)
+        return [RunWeights(message, update=self._close())]
 
     def _release(self, update: TaskId, reason: str) -> list[WorkerEffect]:
-        if self.prepare is None or self.prepare.update != update:
+        if self.open(update) is None:
             return []
-        self._close()
-        return [RunWeights(ReleaseWeights(update, reason))]
+        return [RunWeights(ReleaseWeights(update, reason), update=self._close())]
 
-    def _close(self) -> None:
-        self.prepare = None
-        self.given = set()
-        self.answers.clear()
+    def _close(self) -> OpenUpdate | None:
+        """The update is committed or aborted."""
+        update, self.update = self.update, None
+        if update is not None:
+            update.closed = True
+            if update.joins_engine:
+                self.peer = ""  # which group the engine will be in is unknown
+        return update
 
     def _restore(self, message: Restore) -> list[WorkerEffect]:
         effects: list[WorkerEffect] = []
-        if self.prepare is not None and WeightsLoaded in self.answers:
+        if self.update is not None and WeightsLoaded in self.update.answers:
             # Its `release` was lost with a link.
-            effects = self._release(self.prepare.update, "other weights are committed")
-        if self.taking is None and self._holds(message):
+            effects = self._release(self.update.prepare.update, "other weights are committed")
+        if self.loading is None and self._has(message):
             self._restored(message)
-        elif message != self.taking:
-            self.wanted = message
+        elif message != self.loading:
+            self.waiting = message
         return effects
 
-    def _holds(self, message: Restore) -> bool:
+    def _has(self, message: Restore) -> bool:
         return (self.version, self.digest) == (message.version, message.digest)
 
     def _restored(self, message: Restore) -> None:
-        """Its engine holds them already."""
-        self.wanted = None
+        """The engine has these weights already."""
+        self.waiting = None
         self.committed = message.run, message.version
         self.changed = True
 
-    def take(self) -> list[WorkerEffect]:
+    def load(self) -> list[WorkerEffect]:
         """The engine is empty: what waited for that begins."""
-        if isinstance(self.wanted, Restore) and self.taking is None and self._holds(self.wanted):
-            self._restored(self.wanted)
-        if self.wanted is None or self.taking is not None:
+        request = self.waiting
+        if isinstance(request, Restore) and self.loading is None and self._has(request):
+            self._restored(request)
             return []
-        self.taking, self.wanted = self.wanted, None
-        return [RunWeights(self.taking)]
+        if request is None or self.loading is not None:
+            return []
+        self.waiting = None
+        update = self.update if isinstance(request, LoadWeights) else None
+        if update is not None and isinstance(request, LoadWeights) and (missing := update.missing()):
+            return list(self._answer(update, WeightsLoaded(request.update, code="update_aborted", message=missing)))
+        self.loading = request
+        return [RunWeights(request, (), update)]
 
-    def answered(self, answer: Answered, frames: tuple[Frame, ...]) -> list[SendToCoordinator]:
-        """The shell has done, or could not do, what it was given. Returns what the coordinator hears."""
-        said = SendToCoordinator(answer, frames)
+    # --- reports of the executor ----------------------------------------------------------------------------------------
+
+    def answered(self, event: WeightsAnswered) -> list[SendToCoordinator]:
+        """A request was carried out, or could not be. Returns what the coordinator hears."""
+        answer = event.answer
         if isinstance(answer, Inspected):
             self.inspecting.discard(answer.task)
-            return [said]
+            return [SendToCoordinator(answer, event.frames)]
         if isinstance(answer, Restored):
-            self.taking = None
-            return [said]
-        prepare = self.prepare
-        mine = prepare is not None and prepare.update == answer.update
+            self.loading = None
+            return [SendToCoordinator(answer)]
+        update = self.open(answer.update)
         if isinstance(answer, WeightsLoaded):
-            self.taking = None
+            self.loading = None
             if not answer.code:
                 self.version = answer.version
                 self.digest = layered(self.digest, answer.digest) if self.partial else answer.digest
-                # An update that is not open any more was of a coordinator that is gone: its successor has to know. So has one
-                # that heard on a new link, meanwhile, that the engine takes weights.
-                self.changed = self.changed or not mine
-        if not mine:
+                # A closed update belonged to a coordinator that is gone: its successor has to know. So has a coordinator that
+                # heard on a new link, meanwhile, that the engine loads weights.
+                self.changed = self.changed or update is None
+        if update is None:
             return []
-        self.answers[type(answer)] = said
-        return [said]
+        if event.weights is not None:
+            update.weights = event.weights
+        said = self._answer(update, answer)
+        if isinstance(answer, Prepared) and update.prepare.transfer == "direct" and not answer.code:
+            self.peer = answer.peer
+        if isinstance(answer, Joined):
+            if update.prepare.transfer == "direct" and answer.code:
+                self.peer = ""
+            said += self._staged(update)
+        return said
 
-    def taken(self, version: int, digest: str) -> None:
+    def _answer(self, update: OpenUpdate, answer: Answer) -> list[SendToCoordinator]:
+        update.answers[type(answer)] = answer
+        return [SendToCoordinator(answer)]
+
+    def load_prepared(self, event: LoadPrepared) -> list[SendToCoordinator]:
+        """The engine has prepared a load, or cannot."""
+        update = self.open(event.update)
+        if update is None:
+            return []
+        update.prepared_s = event.seconds
+        return self._staged(update)
+
+    def received(self, event: WeightsReceived) -> list[SendToCoordinator]:
+        """The stager has received all bytes, or cannot."""
+        update = self.open(event.staged.update)
+        if update is None:
+            return []
+        update.received = event.staged
+        if not event.staged.code:
+            update.weights = replace(update.weights, regions=event.regions, sharded=event.sharded)
+        return self._staged(update)
+
+    def _staged(self, update: OpenUpdate) -> list[SendToCoordinator]:
+        """`staged`, as soon as it is so."""
+        received = update.received
+        if received is None or Staged in update.answers or not update.succeeded(Joined):
+            return []
+        return [] if update.prepared_s is None and not received.code else self._answer(update, received)
+
+    def stager_lost(self, reason: str) -> list[SendToCoordinator]:
+        """The stager is gone. Bytes that it had received are lost too, unless the engine loads them already."""
+        update, staged = self.update, None if self.update is None else self.update.answers.get(Staged)
+        if update is None or update.prepare.transfer != "staged" or not update.succeeded(Joined):
+            return []
+        loads = LoadWeights in update.requested and not isinstance(self.waiting, LoadWeights)
+        if loads or (staged is not None and staged.code):
+            return []
+        return self._answer(update, Staged(update.prepare.update, code="update_aborted", message=reason))
+
+    def restored(self, event: WeightsTaken) -> None:
         """A restore was done."""
-        if isinstance(self.taking, Restore):
-            self.committed = self.taking.run, self.taking.version
-        self.taking = None
-        self.version, self.digest = version, digest
+        if isinstance(self.loading, Restore):
+            self.committed = self.loading.run, self.loading.version
+        self.loading = None
+        self.version, self.digest = event.version, event.digest
         self.changed = True
 
-    def owed(self) -> list[SendToCoordinator]:
-        """What the coordinator may not have heard."""
-        return list(self.answers.values())
+    # --- links and epochs -----------------------------------------------------------------------------------------------
+
+    def kept_answers(self) -> list[SendToCoordinator]:
+        """Answers that the coordinator may not have heard."""
+        return [] if self.update is None else [SendToCoordinator(answer) for answer in self.update.answers.values()]
 
     def new_epoch(self) -> list[WorkerEffect]:
         """Another coordinator: the open update is over."""
-        if isinstance(self.wanted, LoadWeights):
-            self.wanted = None
-        prepare = self.prepare
-        if prepare is None:
+        if isinstance(self.waiting, LoadWeights):
+            self.waiting = None
+        if self.update is None:
             return []
-        handed = WeightsLoaded in self.answers or isinstance(self.taking, LoadWeights)
-        self._close()
-        return [] if handed else [RunWeights(ReleaseWeights(prepare.update, "another coordinator has taken over"))]
+        if WeightsLoaded in self.update.answers or isinstance(self.loading, LoadWeights):
+            self._close()
+            return []
+        return self._release(self.update.prepare.update, "another coordinator has taken over")
 
     def check(self) -> None:
         """Raise AssertionError when an invariant does not hold."""
-        assert self.prepare is not None or not (self.given or self.answers)
-        assert LoadWeights in self.given or WeightsLoaded not in self.answers
-        assert not isinstance(self.wanted, LoadWeights) or LoadWeights in self.given
+        update = self.update
+        assert update is None or not update.closed
+        assert update is None or LoadWeights in update.requested or WeightsLoaded not in update.answers
+        assert not isinstance(self.waiting, LoadWeights) or (update is not None and LoadWeights in update.requested)
