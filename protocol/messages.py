@@ -494,6 +494,8 @@ class Drain(Message, tag="drain"):
     """Finish what is running, then end."""
 
 
+#: a request whose answer has a row for each of its rows
+RowRequest = Score
 FromClient = (
     Hello | Score | Cancel | Ack | Goodbye | Status | RestartWorker | Publish | Renew | Sent | Commit | AbortUpdate
     | InspectWeights | Ping | Pong

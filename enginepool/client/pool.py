@@ -28,7 +28,8 @@ from enginepool.client.results import Floats, ScoreResult, WeightReader, read_re
 from enginepool.client.session.events import Answer, AskStatus, AskWeights, Report, SubmitRequest, WeightsAnswer
 from enginepool.client.worker_restarts import restart_workers
 from enginepool.keys import key_for
-from enginepool.protocol.messages import RestartWorker, Score, StatusReport
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import RestartWorker, RowRequest, Score, StatusReport
 from enginepool.protocol.updates import InFlight, InspectWeights, UpdateRecord, WeightsReport
 
 if TYPE_CHECKING:
@@ -453,8 +454,6 @@ class Pool:
         logprobs: bool = False,
         raw: bool = False,
     ) -> ScoreResult:
-        seconds, retry = check_timeout(timeout), check_flag("retry_busy", retry_busy)
-        now = self._connection.now()
         specs, frames = payload
         score = Score(
             id=0,
@@ -470,17 +469,30 @@ class Pool:
             raw=check_flag("raw", raw),
         )
         check_softmax(score.softmax, score.labels)
+        answer = await self._submit(score, frames, names, timeout, retry_busy)
+        return read_result(answer.result, answer.frames)
+
+    async def _submit(
+        self,
+        request: RowRequest,
+        frames: Sequence[Buffer],
+        names: Mapping[str, str],
+        timeout: float | None,  # noqa: ASYNC109 (the coordinator keeps this time too)
+        retry_busy: bool,
+    ) -> Answer:
+        """The answer to `request`, whose fields are called as `names` says in an error."""
+        seconds, retry = check_timeout(timeout), check_flag("retry_busy", retry_busy)
+        now = self._connection.now()
         deadline = None if seconds is None else now + seconds
 
         def submit(id_: int) -> SubmitRequest:
-            score.id = id_
-            return SubmitRequest(now, score, frames, deadline, retry)
+            request.id = id_
+            return SubmitRequest(now, request, frames, deadline, retry)
 
         if deadline is None:
             self._notices.begin()
         try:
-            answer = await self._connection.ask(submit, Answer, names)
+            return await self._connection.ask(submit, Answer, names)
         finally:
             if deadline is None:
                 self._notices.end()
-        return read_result(answer.result, answer.frames)

@@ -18,14 +18,14 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 RESTARTS = 3
 
 
-class ScoreUsage(NamedTuple):
-    """Rows scored and prompt tokens computed, over all parts of a request."""
+class RequestUsage(NamedTuple):
+    """Rows and prompt tokens computed, over all parts of a request."""
 
     items: int
     tokens: int
 
 
-class ScoreTimings(NamedTuple):
+class RequestTimings(NamedTuple):
     """Seconds from arrival to first dispatch on the coordinator's clock; longest time of a part in an engine."""
 
     queued_s: float
@@ -51,8 +51,8 @@ class ScoreResult:
     hidden: Floats | None
     version: int
     forwards: tuple[int, ...]
-    timings: ScoreTimings
-    usage: ScoreUsage
+    timings: RequestTimings
+    usage: RequestUsage
 
 
 def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
@@ -61,23 +61,30 @@ def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
     Raises:
         Malformed: there are no scores, or they are no numbers.
     """
-    arrays = {
-        spec.name: np.frombuffer(frame, np.float32).reshape(spec.shape)
-        for spec, frame in zip(result.frames, frames, strict=True)
-        if spec.dtype == "float32"
-    }
-    scores = arrays.get("scores")
+    scores = float_frame(result, frames, "scores")
     if scores is None or scores.ndim != 2:
         raise Malformed("the answer holds no scores float32 [items, labels]", field="scores")
-    hidden = arrays.get("hidden")
-    return ScoreResult(
-        scores if scores.flags.writeable else scores.copy(),
-        hidden if hidden is None or hidden.flags.writeable else hidden.copy(),
-        result.version,
-        tuple(result.forwards),
-        ScoreTimings(result.timings.queued_us / 1e6, result.timings.run_us / 1e6),
-        ScoreUsage(result.usage.items, result.usage.tokens),
-    )
+    hidden = float_frame(result, frames, "hidden")
+    return ScoreResult(scores, hidden, result.version, tuple(result.forwards), timings_of(result), usage_of(result))
+
+
+def float_frame(result: Result, frames: Sequence[Buffer], name: str) -> Floats | None:
+    """The float32 frame of this name in an answer, or None; the array can be written to."""
+    for spec, frame in zip(result.frames, frames, strict=True):
+        if spec.name == name and spec.dtype == "float32":
+            array = np.frombuffer(frame, np.float32).reshape(spec.shape)
+            return array if array.flags.writeable else array.copy()
+    return None
+
+
+def timings_of(result: Result) -> RequestTimings:
+    """The times of an answer, in seconds."""
+    return RequestTimings(result.timings.queued_us / 1e6, result.timings.run_us / 1e6)
+
+
+def usage_of(result: Result) -> RequestUsage:
+    """What an answer took."""
+    return RequestUsage(result.usage.items, result.usage.tokens)
 
 
 class WeightReader:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import ErrorReply, Message, RestartWorker, Result, Score, StatusReport, ToClient
+from enginepool.protocol.messages import ErrorReply, Message, RestartWorker, Result, RowRequest, StatusReport, ToClient
 from enginepool.protocol.updates import InspectWeights, Join, MemoryRegion, Phase, Publish, Published, WeightsReport
 
 
@@ -27,11 +27,11 @@ class Start(SessionEvent, frozen=True):
 class SubmitRequest(SessionEvent, frozen=True):
     """A request for the coordinator.
 
-    `score` has a fresh id, larger than all before, and no `timeout_ms`: that is computed from `deadline`, on the clock of
+    `request` has a fresh id, larger than all before, and no `timeout_ms`: that is computed from `deadline`, on the clock of
     `now`, at each send. With `retry_busy` a `busy` is tried again while there is time; else it is the answer.
     """
 
-    score: Score
+    request: RowRequest
     frames: Sequence[Buffer]
     deadline: float | None = None
     retry_busy: bool = True

@@ -141,7 +141,7 @@ class ClientSession:
         self._greet(open_link=True)
 
     def _on_submit(self, event: SubmitRequest) -> None:
-        if self._take_id(event.score.id):
+        if self._take_id(event.request.id):
             self.calls.submit(event, self._now, self._out)
 
     def _on_abort(self, event: AbandonUpdate) -> None:

@@ -23,7 +23,7 @@ from enginepool.client.session.events import Answer, Fail, SendMessage, SessionE
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Cancel, ErrorReply, Score, Welcome
+from enginepool.protocol.messages import Cancel, ErrorReply, RowRequest, Welcome
 
 Place = Literal["waiting", "sent", "backoff", "cancelling"]
 
@@ -37,18 +37,18 @@ class Call:
     """A request that has no final answer yet."""
 
     __slots__ = (
-        "charge", "counted", "deadline", "due", "frames", "held", "id", "nbytes", "place", "refusals", "retry_busy", "score",
+        "charge", "counted", "deadline", "due", "frames", "held", "id", "nbytes", "place", "refusals", "request", "retry_busy",
         "sends", "sent_at", "sweeps",
     )  # fmt: skip
 
-    def __init__(self, score: Score, frames: Sequence[Buffer], deadline: float | None, retry_busy: bool) -> None:
-        self.id = score.id
-        self.score = score
+    def __init__(self, request: RowRequest, frames: Sequence[Buffer], deadline: float | None, retry_busy: bool) -> None:
+        self.id = request.id
+        self.request = request
         self.frames = frames
         #: at least the bytes of its message
-        self.nbytes = _HEADER_BYTES + 5 * len(score.labels) + 4 * len(score.group) + sum(map(len, frames))
+        self.nbytes = _HEADER_BYTES + 5 * len(request.labels) + 4 * len(request.group) + sum(map(len, frames))
         #: what the coordinator counts against the window, without what only a model knows: hidden states, a classifier's labels
-        self.charge = _charge(score, frames)
+        self.charge = _charge(request, frames)
         self.deadline = deadline
         self.retry_busy = retry_busy
         self.place: Place = "waiting"
@@ -97,7 +97,7 @@ class PendingRequests:
     # --- the caller's side ---------------------------------------------------------------------------------------------
 
     def submit(self, event: SubmitRequest, now: float, out: list[SessionEffect]) -> None:
-        call = Call(event.score, event.frames, event.deadline, event.retry_busy)
+        call = Call(event.request, event.frames, event.deadline, event.retry_busy)
         self.by_id[call.id] = call
         self._wait(call)
         self.pump(now, out)
@@ -252,15 +252,15 @@ class PendingRequests:
     # --- the parts -----------------------------------------------------------------------------------------------------
 
     def _send(self, call: Call, now: float, out: list[SessionEffect]) -> None:
-        score = call.score
+        request = call.request
         if call.deadline is not None:
             # Past the deadline, but within the grace: the coordinator may have kept the answer for a resend.
-            score = msgspec.structs.replace(score, timeout_ms=max(ceil(round((call.deadline - now) * 1000, 3)), 1))
+            request = msgspec.structs.replace(request, timeout_ms=max(ceil(round((call.deadline - now) * 1000, 3)), 1))
         call.held = True
         call.sent_at = now
         self.resends += call.sends > 0
         call.sends += 1
-        out.append(SendMessage(score, call.frames))
+        out.append(SendMessage(request, call.frames))
 
     def _uncount(self, call: Call) -> None:
         if call.counted:
@@ -275,9 +275,9 @@ class PendingRequests:
 
     def _wait(self, call: Call) -> None:
         call.place = "waiting"
-        heappush(self._waiting, (-call.score.priority, call.id))
+        heappush(self._waiting, (-call.request.priority, call.id))
         if len(self._waiting) > 2 * len(self.by_id) + _SLACK:
-            self._waiting[:] = [(-c.score.priority, c.id) for c in self.by_id.values() if c.place == "waiting"]
+            self._waiting[:] = [(-c.request.priority, c.id) for c in self.by_id.values() if c.place == "waiting"]
             heapify(self._waiting)
 
     def _set_due(self, call: Call) -> None:
@@ -307,7 +307,7 @@ class PendingRequests:
             assert call.id == id_, f"{at} is kept under another id"
             assert not call.counted or call.place in ("sent", "cancelling"), f"{at} occupies the window"
             assert call.place != "sent" or (self.open and call.counted and call.held), f"{at} without a link"
-            assert call.place != "waiting" or (-call.score.priority, id_) in waiting, f"{at} is not in the queue"
+            assert call.place != "waiting" or (-call.request.priority, id_) in waiting, f"{at} is not in the queue"
             assert call.due == inf or (call.due, id_) in timers, f"{at} has no timer"
             assert call.due < inf or call.deadline is None, f"{at} would outlive its deadline"
             assert call.due < inf or call.place in ("waiting", "sent"), f"{at} would stay there"
@@ -322,16 +322,16 @@ def _too_late(call: Call) -> ErrorReply:
     return ErrorReply("deadline_exceeded", f"the timeout ran out {where}", id=call.id)
 
 
-def _charge(score: Score, frames: Sequence[Buffer]) -> int:
+def _charge(request: RowRequest, frames: Sequence[Buffer]) -> int:
     """Bytes that the coordinator counts for a request and its answer, as far as the request alone tells: see `Call.charge`."""
-    rows = score.frames[-1].shape[0]
+    rows = request.frames[-1].shape[0]
     text = 0
-    if score.frames[0].dtype == "utf8":
+    if request.frames[0].dtype == "utf8":
         query = len(frames[0]) * (rows if len(frames) == 3 else 1)
         text = ELEMENT_BYTES * (query + len(frames[-2]) + rows)
-    labels = len(score.labels)
-    request = REQUEST_BYTES + LABEL_BYTES * labels + sum(map(len, frames)) + text
-    return request + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * labels)
+    labels = len(request.labels)
+    charge = REQUEST_BYTES + LABEL_BYTES * labels + sum(map(len, frames)) + text
+    return charge + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * labels)
 
 
 def _too_large(call: Call, nbytes: int, limit: int) -> ErrorReply:
