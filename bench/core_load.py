@@ -10,7 +10,7 @@ from enginepool.config import GroupConfig, Limits, PoolConfig, Timing
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import Effect, ToClient, ToWorker
 from enginepool.coordinator.core.machine import Machine
-from enginepool.coordinator.requests.validation import open_score
+from enginepool.coordinator.operations.score import SCORE
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Result, Score
 
 CAPABILITIES = Capabilities(
@@ -57,7 +57,7 @@ class Load:
             FrameSpec("items", "int32", (1800,)),
             FrameSpec("item_lengths", "uint32", (10,)),
         ]
-        self.work = open_score(Score(1, specs, labels=[1, 2]), frames)
+        self.work = SCORE.open(Score(1, specs, labels=[1, 2]), frames)
         self.links = [b"c%d" % i for i in range(CLIENTS)]
         open_pool(self.handle, self.links, workers)
         # Full workers hold 10 requests each; the rest waits.

@@ -13,7 +13,7 @@ from bench.core_load import Load
 from bench.table import Row
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToWorker
-from enginepool.coordinator.requests.validation import open_score
+from enginepool.coordinator.operations.score import SCORE
 from enginepool.protocol.messages import Batch, FrameSpec, Score
 from enginepool.protocol.updates import Commit, Prepared, Publish, WeightsLoaded
 
@@ -67,7 +67,7 @@ def cuts(load: Load) -> Times:
     ]
     while load.running:
         load.answer()
-    work = open_score(Score(1, specs, labels=[1, 2]), [lengths[:1].tobytes(), lengths.tobytes(), lengths.tobytes()])
+    work = SCORE.open(Score(1, specs, labels=[1, 2]), [lengths[:1].tobytes(), lengths.tobytes(), lengths.tobytes()])
     parts: list[ToWorker] = []
     event: ev.Event = ev.Submit(load.now, load.links[0], 1 << 41, work, 1000, None)
     while True:

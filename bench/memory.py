@@ -18,7 +18,7 @@ from enginepool.config import GroupConfig, Limits, PoolConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import Effect, ToClient, ToWorker
 from enginepool.coordinator.core.machine import Machine
-from enginepool.coordinator.requests.validation import open_score
+from enginepool.coordinator.operations.score import SCORE
 from enginepool.protocol.messages import Batch, FrameSpec, Result, Score
 
 CLIENTS = 16
@@ -68,7 +68,7 @@ class Stream:
             client = self.next_id % CLIENTS
             # A content of its own for each request, as real ones have; freed with it.
             frames[1] = (self.next_id % 50_000).to_bytes(4, "little") * 40
-            work = open_score(self.score, list(frames))
+            work = SCORE.open(self.score, list(frames))
             deadline = self.now + 30 if self.next_id % 4 == 0 else None
             self.do(ev.Submit(self.now, self.links[client], self.next_id, work, self.next_id % 21 - 10, deadline))
             if self.next_id % 20 == 0:

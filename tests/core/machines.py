@@ -9,7 +9,8 @@ from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Ti
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.machine import Machine
-from enginepool.coordinator.requests.validation import open_score
+from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.protocol.messages import (
     Accept,
     Batch,
@@ -37,7 +38,7 @@ def work(
     hidden: bool = False,
     labels: tuple[int, ...] = (1, 2),
     query: int = 0,
-) -> ev.Work:
+) -> ScoreWork:
     """`rows` items of `length` ids each, after a query of `query` zeros; the ids count up from `first`."""
     ids = (np.arange(rows * length, dtype=np.int32) + first) % 1000
     specs = [
@@ -46,10 +47,10 @@ def work(
         FrameSpec("item_lengths", "uint32", (rows,)),
     ]
     score = Score(1, specs, group=group, hidden=hidden, labels=list(labels))
-    return open_score(score, [bytes(4 * query), ids.tobytes(), np.full(rows, length, np.uint32).tobytes()])
+    return SCORE.open(score, [bytes(4 * query), ids.tobytes(), np.full(rows, length, np.uint32).tobytes()])
 
 
-def text(query: str, items: list[str]) -> ev.Work:
+def text(query: str, items: list[str]) -> ScoreWork:
     """A text request."""
     data = [item.encode() for item in items]
     specs = [
@@ -58,7 +59,7 @@ def text(query: str, items: list[str]) -> ev.Work:
         FrameSpec("item_lengths", "uint32", (len(items),)),
     ]
     lengths = np.array([len(d) for d in data], np.uint32).tobytes()
-    return open_score(Score(1, specs, labels=[1]), [query.encode(), b"".join(data), lengths])
+    return SCORE.open(Score(1, specs, labels=[1]), [query.encode(), b"".join(data), lengths])
 
 
 def config(
@@ -167,7 +168,7 @@ class Pool:
             self.do(ev.WorkerReady(0, link, can, version))
         return link
 
-    def submit(self, link: bytes, id: int, content: ev.Work, *, priority: int = 0, timeout: float | None = None) -> list[Sent]:
+    def submit(self, link: bytes, id: int, content: Work, *, priority: int = 0, timeout: float | None = None) -> list[Sent]:
         return self.do(ev.Submit(0, link, id, content, priority, None if timeout is None else self.now + timeout))
 
     def finish(self, sent: Sent, *, version: int = 0, forwards: int = 1, error: str = "", run_s: float = 0.001) -> list[Sent]:

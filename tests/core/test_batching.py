@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.messages import Batch, Capabilities, StatusReport
 from tests.core.machines import CAN, Pool, Sent, config, results, work
 from tests.core.test_classes import shared
@@ -263,7 +264,7 @@ class Busy:
     """A pool of one worker, before which always more waits than it can do, and whose forwards take what `seconds` says of
     their tokens and rows."""
 
-    def __init__(self, can: Capabilities, content: ev.Work, seconds: Callable[[int, int], float], waiting: int) -> None:
+    def __init__(self, can: Capabilities, content: Work, seconds: Callable[[int, int], float], waiting: int) -> None:
         self.pool = Pool()
         self.client = self.pool.client()
         self.content = content
@@ -362,7 +363,7 @@ def test_rows_that_came_one_at_a_time_do_not_make_batches_small_when_many_come()
 def test_a_batch_that_tells_nothing_of_its_forward_changes_no_pace() -> None:
     can = msgspec.structs.replace(FAST, cached_query=100, cached_tokens=16_000)
 
-    def after(content: ev.Work, **how: Any) -> int:
+    def after(content: Work, **how: Any) -> int:
         pool = Pool()
         client = pool.client()
         pool.worker(can=can)

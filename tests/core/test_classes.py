@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from enginepool.config import ConfigError, GroupConfig, PoolConfig, check_config
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.requests.validation import open_score
+from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.coordinator.scheduling.worker_kinds import PACKED as PACKED_CLASS
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of, limits_of
 from enginepool.protocol.messages import (
@@ -36,7 +37,7 @@ from tests.core.test_sim_engine import work as run
 PACKED = msgspec.structs.replace(CAN, max_item=50)
 
 
-def shared(query: int, *items: int, first: int = 0, labels: tuple[int, ...] = (1, 2), **settings: Any) -> ev.Work:
+def shared(query: int, *items: int, first: int = 0, labels: tuple[int, ...] = (1, 2), **settings: Any) -> ScoreWork:
     """A query of so many ids and items of so many each; the query's ids are all `first`, the items' count up from it."""
     ids = (np.arange(sum(items), dtype=np.int32) + first) % 1000
     head = np.full(query, first, np.int32)
@@ -46,10 +47,10 @@ def shared(query: int, *items: int, first: int = 0, labels: tuple[int, ...] = (1
         FrameSpec("item_lengths", "uint32", (len(items),)),
     ]
     score = Score(1, specs, labels=list(labels), **settings)
-    return open_score(score, [head.tobytes(), ids.tobytes(), np.array(items, np.uint32).tobytes()])
+    return SCORE.open(score, [head.tobytes(), ids.tobytes(), np.array(items, np.uint32).tobytes()])
 
 
-def paired(*rows: tuple[int, int]) -> ev.Work:
+def paired(*rows: tuple[int, int]) -> ScoreWork:
     """A query of its own for each item: (its length, the item's)."""
     queries, items = zip(*rows, strict=True)
     specs = [
@@ -60,7 +61,7 @@ def paired(*rows: tuple[int, int]) -> ev.Work:
     ]
     lengths = [np.array(queries, np.uint32).tobytes(), np.array(items, np.uint32).tobytes()]
     frames = [np.ones(sum(queries), np.int32).tobytes(), lengths[0], np.ones(sum(items), np.int32).tobytes(), lengths[1]]
-    return open_score(Score(1, specs, labels=[1, 2]), frames)
+    return SCORE.open(Score(1, specs, labels=[1, 2]), frames)
 
 
 def sizes(**changes: Any) -> Capabilities:
@@ -92,7 +93,7 @@ WORK = st.one_of(
 
 @given(WORK, CAUSAL, st.none() | st.integers(1, 8), st.booleans(), st.sampled_from(["causal", "classifier"]))
 def test_a_request_within_the_limits_that_the_status_names_is_served_and_another_refused(
-    work: ev.Work, can: Capabilities, max_item: int | None, beside: bool, kind: Any
+    work: ScoreWork, can: Capabilities, max_item: int | None, beside: bool, kind: Any
 ) -> None:
     can = msgspec.structs.replace(can, kind=kind, labels=2 if kind == "classifier" else 0)
     packed = None if max_item is None else msgspec.structs.replace(can, max_item=max_item, hidden=0)
@@ -288,7 +289,7 @@ def test_a_large_request_is_cut_where_the_sequences_of_a_batch_end() -> None:
         (shared(10, 5, hidden=True), "hidden", "0"),
     ],
 )
-def test_a_group_of_packed_workers_alone_refuses_what_cannot_be_packed(content: ev.Work, field: str, limit: str) -> None:
+def test_a_group_of_packed_workers_alone_refuses_what_cannot_be_packed(content: ScoreWork, field: str, limit: str) -> None:
     pool = Pool()
     early, late = pool.client(), pool.client()
     pool.submit(early, 1, content)
@@ -497,7 +498,7 @@ def test_what_followers_may_weigh_depends_on_the_head_of_their_packed_batch_alon
     assert [rows(sent) for sent in pool.batches] == [[5, *[1] * 7]]
 
 
-def a_suspect_beside_busy_workers(*names: str, others: tuple[ev.Work, ...] = ()) -> tuple[Pool, bytes]:
+def a_suspect_beside_busy_workers(*names: str, others: tuple[Work, ...] = ()) -> tuple[Pool, bytes]:
     """Request 1, which either class can serve, is a suspect, `others` are so as well; these workers are busy, and of them only
     the first is open."""
     pool = Pool()
@@ -599,7 +600,7 @@ SHAPES = st.tuples(
 )
 
 
-def asked(shape: str, first: int, lengths: list[int]) -> tuple[ev.Work, npt.NDArray[np.float32]]:
+def asked(shape: str, first: int, lengths: list[int]) -> tuple[Work, npt.NDArray[np.float32]]:
     """A request, and the scores that it must get."""
     query = [first] * (0 if shape == "empty" else 9 * first)
     items: list[list[int]] = []
@@ -619,7 +620,7 @@ def asked(shape: str, first: int, lengths: list[int]) -> tuple[ev.Work, npt.NDAr
     specs += [FrameSpec("items", "int32", (len(tail),)), FrameSpec("item_lengths", "uint32", (len(items),))]
     frames = [*heads, tail.tobytes(), np.array(lengths, np.uint32).tobytes()]
     item_first = shape == "item_first"
-    work = open_score(Score(1, specs, labels=list(labels), item_first=item_first), frames)
+    work = SCORE.open(Score(1, specs, labels=list(labels), item_first=item_first), frames)
     return work, expected_scores(queries, items, labels=labels, item_first=item_first).scores
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from enginepool.config import Limits, RestartConfig
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import ErrorReply
 from tests.core.machines import EPOCH, Pool, Sent, config, failures, results, work
@@ -19,7 +20,7 @@ FINE, UNFIT = work(), work(labels=(5000,))
 Provoke = Callable[[Pool], list[Sent]]
 
 
-def asked(pool: Pool, content: ev.Work = FINE) -> list[Sent]:
+def asked(pool: Pool, content: Work = FINE) -> list[Sent]:
     return pool.submit(LINK, ID, content)
 
 

@@ -13,9 +13,11 @@ from enginepool.config import GroupConfig, Limits, PoolConfig, Timing
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.machine import Machine
-from enginepool.coordinator.requests import validation as door
-from enginepool.coordinator.requests.validation import Offsets, cut, open_score, row_lengths
+from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.operations.score import SCORE
+from enginepool.protocol import ragged
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Score
+from enginepool.protocol.ragged import Offsets, cut, row_lengths
 from enginepool.protocol.updates import Commit, Prepared, Publish, WeightsLoaded
 from tests.core.counting import Cost, cost_of
 from tests.core.machines import CAN, text, work
@@ -70,14 +72,14 @@ class Pool:
         self.do(ev.WorkerReady(0, link, can, 0))
         return link
 
-    def submit(self, link: bytes = b"many", content: ev.Work = ONE, **kwargs: float) -> int:
+    def submit(self, link: bytes = b"many", content: Work = ONE, **kwargs: float) -> int:
         self.ids += 1
         deadline = kwargs.get("deadline")
         min_version = int(kwargs.get("min_version", 0))
         self.do(ev.Submit(0, link, self.ids, content, int(kwargs.get("priority", 0)), deadline, min_version))
         return self.ids
 
-    def queue(self, number: int, content: ev.Work = ONE, **kwargs: float) -> list[int]:
+    def queue(self, number: int, content: Work = ONE, **kwargs: float) -> list[int]:
         return [self.submit(b"many", content, **kwargs) for _ in range(number)]
 
     def done(self, sent: ef.ToWorker) -> ev.BatchDone:
@@ -431,10 +433,10 @@ def test_a_cut_reads_the_lengths_of_its_own_rows_and_of_few_before_them(pairs: b
             *content.part.frames[1:],
         ]
         ones = np.ones(rows, np.uint32).tobytes()
-        content = open_score(Score(1, specs, labels=[1, 2]), [ones, ones, items, lengths])
+        content = SCORE.open(Score(1, specs, labels=[1, 2]), [ones, ones, items, lengths])
     pool = Pool()
     pool.worker()
-    monkeypatch.setattr(door, "memoryview", Lengths, raising=False)
+    monkeypatch.setattr(ragged, "memoryview", Lengths, raising=False)
     pool.submit(content=content)
     before, parts = Lengths.read, 0
     while parts < 100:
@@ -459,17 +461,16 @@ def test_a_cut_holds_the_rows_that_it_names(lengths: list[int], data: st.DataObj
         FrameSpec("item_lengths", "uint32", (len(lengths),)),
     ]
     frames = [np.arange(len(lengths), dtype=np.int32).tobytes(), heads.tobytes(), ids.tobytes(), sizes.tobytes()]
-    content = open_score(Score(1, specs, labels=[1]), frames)
-    part, (query, _, items, item_lengths) = cut(content, Offsets(content), start, end)
+    cut_specs, (query, _, items, item_lengths) = cut(specs, frames, Offsets(frames), start, end)
     first = sum(lengths[:start])
     assert np.frombuffer(query, np.int32).tolist() == list(range(start, end))
     assert np.frombuffer(items, np.int32).tolist() == ids[first : first + sum(lengths[start:end])].tolist()
     assert (
         np.frombuffer(item_lengths, np.uint32).tolist()
         == lengths[start:end]
-        == [n - 1 for n in row_lengths(content, start, end)]
+        == [n - 1 for n in row_lengths(frames, start, end)]
     )
-    assert [spec.shape[0] for spec in part.frames] == [end - start, end - start, sum(lengths[start:end]), end - start]
+    assert [spec.shape[0] for spec in cut_specs] == [end - start, end - start, sum(lengths[start:end]), end - start]
 
 
 def test_the_count_sees_loops_and_copies() -> None:

@@ -14,7 +14,7 @@ from enginepool.client.arguments import ScoreOptions, check_address, check_optio
 from enginepool.client.embedded import embedded_config
 from enginepool.client.payload import encode_pairs, encode_shared
 from enginepool.config import PoolConfig
-from enginepool.coordinator.requests.validation import check_limits
+from enginepool.coordinator.operations.score import SCORE
 from enginepool.errors import BadRequest, ConfigError
 from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Capabilities
@@ -159,11 +159,11 @@ def test_a_setting_of_the_engine_is_told_where_it_belongs() -> None:
 
 def test_a_row_of_nearly_the_context_is_told_which_reserve_it_does_not_fit() -> None:
     can = Capabilities("causal", 1000, 505, 2048, 8, 4096, 16, reserved=7)
-    error = check_limits(work(rows=2, length=506), can)
+    error = SCORE.refuse(work(rows=2, length=506), can)
     assert error is not None and error.limit == "505"
     reserve = ": the model's context of 512, less 7 that the engine reserves"
     assert error.message == f"items[0]: 506 tokens with its query; at most 505{reserve}"
-    assert check_limits(work(rows=2, length=505), can) is None
+    assert SCORE.refuse(work(rows=2, length=505), can) is None
     # Halved, another bound is what a row does not fit.
-    smaller = check_limits(work(rows=2, length=506), halved(can, 4))
+    smaller = SCORE.refuse(work(rows=2, length=506), halved(can, 4))
     assert smaller is not None and smaller.message == "items[0]: 506 tokens with its query; at most 256"

@@ -15,7 +15,7 @@ from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
 
 @dataclass
 class Content:
-    hidden: bool
+    signature: int
 
 
 @dataclass(eq=False)
@@ -70,13 +70,13 @@ class AnyOrder(RuleBasedStateMachine):
         client=st.integers(0, 3),
         priority=st.integers(-1, 1),
         classes=st.integers(1, 3),
-        hidden=st.booleans(),
+        variant=st.integers(0, 1),
         later=st.integers(0, 3),
     )
-    def submit(self, number: int, client: int, priority: int, classes: int, hidden: bool, later: int) -> None:
+    def submit(self, number: int, client: int, priority: int, classes: int, variant: int, later: int) -> None:
         for _ in range(number):
             who, version = self.clients[client], self.version + later
-            request = Waiting(who, Content(hidden), classes, priority, len(self.requests), version, ageing=self.ageing)
+            request = Waiting(who, Content(variant << 2), classes, priority, len(self.requests), version, ageing=self.ageing)
             self.requests.append(request)
             self.place(request).push(request)
 
@@ -102,7 +102,7 @@ class AnyOrder(RuleBasedStateMachine):
             rank = min((r.client.away, r.key) for r in mine)
             if not self.ageing:  # with it, a served request takes the key of an older one
                 assert rank == (request.client.away, request.key) or rank[0], "the highest priority, of those who are here"
-            same = [r for r in mine if (r.classes, r.work.hidden) == (request.classes, request.work.hidden)]
+            same = [r for r in mine if (r.classes, r.work.signature) == (request.classes, request.work.signature)]
             older = [r for r in same if r.client is request.client and r.priority == request.priority and r.seq < request.seq]
             assert not older or request.client.away, "the oldest of its client"
             if not whole:

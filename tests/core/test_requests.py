@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.request import Client
+from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.coordinator.requests.memory import answer_bytes, request_bytes
 from enginepool.coordinator.requests.reply_cache import OVERHEAD, ReplyCache
-from enginepool.coordinator.requests.validation import open_score
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import (
@@ -81,7 +81,7 @@ def test_empty_rows_of_text_take_no_memory_before_they_are_refused() -> None:
     assert peak < 2 * counts.nbytes, "one copy of the lengths is this test's own"
 
 
-def open_rows(items: bytes, counts: "list[int] | np.ndarray[Any, Any]") -> ev.Work:
+def open_rows(items: bytes, counts: "list[int] | np.ndarray[Any, Any]") -> ScoreWork:
     """A text request of rows of these lengths, with a query, so that they may be empty."""
     lengths = np.asarray(counts, np.uint32).tobytes()
     specs = [
@@ -89,7 +89,7 @@ def open_rows(items: bytes, counts: "list[int] | np.ndarray[Any, Any]") -> ev.Wo
         FrameSpec("items", "utf8", (len(items),)),
         FrameSpec("item_lengths", "uint32", (len(lengths) // 4,)),
     ]
-    return open_score(Score(1, specs, labels=[1]), [b"q", items, lengths])
+    return SCORE.open(Score(1, specs, labels=[1]), [b"q", items, lengths])
 
 
 def test_hello_is_answered_with_what_is_granted() -> None:
@@ -108,10 +108,10 @@ def test_hello_is_answered_with_what_is_granted() -> None:
     )
 
 
-def heads(**settings: Any) -> ev.Work:
+def heads(**settings: Any) -> ScoreWork:
     """One row for a model with a head."""
     specs = [FrameSpec("query", "int32", (0,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
-    return open_score(Score(1, specs, **settings), [b"", b"\1\0\0\0", b"\1\0\0\0"])
+    return SCORE.open(Score(1, specs, **settings), [b"", b"\1\0\0\0", b"\1\0\0\0"])
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ SEP = 9
 CROSSING = msgspec.structs.replace(CAN, kind="classifier", labels=1, separator=SEP, activation="sigmoid")
 
 
-def pairs(query: list[int] | list[list[int]], items: list[list[int]], **settings: Any) -> ev.Work:
+def pairs(query: list[int] | list[list[int]], items: list[list[int]], **settings: Any) -> ScoreWork:
     """Rows of ids: one query for all, or one each."""
     frames = [np.array([token for item in items for token in item], np.int32), np.array([*map(len, items)], np.uint32)]
     specs = [FrameSpec("items", "int32", (len(frames[0]),)), FrameSpec("item_lengths", "uint32", (len(items),))]
@@ -154,7 +154,7 @@ def pairs(query: list[int] | list[list[int]], items: list[list[int]], **settings
     else:
         frames = [np.array(query, np.int32), *frames]
         specs = [FrameSpec("query", "int32", (len(query),)), *specs]
-    return open_score(Score(1, specs, **settings), [frame.tobytes() for frame in frames])
+    return SCORE.open(Score(1, specs, **settings), [frame.tobytes() for frame in frames])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def pairs(query: list[int] | list[list[int]], items: list[list[int]], **settings
         (pairs([[1], [SEP, 1]], [[3, SEP], [3]], item_first=True), None),
     ],
 )
-def test_a_row_of_a_cross_encoder_has_a_separator_between_query_and_item(content: ev.Work, wrong: int | None) -> None:
+def test_a_row_of_a_cross_encoder_has_a_separator_between_query_and_item(content: ScoreWork, wrong: int | None) -> None:
     pool = Pool()
     early, late = pool.client(), pool.client()
     pool.submit(early, 1, content)
@@ -205,7 +205,7 @@ def test_a_worker_hears_whether_texts_are_joined_as_pairs(raw: bool) -> None:
     client = pool.client()
     pool.worker(can=msgspec.structs.replace(CROSSING, labels=2))
     specs = [FrameSpec("query", "utf8", (1,)), FrameSpec("items", "utf8", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
-    content = open_score(Score(1, specs, raw=raw), [b"q", b"a", b"\1\0\0\0"])
+    content = SCORE.open(Score(1, specs, raw=raw), [b"q", b"a", b"\1\0\0\0"])
     [task] = texts(pool.submit(client, 1, content))
     assert isinstance(task.message, Tokenize)
     assert task.message.raw is raw
@@ -366,7 +366,7 @@ CLASSIFIER = Capabilities("classifier", 1000, 100, 100, 8, 200, 16, labels=2)
 def test_a_label_that_is_no_token_id_is_named(wrong: int) -> None:
     specs = [FrameSpec("query", "int32", (0,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
     with pytest.raises(WireError, match=rf"^labels\[1\]: {wrong}; a token id is 0 to 2147483647$") as caught:
-        open_score(Score(1, specs, labels=[5, wrong]), [b"", b"\1\0\0\0", b"\1\0\0\0"])
+        SCORE.open(Score(1, specs, labels=[5, wrong]), [b"", b"\1\0\0\0", b"\1\0\0\0"])
     assert caught.value.field == "labels"
 
 
@@ -383,7 +383,7 @@ def test_a_label_that_is_no_token_id_is_named(wrong: int) -> None:
 )
 @pytest.mark.parametrize("early", [False, True], ids=["worker first", "request first"])
 def test_what_the_model_cannot_serve_is_refused_with_field_and_limit(
-    can: Capabilities, content: ev.Work, field: str, limit: str, early: bool
+    can: Capabilities, content: ScoreWork, field: str, limit: str, early: bool
 ) -> None:
     """Before the queue when the model is known, else as soon as the first worker says what it is; neighbors are served."""
     pool = Pool()

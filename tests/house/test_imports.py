@@ -20,7 +20,7 @@ COORDINATOR = "enginepool/coordinator/"
 
 #: Folders whose files decide without sockets, clocks, files or processes: of the coordinator, and of the client.
 PURE_FOLDERS = (
-    *(f"{COORDINATOR}{name}/" for name in ("core", "scheduling", "requests", "fleet", "weights")),
+    *(f"{COORDINATOR}{name}/" for name in ("core", "operations", "scheduling", "requests", "fleet", "weights")),
     "enginepool/client/session/",
 )
 #: Pure files elsewhere.
@@ -137,8 +137,9 @@ def broken_rule(path: str, found: Import, pure_modules: set[str]) -> str | None:
         return "imports across rooms are absolute"
     if found.within("protocol", "workers"):
         return "the bare names protocol and workers are other people's packages"
-    if room == "protocol" and library not in {"msgspec", *sys.stdlib_module_names} and not found.within("enginepool.protocol"):
-        return "protocol imports msgspec and the standard library, nothing else"
+    libraries = {"msgspec", *sys.stdlib_module_names} | ({"numpy"} if path == "protocol/ragged.py" else set[str]())
+    if room == "protocol" and library not in libraries and not found.within("enginepool.protocol"):
+        return "protocol imports msgspec and the standard library, and ragged.py numpy, nothing else"
     if room == "workers" and library == "enginepool" and not found.within("enginepool.workers", *SHARED):
         return "workers import enginepool.protocol, the files that they share with others and their own room, nothing else"
     if room not in ("workers", "tests") and not path.startswith("bench/peers") and found.within("enginepool.workers"):

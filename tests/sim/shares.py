@@ -54,7 +54,7 @@ class Shares:
                     continue
                 if not request.classes & batch.worker.class_:
                     continue
-                if group.config.ageing_s is not None and request.work.hidden != opener.work.hidden:
+                if group.config.ageing_s is not None and request.work.signature != opener.work.signature:
                     continue
                 count = wait.opened[opener.client] = wait.opened.get(opener.client, 0) + 1
                 assert count <= 1, f"{opener.client} opened {count} batches before {request}: {batch}"

@@ -19,9 +19,9 @@ from enginepool.coordinator.fleet import slots as places
 from enginepool.coordinator.fleet import workers as fleet
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
+from enginepool.coordinator.operations import score
 from enginepool.coordinator.requests import admission, shedding
 from enginepool.coordinator.requests import lifecycle as requests
-from enginepool.coordinator.requests import validation as door
 from enginepool.coordinator.requests.admission import Admission
 from enginepool.coordinator.requests.clients import ClientRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
@@ -56,14 +56,14 @@ def rows_without_a_separator_pass(patch: pytest.MonkeyPatch) -> None:
     def check_separated(work: Any, separator: int) -> None:
         """Nothing."""
 
-    patch.setattr(door, "_check_separated", check_separated)
+    patch.setattr(score, "_check_separated", check_separated)
 
 
 def texts_are_never_pairs(patch: pytest.MonkeyPatch) -> None:
     def tokenize(task: TaskId, frames: list[FrameSpec], item_first: bool, raw: bool) -> Tokenize:
         return Tokenize(task, frames, item_first, True)
 
-    patch.setattr(batching, "Tokenize", tokenize)
+    patch.setattr(score, "Tokenize", tokenize)
 
 
 def parts_of_other_weights_are_mixed(patch: pytest.MonkeyPatch) -> None:

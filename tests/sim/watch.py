@@ -262,9 +262,9 @@ def _rank(request: Request) -> tuple[bool, int]:
     return (False, -request.priority) if request.client.link is not None else (True, 0)
 
 
-def _flow(request: Request) -> tuple[bytes, int, int, bool]:
+def _flow(request: Request) -> tuple[bytes, int, int, int]:
     """Requests of which the oldest runs first."""
-    return request.client.id, request.priority, request.classes, request.work.hidden
+    return request.client.id, request.priority, request.classes, request.work.signature
 
 
 def _uid(request: Request) -> int:

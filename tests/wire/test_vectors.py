@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from enginepool.coordinator.core.events import Submit, WorkerBroken
-from enginepool.coordinator.requests.validation import check_limits, open_score
+from enginepool.coordinator.operations.score import SCORE
 from enginepool.coordinator.shell.decode import client_event, worker_event
 from enginepool.protocol import messages
 from enginepool.protocol.errors import CODES, WireError
@@ -78,7 +78,7 @@ def receive(vector: dict[str, Any]) -> None:
         event = client_event(0.0, b"link", frames, MAX_BYTES)
         if model := vector["invalid"].get("model"):
             assert isinstance(event, Submit)
-            refusal = check_limits(event.work, msgspec.convert(FILE["models"][model], Capabilities))
+            refusal = event.work.operation.refuse(event.work, msgspec.convert(FILE["models"][model], Capabilities))
             if refusal is not None:
                 raise refusal
     elif vector["invalid"]["stage"] == "link":
@@ -133,7 +133,7 @@ def test_a_valid_vector_decodes_to_its_values(vector: dict[str, Any]) -> None:
     ]
     assert payload == [payload_of(array) for array in arrays]
     if isinstance(message, Score):
-        work = open_score(message, payload)
+        work = SCORE.open(message, payload)
         assert (work.rows, work.group) == (len(payload[-1]) // 4, message.group)
 
 
@@ -175,7 +175,7 @@ def test_an_invalid_vector_is_not_refused_before_its_stage(vector: dict[str, Any
         return
     check_frames(specs_of(message), payload)
     if stage == "model":
-        open_score(message, payload)
+        SCORE.open(message, payload)
 
 
 @each_valid

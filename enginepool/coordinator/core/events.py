@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from enginepool.coordinator.operations.base import Work
+from enginepool.protocol.frames import Buffer as Buffer
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.messages import Capabilities, FrameSpec, Part
+from enginepool.protocol.messages import Capabilities, FrameSpec
 from enginepool.protocol.updates import (
     AbortUpdate,
     Commit,
@@ -27,39 +29,12 @@ from enginepool.protocol.updates import (
 )
 
 Link = bytes
-Buffer = bytes | memoryview
 
 
 class Event(msgspec.Struct, gc=False):
     """Base of all events."""
 
     now: float
-
-
-class Work(msgspec.Struct, frozen=True, gc=False):
-    """The content of a score request after the door has checked it: counts for deciding, buffers for forwarding.
-
-    `tokens` and `longest` are the sum and the maximum of the rows' lengths, query and item together (bytes while `text`).
-    `part` and `frames` are forwarded as they came. `digest` tells equal contents from others within this process. `shared` is
-    the length of a query that rows can be packed behind: 0 for text, pairs, item_first, and where an item is empty. `raw`: rows
-    need no separator. `charge`: what `memory.charge` says, where that is known before any worker is.
-    """
-
-    group: str
-    rows: int
-    tokens: int
-    longest: int
-    max_id: int
-    max_label: int
-    hidden: bool
-    text: bool
-    nbytes: int
-    digest: int
-    part: Part
-    frames: Sequence[Buffer]
-    shared: int = 0
-    raw: bool = False
-    charge: tuple[int, int] | None = None
 
 
 # --- the pool itself ---------------------------------------------------------------------------------------------------
@@ -146,7 +121,7 @@ class ClientHello(Event):
 
 
 class Submit(Event):
-    """A score request, checked for all that needs no knowledge of the model. `deadline` is on the clock of `now`.
+    """A request, checked for all that needs no knowledge of the model. `deadline` is on the clock of `now`.
 
     `unread`: bytes that were sent on its link and that the client has not read; `outboxes`: the same of all links.
     """

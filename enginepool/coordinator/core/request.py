@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Buffer, Link, Submit
 from enginepool.coordinator.core.request_state import DONE, NAMES, QUEUED, RUNNING, TEXT
-from enginepool.coordinator.requests.validation import Offsets
 from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import FrameSpec, TaskId
+from enginepool.protocol.ragged import Offsets
 
 if TYPE_CHECKING:
     from enginepool.coordinator.core.group import Group
@@ -60,7 +60,7 @@ class Client:
 
 
 class Request:
-    """A score request until its final answer."""
+    """A request until its final answer."""
 
     __slots__ = (
         "answer", "arrival", "attempts", "back", "bystander", "classes", "client", "deadline", "evidence", "flying",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, may_pack
+from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Capabilities, TaskId
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Worker:
                 assert batch.cost <= most, batch
             assert self.declared is not None and batch.rows <= self.declared.batch_rows, batch
             if self.declared.packed:
-                assert all(may_pack(request.work, self.declared) for request, _, _ in batch.slices), batch
+                assert all(request.work.operation.packs(request.work, self.declared) for request, _, _ in batch.slices), batch
 
     def __repr__(self) -> str:
         return f"<Worker {self.incarnation} {self.stage} batches={len(self.batches)} cost={self.cost}>"

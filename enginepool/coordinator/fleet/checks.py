@@ -81,15 +81,13 @@ def misfit(batch: Batch, e: ev.BatchDone) -> str:
         if outcome.code:
             continue
         rows = end - start
-        want = ["scores", "hidden"] if request.work.hidden else ["scores"]
-        names = [spec.name for spec in outcome.specs]
-        if names != want:
-            return f"answered frames {names} where {want} were asked"
-        columns = len(request.work.part.labels) or can.labels
-        for spec in outcome.specs:
+        want = request.work.operation.outputs(request.work, can)
+        specs = outcome.specs
+        if len(specs) != len(want) or any(spec.name != name for spec, (name, _) in zip(specs, want, strict=True)):
+            return f"answered frames {[spec.name for spec in specs]} where {[name for name, _ in want]} were asked"
+        for spec, (name, columns) in zip(specs, want, strict=True):
             if spec.dtype != "float32" or spec.shape != (rows, columns):
-                return f"answered {spec.name} {spec.dtype} {list(spec.shape)} where float32 {[rows, columns]} was asked"
-            columns = can.hidden
+                return f"answered {name} {spec.dtype} {list(spec.shape)} where float32 {[rows, columns]} was asked"
     return ""
 
 

@@ -11,6 +11,7 @@ from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.epochs import RAISES_BY_CLIENTS, rise_above
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.request import Client
+from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.protocol.messages import PROTOCOL_VERSION, ErrorReply, Pong, Welcome
 
@@ -82,7 +83,7 @@ class ClientRegistry:
         welcome = Welcome(
             core.epoch,
             protocol=PROTOCOL_VERSION,
-            capabilities=["score", "weights"],
+            capabilities=[*(operation.name for operation in OPERATIONS.values()), "weights"],
             groups=list(core.groups),
             window_requests=limits.window_requests,
             window_bytes=limits.window_bytes,

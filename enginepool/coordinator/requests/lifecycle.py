@@ -10,8 +10,8 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.operations.tokenize import with_ids
 from enginepool.coordinator.requests.memory import charge, too_large
-from enginepool.coordinator.requests.validation import with_ids
 from enginepool.coordinator.scheduling.batches import take_text
 from enginepool.coordinator.scheduling.queue import ANY
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of

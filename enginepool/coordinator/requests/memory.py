@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from enginepool.config import Limits
-from enginepool.coordinator.core.events import Work
+from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities
@@ -33,15 +33,12 @@ class Bound(NamedTuple):
 def request_bytes(work: Work) -> int:
     """What `work` takes without its answer. Text becomes ids, at most one for each byte of a row with its query."""
     text = ELEMENT_BYTES * (work.tokens + work.rows) if work.text else 0
-    return REQUEST_BYTES + LABEL_BYTES * len(work.part.labels) + work.nbytes + text
+    return REQUEST_BYTES + LABEL_BYTES * work.values + work.nbytes + text
 
 
 def columns_of(work: Work, can: Capabilities | None) -> int:
     """Elements of a row of the answer, from a model of these capabilities; None: no worker was ready yet."""
-    labels = len(work.part.labels) or (UNKNOWN_LABELS if can is None else can.labels)
-    if not work.hidden:
-        return labels
-    return labels + ((can.hidden if can is not None else 0) or UNKNOWN_HIDDEN)
+    return sum(columns for _, columns in work.operation.outputs(work, can))
 
 
 def answer_bytes(work: Work, can: Capabilities | None) -> int:
@@ -58,16 +55,9 @@ def charge(work: Work, can: Capabilities | None) -> tuple[int, int]:
 
 
 def labels_charge(rows: int, labels: int, nbytes: int) -> tuple[int, int]:
-    """`charge` of token ids of `nbytes` that ask for so many labels and no hidden states: the model decides nothing there."""
+    """`charge` of token ids of `nbytes` whose answer has one column for each label: it does not depend on the model."""
     answer = RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * labels)
     return answer, REQUEST_BYTES + LABEL_BYTES * labels + nbytes + answer
-
-
-def is_known(work: Work, can: Capabilities | None) -> bool:
-    """Whether `answer_bytes` is exact: else it is a guess, by which no request is refused for good."""
-    if work.hidden:
-        return can is not None and can.hidden > 0
-    return can is not None or len(work.part.labels) > 0
 
 
 def unread_bytes(live: int, limits: Limits) -> int:
@@ -105,7 +95,7 @@ def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: 
         most = 2 * limits.max_message_bytes // ELEMENT_BYTES - work.rows
         what = f"items: {work.tokens} bytes of text, the query counted in each row; at most {most}: send token ids"
         return WireError("too_large", what, field="items", limit=str(most))
-    if not is_known(work, can):
+    if not work.operation.knows_outputs(work, can):
         return None
     if answer > message_bytes:
         what = f"items: an answer of {answer} bytes, {work.rows} rows of {columns_of(work, can)} float32"

@@ -13,25 +13,26 @@ than others.
 from math import inf
 
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.events import Buffer, Work
+from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.request import Batch, Request, Slice
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
 from enginepool.coordinator.core.worker import Worker
-from enginepool.coordinator.requests.validation import row_lengths
+from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.queue import Lane, Queue
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
+from enginepool.protocol.ragged import row_lengths
 
 #: After a request of a higher priority came, batches of lower ones stay short for this long: the next one may come as well.
 RECENT_S = 1.0
 #: Meanwhile a forward of theirs has this part of the pace: what comes waits for one that runs and one that was launched. A
 #: packed forward costs its engine's host as much whatever it holds, and shorter ones than that leave no time for the others.
 SHORT, SHORT_PACKED = 3, 2
-#: What a part adds at most to the header of its batch, and its answer to the header of the answer, without its labels; and
-#: what a label adds.
+#: What a part adds at most to the header of its batch, and its answer to the header of the answer, without its values; and
+#: what a value adds.
 PART_BYTES = 160
-LABEL_BYTES = 5
+VALUE_BYTES = 5
 #: So many forwards of each worker wait, and it is throughput that all of them wait for.
 DEEP = 4
 #: Rows of a request that was cut fill what is left of a batch, if that is at least this part of a batch.
@@ -58,7 +59,7 @@ def pace_for(pace: ForwardCostModel, can: Capabilities, head: Request, now: floa
 
 def header_bytes(work: Work) -> int:
     """Bytes that rows of `work` add to the header of a batch, and its answer to that of the answer: an upper bound."""
-    return PART_BYTES + LABEL_BYTES * len(work.part.labels)
+    return PART_BYTES + VALUE_BYTES * work.values
 
 
 def full(worker: Worker) -> bool:
@@ -284,7 +285,7 @@ def cut_next(request: Request, worker: Worker) -> tuple[int, Slice]:
     cost, rows = _count(request, worker, start, end, bounds, can.batch_rows, least=1)
     if rows < end - start:
         rows = even(end - start, rows)
-        cost = sum(row_lengths(request.work, start, start + rows)) + rows * (can.page - 1)
+        cost = sum(row_lengths(request.work.frames, start, start + rows)) + rows * (can.page - 1)
     return cost, (request, start, start + rows)
 
 
@@ -313,7 +314,7 @@ def _count(
     once = _once(request.work, end - start, can)
     most, room = bounds
     cost, weight, rows = 0, 0.0, 0
-    for length in row_lengths(request.work, start, min(end, start + most_rows)):
+    for length in row_lengths(request.work.frames, start, min(end, start + most_rows)):
         more = length + extra
         weight += each if once else more + each
         if rows >= least and (cost + more > most or weight > room):

@@ -13,6 +13,8 @@ order, again and again. Text that waits to be tokenized goes to the open workers
 
 from heapq import heapify, heappop, heapreplace
 
+from msgspec.structs import replace
+
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.events import Buffer
@@ -20,13 +22,13 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import RUNNING, TEXT
 from enginepool.coordinator.core.worker import Worker
-from enginepool.coordinator.requests.validation import Offsets, cut
 from enginepool.coordinator.scheduling.batch_builder import cut_next, fill, fill_packed, take
 from enginepool.coordinator.scheduling.queue import Lane
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Batch as BatchMessage
-from enginepool.protocol.messages import Part, TaskId, Tokenize
+from enginepool.protocol.messages import Part, TaskId
+from enginepool.protocol.ragged import Offsets, cut
 
 #: A worker gets a text while it has fewer than the first of these, or fewer than the second and fewer bytes of text than the
 #: third. An urgent text waits behind those that a worker has. A tokenizer takes 5 to 20 ms for so many bytes.
@@ -162,8 +164,7 @@ def _give_text(core: Context, worker: Worker, task: TaskId, request: Request) ->
 def post_text(core: Context, worker: Worker, task: TaskId, request: Request) -> None:
     """Send a tokenizing task, which its worker may have already: the worker runs an id once."""
     work = request.work
-    message = Tokenize(task, work.part.frames, work.part.item_first, work.raw)
-    core.effects.append(ToWorker(worker.link, message, work.frames))
+    core.effects.append(ToWorker(worker.link, work.operation.tokenize(work, task), work.frames))
 
 
 def take_text(worker: Worker, task: TaskId) -> Request | None:
@@ -221,10 +222,10 @@ def post_batch(core: Context, batch: Batch) -> None:
             frames += work.frames
         else:
             if request.offsets is None:
-                request.offsets = Offsets(work)
-            part, buffers = cut(work, request.offsets, start, end)
-            parts.append(part)
-            frames.extend(buffers)
+                request.offsets = Offsets(work.frames)
+            specs, buffers = cut(work.part.frames, work.frames, request.offsets, start, end)
+            parts.append(replace(work.part, frames=specs))
+            frames += buffers
     head = batch.slices[0][0]
-    message = BatchMessage(batch.id, parts, head.priority, head.work.hidden)
+    message = BatchMessage(batch.id, parts, head.priority, getattr(head.work, "hidden", False))
     core.effects.append(ToWorker(batch.worker.link, message, frames))

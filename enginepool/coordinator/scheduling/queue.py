@@ -1,6 +1,6 @@
 """The queue of a group: fair between clients, a lane for each signature.
 
-Only requests of one signature share a batch: hidden states wanted or not, and the classes of workers that can serve it. A lane
+Only requests of one signature share a batch: that of their work, and the classes of workers that can serve it. A lane
 has a line for each priority, and a line has a flow for each client: its requests, oldest first. Who is next:
 
 1. Between priorities, the line with the smallest key. `keys` of a line are those of its requests, and each request that leaves
@@ -30,11 +30,11 @@ from math import inf
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
-from enginepool.coordinator.core.events import Work
 from enginepool.coordinator.core.request_state import DONE, QUEUED  # TEXT waits too: in the queue of suspects
+from enginepool.coordinator.operations.base import Work
 
 #: every class of workers
-ANY = -1
+ANY = 3
 #: stands for the priority of all requests of clients without a link; below every other one
 AWAY = -(1 << 20)
 #: virtual time moves by at least this part of a fair share of what is computed
@@ -282,7 +282,7 @@ class Queue(Generic[R]):
     __slots__ = ("_lanes", "_levels", "_stale", "size")
 
     def __init__(self) -> None:
-        #: by signature: the classes' bits, shifted, and whether hidden states are wanted
+        #: by the signature of the works, with the bits of the classes
         self._lanes: dict[int, Lane[R]] = {}
         #: by priority
         self._levels: dict[int, QueueLevel] = {}
@@ -299,7 +299,7 @@ class Queue(Generic[R]):
             request.lane.forget()
         request.lane = self
         self.size += 1
-        signature = request.classes << 1 | request.work.hidden
+        signature = request.work.signature | request.classes
         lane = self._lanes.get(signature)
         if lane is None:
             lane = self._lanes[signature] = Lane()
@@ -337,10 +337,9 @@ class Queue(Generic[R]):
     def head(self, classes: int = ANY) -> Lane[R] | None:
         """The lane whose head is first of what `classes` can serve; None when nothing waits. The head is one that waits."""
         best: Lane[R] | None = None
-        bits = classes << 1
         lanes = self._lanes
         for signature, lane in lanes.items():
-            if signature & bits:
+            if signature & classes:
                 while (request := lane.head) is not None:
                     if request.state <= QUEUED and request.lane is self:
                         if len(lanes) > 1 and lane.defer():
@@ -487,7 +486,7 @@ class Queue(Generic[R]):
                         if request.lane is self and request.state <= QUEUED:
                             mine = AWAY if client.away else request.priority
                             assert request.client is client and priority == mine, (priority, request)
-                            assert signature == request.classes << 1 | request.work.hidden, (signature, request)
+                            assert signature == request.work.signature | request.classes, (signature, request)
         seen = [request.seq for request in self.waiting()]
         assert len(seen) == len(set(seen)), "a request stands twice in a queue"
 

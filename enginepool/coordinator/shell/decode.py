@@ -11,7 +11,8 @@ import msgspec
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import Buffer, Link
-from enginepool.coordinator.requests.validation import open_score
+from enginepool.coordinator.operations.base import check_request
+from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
 from enginepool.coordinator.weights.publish_validation import check_names, check_regions, open_publish
 from enginepool.protocol import messages as m
@@ -112,10 +113,11 @@ def _hello(now: float, link: Link, hello: m.Hello, frames: Sequence[Buffer]) -> 
     return ev.ClientHello(now, link, hello.client, hello.token, hello.incarnation, most, hello.epoch)
 
 
-def _score(now: float, link: Link, score: m.Score, frames: Sequence[Buffer]) -> ev.Event:
-    work = open_score(score, frames)
-    deadline = None if score.timeout_ms is None else now + score.timeout_ms / 1000
-    return ev.Submit(now, link, score.id, work, score.priority, deadline, score.min_version)
+def _submit(now: float, link: Link, request: Any, frames: Sequence[Buffer]) -> ev.Event:
+    check_request(request)
+    work = OPERATIONS[type(request)].open(request, frames)
+    deadline = None if request.timeout_ms is None else now + request.timeout_ms / 1000
+    return ev.Submit(now, link, request.id, work, request.priority, deadline, request.min_version)
 
 
 def _restart(now: float, link: Link, restart: m.RestartWorker, frames: Sequence[Buffer]) -> ev.Event:
@@ -140,7 +142,7 @@ def _asked(now: float, link: Link, question: m.InspectWeights, frames: Sequence[
 
 _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Hello: _hello,
-    m.Score: _score,
+    **dict.fromkeys(OPERATIONS, _submit),
     m.Cancel: lambda now, link, message, _: ev.CancelAsked(now, link, message.id),
     m.Ack: lambda now, link, message, _: ev.Acked(now, link, message.ids),
     m.Goodbye: lambda now, link, message, _: ev.ClientLeft(now, link),

@@ -1,0 +1,1 @@
+"""What can be asked of an engine, one file each. Pure."""

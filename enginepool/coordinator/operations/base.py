@@ -1,0 +1,159 @@
+"""Operations: what a request can ask of an engine. The rest of the coordinator knows only this interface.
+
+An operation of the row shape is one file here and one entry in `table.py`. Its requests carry ragged rows, as in
+`protocol/ragged.py`. They wait, are cut into whole batches and are answered in parts by code that does not know which operation
+it is. A request that was interrupted runs again. The operation answers these questions:
+
+    open             is the message a valid request, and what does it weigh?
+    refuse           can a worker of these capabilities serve it?
+    packs            can packed workers serve it, which join rows of one query into a sequence?
+    outputs          which frames does its answer have? Memory is charged by them, and a worker's answer is checked by them.
+    tokenize         what is a worker asked that turns its text into ids?
+
+A `Work` carries its operation. Only works of one `signature` share a batch, so a batch never mixes operations.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import MAX_ID, MAX_PRIORITY, Capabilities, Part, TaskId, Tokenize
+from enginepool.protocol.ragged import bad, id_outside, row_lengths
+
+
+class Work(msgspec.Struct, frozen=True, gc=False):
+    """The content of a request, validated: counts for deciding, buffers for forwarding. An operation may add fields.
+
+    `tokens` and `longest` are the sum and the maximum of the rows' lengths, query and item together (bytes while `text`).
+    `part` has the operation's own fields; it and `frames` are forwarded as they are. `digest` tells equal contents from others
+    within this process. `shared`: the length of a query that all rows begin with and that can be computed once; 0: there is
+    none. `values`: how many numbers `part` holds besides its frames. `charge`: what `memory.charge` says, where that is known
+    before any worker is ready.
+    """
+
+    operation: "Operation[Any]"
+    signature: int
+    group: str
+    rows: int
+    tokens: int
+    longest: int
+    max_id: int
+    text: bool
+    nbytes: int
+    digest: int
+    part: Part
+    frames: Sequence[Buffer]
+    shared: int = 0
+    values: int = 0
+    charge: tuple[int, int] | None = None
+
+
+W = TypeVar("W", bound=Work, contravariant=True)
+
+
+class Operation(Protocol[W]):
+    """One operation of the row shape."""
+
+    #: as in `operations` of a worker's capabilities, and of the parts of a batch
+    name: str
+
+    def open(self, message: Any, frames: Sequence[Buffer]) -> Work:
+        """The work that `message` asks for, as far as it can be checked without knowing the model.
+
+        Raises:
+            WireError: `malformed` for frames that do not fit their header, `bad_request` for a value that no model could serve.
+        """
+        ...
+
+    def refuse(self, work: W, can: Capabilities, *, alone: bool = True) -> WireError | None:
+        """Why plain workers of these capabilities cannot serve `work`, or None.
+
+        Without `alone`, only what stands against it on any worker of this model, whatever its size and class.
+        """
+        ...
+
+    def packs(self, work: W, can: Capabilities) -> bool:
+        """Whether packed workers of these capabilities can serve `work`."""
+        return False
+
+    def why_not_packed(self, work: W, can: Capabilities) -> WireError:
+        """Why they cannot, for a group that has no other workers."""
+        return bad("type", f"type: {self.name} needs plain workers, and this group has packed workers only", "")
+
+    def outputs(self, work: W, can: Capabilities | None) -> Sequence[tuple[str, int]]:
+        """(name, columns) of the float32 frames of its answer, which have one row for each row of `work`.
+
+        Without capabilities, as no worker was ready yet: an upper bound of usual models.
+        """
+        ...
+
+    def knows_outputs(self, work: W, can: Capabilities | None) -> bool:
+        """Whether `outputs` are exact. Otherwise they are a guess, by which no request is refused for good."""
+        ...
+
+    def tokenize(self, work: W, task: TaskId) -> Tokenize:
+        """The message that asks a worker for the ids of `work`, which is text."""
+        ...
+
+
+def signature(number: int, variant: int = 0) -> int:
+    """Of the works of operation `number` that can share a batch. The two lowest bits are free for the classes of workers."""
+    return (number << 4 | variant) << 2
+
+
+class RequestMessage(Protocol):
+    """The fields that the messages of all operations have."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def priority(self) -> int: ...
+    @property
+    def timeout_ms(self) -> int | None: ...
+    @property
+    def min_version(self) -> int: ...
+
+
+def check_request(message: RequestMessage) -> None:
+    """Check the fields that all operations have.
+
+    Raises:
+        WireError: `bad_request`, with the field and its limit.
+    """
+    if not 0 <= message.id <= MAX_ID:
+        raise bad("id", f"id: {message.id} is outside 0..{MAX_ID}", str(MAX_ID))
+    if not -MAX_PRIORITY <= message.priority <= MAX_PRIORITY:
+        raise bad("priority", f"priority: {message.priority} is outside ±{MAX_PRIORITY}", str(MAX_PRIORITY))
+    if not 0 <= message.min_version <= MAX_ID:
+        raise bad("min_version", f"min_version: {message.min_version} is outside 0..{MAX_ID}", str(MAX_ID))
+    if message.timeout_ms is not None and message.timeout_ms <= 0:
+        raise bad("timeout_ms", f"timeout_ms: {message.timeout_ms}; a timeout is more than 0", "0")
+
+
+def longest_row(can: Capabilities) -> int:
+    """Tokens of the longest row that a worker of these capabilities is given."""
+    return min(can.context, can.inflight_tokens - (can.page - 1))
+
+
+def refuse_ids(work: Work, can: Capabilities) -> WireError | None:
+    """Why a model of these capabilities cannot take the text or the ids of `work`, or None."""
+    if work.text and not can.text:
+        field = work.part.frames[0].name
+        return bad(field, f"{field}: the model has no tokenizer: send token ids", "")
+    return id_outside(work.frames, can.vocab) if work.max_id >= can.vocab else None
+
+
+def refuse_length(work: Work, can: Capabilities) -> WireError | None:
+    """Why a plain worker of these capabilities cannot take the longest row of `work`, or None."""
+    longest = longest_row(can)
+    if work.text or work.longest <= longest:
+        return None
+    row, length = next((i, n) for i, n in enumerate(row_lengths(work.frames)) if n > longest)
+    with_query = " with its query" if len(work.frames) > 2 else ""
+    reserved = ""
+    if can.reserved and longest == can.context:
+        reserved = f": the model's context of {can.context + can.reserved}, less {can.reserved} that the engine reserves"
+    return bad(f"items[{row}]", f"items[{row}]: {length} tokens{with_query}; at most {longest}{reserved}", str(longest))

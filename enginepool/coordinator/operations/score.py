@@ -1,0 +1,168 @@
+"""The operation `score`: what a model gives for each item, read with its query.
+
+A causal model scores label tokens, a classifier returns the outputs of its head, and pooled hidden states if asked.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from enginepool.coordinator.operations.base import Operation, Work, longest_row, refuse_ids, refuse_length, signature
+from enginepool.coordinator.requests.memory import UNKNOWN_HIDDEN, UNKNOWN_LABELS, labels_charge
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import Capabilities, Part, Score, TaskId, Tokenize
+from enginepool.protocol.ragged import MAX_TOKENS, PAIRED, SHARED, bad, read_rows, row_lengths
+
+_SCORES, _WITH_HIDDEN = signature(0), signature(0, 1)
+
+
+class ScoreWork(Work, frozen=True, gc=False):
+    """A score request. `hidden`: pooled hidden states are wanted. `raw`: rows need no separator."""
+
+    max_label: int = -1
+    hidden: bool = False
+    raw: bool = False
+
+
+class ScoreOperation(Operation[ScoreWork]):
+    """Rows of query and item, scored."""
+
+    name = "score"
+
+    def open(self, message: Score, frames: Sequence[Buffer]) -> ScoreWork:
+        labels = message.labels
+        max_label = -1
+        if labels:
+            max_label = max(labels)
+            if min(labels) < 0 or max_label >= MAX_TOKENS:
+                at = next(i for i, label in enumerate(labels) if not 0 <= label < MAX_TOKENS)
+                most = str(MAX_TOKENS - 1)
+                raise bad("labels", f"labels[{at}]: {labels[at]}; a token id is 0 to {most}", most)
+            if message.softmax and len(labels) == 1:
+                text = "softmax: over one label it is always 1.0; name more labels, or leave softmax out"
+                raise bad("softmax", text, "2")
+        specs = message.frames
+        rows, tokens, longest, max_id, shared, text = read_rows(specs, frames, (SHARED, PAIRED), "a score request")
+        if message.item_first:
+            shared = 0
+        nbytes = sum(map(len, frames))
+        hidden = message.hidden
+        part = Part(specs, labels, message.softmax, message.item_first, message.logprobs)
+        shape = (message.group, tuple(labels), message.softmax, message.item_first, message.logprobs, message.raw, hidden)
+        digest = hash((*shape, message.min_version, len(specs), *frames))
+        charge = None if text or hidden or not labels else labels_charge(rows, len(labels), nbytes)
+        return ScoreWork(
+            self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text, nbytes, digest,
+            part, tuple(frames), shared, len(labels), charge, max_label, hidden, message.raw,
+        )  # fmt: skip
+
+    def refuse(self, work: ScoreWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
+        if can.kind == "causal" and work.max_label < 0:
+            return bad("labels", "labels: a causal model scores label token ids; name at least one", "1")
+        if can.kind == "classifier":
+            if work.max_label >= 0:
+                return bad("labels", f"labels: a classifier has its own {can.labels} labels; name none", "0")
+            if wrong := _check_outputs(work, can):
+                return wrong
+        if work.max_label >= can.vocab:
+            return bad("labels", f"labels: id {work.max_label} is outside the vocabulary of {can.vocab}", str(can.vocab))
+        if wrong := refuse_ids(work, can):
+            return wrong
+        if can.separator is not None and not work.text and not work.raw and (wrong := _check_separated(work, can.separator)):
+            return wrong
+        if not alone:
+            return None
+        if work.hidden and not can.hidden:
+            return bad("hidden", "hidden: this model returns no pooled hidden states", "0")
+        return refuse_length(work, can)
+
+    def packs(self, work: ScoreWork, can: Capabilities) -> bool:
+        """A row has a sequence of its own at worst: two delimiters."""
+        return (
+            work.shared > 0
+            and work.longest - work.shared <= can.max_item
+            and work.longest + 2 <= longest_row(can)
+            and (can.hidden > 0 or not work.hidden)
+        )
+
+    def why_not_packed(self, work: ScoreWork, can: Capabilities) -> WireError:
+        only = "this group has packed workers only"
+        if work.text:
+            return bad("query", f"query: text is for plain workers, and {only}", "")
+        if work.hidden and not can.hidden:
+            return bad("hidden", f"hidden: not from packed workers, and {only}", "0")
+        if work.part.item_first:
+            return bad("item_first", f"item_first: packed rows begin with the query, and {only}", "false")
+        if len(work.part.frames) != 3:
+            return bad("query_lengths", f"query_lengths: packed rows share one query, and {only}", "")
+        query = work.part.frames[0].shape[0]
+        if not query:
+            return bad("query", f"query: empty, so that there is nothing to share, and {only}", "1")
+        longest = min(can.max_item, longest_row(can) - 2 - query)
+        for row, length in enumerate(row_lengths(work.frames)):
+            item = length - query
+            if not 0 < item <= longest:
+                text = f"items[{row}]: {item} tokens after a query of {query}; 1 to {longest}, for {only}"
+                return bad(f"items[{row}]", text, str(longest))
+        raise AssertionError("it can be packed")
+
+    def outputs(self, work: ScoreWork, can: Capabilities | None) -> Sequence[tuple[str, int]]:
+        labels = work.values or (UNKNOWN_LABELS if can is None else can.labels)
+        if not work.hidden:
+            return (("scores", labels),)
+        return (("scores", labels), ("hidden", (0 if can is None else can.hidden) or UNKNOWN_HIDDEN))
+
+    def knows_outputs(self, work: ScoreWork, can: Capabilities | None) -> bool:
+        if work.hidden:
+            return can is not None and can.hidden > 0
+        return can is not None or work.values > 0
+
+    def tokenize(self, work: ScoreWork, task: TaskId) -> Tokenize:
+        return Tokenize(task, work.part.frames, work.part.item_first, work.raw)
+
+
+def _check_outputs(work: ScoreWork, can: Capabilities) -> WireError | None:
+    """What stands against how `work` wants the outputs of a classifier's head."""
+    if work.part.softmax and can.labels == 1:
+        return bad("softmax", "softmax: this model's head has one output, over which it is always 1.0; leave it out", "2")
+    if work.part.logprobs and not work.part.softmax and not can.activation:
+        return bad("logprobs", "logprobs: this model's head gives logits, not probabilities; add softmax", "")
+    return None
+
+
+def _check_separated(work: ScoreWork, separator: int) -> WireError | None:
+    """The first row whose query and item have no separator between them; rows of one of the two have nothing to separate."""
+    frames = work.frames
+    rows = len(frames[-1]) // 4
+    texts = [
+        (np.frombuffer(frames[0], np.int32), frames[1] if len(frames) == 4 else None),
+        (np.frombuffer(frames[-2], np.int32), frames[-1]),
+    ]
+    first, second = reversed(texts) if work.part.item_first else texts
+    last, some = _edge(*first, rows, end=True)
+    next_, more = _edge(*second, rows, end=False)
+    wrong = np.flatnonzero(some & more & (last != separator) & (next_ != separator))
+    if not wrong.size:
+        return None
+    at = f"items[{wrong[0]}]"
+    text = f"{at}: no separator token {separator} between query and item; end the query with it, or say raw=True"
+    return bad(at, text, str(separator))
+
+
+def _edge(
+    ids: npt.NDArray[np.int32], lengths: Buffer | None, rows: int, *, end: bool
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """(the last id of each row, or the first one, which rows have any); without `lengths` all rows are `ids`."""
+    if lengths is None:
+        return np.full(rows, ids[-1 if end else 0] if ids.size else 0, np.int32), np.full(rows, ids.size > 0)
+    sizes = np.frombuffer(lengths, np.uint32).astype(np.int64)
+    ends = np.cumsum(sizes)
+    some = sizes > 0
+    edges = np.zeros(rows, np.int32)
+    edges[some] = ids[(ends - 1 if end else ends - sizes)[some]]
+    return edges, some
+
+
+SCORE = ScoreOperation()

@@ -1,0 +1,9 @@
+"""The operations by the message that asks for one. A new operation is one file and one entry here."""
+
+from typing import Any
+
+from enginepool.coordinator.operations.base import Operation
+from enginepool.coordinator.operations.score import SCORE
+from enginepool.protocol.messages import Score
+
+OPERATIONS: dict[type, Operation[Any]] = {Score: SCORE}

@@ -1,0 +1,37 @@
+"""Tokenizing: the text of a request becomes token ids at a worker, and the request a work of ids."""
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from enginepool.coordinator.operations.base import Work
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import FrameSpec
+from enginepool.protocol.ragged import read_ids
+
+
+def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> Work:
+    """The text `work` with its rows replaced by token ids, frames `items` and `item_lengths` of as many rows.
+
+    Raises:
+        WireError: these are not the ids of that work.
+    """
+    rows, tokens, longest, max_id = read_ids(specs, frames)
+    if rows != work.rows:
+        raise WireError("malformed", f"tokenized: expected {work.rows} rows, got {rows}", field="item_lengths")
+    all_specs, all_frames = [*specs], tuple(frames)
+    if len(work.frames) > 2:
+        # A row has its query and its item in one: the shared query is empty.
+        all_specs, all_frames = [FrameSpec("query", "int32", (0,)), *specs], (b"", *frames)
+    return replace(
+        work,
+        tokens=tokens,
+        longest=longest,
+        max_id=max_id,
+        text=False,
+        nbytes=sum(map(len, frames)),
+        part=replace(work.part, frames=all_specs),
+        frames=all_frames,
+        shared=0,
+    )
