@@ -316,7 +316,7 @@ def packing_config(workers: int, packed: int) -> PoolConfig:
 
 def start(pool: Pool, index: int, can: Capabilities) -> bytes:
     """The process of a place of the pool comes up."""
-    place = pool.machine.core.groups["g"].places[index]
+    place = pool.machine.core.groups["g"].slots[index]
     link = b"link%d" % index
     pool.do(ev.WorkerRegistered(0, link, "g", place.incarnation, 1, "host"))
     pool.do(ev.WorkerIdle(0, link, 7))
@@ -365,7 +365,7 @@ def test_once_no_plain_worker_will_come_back_what_needs_one_is_told_so() -> None
     plain = start(pool, 0, CAN)
     start(pool, 1, PACKED)
     pool.submit(client, 1, paired((3, 4)))
-    place = pool.machine.core.groups["g"].places[0]
+    place = pool.machine.core.groups["g"].slots[0]
     incarnation = place.incarnation
     pool.do(ev.WorkerBye(0, plain, "no such kernel", True, True))
     pool.do(ev.WorkerExited(0, incarnation, "exit code 78", True))
@@ -386,8 +386,8 @@ def test_once_no_packed_worker_will_come_back_what_only_fits_one_is_told_so() ->
     packed = start(pool, 1, PACKED)
     pool.submit(client, 1, shared(50, 30))
     assert who(pool.batches) == [packed]
-    incarnation = pool.machine.core.groups["g"].places[1].incarnation
-    pool.machine.core.groups["g"].places[0].last_words = "another story"
+    incarnation = pool.machine.core.groups["g"].slots[1].incarnation
+    pool.machine.core.groups["g"].slots[0].end_reason = "another story"
     pool.do(ev.WorkerBye(0, packed, "no such mask", True, True))
     pool.do(ev.WorkerExited(0, incarnation, "exit code 78", True))
     failure = failures(pool.sent)[1]
@@ -403,7 +403,7 @@ def test_a_packed_worker_that_still_loads_is_no_hope_for_what_needs_a_plain_one(
         client = pool.client()
         plain = start(pool, 0, CAN)
         group = pool.machine.core.groups["g"]
-        own, loading = group.places[0].incarnation, group.places[1].incarnation
+        own, loading = group.slots[0].incarnation, group.slots[1].incarnation
         name = "dialled" if dials_in else loading
         pool.do(ev.WorkerRegistered(0, b"loading", "g", name, 1, "host"))
         pool.do(ev.WorkerIdle(0, b"loading", 7))
@@ -420,7 +420,7 @@ def test_once_no_place_has_a_worker_what_one_that_dialled_in_cannot_serve_is_tol
     client = pool.client()
     plain = start(pool, 0, CAN)
     packed = pool.worker("dialled", can=PACKED)
-    own = pool.machine.core.groups["g"].places[0].incarnation
+    own = pool.machine.core.groups["g"].slots[0].incarnation
     pool.submit(client, 1, paired((3, 4)))
     pool.do(ev.WorkerBye(0, plain, "no such kernel", True, True))
     pool.do(ev.WorkerExited(0, own, "exit code 78", True))
@@ -518,7 +518,7 @@ def a_suspect_beside_busy_workers(*names: str, others: tuple[Work, ...] = ()) ->
 
 
 def kept(pool: Pool) -> bytes | None:
-    worker = pool.machine.core.groups["g"].kept_worker
+    worker = pool.machine.core.groups["g"].reserved_worker
     return worker and worker.link
 
 
@@ -572,7 +572,7 @@ def test_what_runs_is_held_to_the_limits_of_a_class_that_comes_later() -> None:
     client = pool.client()
     large = msgspec.structs.replace(PACKED, context=200, batch_tokens=200)
     packed = start(pool, 1, large)
-    incarnation = pool.machine.core.groups["g"].places[1].incarnation
+    incarnation = pool.machine.core.groups["g"].slots[1].incarnation
     pool.submit(client, 1, shared(100, 40))
     start(pool, 0, CAN)
     pool.do(ev.WorkerBye(0, packed, "died", True))

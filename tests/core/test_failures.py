@@ -164,6 +164,6 @@ def test_a_neighbor_that_fails_otherwise_or_was_ready_is_started_again() -> None
     fail(pool, again[0], "no such model")
     fail(pool, third, "no such model")
     fail(pool, again[1], "connection refused")
-    places = pool.machine.core.groups["g"].places
-    assert [place.state for place in places] == ["retired", "backoff", "backoff"]
+    slots = pool.machine.core.groups["g"].slots
+    assert [slot.state for slot in slots] == ["retired", "backoff", "backoff"]
     assert not codes(pool.sent) and not results(pool.sent)

@@ -274,7 +274,7 @@ def test_parts_of_one_answer_come_from_one_weight_version() -> None:
     assert len(result.forwards) >= 3
 
 
-# --- places ------------------------------------------------------------------------------------------------------------
+# --- slots ------------------------------------------------------------------------------------------------------------
 
 
 def start(pool: Pool) -> str:
@@ -293,7 +293,7 @@ def test_places_start_at_once_and_restart_with_growing_backoff() -> None:
         pool.do(ev.WorkerExited(0, incarnation, "exit code 1"))
         while len(pool.started) == count:
             pool.wait(0.25)
-        # Places are looked at every WATCH_S, so a start is late by up to that.
+        # Slots are looked at every WATCH_S, so a start is late by up to that.
         gaps.append((pool.now - at) // (2 * WATCH_S) * 2 * WATCH_S)
     assert gaps == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert not pool.killed, "each had ended"
@@ -302,32 +302,32 @@ def test_places_start_at_once_and_restart_with_growing_backoff() -> None:
 def test_a_fault_of_the_host_retires_no_place_and_is_tried_again_after_the_longest_backoff() -> None:
     """One that repeats more often than a worker may fail."""
     pool = Pool(workers=1)
-    (place,) = pool.machine.core.groups["g"].places
+    (slot,) = pool.machine.core.groups["g"].slots
     restart = RestartConfig()
     for count in range(1, restart.max_restarts + 5):
         at, reason = pool.now, "the worker process could not be started: /s/logs/g-0.log: No space left on device"
         pool.do(ev.WorkerExited(0, pool.started[-1].incarnation, reason, unstarted=True))
-        assert (place.state, place.last_words, place.losses, place.repeats) == ("backoff", reason, [], 0)
+        assert (slot.state, slot.end_reason, slot.loss_times, slot.same_failures) == ("backoff", reason, [], 0)
         while len(pool.started) == count:
             pool.wait(0.25)
         assert 0 <= pool.now - at - restart.backoff_max_s < 2 * WATCH_S
     start(pool)
-    pool.do(ev.WorkerExited(0, place.incarnation, "exit code 1"))
-    assert place.until - pool.now == restart.backoff_s
+    pool.do(ev.WorkerExited(0, slot.incarnation, "exit code 1"))
+    assert slot.due - pool.now == restart.backoff_s
 
 
 def backoff(pool: Pool, up_s: float, *, blameless: bool = False) -> float:
     """The process is up for so long and ends; how long its successor is waited for."""
-    (place,) = pool.machine.core.groups["g"].places
-    while place.state != "up":
+    (slot,) = pool.machine.core.groups["g"].slots
+    while slot.state != "up":
         pool.wait(0.25)
-    pool.now = place.begun
+    pool.now = slot.started_at
     pool.wait(up_s)
     if blameless:
-        place.blameless = True
-    pool.do(ev.WorkerExited(0, place.incarnation, "exit code 1"))
-    assert place.state == "backoff"
-    return place.until - pool.now
+        slot.loss_excused = True
+    pool.do(ev.WorkerExited(0, slot.incarnation, "exit code 1"))
+    assert slot.state == "backoff"
+    return slot.due - pool.now
 
 
 def test_a_backoff_is_forgotten_after_a_worker_that_was_up_for_long() -> None:
@@ -348,12 +348,12 @@ def test_losses_are_counted_and_waited_for_within_a_window(up_s: float, retired:
     pool = Pool(config(workers=1, restart=RestartConfig(max_restarts=2, window_s=100.0)))
     assert backoff(pool, up_s) == 0.5
     assert backoff(pool, up_s) == 1.0
-    (place,) = pool.machine.core.groups["g"].places
+    (slot,) = pool.machine.core.groups["g"].slots
     if retired:
         pool.wait(1.5)
         pool.wait(up_s)
-        pool.do(ev.WorkerExited(0, place.incarnation, "exit code 1"))
-        assert place.state == "retired"
+        pool.do(ev.WorkerExited(0, slot.incarnation, "exit code 1"))
+        assert slot.state == "retired"
     else:
         assert [backoff(pool, up_s) for _ in range(5)] == [1.0] * 5
 
@@ -450,7 +450,7 @@ def test_what_a_worker_said_at_its_goodbye_is_said_of_its_end() -> None:
     incarnation = start(pool)
     pool.do(ev.WorkerBye(0, incarnation.encode(), "its machine goes down", False))
     pool.do(ev.WorkerExited(0, incarnation, "exit code 0"))
-    assert pool.machine.core.groups["g"].places[0].last_words == "its machine goes down"
+    assert pool.machine.core.groups["g"].slots[0].end_reason == "its machine goes down"
 
 
 def test_a_stall_of_the_coordinator_takes_no_time_from_a_process_that_is_starting() -> None:
@@ -492,7 +492,7 @@ def test_what_a_worker_said_of_its_end_is_said_of_its_kill_and_shown_until_its_s
     assert shown() == ("ending", "nowhere: no such model")
     pool.do(ev.WorkerExited(0, first, "ended by SIGKILL"))
     assert shown() == ("backoff", "nowhere: no such model")
-    assert pool.machine.core.groups["g"].places[0].restarts == 1
+    assert pool.machine.core.groups["g"].slots[0].restarts == 1
     pool.wait(1)
     second = pool.started[-1].incarnation
     assert second != first
@@ -604,7 +604,7 @@ def test_what_ran_on_the_last_worker_waits_for_the_end_of_a_drain_and_nobody_sta
     pool.submit(pool.client(), 1, work())
     pool.do(ev.DrainAsked(0, 5))
     pool.do(ev.WorkerExited(0, incarnation, "exit code 1"))
-    assert pool.machine.core.groups["g"].places[0].state == "retired"
+    assert pool.machine.core.groups["g"].slots[0].state == "retired"
     pool.wait(5.5)
     assert failures(pool.sent)[1].code == "shutting_down"
     assert pool.drained and len(pool.started) == 1
@@ -617,7 +617,7 @@ def test_a_drain_starts_no_worker_that_waited_for_its_turn() -> None:
     pool.do(ev.DrainAsked(0, 5))
     pool.wait(6.0)
     assert pool.drained and len(pool.started) == 1
-    assert pool.machine.core.groups["g"].places[0].state == "retired"
+    assert pool.machine.core.groups["g"].slots[0].state == "retired"
 
 
 def test_a_drain_of_a_pool_that_is_still_starting_ends_it() -> None:

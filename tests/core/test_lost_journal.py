@@ -37,7 +37,7 @@ def test_workers_that_hold_more_than_the_journal_knows_are_neither_killed_nor_gi
     assert [line for line in pool.logged if "behind" in line] == [failure.message], "said once"
     assert pool.kinds[pool.logged.index(failure.message)] == "external", "what external workers cause has a budget of its own"
     assert len(group.workers) == 2 and not pool.killed and not pool.batches
-    assert not of_type(pool.sent, Restore) and group.behind
+    assert not of_type(pool.sent, Restore) and group.journal_behind
     # A worker that starts meanwhile waits with them.
     pool.worker("new")
     assert not pool.batches and not of_type(pool.sent, Restore)
@@ -70,7 +70,7 @@ def test_a_publish_ends_the_wait_for_weights_that_the_journal_has_lost(version: 
     assert (pool.journal[-1].weights.run, pool.journal[-1].weights.version) == (run, version)
     pool.written()
     pool.submit(trainer.link, 52, work())
-    assert len(pool.batches) == 1 and not pool.machine.core.groups["g"].behind
+    assert len(pool.batches) == 1 and not pool.machine.core.groups["g"].journal_behind
 
 
 def test_other_weights_cannot_have_the_version_that_the_journal_has_lost() -> None:

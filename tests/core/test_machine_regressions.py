@@ -38,7 +38,7 @@ def one_suspect_and_two_busy_workers() -> tuple[Pool, Sent, Sent]:
     first, second, last = pool.batches
     assert [sent.link for sent in (first, second, last)] == [b"a", b"b", lost]
     lose(pool, lost)
-    kept = pool.machine.core.groups["g"].kept_worker
+    kept = pool.machine.core.groups["g"].reserved_worker
     assert kept is not None and kept.link == b"a"
     return pool, first, second
 
@@ -69,14 +69,14 @@ def test_a_suspect_takes_the_first_worker_that_falls_idle_not_only_the_one_kept_
     pool, _, second = one_suspect_and_two_busy_workers()
     (trial,) = [sent for sent in pool.finish(second) if isinstance(sent.message, Batch)]
     assert trial.link == b"b"
-    assert pool.machine.core.groups["g"].kept_worker is None
+    assert pool.machine.core.groups["g"].reserved_worker is None
 
 
 def test_a_worker_that_is_kept_for_a_trial_stays_so_beside_one_that_only_has_text() -> None:
     pool, first, second = one_suspect_and_two_busy_workers()
     (task,) = texts(pool.submit(b"client1", 2, text("q", ["x"])))
     pool.finish(second)
-    kept = pool.machine.core.groups["g"].kept_worker
+    kept = pool.machine.core.groups["g"].reserved_worker
     assert (task.link, kept and kept.link) == (b"b", b"a")
     assert [sent.link for sent in pool.finish(first) if isinstance(sent.message, Batch)] == [b"a"]
 
@@ -131,7 +131,7 @@ def test_a_worker_kept_for_a_trial_is_free_again_when_all_suspects_are_gone_at_o
     pool.worker("b", can=roomy)
     pool.submit(staying, 1, work(), priority=1)
     lose(pool, busy)
-    assert pool.machine.core.groups["g"].kept_worker is not None
+    assert pool.machine.core.groups["g"].reserved_worker is not None
     pool.do(ev.ClientLeft(0, leaving))
     pool.finish_all()
     pool.submit(staying, 2, work())

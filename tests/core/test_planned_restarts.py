@@ -1,4 +1,4 @@
-"""Workers that an operator restarts, and places that an operator revives."""
+"""Workers that an operator restarts, and slots that an operator revives."""
 
 import pytest
 

@@ -18,7 +18,7 @@ START_S = 5.0
 
 
 class RestartPool(UpdatePool):
-    """A pool of places whose engines take weights only at their start."""
+    """A pool of slots whose engines take weights only at their start."""
 
     def __init__(self, workers: int = 2, mode: str = "rolling") -> None:
         super().__init__(workers=workers, restart_updates=mode)
@@ -168,7 +168,7 @@ def test_a_worker_that_does_not_come_up_on_it_aborts_and_comes_back_on_the_old_w
     assert set(versions(pool)) == {0}
     pool.score(10)
     assert results(pool.finish(pool.batches[0]))[10].version == 0
-    assert all(not place.losses and place.state == "up" for place in pool.machine.core.groups["g"].places)
+    assert all(not slot.loss_times and slot.state == "up" for slot in pool.machine.core.groups["g"].slots)
 
 
 def test_members_that_see_different_checkpoints_refuse_the_update_and_name_no_digest() -> None:

@@ -109,9 +109,9 @@ def test_ranks_follow_the_members_and_a_worker_may_bring_several() -> None:
 def test_a_process_group_is_kept_while_the_same_sides_are_in_it() -> None:
     pool, trainer, links = ready()
     committed(pool, trainer, 1, links)
-    first = pool.machine.core.groups["g"].ring
+    first = pool.machine.core.groups["g"].process_group
     committed(pool, trainer, 2, links)
-    assert first is not None and pool.machine.core.groups["g"].ring == first
+    assert first is not None and pool.machine.core.groups["g"].process_group == first
     trainer.publish(3, peer="another side")
     joins = of_type(pool.answer([s for s in pool.sent[-3:] if isinstance(s.message, Prepare)]), Join)
     assert joins and all(join.rendezvous != first.name for join in joins)
@@ -120,7 +120,7 @@ def test_a_process_group_is_kept_while_the_same_sides_are_in_it() -> None:
 def test_a_process_group_is_not_kept_for_a_member_whose_stager_is_another_one() -> None:
     pool, trainer, links = ready()
     committed(pool, trainer, 1, links)
-    first = pool.machine.core.groups["g"].ring
+    first = pool.machine.core.groups["g"].process_group
     prepares = [s for s in trainer.publish(2) if isinstance(s.message, Prepare)]
     joins = of_type(pool.answer(prepares[:1]) + pool.answer(prepares[1:], peer="another"), Join)
     assert first is not None and len(joins) == 3 and all(join.rendezvous != first.name for join in joins)
@@ -623,7 +623,7 @@ def test_a_drain_does_not_wait_for_a_worker_that_is_kept_for_a_trial() -> None:
     pool.submit(trainer.link, 51, work(60, 10))
     pool.batches = [batch for batch in pool.batches if batch.link == kept]
     pool.do(ev.WorkerBroken(0, dying, "nonsense"))
-    assert pool.machine.core.groups["g"].kept_worker is pool.machine.core.worker_links[kept]
+    assert pool.machine.core.groups["g"].reserved_worker is pool.machine.core.worker_links[kept]
     to_transfer(pool, trainer)
     trainer.sent()
     pool.stage([kept])
@@ -1018,7 +1018,7 @@ def test_places_are_not_retired_for_updates_that_fail() -> None:
                 pool.tell(link, WeightsLoaded(sent.message.update, code="engine_error", message="no"))
         assert pool.killed[-1] == name
         pool.do(ev.WorkerExited(0, name, "killed"))
-    assert pool.machine.core.groups["g"].places[0].state == "backoff"
+    assert pool.machine.core.groups["g"].slots[0].state == "backoff"
 
 
 # --- links that break --------------------------------------------------------------------------------------------------
@@ -1097,7 +1097,7 @@ def test_after_a_new_run_requests_wait_again() -> None:
     pool.answer(trainer.commit())
     pool.written()
     group = pool.machine.core.groups["g"]
-    assert [request.id for request in group.early.waiting()] == [50]
+    assert [request.id for request in group.version_queue.waiting()] == [50]
 
 
 def test_a_request_may_wait_for_its_version_a_second_time() -> None:
@@ -1210,7 +1210,7 @@ def test_weights_that_exist_nowhere_are_wanted_until_they_are_published() -> Non
     pool.submit(trainer.link, 50, work())
     pool.tell(first, Restored(3, "needs_weights", "no snapshot"))
     pool.wait(1.0)
-    assert not pool.machine.core.groups["g"].needs, "the other one may have it"
+    assert not pool.machine.core.groups["g"].weights_lost, "the other one may have it"
     pool.tell(second, Restored(3, "needs_weights", "no snapshot"))
     sent = pool.live(11.0)
     assert failures(sent)[50].code == "needs_weights"
@@ -1219,7 +1219,7 @@ def test_weights_that_exist_nowhere_are_wanted_until_they_are_published() -> Non
     assert of_type(pool.do(ev.ClientHello(0, b"again", trainer.link.ljust(16, b"."), b"t" * 16, 1)), WeightsNeeded)
     trainer.link = b"again"
     committed(pool, trainer, 3, [first, second])
-    assert not pool.machine.core.groups["g"].needs
+    assert not pool.machine.core.groups["g"].weights_lost
     pool.submit(trainer.link, 52, work())
     assert 52 in results(pool.finish_all())
 
@@ -1232,7 +1232,7 @@ def lost_everywhere() -> tuple[UpdatePool, Trainer, list[bytes]]:
     for link in links:
         pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
     pool.live(11.0)
-    assert pool.machine.core.groups["g"].needs
+    assert pool.machine.core.groups["g"].weights_lost
     return pool, trainer, links
 
 
@@ -1334,7 +1334,7 @@ def test_weights_are_missing_where_the_other_class_of_workers_is_gone_for_good()
     group = pool.machine.core.groups["g"]
     assert [request.classes for request in group.texts.waiting()] == [PLAIN | PACKED]
     pool.do(ev.WorkerBroken(0, plain, "it is lost"))
-    group.gone[PLAIN] = "no plain worker is left"
+    group.retired_classes[PLAIN] = "no plain worker is left"
     pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
     assert failures(pool.live(11.0))[1].code == "needs_weights"
     assert codes(pool.submit(client, 2, text("Is it? ", ["yes"]))) == ["needs_weights"]
@@ -1345,10 +1345,10 @@ def test_a_worker_that_finds_them_ends_the_need() -> None:
     link = pool.worker("a")
     pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
     asked = pool.live(11.0)
-    assert pool.machine.core.groups["g"].needs
+    assert pool.machine.core.groups["g"].weights_lost
     assert of_type(asked, Restore), "it tries again"
     pool.do(ev.WorkerReady(0, link, CAN, 3, DIGEST))
-    assert not pool.machine.core.groups["g"].needs
+    assert not pool.machine.core.groups["g"].weights_lost
 
 
 def test_weights_that_one_class_of_workers_has_found_are_still_missing_for_the_other() -> None:

@@ -172,11 +172,11 @@ class Faults:
         """A worker is restarted, or a retired one revived."""
         coordinator = self.simulation.coordinator
         if coordinator.alive and not coordinator.stalled and not coordinator.machine.core.draining:
-            places = [place for group in coordinator.machine.core.groups.values() for place in group.places]
-            if places:
-                place = self.world.random.choice(places)
+            slots = [slot for group in coordinator.machine.core.groups.values() for slot in group.slots]
+            if slots:
+                slot = self.world.random.choice(slots)
                 asked = ev.RestartAsked(self.world.now, b"operator", 1)
-                asked.group, asked.worker, asked.incarnation = place.group.name, place.name, place.incarnation
+                asked.group, asked.worker, asked.incarnation = slot.group.name, slot.name, slot.incarnation
                 coordinator.handle(asked)
 
     # --- the coordinator -----------------------------------------------------------------------------------------------

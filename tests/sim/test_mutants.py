@@ -15,7 +15,7 @@ from enginepool.coordinator.core.request import Batch, Client, Request
 from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
-from enginepool.coordinator.fleet import slots as places
+from enginepool.coordinator.fleet import slots
 from enginepool.coordinator.fleet import workers as fleet
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
@@ -203,22 +203,22 @@ def failures_are_never_the_same(patch: pytest.MonkeyPatch) -> None:
     def signature(reason: str) -> str:
         return reason
 
-    patch.setattr(places, "signature", signature)
+    patch.setattr(slots, "signature", signature)
 
 
 def failures_are_always_the_same(patch: pytest.MonkeyPatch) -> None:
     def signature(reason: str) -> str:
         return ""
 
-    patch.setattr(places, "signature", signature)
+    patch.setattr(slots, "signature", signature)
 
 
 def a_worker_that_was_ready_is_given_up_like_one_that_never_was(patch: pytest.MonkeyPatch) -> None:
     real = WorkerSlots.vacate
 
-    def vacate(self: WorkerSlots, place: WorkerSlot, permanent: bool) -> None:
-        place.proven, place.failure = False, place.failure or place.last_words
-        real(self, place, permanent)
+    def vacate(self: WorkerSlots, slot: WorkerSlot, permanent: bool) -> None:
+        slot.was_ready, slot.start_failure = False, slot.start_failure or slot.end_reason
+        real(self, slot, permanent)
 
     patch.setattr(WorkerSlots, "vacate", vacate)
 

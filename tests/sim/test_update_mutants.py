@@ -255,11 +255,11 @@ def a_worker_on_a_new_link_is_given_up(patch: pytest.MonkeyPatch) -> None:
 def a_worker_that_comes_back_starts_on_the_configured_model(patch: pytest.MonkeyPatch) -> None:
     real = WorkerSlots._start  # pyright: ignore[reportPrivateUsage]
 
-    def start(self: WorkerSlots, place: WorkerSlot) -> None:
-        real(self, place)
+    def start(self: WorkerSlots, slot: WorkerSlot) -> None:
+        real(self, slot)
         effect = self.core.effects[-1]
         assert isinstance(effect, StartWorker)
-        if place.trial is None:
+        if slot.uncommitted_weights is None:
             effect.weights = None
 
     patch.setattr(WorkerSlots, "_start", start)
@@ -270,7 +270,7 @@ def a_restarted_worker_answers_before_the_commit(patch: pytest.MonkeyPatch) -> N
 
     def holds(self: Worker) -> bool:
         assert real.fget is not None
-        return real.fget(self) or (self.place is not None and self.place.tried and self.stage == "ready")
+        return real.fget(self) or (self.slot is not None and self.slot.on_uncommitted and self.stage == "ready")
 
     patch.setattr(Worker, "holds", property(holds))
 

@@ -45,7 +45,7 @@ class Watch:
         self.fair = True
         #: a hold must end in time: the coordinator itself never stands still
         self.punctual = False
-        #: of a group, the first place whose workers can always be started again, as those after it
+        #: of a group, the first slot whose workers can always be started again, as those after it
         self.steadfast: dict[str, int] = {}
 
     def after(self, events: int, effects: Sequence[Effect]) -> None:
@@ -70,9 +70,9 @@ class Watch:
             self._trial(group)
             if self.fair:
                 self._shares.after(group, [batch for batch in new if batch.worker.group is group])
-            if group.down or group.gone:
+            if group.down or group.retired_classes:
                 self.oracle.down.add(group.name)
-            if group.needs:
+            if group.weights_lost:
                 self.oracle.needed.add(group.name)
             update = core.update_of(group)
             if update is not None:
@@ -81,7 +81,7 @@ class Watch:
             assert group.held == (core.keep_workers or (update is not None and update.holds)), group.name
             for worker in group.workers.values():
                 member = update.members.get(worker.incarnation) if worker.leaving and update is not None else None
-                planned = worker.place is not None and worker.place.renewal == "draining"
+                planned = worker.slot is not None and worker.slot.planned_restart == "draining"
                 assert not worker.leaving or planned or (member is not None and member.restart == "leaving"), f"{worker} leaves"
         for batch in new:
             update = core.update_of(batch.worker.group)
@@ -226,13 +226,13 @@ class Watch:
             assert guessed or client.nbytes <= limits.window_bytes, client
         assert len(core.deadlines) <= 2 * live + 128, f"{len(core.deadlines)} deadlines for {live} requests"
         for group in core.groups.values():
-            for place in group.places[self.steadfast.get(group.name, len(group.places)) :]:
-                assert core.draining or not place.retired, f"given up: {place.name} {place.retired}"
+            for slot in group.slots[self.steadfast.get(group.name, len(group.slots)) :]:
+                assert core.draining or not slot.retired_reason, f"given up: {slot.name} {slot.retired_reason}"
             for queue in (group.queue, group.suspects, group.texts):
                 _bounded(queue)
             assert all(r.state == TEXT for r in group.texts.waiting()), group.texts.waiting()
             waiting = [r for client in core.clients.values() for r in client.live.values() if r.state == QUEUED]
-            listed = {id(r) for queue in (group.queue, group.suspects, group.early) for r in queue.waiting()}
+            listed = {id(r) for queue in (group.queue, group.suspects, group.version_queue) for r in queue.waiting()}
             assert all(id(r) in listed for r in waiting if r.group is group), "a request waits in no queue"
 
     @property
@@ -251,7 +251,7 @@ class Watch:
         for group in core.groups.values():
             assert group.waiting == group.running == group.tokens == 0, group.name
             assert core.update_of(group) is None and not group.held, core.updates
-            assert group.trial is None and group.kept_worker is None, (group.trial, group.kept_worker)
+            assert group.trial is None and group.reserved_worker is None, (group.trial, group.reserved_worker)
             for worker in group.workers.values():
                 assert not worker.batches and not worker.texts and worker.cost == worker.rows == 0, worker
                 assert not worker.kept, worker

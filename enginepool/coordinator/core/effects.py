@@ -34,7 +34,7 @@ class ToWorker(Effect):
 
 
 class StartWorker(Effect):
-    """Start the process of place `index` in `group`, under the name `incarnation`. `weights`: the checkpoint that it starts on;
+    """Start the process of slot `index` in `group`, under the name `incarnation`. `weights`: the checkpoint that it starts on;
     None: the configured model."""
 
     group: str

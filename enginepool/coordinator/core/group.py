@@ -28,11 +28,12 @@ class Group:
     """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "answered", "batches", "blocked", "config", "cut", "down", "early", "expected", "failed", "first", "forwards", "gone",
-        "halvings", "heard_committed", "held", "history", "kept_worker", "live", "lost", "lost_batches", "name", "needs",
-        "needy", "only", "packed", "packed_routing", "peak", "peak_at", "places", "plain", "poisoned", "queue", "ring",
-        "routing", "running", "running_tokens", "spent_s", "spent_tokens", "split_batches", "suspects", "texts", "tokens",
-        "trial", "version", "waiting", "weights", "woken", "workers", "zeros",
+        "answered", "batches", "blocked", "config", "cut", "down", "expected", "failed", "first_answer", "forwards",
+        "halvings", "heard_committed", "held", "history", "live", "lost_batches", "lost_external", "name", "only", "packed",
+        "packed_routing", "peak", "peak_at", "plain", "poisoned", "process_group", "queue", "reserved_worker",
+        "retired_classes", "routing", "running", "running_tokens", "slots", "spent_s", "spent_tokens", "split_batches",
+        "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights", "weights_lost",
+        "weights_lost_classes", "woken", "workers", "zeros",
     )  # fmt: skip
 
     def __init__(self, name: str, config: GroupConfig, weights: GroupWeights) -> None:
@@ -46,19 +47,19 @@ class Group:
         #: no new work starts, because engines are about to take the weights of the open transaction
         self.held = False
         #: the process group of the last update that was committed; None when nobody can be in it any more
-        self.ring: ProcessGroupInfo | None = None
+        self.process_group: ProcessGroupInfo | None = None
         #: tensors of the committed weights that are all zero; None: not known
         self.zeros: frozenset[str] | None = None
         #: the head of the queue, which fitted no worker when work was dispatched last: until it leaves, or a worker changes,
         #: requests behind it change nothing
         self.blocked: Request | None = None
         #: why requests are answered with needs_weights, or ""; the classes of workers none of which can have the weights
-        self.needs = ""
-        self.needy = 0
+        self.weights_lost = ""
+        self.weights_lost_classes = 0
         #: the latest transactions, oldest first
         self.history: deque[UpdateRecord] = deque(maxlen=HISTORY)
         #: the record that waits for the first answer of its weights, and when the engines had taken them
-        self.first: tuple[UpdateRecord, float] | None = None
+        self.first_answer: tuple[UpdateRecord, float] | None = None
         #: how often budgets were halved; all workers' capabilities, and these, are halved as often
         self.halvings = 0
         #: of the first plain, and the first packed worker that was ready; None before that
@@ -67,9 +68,9 @@ class Group:
         #: the classes of which there may ever be a worker; of one that only dials in, once one did
         self.expected = PLAIN | PACKED
         self.workers: dict[str, Worker] = {}
-        self.places: list[WorkerSlot] = []
+        self.slots: list[WorkerSlot] = []
         #: external workers that were lost, oldest first: when, who and why
-        self.lost: deque[tuple[float, Worker, str]] = deque(maxlen=LOST)
+        self.lost_external: deque[tuple[float, Worker, str]] = deque(maxlen=LOST)
         #: requests without an answer, in the order of their arrival
         self.live: dict[Request, None] = {}
         #: of them, those of which a worker was given some rows and not all: what a hold lets finish is among them
@@ -80,10 +81,10 @@ class Group:
         #: suspects, which run alone, one at a time
         self.suspects: Queue[Request] = Queue()
         #: requests that wait for a later weight version
-        self.early: VersionQueue[Request] = VersionQueue()
+        self.version_queue: VersionQueue[Request] = VersionQueue()
         self.trial: Batch | None = None
         #: kept free for the next trial until its batches are done
-        self.kept_worker: Worker | None = None
+        self.reserved_worker: Worker | None = None
         #: the open plain workers, and the open packed ones
         self.routing: Routing[Worker] = Routing()
         self.packed_routing: Routing[Worker] = Routing()
@@ -97,7 +98,7 @@ class Group:
         #: why nothing will ever run here, or ""
         self.down = ""
         #: why nothing will ever run on a class of workers again, by class
-        self.gone: dict[int, str] = {}
+        self.retired_classes: dict[int, str] = {}
         #: time and tokens of recent batches; decayed apart, so that many small batches do not foretell large ones
         self.spent_s = 0.0
         self.spent_tokens = 0.0
@@ -110,7 +111,7 @@ class Group:
         self.batches = self.forwards = self.split_batches = self.lost_batches = 0
 
     @property
-    def behind(self) -> bool:
+    def journal_behind(self) -> bool:
         """Workers heard of a commit that the journal does not have: it was lost, or is an old one."""
         return self.heard_committed > (self.weights.run, self.weights.version)
 
@@ -128,10 +129,10 @@ class Group:
         return self.spent_s / self.spent_tokens if self.spent_tokens else 0.0
 
     def expect(self) -> None:
-        """Call when places were made, or a worker was ready."""
+        """Call when slots were made, or a worker was ready."""
         classes = 0
         for packed, bit, seen in ((False, PLAIN, self.plain), (True, PACKED, self.packed)):
-            if seen is not None or any(place.packed == packed for place in self.places):
+            if seen is not None or any(slot.packed == packed for slot in self.slots):
                 classes |= bit
         self.expected = classes or PLAIN | PACKED
 
@@ -155,22 +156,22 @@ class Group:
         return self.plain or self.packed
 
     @property
-    def shut(self) -> int:
+    def unservable(self) -> int:
         """Classes of workers that run nothing: gone for good, or without the committed weights."""
-        return self.needy | sum(self.gone)
+        return self.weights_lost_classes | sum(self.retired_classes)
 
     def why_down(self, classes: int) -> str:
         """Why none of `classes` will ever run anything here again, or ""."""
         if self.down:
             return self.down
-        left = [bit for bit in (PLAIN, PACKED) if classes & bit and bit not in self.gone]
-        return "" if left else next(why for bit, why in self.gone.items() if classes & bit)
+        left = [bit for bit in (PLAIN, PACKED) if classes & bit and bit not in self.retired_classes]
+        return "" if left else next(why for bit, why in self.retired_classes.items() if classes & bit)
 
     def check(self) -> None:
         self.queue.check()
         self.suspects.check()
         self.texts.check()
-        self.early.check()
+        self.version_queue.check()
         assert self.cut.keys() <= self.live.keys(), self.cut
         for classes in (PLAIN, PACKED):
             mine = {request for request in self.live if request.classes == classes != self.expected}
@@ -178,14 +179,16 @@ class Group:
         arrivals = [request.seq for request in self.live]
         assert arrivals == sorted(arrivals), self.name
         assert self.version == self.weights.version, self.name
-        assert bool(self.needs) == bool(self.needy), (self.needs, self.needy)
-        if self.needs:
-            assert not any(worker.able for worker in self.workers.values() if worker.class_ & self.needy), self.needs
+        assert bool(self.weights_lost) == bool(self.weights_lost_classes), (self.weights_lost, self.weights_lost_classes)
+        if self.weights_lost:
+            assert not any(worker.able for worker in self.workers.values() if worker.class_ & self.weights_lost_classes), (
+                self.weights_lost
+            )
         for worker in self.workers.values():
             head = self.queue.head(worker.class_) if worker.open and not worker.batches else None
             assert head is None, (self.name, worker, head)
-        if self.kept_worker is not None:
-            assert self.kept_worker.kept and self.trial is None, (self.name, self.kept_worker, self.trial)
+        if self.reserved_worker is not None:
+            assert self.reserved_worker.kept and self.trial is None, (self.name, self.reserved_worker, self.trial)
         if self.trial is not None:
             assert self.trial.worker.kept, self.trial
             assert self.trial.id in self.trial.worker.batches or self.trial.id in self.trial.worker.texts, self.trial

@@ -1,7 +1,7 @@
 """The coordinator's machine: `handle(*events) -> list[Effect]`, and nothing else changes its state.
 
 Pure: no sockets, clocks, randomness or logging. Time comes inside events. The shell performs the effects in order and sends
-`Tick` no later than `wake_at`. `clients`, `admission` and `requests` are one side, `places`, `fleet` and `watch` (the workers'
+`Tick` no later than `wake_at`. `clients`, `admission` and `requests` are one side, `slots`, `fleet` and `watch` (the workers'
 processes, the workers, and their deadlines) the other, `batching` is where they meet; `state` holds what all of them change.
 """
 
@@ -32,7 +32,7 @@ from enginepool.coordinator.weights.quiesce import hold, release
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Transactions
 
-#: how often silence, stages, places and the answer store are looked at
+#: how often silence, stages, slots and the answer store are looked at
 WATCH_S = 0.25
 #: a look that is later than this was held up by the coordinator itself
 STALL_S = 1.0
@@ -46,10 +46,10 @@ class Machine:
         self.requests = requests = RequestLifecycle(core)
         self.admission = admission = Admission(core, requests)
         self.clients = clients = ClientRegistry(core, requests)
-        self.places = WorkerSlots(core, requests)
-        self.fleet = fleet = WorkerRegistry(core, requests, self.places)
-        self.watch = WorkerDeadlines(core, fleet, self.places)
-        self.planned = PlannedRestarts(core, fleet, self.places)
+        self.slots = WorkerSlots(core, requests)
+        self.fleet = fleet = WorkerRegistry(core, requests, self.slots)
+        self.watch = WorkerDeadlines(core, fleet, self.slots)
+        self.planned = PlannedRestarts(core, fleet, self.slots)
         self.restoring = Restoring(core, requests, fleet)
         self.ending = UpdateOutcomes(core, requests, fleet, self.restoring)
         self.weights = weights = Transactions(core, self.ending)
@@ -145,7 +145,7 @@ class Machine:
         for name, config in core.config.groups.items():
             group = core.groups[name] = Group(name, config, e.weights.get(name, ev.GroupWeights()))
             group.history.extend(e.history.get(name, ()))
-            self.places.open(group, list(e.alive))
+            self.slots.open(group, list(e.alive))
         self.ending.snapshots = e.snapshots
 
     def _tick(self, e: ev.Tick) -> None:
@@ -207,8 +207,8 @@ class Machine:
             self._kill_at = core.now + core.config.timing.drain_s
             self.fleet.drain()
         elif core.now >= self._kill_at:
-            self.places.kill_all()
-        if self.places.ended():
+            self.slots.kill_all()
+        if self.slots.ended():
             self._drained = True
             core.effects.append(Drained())
 
@@ -303,8 +303,8 @@ class Machine:
             assert group.waiting + group.running == len(mine), (group.waiting, group.running, len(mine))
             assert group.tokens == sum(r.work.tokens for r in mine)
             assert group.running_tokens == sum(r.work.tokens for r in mine if r.state == RUNNING)
-            for place in group.places:
-                place.check()
+            for slot in group.slots:
+                slot.check()
             if (first := group.blocked) is not None and first.state == QUEUED and first.lane is group.queue and not group.held:
                 assert still_blocked(core, group), first
 

@@ -125,7 +125,7 @@ class Request:
         if self.state == TEXT:
             return group.suspects if self.suspect else group.texts
         if self.min_version > group.version:
-            return group.early
+            return group.version_queue
         return group.suspects if self.suspect else group.queue
 
     def waiting_rows(self) -> int:

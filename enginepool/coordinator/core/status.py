@@ -32,10 +32,10 @@ def report(core: Context, asked: StatusAsked) -> StatusReport:
 def _group(core: Context, group: Group) -> GroupStatus:
     update = core.update_of(group)
     own = [
-        _worker(core, group.workers[place.incarnation]) if place.incarnation in group.workers else _absent(place)
-        for place in group.places
+        _worker(core, group.workers[slot.incarnation]) if slot.incarnation in group.workers else _absent(slot)
+        for slot in group.slots
     ]
-    external = [_worker(core, worker) for worker in group.workers.values() if worker.place is None]
+    external = [_worker(core, worker) for worker in group.workers.values() if worker.slot is None]
     return GroupStatus(
         name=group.name,
         queued=group.waiting,
@@ -53,9 +53,9 @@ def _group(core: Context, group: Group) -> GroupStatus:
         model=group.config.model,
         down=group.down,
         digest=group.weights.digest,
-        early=len(group.early),
+        early=len(group.version_queue),
         update=f"{update.phase} of version {update.offer.version}" if update is not None else "",
-        needs_weights=group.needs,
+        needs_weights=group.weights_lost,
         halvings=group.halvings,
         no_worker=group.no_worker,
         workers=own + external + _lost(core, group),
@@ -70,7 +70,7 @@ def _oldest(group: Group) -> float:
 
 
 def _worker(core: Context, worker: Worker) -> WorkerStatus:
-    place = worker.place
+    slot = worker.slot
     return WorkerStatus(
         name=worker.name,
         incarnation=worker.incarnation,
@@ -82,8 +82,8 @@ def _worker(core: Context, worker: Worker) -> WorkerStatus:
         tokens=worker.cost,
         done=worker.done,
         silent_s=round(core.now - worker.heard, 3),
-        detail=_detail(worker.detail, place),
-        restarts=place.restarts if place is not None else 0,
+        detail=_detail(worker.detail, slot),
+        restarts=slot.restarts if slot is not None else 0,
         packed=worker.class_ == PACKED,
         pace=worker.pace.tokens if worker.pace is not None else 0,
         forward_row_tokens=round(worker.pace.row) if worker.pace is not None else 0,
@@ -103,33 +103,37 @@ def _lost(core: Context, group: Group) -> list[WorkerStatus]:
             silent_s=round(core.now - worker.heard, 3),
             detail=reason,
         )
-        for at, worker, reason in group.lost
+        for at, worker, reason in group.lost_external
         if core.now - at < LOST_S
     ]
 
 
 def _stage(worker: Worker) -> str:
     """What it says, unless it waits for the weights that are committed, or is to be restarted: nothing is served by it then."""
-    if worker.stage == "ready" and worker.place is not None and worker.place.renewal:
+    if worker.stage == "ready" and worker.slot is not None and worker.slot.planned_restart:
         return "draining"
-    waits = worker.restore_until is not None or worker.lacks is not None or worker.group.behind
+    waits = worker.restore_until is not None or worker.lacks is not None or worker.group.journal_behind
     return "restoring" if worker.stage == "ready" and waits else worker.stage
 
 
-def _detail(now: str, place: WorkerSlot | None) -> str:
+def _detail(now: str, slot: WorkerSlot | None) -> str:
     """What it is doing, and what it is up against."""
-    before = f"the last one ended: {place.before}" if place is not None and place.before and place.before != now else ""
-    plan = "it finishes its work, and is restarted then" if place is not None and place.renewal == "draining" else ""
+    before = (
+        f"the last one ended: {slot.previous_end}"
+        if slot is not None and slot.previous_end and slot.previous_end != now
+        else ""
+    )
+    plan = "it finishes its work, and is restarted then" if slot is not None and slot.planned_restart == "draining" else ""
     return "; ".join(filter(None, (now, plan, before)))
 
 
-def _absent(place: WorkerSlot) -> WorkerStatus:
-    stage = {"up": "starting", "ending": "ending", "backoff": "backoff", "retired": "retired"}[place.state]
+def _absent(slot: WorkerSlot) -> WorkerStatus:
+    stage = {"up": "starting", "ending": "ending", "backoff": "backoff", "retired": "retired"}[slot.state]
     return WorkerStatus(
-        name=place.name,
-        incarnation=place.incarnation,
+        name=slot.name,
+        incarnation=slot.incarnation,
         stage=stage,
-        detail=place.retired or _detail(place.last_words, place),
-        restarts=place.restarts,
-        packed=place.packed,
+        detail=slot.retired_reason or _detail(slot.end_reason, slot),
+        restarts=slot.restarts,
+        packed=slot.packed,
     )

@@ -25,16 +25,14 @@ class Worker:
     __slots__ = (
         "batches", "capabilities", "committed", "cost", "declared", "detail", "digest", "done", "group", "halvings", "heard",
         "host", "idle", "incarnation", "joined", "kept", "lacks", "late", "leaving", "link", "lost", "order", "pace", "pid",
-        "place", "restore_until", "routing", "rows", "since", "stage", "stamp", "text_bytes", "texts", "version",
+        "slot", "restore_until", "routing", "rows", "since", "stage", "stamp", "text_bytes", "texts", "version",
     )  # fmt: skip
 
-    def __init__(
-        self, incarnation: str, group: "Group", link: Link, place: "WorkerSlot | None", order: int, now: float
-    ) -> None:
+    def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
         self.incarnation = incarnation
         self.group = group
         self.link = link
-        self.place = place
+        self.slot = slot
         self.pid = 0
         self.host = ""
         #: creation number: iteration over workers is in this order
@@ -91,7 +89,7 @@ class Worker:
         """PLAIN or PACKED; of one that dialled in and was never ready, PLAIN until it says otherwise."""
         if self.capabilities is not None:
             return PACKED if self.capabilities.packed else PLAIN
-        return PACKED if self.place is not None and self.place.packed else PLAIN
+        return PACKED if self.slot is not None and self.slot.packed else PLAIN
 
     @property
     def able(self) -> bool:
@@ -113,13 +111,13 @@ class Worker:
     def holds(self) -> bool:
         """The weights in its engine are the committed ones, as far as the journal can say."""
         group = self.group
-        return self.version == group.version and self.digest == group.weights.digest and not group.behind
+        return self.version == group.version and self.digest == group.weights.digest and not group.journal_behind
 
     @property
     def holds_lost(self) -> bool:
         """The weights in its engine are committed ones that the journal does not have."""
         heard = self.group.heard_committed
-        return self.group.behind and (self.committed, self.version) == (heard, heard[1])
+        return self.group.journal_behind and (self.committed, self.version) == (heard, heard[1])
 
     @property
     def open(self) -> bool:
@@ -129,7 +127,7 @@ class Worker:
     @property
     def name(self) -> str:
         """As people know it."""
-        return self.place.name if self.place is not None else self.incarnation
+        return self.slot.name if self.slot is not None else self.incarnation
 
     def check(self) -> None:
         assert self.cost == sum(b.cost for b in self.batches.values()), self

@@ -15,9 +15,9 @@ class WorkerSlot:
     """A worker that this pool starts itself: the succession of its incarnations."""
 
     __slots__ = (
-        "before", "begun", "blameless", "failure", "group", "hasty", "hopeless", "incarnation", "index", "last_words",
-        "losses", "packed", "proven", "renewal", "repeats", "restarts", "retired", "signature", "state", "until",
-        "trial", "tried",
+        "due", "end_reason", "failure_signature", "group", "incarnation", "index", "loss_excused", "loss_times",
+        "on_uncommitted", "packed", "planned_restart", "previous_end", "restarts", "retired_reason", "same_failures",
+        "short_runs", "start_failure", "started_at", "state", "uncommitted_weights", "unstartable", "was_ready",
     )  # fmt: skip
 
     def __init__(self, group: "Group", index: int) -> None:
@@ -30,36 +30,36 @@ class WorkerSlot:
         #: the process that is up or ending; "" otherwise
         self.incarnation = ""
         #: backoff: when to start; up: when the process must have registered
-        self.until = 0.0
-        self.begun = 0.0
+        self.due = 0.0
+        self.started_at = 0.0
         #: times of losses within the restart window
-        self.losses: list[float] = []
+        self.loss_times: list[float] = []
         #: the latest of them in a row of processes that were not up for long: as often the backoff doubles
-        self.hasty = 0
+        self.short_runs = 0
         self.restarts = 0
         #: why the present one ends, or the last one ended
-        self.last_words = ""
+        self.end_reason = ""
         #: why the one before the present one ended; "" once the present one has been ready
-        self.before = ""
+        self.previous_end = ""
         #: why it will not be started again; "" unless its state is "retired" for another reason than a drain
-        self.retired = ""
+        self.retired_reason = ""
         #: one of its processes has been ready
-        self.proven = False
+        self.was_ready = False
         #: how the present one failed by itself before it was ready, or ""
-        self.failure = ""
+        self.start_failure = ""
         #: of the last such failure, and how many in a row were the same; none since one was ready
-        self.signature = ""
-        self.repeats = 0
+        self.failure_signature = ""
+        self.same_failures = 0
         #: the pool ends the present one for no fault of its own: its loss does not count
-        self.blameless = False
+        self.loss_excused = False
         #: the last one said that starting it again cannot help
-        self.hopeless = False
+        self.unstartable = False
         #: An operator restarts it: "draining", its worker finishes what it has until `until`; "ending", its process is to end,
         #: and the next one starts at once. "" otherwise.
-        self.renewal = ""
+        self.planned_restart = ""
         #: not committed: what the next process starts on, of an update by restart; whether the present one has
-        self.trial: GroupWeights | None = None
-        self.tried = False
+        self.uncommitted_weights: GroupWeights | None = None
+        self.on_uncommitted = False
 
     @property
     def name(self) -> str:
@@ -68,8 +68,8 @@ class WorkerSlot:
 
     def check(self) -> None:
         assert self.state in ("backoff", "up", "ending", "retired"), self.state
-        assert not self.retired or self.state == "retired", (self.state, self.retired)
-        assert self.renewal in ("", "draining", "ending"), self.renewal
-        assert not self.renewal or self.incarnation, (self.renewal, self.state)
-        assert not self.proven or not self.repeats, (self.proven, self.repeats)
+        assert not self.retired_reason or self.state == "retired", (self.state, self.retired_reason)
+        assert self.planned_restart in ("", "draining", "ending"), self.planned_restart
+        assert not self.planned_restart or self.incarnation, (self.planned_restart, self.state)
+        assert not self.was_ready or not self.same_failures, (self.was_ready, self.same_failures)
         assert (self.incarnation != "") == (self.state in ("up", "ending")), (self.state, self.incarnation)

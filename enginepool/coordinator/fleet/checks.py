@@ -50,8 +50,8 @@ def stranger(worker: Worker, can: Capabilities) -> str:
     """Why a worker of these capabilities does not belong where it is, or ""."""
     if wrong := impossible(can):
         return wrong
-    place, before = worker.place, worker.capabilities
-    if (place is not None and place.packed != can.packed) or (before is not None and before.packed != can.packed):
+    slot, before = worker.slot, worker.capabilities
+    if (slot is not None and slot.packed != can.packed) or (before is not None and before.packed != can.packed):
         return f"ready with packed = {can.packed}, where a {'plain' if can.packed else 'packed'} worker was expected"
     beside = _classes_beside(worker)
     for first in (worker.group.plain, worker.group.packed):

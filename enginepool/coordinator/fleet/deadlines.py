@@ -13,12 +13,12 @@ from enginepool.protocol.messages import Ping
 
 
 class WorkerDeadlines:
-    """The workers, and the places of those that are not there yet."""
+    """The workers, and the slots of those that are not there yet."""
 
-    def __init__(self, core: Context, fleet: WorkerRegistry, places: WorkerSlots) -> None:
+    def __init__(self, core: Context, fleet: WorkerRegistry, slots: WorkerSlots) -> None:
         self.core = core
         self.fleet = fleet
-        self.places = places
+        self.slots = slots
         self._pinged = 0.0
 
     def look(self) -> None:
@@ -41,7 +41,7 @@ class WorkerDeadlines:
                 worker.routing.update(worker)
             if ping:
                 core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
-        self.places.watch()
+        self.slots.watch()
 
     def _silent(self, worker: Worker) -> str:
         silence = self.core.now - worker.heard
@@ -81,6 +81,6 @@ class WorkerDeadlines:
                 batch.late += gap
             for task, (request, due) in worker.texts.items():
                 worker.texts[task] = request, due + gap
-        self.places.extend(gap)
+        self.slots.extend(gap)
         for client in self.core.clients.values():
             client.heard += gap

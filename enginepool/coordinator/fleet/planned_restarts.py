@@ -1,6 +1,6 @@
-"""Restarts that an operator asks for: of a worker that serves, of one that starts, and of a place that was retired.
+"""Restarts that an operator asks for: of a worker that serves, of one that starts, and of a slot that was retired.
 
-A worker that serves gets nothing new, finishes what it has within `drain_s`, and ends; its place starts the next one at once.
+A worker that serves gets nothing new, finishes what it has within `drain_s`, and ends; its slot starts the next one at once.
 None of it counts as a loss. An open transaction of the group comes first: the worker ends after it.
 """
 
@@ -20,10 +20,10 @@ _WHY = "an operator restarts it"
 class PlannedRestarts:
     """All restarts that an operator asked for and whose next worker has not been started."""
 
-    def __init__(self, core: Context, fleet: WorkerRegistry, places: WorkerSlots) -> None:
+    def __init__(self, core: Context, fleet: WorkerRegistry, slots: WorkerSlots) -> None:
         self.core = core
         self.fleet = fleet
-        self.places = places
+        self.slots = slots
 
     def asked(self, e: RestartAsked) -> bool:
         """Begin one, if the worker still is the one that is meant; False: the message was refused."""
@@ -35,13 +35,13 @@ class PlannedRestarts:
         if group is None:
             core.unknown_group(e.link, e.id, e.group)
             return False
-        place = next((place for place in group.places if place.name == e.worker), None)
-        if place is None:
+        slot = next((slot for slot in group.slots if slot.name == e.worker), None)
+        if slot is None:
             self._refuse(e, group)
             return False
         # A message that comes twice is about a worker that is gone the second time.
-        if place.incarnation == e.incarnation and not place.renewal:
-            self._begin(place)
+        if slot.incarnation == e.incarnation and not slot.planned_restart:
+            self._begin(slot)
         return True
 
     def _refuse(self, e: RestartAsked, group: Group) -> None:
@@ -49,55 +49,55 @@ class PlannedRestarts:
             text = f"worker: {e.worker!r} was not started by this pool; restart it on its own host"
             self.core.refuse(e.link, e.id, "unsupported", text, field="worker")
             return
-        names = ", ".join(place.name for place in group.places[:_LISTED]) or "no worker"
-        more = ", ..." if len(group.places) > _LISTED else ""
+        names = ", ".join(slot.name for slot in group.slots[:_LISTED]) or "no worker"
+        more = ", ..." if len(group.slots) > _LISTED else ""
         text = f"worker: {e.worker!r} is not a worker of group {group.name!r}, which starts {names}{more}"
         self.core.refuse(e.link, e.id, "bad_request", text, field="worker")
 
-    def _begin(self, place: WorkerSlot) -> None:
-        worker = place.group.workers.get(place.incarnation)
-        if place.state in ("backoff", "retired"):
-            self._revive(place)
-        elif place.state == "up" and worker is not None and worker.stage == "ready":
-            place.renewal = "draining"
-            place.until = self.core.now + self.core.config.timing.drain_s
-            self._drain(place)
+    def _begin(self, slot: WorkerSlot) -> None:
+        worker = slot.group.workers.get(slot.incarnation)
+        if slot.state in ("backoff", "retired"):
+            self._revive(slot)
+        elif slot.state == "up" and worker is not None and worker.stage == "ready":
+            slot.planned_restart = "draining"
+            slot.due = self.core.now + self.core.config.timing.drain_s
+            self._drain(slot)
         else:
-            self._end(place)
+            self._end(slot)
 
     def watch(self) -> None:
         """Look at all that finish what they have."""
         for group in self.core.groups.values():
-            for place in group.places:
-                if place.renewal == "draining":
-                    self._drain(place)
+            for slot in group.slots:
+                if slot.planned_restart == "draining":
+                    self._drain(slot)
 
-    def _drain(self, place: WorkerSlot) -> None:
+    def _drain(self, slot: WorkerSlot) -> None:
         """One step of a worker that is to end."""
-        core, group = self.core, place.group
-        worker = group.workers.get(place.incarnation)
+        core, group = self.core, slot.group
+        worker = group.workers.get(slot.incarnation)
         if worker is None or core.update_of(group) is not None:
-            return  # its place is told of its end; or the transaction of which it may be a member has its turn
+            return  # its slot is told of its end; or the transaction of which it may be a member has its turn
         if not worker.leaving:
             worker.leaving = True
             worker.routing.update(worker)
-        if not (worker.batches or worker.texts) or core.now >= place.until:
-            self._end(place)
+        if not (worker.batches or worker.texts) or core.now >= slot.due:
+            self._end(slot)
 
-    def _end(self, place: WorkerSlot) -> None:
-        place.renewal = "ending"
-        worker = place.group.workers.get(place.incarnation)
+    def _end(self, slot: WorkerSlot) -> None:
+        slot.planned_restart = "ending"
+        worker = slot.group.workers.get(slot.incarnation)
         if worker is None:
-            self.places.end(place, _WHY)
+            self.slots.end(slot, _WHY)
         else:
             self.fleet.recall(worker)
             self.fleet.lose(worker, _WHY, kill=True)
 
-    def _revive(self, place: WorkerSlot) -> None:
-        """Forget why it waits or was given up: it starts with the next look at the places."""
-        group = place.group
-        place.state, place.until, place.retired = "backoff", self.core.now, ""
-        place.losses, place.hasty, place.repeats, place.signature = [], 0, 0, ""
-        place.failure, place.hopeless = "", False
+    def _revive(self, slot: WorkerSlot) -> None:
+        """Forget why it waits or was given up: it starts with the next look at the slots."""
+        group = slot.group
+        slot.state, slot.due, slot.retired_reason = "backoff", self.core.now, ""
+        slot.loss_times, slot.short_runs, slot.same_failures, slot.failure_signature = [], 0, 0, ""
+        slot.start_failure, slot.unstartable = "", False
         group.down = ""
-        group.gone.pop(PACKED if place.packed else PLAIN, None)
+        group.retired_classes.pop(PACKED if slot.packed else PLAIN, None)

@@ -37,10 +37,10 @@ GOODBYE_S = 30.0
 class WorkerRegistry:
     """The workers that have registered."""
 
-    def __init__(self, core: Context, requests: RequestLifecycle, places: WorkerSlots) -> None:
+    def __init__(self, core: Context, requests: RequestLifecycle, slots: WorkerSlots) -> None:
         self.core = core
         self.requests = requests
-        self.places = places
+        self.slots = slots
         #: incarnations that were given up, and whether only for a silent link
         self._refused: dict[str, bool] = {}
         self._refused_order: deque[str] = deque()
@@ -74,12 +74,12 @@ class WorkerRegistry:
             core.worker_links.pop(worker.link, None)
             worker.link = e.link
         else:
-            place = next((p for p in group.places if p.incarnation == e.incarnation), None)
-            if place is not None and place.state != "up":
+            slot = next((p for p in group.slots if p.incarnation == e.incarnation), None)
+            if slot is not None and slot.state != "up":
                 self._give_up(e.link, e.incarnation, "its process is being ended")
                 return
             self._order += 1
-            worker = Worker(e.incarnation, group, e.link, place, self._order, e.now)
+            worker = Worker(e.incarnation, group, e.link, slot, self._order, e.now)
             worker.pid, worker.host = e.pid, e.host
             _forget_lost(worker)
             group.workers[e.incarnation] = worker
@@ -184,18 +184,18 @@ class WorkerRegistry:
                 group.packed = can
             else:
                 group.plain = can
-        if worker.place is not None:
-            worker.place.before = ""
-            worker.place.proven, worker.place.repeats = True, 0
+        if worker.slot is not None:
+            worker.slot.previous_end = ""
+            worker.slot.was_ready, worker.slot.same_failures = True, 0
         group.down = ""
-        group.gone.pop(worker.class_, None)
+        group.retired_classes.pop(worker.class_, None)
         if alone:
             expected = group.expected
             group.expect()
             if known is None or group.expected != expected or differs(known, can):
                 self.requests.recheck(group)
         # It may have been the last one of which it was not known that it is no plain worker.
-        self.places.maybe_down(group)
+        self.slots.maybe_down(group)
         self._changed(worker)
         if not worker.holds:
             # It was taking weights of a coordinator that is gone, and got work meanwhile, which it drops when it restores.
@@ -241,10 +241,10 @@ class WorkerRegistry:
         group.forwards += e.forwards
         if e.forwards != 1:
             group.split_batches += 1
-        if group.first is not None and worker.holds:
-            record, since = group.first
+        if group.first_answer is not None and worker.holds:
+            record, since = group.first_answer
             record.phases["first_answer"] = int((e.now - since) * 1e6)
-            group.first = None
+            group.first_answer = None
             self.core.effects.append(KeepHistory(group.name, list(group.history)))
         group.spent_s = 0.9 * group.spent_s + e.run_us / 1e6
         group.spent_tokens = 0.9 * group.spent_tokens + batch.cost
@@ -338,26 +338,26 @@ class WorkerRegistry:
         worker = self.of(e.link)
         if worker is None:
             return
-        place = worker.place
+        slot = worker.slot
         if e.out_of_memory:
             self._out_of_memory(worker)
         if e.failed:
             _failed(worker, e.reason)
         self.lose(worker, e.reason, kill=e.failed, own=True)
-        if place is not None and not e.failed:
-            place.last_words = e.reason
-            place.until = e.now + GOODBYE_S
-        if place is not None:
-            place.hopeless = e.permanent
+        if slot is not None and not e.failed:
+            slot.end_reason = e.reason
+            slot.due = e.now + GOODBYE_S
+        if slot is not None:
+            slot.unstartable = e.permanent
 
     def _out_of_memory(self, worker: Worker) -> None:
-        """The engine of `worker` died of a batch. Where half as much may help, neither requests nor the place are blamed."""
+        """The engine of `worker` died of a batch. Where half as much may help, neither requests nor the slot are blamed."""
         if halve(worker):
             worker.group.lost_batches += len(worker.batches)
             self.recall(worker)
             self.requests.refit(worker.group)
-            if worker.place is not None:
-                worker.place.blameless = True
+            if worker.slot is not None:
+                worker.slot.loss_excused = True
 
     def lose(
         self, worker: Worker, reason: str, *, kill: bool, own: bool = False, silent: bool = False, tell: bool = True
@@ -372,15 +372,15 @@ class WorkerRegistry:
         core.secondary.append(WorkerLost(worker, reason))
         count = len(worker.batches)
         said = f"incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'}"
-        if worker.place is None:
+        if worker.slot is None:
             said += f", process {worker.pid} on {worker.host}, connected for {core.now - worker.joined:.0f} s"
-        planned = (own and not kill) or (worker.place is not None and worker.place.renewal == "ending")
+        planned = (own and not kill) or (worker.slot is not None and worker.slot.planned_restart == "ending")
         self.log(worker, f"worker {worker.name} {'ends' if planned else 'is lost'}: {reason} ({said})")
         del group.workers[worker.incarnation]
         core.worker_links.pop(worker.link, None)
         worker.routing.update(worker)
-        if group.kept_worker is worker:
-            group.kept_worker = None
+        if group.reserved_worker is worker:
+            group.reserved_worker = None
         worker.kept = False
         batches = list(worker.batches.values())
         group.lost_batches += len(batches)
@@ -388,23 +388,23 @@ class WorkerRegistry:
         for batch in batches:
             self._remove(worker, batch)
             self.requests.lost(batch, reason)
-        self._remember(worker.incarnation, silent=silent and worker.place is None)
-        if worker.place is None:
-            group.lost.append((core.now, worker, reason))
+        self._remember(worker.incarnation, silent=silent and worker.slot is None)
+        if worker.slot is None:
+            group.lost_external.append((core.now, worker, reason))
             if group.no_worker and not core.draining:
                 self.log(worker, f"group {group.name}: {group.no_worker}; requests that wait: {group.waiting}")
             if tell:
                 self._give_up(worker.link, worker.incarnation, reason)
-            self.places.maybe_down(group)
+            self.slots.maybe_down(group)
         elif kill:
-            self.places.end(worker.place, reason, own=own)
+            self.slots.end(worker.slot, reason, own=own)
         core.wake(group)
         if core.touched is not None:
             core.touched += (worker, group)
 
     def log(self, worker: Worker, text: str) -> None:
         """A line about a worker. An external worker can come and go at will: its lines have a budget of their own."""
-        self.core.log(text, "external" if worker.place is None else "")
+        self.core.log(text, "external" if worker.slot is None else "")
 
     def _remember(self, incarnation: str, *, silent: bool = False) -> None:
         if incarnation in self._refused:
@@ -415,25 +415,25 @@ class WorkerRegistry:
             del self._refused[self._refused_order.popleft()]
 
     def exited(self, e: ev.WorkerExited) -> None:
-        """All of a worker's process group has ended; its place may have a successor."""
+        """All of a worker's process group has ended; its slot may have a successor."""
         for group in self.core.groups.values():
-            for place in group.places:
-                if place.incarnation == e.incarnation:
+            for slot in group.slots:
+                if slot.incarnation == e.incarnation:
                     worker = group.workers.get(e.incarnation)
-                    if e.failed and not place.failure and (worker is None or worker.capabilities is None):
-                        place.failure = e.reason
+                    if e.failed and not slot.start_failure and (worker is None or worker.capabilities is None):
+                        slot.start_failure = e.reason
                     if worker is not None:
                         if e.out_of_memory:
                             self._out_of_memory(worker)
                         self.lose(worker, e.reason, kill=False)
                     # What it said last may be read after its end was seen.
                     self._remember(e.incarnation)
-                    if not place.last_words:
-                        place.last_words = e.reason
+                    if not slot.end_reason:
+                        slot.end_reason = e.reason
                     if e.unstarted and not self.core.draining:
-                        self.places.postpone(place)
+                        self.slots.postpone(slot)
                     else:
-                        self.places.vacate(place, e.permanent or place.hopeless)
+                        self.slots.vacate(slot, e.permanent or slot.unstartable)
                     return
 
     # --- the end -------------------------------------------------------------------------------------------------------
@@ -441,19 +441,19 @@ class WorkerRegistry:
     def drain(self) -> None:
         """Ask every worker of ours to end."""
         for worker in self.core.worker_links.values():
-            if worker.place is not None:
+            if worker.slot is not None:
                 self.core.effects.append(ToWorker(worker.link, Drain()))
-        self.places.drain()
+        self.slots.drain()
 
 
 def _forget_lost(worker: Worker) -> None:
     """The process of a lost external worker is back, with another incarnation."""
-    lost = worker.group.lost
+    lost = worker.group.lost_external
     for entry in [entry for entry in lost if (entry[1].host, entry[1].pid) == (worker.host, worker.pid)]:
         lost.remove(entry)
 
 
 def _failed(worker: Worker, reason: str) -> None:
     """The worker says, or shows, why it will not be ready."""
-    if worker.place is not None and worker.capabilities is None:
-        worker.place.failure = reason
+    if worker.slot is not None and worker.capabilities is None:
+        worker.slot.start_failure = reason

@@ -45,11 +45,11 @@ class Admission:
         if not isinstance(classes, int):
             core.refuse(e.link, e.id, classes.code, classes.message, field=classes.field, limit=classes.limit)
             return
-        if group.gone and (why := group.why_down(classes)):
+        if group.retired_classes and (why := group.why_down(classes)):
             core.refuse(e.link, e.id, "pool_down", why)
             return
-        if group.needs and not classes & ~group.shut:
-            core.refuse(e.link, e.id, "needs_weights", group.needs)
+        if group.weights_lost and not classes & ~group.unservable:
+            core.refuse(e.link, e.id, "needs_weights", group.weights_lost)
             return
         limits = core.config.limits
         can = group.plain or group.packed
@@ -158,7 +158,7 @@ class Admission:
             request.state = TEXT
             request.queue.push(request)
         else:
-            queue = group.early if e.min_version > group.version else group.queue
+            queue = group.version_queue if e.min_version > group.version else group.queue
             heads = queue.push(request)
             # The common case under load needs no look at the queue.
             if not heads and group.blocked is not None and group.blocked.lane is group.queue:

@@ -71,8 +71,8 @@ class RequestLifecycle:
             self.fail(request, classes.code, classes.message, field=classes.field, limit=classes.limit)
         elif why := group.why_down(classes):
             self.fail(request, "pool_down", why)
-        elif group.needs and not classes & ~group.shut:
-            self.fail(request, "needs_weights", group.needs)
+        elif group.weights_lost and not classes & ~group.unservable:
+            self.fail(request, "needs_weights", group.weights_lost)
         elif wrong := too_large(request.work, group.sizes, request.client.max_message, self.core.config.limits):
             self.fail(request, wrong.code, wrong.message, field=wrong.field, limit=wrong.limit)
         else:
@@ -323,12 +323,12 @@ class RequestLifecycle:
         for request in group.confined(classes):
             self.fail(request, code, message)
 
-    def shut(self, group: Group) -> None:
+    def fail_unservable(self, group: Group) -> None:
         """A class of workers is gone for good: requests that wait, and that no other can serve, are told so."""
-        for request in group.confined(group.shut):
+        for request in group.confined(group.unservable):
             if request.state != RUNNING:
                 why = group.why_down(request.classes)
-                self.fail(request, "pool_down" if why else "needs_weights", why or group.needs)
+                self.fail(request, "pool_down" if why else "needs_weights", why or group.weights_lost)
 
     def recheck(self, group: Group) -> None:
         """Other capabilities of the group are known now: hold what waits to them."""
@@ -362,14 +362,18 @@ class RequestLifecycle:
         if group.version <= before:
             for request in [request for request in group.cut if request.pieces]:
                 self._start_over(request)
-            again = [r for r in group.live if r.state == QUEUED and r.min_version > group.version and r.lane is not group.early]
+            again = [
+                r
+                for r in group.live
+                if r.state == QUEUED and r.min_version > group.version and r.lane is not group.version_queue
+            ]
             for request in again:
-                group.early.push(request)
+                group.version_queue.push(request)
             if again:
                 # Their entries leave at once: they may come back here, and no request stands in a queue twice.
                 group.queue.sort()
                 group.suspects.sort()
-        for request in group.early.due(group.version):
+        for request in group.version_queue.due(group.version):
             request.queue.push(request)
 
 

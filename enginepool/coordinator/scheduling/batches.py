@@ -40,7 +40,7 @@ def pump(core: Context, group: Group) -> None:
     queue, routing, packed = group.queue, group.routing, group.packed_routing
     group.blocked = None
     while True:
-        if group.suspects.size or group.kept_worker is not None:
+        if group.suspects.size or group.reserved_worker is not None:
             _try_suspect(core, group)
         batch = None
         if packed.open:
@@ -56,7 +56,7 @@ def pump(core: Context, group: Group) -> None:
                 break
             batch = fill(core, queue, lane, worker)
             if batch is None:
-                if not (packed.open or group.suspects.size or group.kept_worker is not None):
+                if not (packed.open or group.suspects.size or group.reserved_worker is not None):
                     group.blocked = lane.head
                 break
         send_batch(core, batch)
@@ -76,7 +76,7 @@ def _try_suspect(core: Context, group: Group) -> None:
     """Start the next trial, or keep a worker free for it. Each class of workers has its own first in line."""
     if group.trial is not None:
         return
-    kept = group.kept_worker
+    kept = group.reserved_worker
     found: tuple[Lane[Request], Worker] | None = None
     for class_, routing in ((PACKED, group.packed_routing), (PLAIN, group.routing)):
         lane, first = group.suspects.head(class_), group.queue.head(class_)
@@ -97,9 +97,9 @@ def _try_suspect(core: Context, group: Group) -> None:
     worker.kept = True
     worker.routing.update(worker)
     if _busy(worker):
-        group.kept_worker = worker
+        group.reserved_worker = worker
         return
-    group.kept_worker = None
+    group.reserved_worker = None
     request = lane.head
     assert request is not None
     if request.state == TEXT:
@@ -182,9 +182,9 @@ def take_text(worker: Worker, task: TaskId) -> Request | None:
 
 def release_kept(group: Group) -> None:
     """Open the worker that was kept for a trial again."""
-    worker = group.kept_worker
+    worker = group.reserved_worker
     if worker is not None:
-        group.kept_worker = None
+        group.reserved_worker = None
         worker.kept = False
         worker.routing.update(worker)
 

@@ -8,7 +8,7 @@ filled less, and those that start are told so, since their first batches are as 
 2. It died of more, from before others brought that about: nothing changes.
 3. They were halved as often as may help: then it is a loss like any other.
 
-In the first two nobody is suspected, and the loss does not count against its place: there can be only few of them.
+In the first two nobody is suspected, and the loss does not count against its slot: there can be only few of them.
 """
 
 from enginepool.coordinator.core.group import Group

@@ -38,7 +38,7 @@ class UpdateOutcomes:
         group, offer = update.group, update.offer
         before = group.weights
         run = max(before.run, group.heard_committed[0]) + offer.new_run
-        if offer.transfer == "set_version" and not group.behind:
+        if offer.transfer == "set_version" and not group.journal_behind:
             return GroupWeights(offer.version, before.digest, before.snapshot, before.path, run, before.restart)
         if update.restarts:
             return GroupWeights(offer.version, digest, path=offer.path, run=run, restart=True)
@@ -62,14 +62,14 @@ class UpdateOutcomes:
         group.version = weights.version
         group.zeros = _zeros(update)
         if update.ring is not None:
-            group.ring = update.ring
-        if not group.behind:
-            group.needs, group.needy = "", 0
+            group.process_group = update.ring
+        if not group.journal_behind:
+            group.weights_lost, group.weights_lost_classes = "", 0
         self._close(update)
         loaded = [member for member in update.members.values() if member.loaded]
         record = self._record(update, "committed", _note(update))
         record.committed, record.digest = sum(not member.worker.lost for member in loaded), weights.digest
-        group.first = record, loaded_at
+        group.first_answer = record, loaded_at
         for member in update.members.values():
             worker = member.worker
             if worker.lost:
@@ -132,7 +132,7 @@ class UpdateOutcomes:
         """Whether its engine runs on all of the new weights, and can take the committed ones without a new process."""
         # An empty digest is that of the checkpoint, which an engine loads at its start.
         known = bool(update.group.weights.digest) or update.offer.transfer == "set_version"
-        if update.group.behind:
+        if update.group.journal_behind:
             known = update.offer.transfer == "set_version"
         return member.loaded and not update.restarts and known
 
@@ -142,34 +142,34 @@ class UpdateOutcomes:
         self.core.effects.append(ToWorker(worker.link, ReleaseWeights(update.id, reason)))
         worker.version = offer.version
         worker.digest = worker.digest if offer.transfer == "set_version" else member.digest
-        if not worker.group.behind:
+        if not worker.group.journal_behind:
             self.restoring.take_back(worker)
 
     def turn_back(self, member: Member) -> None:
         """A member of an update by restart is wanted on the committed weights again."""
-        worker, place, restart = member.worker, member.worker.place, member.restart
+        worker, slot, restart = member.worker, member.worker.slot, member.restart
         member.restart = ""
         worker.leaving = False
-        if place is None or not restart:
+        if slot is None or not restart:
             return
-        place.trial = None
+        slot.uncommitted_weights = None
         if restart == "leaving":
             worker.routing.update(worker)
         elif restart == "ready" and not worker.lost:
             self._replace(worker, "the weights that it started on were not committed")
-        elif place.tried:
-            place.blameless = True
-            now = worker.group.workers.get(place.incarnation)
+        elif slot.on_uncommitted:
+            slot.loss_excused = True
+            now = worker.group.workers.get(slot.incarnation)
             if now is not None:
                 self.fleet.lose(now, "the weights that it starts on were not committed", kill=True)
             else:
-                self.fleet.places.end(place, "the weights that it starts on were not committed")
-        place.tried = False
+                self.fleet.slots.end(slot, "the weights that it starts on were not committed")
+        slot.on_uncommitted = False
 
     def _replace(self, worker: Worker, reason: str) -> None:
-        """Kill a worker whose engine does not hold what it should. That is no reason to retire its place one day."""
-        if worker.place is not None:
-            worker.place.blameless = True
+        """Kill a worker whose engine does not hold what it should. That is no reason to retire its slot one day."""
+        if worker.slot is not None:
+            worker.slot.loss_excused = True
         self.fleet.lose(worker, reason, kill=True)
 
     def _count(self, update: Update) -> None:
@@ -181,8 +181,8 @@ class UpdateOutcomes:
 
     def _close(self, update: Update) -> None:
         del self.core.updates[update.group.name]
-        for place in update.group.places:
-            place.trial, place.tried = None, False
+        for slot in update.group.slots:
+            slot.uncommitted_weights, slot.on_uncommitted = None, False
 
     def _record(self, update: Update, outcome: str, message: str) -> UpdateRecord:
         core, offer = self.core, update.offer

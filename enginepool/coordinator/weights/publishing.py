@@ -43,8 +43,8 @@ class Publishers:
             core.refuse(e.link, offer.id, "publishing", text, field="group", limit=name)
             return
         # What is lost may be published again as what it was; what lies over present weights is something else.
-        present = group.heard_committed[1] if group.behind else group.version
-        again = group.behind or (group.needs and not _over(offer))
+        present = group.heard_committed[1] if group.journal_behind else group.version
+        again = group.journal_behind or (group.weights_lost and not _over(offer))
         least = present if again else present + 1
         if offer.version < least and not offer.new_run:
             text = f"version: expected {least} or higher, or a new run, since {present} is committed; got {offer.version}"
@@ -82,7 +82,7 @@ class Publishers:
             core.refuse(e.link, offer.id, "update_aborted", f"no worker of group {group.name!r} {what}")
             return
         update = Update(core.task_id(), client, group, offer, e.manifest, e.frames, e.digest, e.now)
-        workers.sort(key=lambda w: (w.place.index if w.place is not None else len(group.places), w.order))
+        workers.sort(key=lambda w: (w.slot.index if w.slot is not None else len(group.slots), w.order))
         update.members = {w.incarnation: Member(w) for w in workers}
         self.weights.begin(update)
 
@@ -127,7 +127,7 @@ def _over(offer: Publish) -> bool:
 
 def _present(worker: Worker, offer: Publish) -> bool:
     """Whether its engine has the weights that the offer is laid over. `set_version` takes up weights that the journal lost."""
-    return worker.holds_lost and offer.transfer == "set_version" if worker.group.behind else worker.holds
+    return worker.holds_lost and offer.transfer == "set_version" if worker.group.journal_behind else worker.holds
 
 
 def _renew(update: Update, now: float) -> None:
@@ -137,4 +137,4 @@ def _renew(update: Update, now: float) -> None:
 def _may_take(worker: Worker) -> bool:
     """Whether it can be a member: ready, and not busy with a restore that may still succeed."""
     ready = worker.capabilities is not None and worker.idle and not worker.lost and worker.stage == "ready"
-    return ready and (worker.restore_until is None or bool(worker.group.needs))
+    return ready and (worker.restore_until is None or bool(worker.group.weights_lost))

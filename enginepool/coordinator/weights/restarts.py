@@ -3,13 +3,13 @@
 The decision is one for the whole group: if one member says in `prepared` that it takes this checkpoint by a restart, all are
 restarted. Nothing is committed before a worker runs on the new checkpoint and has verified its digest.
 
-    rolling     one member after the other leaves, is ended, and its place starts on the new checkpoint; the others answer on
+    rolling     one member after the other leaves, is ended, and its slot starts on the new checkpoint; the others answer on
                 the old version meanwhile. When half of the members (at least one) run on the new checkpoint, the group is held
                 for the switch: journal, and the other members are started again. If the first one fails, the update is aborted
-                and its place starts on the committed weights; a later one that fails starts again after the commit.
+                and its slot starts on the committed weights; a later one that fails starts again after the commit.
     at_once     the group is held, all members start on the new checkpoint, and requests wait. One that succeeds is a commit.
 
-A member on its way is `leaving` (it finishes what it has), `starting` (its place ends one process and starts another), then
+A member on its way is `leaving` (it finishes what it has), `starting` (its slot ends one process and starts another), then
 `ready`. Until the commit its weights are not the committed ones, so that it gets no work.
 """
 
@@ -34,7 +34,7 @@ class Restarts:
         """Whether all members can be restarted on the same checkpoint; else the transaction is aborted."""
         members = list(update.members.values())
         for member in members:
-            if member.worker.place is None:
+            if member.worker.slot is None:
                 text = f"{member.worker.name} takes weights only at its start, and this pool did not start it"
                 self.ending.abort(update, "unsupported", text)
                 return False
@@ -54,11 +54,11 @@ class Restarts:
     def advance(self, update: Update) -> bool:
         """One step in phase `restart`; whether it is over. It may have aborted the transaction."""
         for member in list(update.members.values()):
-            place = member.worker.place
+            slot = member.worker.slot
             if member.restart == "leaving" and (update.at_once or update.recalls or not working([member.worker])):
                 self._end(update, member)
-            elif member.restart == "starting" and place is not None and place.tried and place.state != "up":
-                self._failed(update, member, place.last_words)
+            elif member.restart == "starting" and slot is not None and slot.on_uncommitted and slot.state != "up":
+                self._failed(update, member, slot.end_reason)
         members = list(update.members.values())
         loaded = [member for member in members if member.loaded]
         moving = [member for member in members if member.restart in ("leaving", "starting")]
@@ -88,28 +88,28 @@ class Restarts:
         update.until = self.core.now + offer.drain_ms / 1000 if not update.recalls else float("inf")
 
     def _end(self, update: Update, member: Member) -> None:
-        """Its process ends, and its place starts on the new checkpoint."""
-        worker, place = member.worker, member.worker.place
-        assert place is not None, worker
+        """Its process ends, and its slot starts on the new checkpoint."""
+        worker, slot = member.worker, member.worker.slot
+        assert slot is not None, worker
         update.until = float("inf")
         update.recalls = False
         update.recalled += len(worker.batches)
         self.fleet.recall(worker)
         member.restart = "starting"
-        place.trial, place.tried, place.blameless = self.weights(update, member), False, True
+        slot.uncommitted_weights, slot.on_uncommitted, slot.loss_excused = self.weights(update, member), False, True
         self.fleet.lose(worker, f"it starts on weight version {update.offer.version}", kill=True)
 
     def weights(self, update: Update, member: Member) -> GroupWeights:
-        """What a place is to start on."""
+        """What a slot is to start on."""
         return self.ending.new_weights(update, member.digest)
 
     def loaded(self, worker: Worker) -> None:
         """A worker is ready: perhaps a member on the new checkpoint, under another name than before."""
         update = self.core.update_of(worker.group)
-        if update is None or update.phase != RESTART or worker.place is None or not worker.place.tried:
+        if update is None or update.phase != RESTART or worker.slot is None or not worker.slot.on_uncommitted:
             return
         for incarnation, member in list(update.members.items()):
-            if member.restart == "starting" and member.worker.place is worker.place:
+            if member.restart == "starting" and member.worker.slot is worker.slot:
                 del update.members[incarnation]
                 update.members[worker.incarnation] = member
                 member.worker = worker
@@ -139,6 +139,6 @@ class Restarts:
         for incarnation, other in list(update.members.items()):
             if other is member:
                 del update.members[incarnation]
-        place = member.worker.place
-        if place is not None:
-            place.trial, place.tried = None, False
+        slot = member.worker.slot
+        if slot is not None:
+            slot.uncommitted_weights, slot.on_uncommitted = None, False

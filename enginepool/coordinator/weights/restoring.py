@@ -51,9 +51,9 @@ class Restoring:
             return
         if worker.committed > group.heard_committed:
             group.heard_committed = worker.committed
-            if group.behind:
+            if group.journal_behind:
                 self._fall_behind(worker)
-        if group.behind:
+        if group.journal_behind:
             return
         if not worker.holds:
             # Members of an open transaction are about to take other weights, or have.
@@ -64,9 +64,9 @@ class Restoring:
         if worker.restore_until is not None:
             self.fleet.log(worker, f"worker {worker.name} has restored the committed weight version {weights.version}")
         worker.restore_until = worker.lacks = None
-        group.needy &= ~worker.class_
-        if not group.needy:
-            group.needs = ""
+        group.weights_lost_classes &= ~worker.class_
+        if not group.weights_lost_classes:
+            group.weights_lost = ""
         if weights.digest:
             # Its stager may not have heard that what it holds is committed.
             message = Committed((0, 0), weights.version, weights.digest, weights.snapshot, weights.run)
@@ -76,13 +76,13 @@ class Restoring:
     def _fall_behind(self, worker: Worker) -> None:
         """The journal does not have what `worker` heard to be committed."""
         group, version = worker.group, worker.committed[1]
-        group.needs = (
+        group.weights_lost = (
             f"the journal is behind: {worker.name} holds the committed weight version {version} of group {group.name!r}, "
             f"and the journal knows version {group.version}; publish version {version} or a later one, or set_version to "
             f"version {version} to go on with what the workers hold"
         )
-        group.needy = PLAIN | PACKED
-        self.fleet.log(worker, group.needs)
+        group.weights_lost_classes = PLAIN | PACKED
+        self.fleet.log(worker, group.weights_lost)
         for other in group.workers.values():
             other.restore_until = None
             self.fleet.recall(other)
@@ -91,9 +91,9 @@ class Restoring:
 
     def _restore(self, worker: Worker) -> None:
         worker.lacks = None
-        if worker.group.weights.restart and worker.place is not None:
+        if worker.group.weights.restart and worker.slot is not None:
             # Its engine takes them only at its start.
-            worker.place.blameless = True
+            worker.slot.loss_excused = True
             self.fleet.lose(worker, f"it starts on weight version {worker.group.version}", kill=True)
             return
         self._ask(worker)
@@ -131,7 +131,7 @@ class Restoring:
         for group in self.core.groups.values():
             update = self.core.update_of(group)
             members = update.members if update is not None else {}
-            if group.behind:
+            if group.journal_behind:
                 continue
             for worker in group.workers.values():
                 if worker.stage != "ready" or worker.restore_until is not None or not worker.idle:
@@ -147,31 +147,31 @@ class Restoring:
     def _needs(self, group: Group, class_: int) -> None:
         """Whether every worker of a class that there may be has said that it cannot have the committed weights."""
         update = self.core.update_of(group)
-        if group.needy & class_ or self.core.draining or (update is not None and update.forward):
+        if group.weights_lost_classes & class_ or self.core.draining or (update is not None and update.forward):
             return
         if any(worker.lacks is None for worker in group.workers.values() if worker.class_ == class_):
             return
-        for place in group.places:
-            mine = place.packed == (class_ == PACKED)
-            if mine and place.state != "retired" and place.incarnation not in group.workers:
+        for slot in group.slots:
+            mine = slot.packed == (class_ == PACKED)
+            if mine and slot.state != "retired" and slot.incarnation not in group.workers:
                 return
         why = next(w.lacks[0] for w in group.workers.values() if w.lacks is not None and w.class_ == class_)
-        group.needs = (
+        group.weights_lost = (
             f"weight version {group.version} of group {group.name!r} is held nowhere; publish it or a later one ({why})"
         )
-        group.needy |= class_
+        group.weights_lost_classes |= class_
         self._tell_all(group)
 
     def _tell_all(self, group: Group) -> None:
         """Requests that only the lost weights could serve end, and clients are asked for them."""
-        self.requests.fail_all(group, "needs_weights", group.needs, group.shut)
+        self.requests.fail_all(group, "needs_weights", group.weights_lost, group.unservable)
         for client in self.core.clients.values():
             self._ask_for(client, group)
 
     def hello(self, client: Client) -> None:
         """A client is on a link: groups that lost their weights want them of whoever has them."""
         for group in self.core.groups.values():
-            if group.needs:
+            if group.weights_lost:
                 self._ask_for(client, group)
 
     def _ask_for(self, client: Client, group: Group) -> None:

@@ -220,8 +220,8 @@ class Transactions:
     def _advance(self, update: Update) -> None:
         """One step, when the phase has all that it waits for."""
         group = update.group
-        if group.behind and update.heard_committed != group.heard_committed and not update.forward:
-            self.ending.abort(update, "update_aborted", group.needs)
+        if group.journal_behind and update.heard_committed != group.heard_committed and not update.forward:
+            self.ending.abort(update, "update_aborted", group.weights_lost)
             return
         if update.broken and all(member.broken for member in update.pending.values()):
             self.ending.abort(update, "update_aborted", update.broken)
@@ -282,7 +282,7 @@ class Transactions:
             member.rank = rank
             rank += member.ranks
         sides = ((offer.peer, 1), *((member.peer, member.ranks) for member in update.members.values()))
-        stands = group.ring
+        stands = group.process_group
         warm = (
             stands is not None and offer.peer and stands == ProcessGroupInfo(stands.name, offer.address, offer.backend, sides)
         )
@@ -290,7 +290,7 @@ class Transactions:
             update.ring = stands
         else:
             update.ring = ProcessGroupInfo(f"{group.name}-{update.id[0]:x}-{update.id[1]}", offer.address, offer.backend, sides)
-        group.ring = None
+        group.process_group = None
         self._enter(update, JOIN, self.core.config.timing.update_join_s)
         say_join(self.core, update)
         self._ask_all(update)

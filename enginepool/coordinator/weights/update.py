@@ -174,7 +174,7 @@ class Update:
         """Why weights of this digest cannot have this version, or "". A version names one set of weights: the committed one may
         be published again when it is lost, and nothing else under its name. What is not known cannot be compared."""
         committed, offer = self.group.weights, self.offer
-        if self.group.behind:
+        if self.group.journal_behind:
             lost = [worker for worker in self.group.workers.values() if worker.holds_lost]
             present, same = self.group.heard_committed[1], not lost or digest in {worker.digest for worker in lost}
         else:
@@ -191,9 +191,9 @@ class Update:
         members = self.members.values()
         if self.restarts:
             for member in members:
-                assert member.worker.place is not None, self
+                assert member.worker.slot is not None, self
                 assert member.loaded == (member.restart == "ready"), (self, member)
-                assert (member.worker.place.trial is None) == (member.restart in ("", "leaving")), (self, member)
+                assert (member.worker.slot.uncommitted_weights is None) == (member.restart in ("", "leaving")), (self, member)
                 assert member.restart != "leaving" or self.phase == RESTART, (self, member)
         elif not self.forward:
             assert not any(member.worker.lost for member in members), f"{self}: a member is lost and it goes on"
