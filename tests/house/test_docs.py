@@ -10,10 +10,12 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
 from enginepool.config import load_config
+from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 from enginepool.tiny_model import make_tiny_model
 from tests.house import markdown
 from tests.house.markdown import Block
@@ -171,6 +173,27 @@ def test_every_path_that_a_page_maps_or_names_exists() -> None:
         paths = [path for block in markdown.blocks(text) if block.key == "map" for path in markdown.mapped_paths(block)]
         paths += [code for code in markdown.code_spans(text) if code.startswith(rooms) and re.fullmatch(r"[\w./-]+", code)]
         missing += [f"{name}: {path}" for path in paths if not (ROOT / path).exists()]
+    assert missing == []
+
+
+def rows_after(comment: str) -> list[list[str]]:
+    """What is set as code in the first cell of each row of the table after a comment on the operators' page."""
+    lines = page("docs/operations.md").partition(f"<!-- {comment} -->\n")[2].split("\n\n")[0].splitlines()
+    assert len(lines) > 2, f"no table after {comment}"
+    return [re.findall(r"`([^`]+)`", line.split("|")[1]) for line in lines[2:]]
+
+
+@pytest.mark.parametrize("struct", [StatusReport, GroupStatus, WorkerStatus], ids=lambda struct: struct.__name__)
+def test_the_page_of_operators_tells_the_meaning_of_every_field_of_the_status(struct: type) -> None:
+    named = [name for row in rows_after(f"fields: {struct.__name__}") for name in row]
+    assert sorted(named) == sorted(get_type_hints(struct))
+
+
+def test_the_log_lines_that_the_page_of_operators_explains_are_in_the_code() -> None:
+    sources = "".join(file.read_text("utf-8") for file in files(".py") if "coordinator" in file.parts)
+    lines = [line for row in rows_after("log lines") for line in row]
+    pieces = [piece.strip(" :;,") for line in lines for piece in line.split("…")]
+    missing = [piece for piece in pieces if len(piece) > 3 and piece not in sources]
     assert missing == []
 
 
