@@ -43,7 +43,7 @@ from bench.score.run import Run
 from bench.score.workloads import Head, Plan, plan
 from bench.table import Row, Target, parser, show, write
 from bench.wire import leave
-from enginepool.tiny_model import make_tiny_model
+from enginepool.cli.tiny_model_files import make_tiny_model
 
 #: Seconds to make a model.
 MODEL_S = 600.0

@@ -29,7 +29,7 @@ from bench.weights.plot import Bar, draw
 from bench.weights.steps import STEPS, USUAL, Steps
 from bench.wire import leave
 from enginepool.config import Device
-from enginepool.gpus import visible_gpus
+from enginepool.coordinator.launchers.gpus import visible_gpus
 
 BESIDE_ONE = ", to one receiver"
 #: All ranks of a group must agree on these, and SGLang sets them for its engines.

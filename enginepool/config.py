@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeAlias, get_args, get_type_hints
 
 import msgspec
 
-from enginepool.address import STATE_DIR, wrong_address
 from enginepool.conversion import TOML, located, value_at, wrong_type
 from enginepool.errors import ConfigError
-from enginepool.model_folder import holds_model
+from enginepool.host.model_folder import holds_model
+from enginepool.net.address import STATE_DIR, wrong_address
 
 #: where engines run
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]

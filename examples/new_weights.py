@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from enginepool import Pool, WeightPublisher
-from enginepool.tiny_model import make_tiny_model
+from enginepool.cli.tiny_model_files import make_tiny_model
 
 PROMPT, GOOD, BAD = [11, 12, 13], 21, 22
 STEPS = 20

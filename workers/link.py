@@ -19,9 +19,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from enginepool.dealer import connect
 from enginepool.errors import ConfigError
-from enginepool.keys import Key, read_key
+from enginepool.net.dealer import connect
+from enginepool.net.keys import Key, read_key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
 from enginepool.protocol.messages import Accept, ErrorReply, Message, Ping, Pong, ToWorker

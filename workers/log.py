@@ -9,7 +9,7 @@ import sys
 import traceback
 from typing import Any
 
-from enginepool.log_lines import LogLines
+from enginepool.host.log_lines import LogLines
 
 BUDGETS: dict[str, tuple[int, float]] = {"": (1000, 2.0), "traceback": (20, 0.02)}
 #: characters of a traceback; its end tells most

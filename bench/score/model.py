@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from enginepool.tiny_model import make_tiny_model
+from enginepool.cli.tiny_model_files import make_tiny_model
 
 KV_HEADS, HEAD_SIZE, VOCAB, CONTEXT = 8, 128, 151936, 40960
 

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from enginepool.address import ADDRESS_VARIABLE, FORM, default_address, wrong_address
+from enginepool.net.address import ADDRESS_VARIABLE, FORM, default_address, wrong_address
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Opening

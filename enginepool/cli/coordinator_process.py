@@ -13,7 +13,7 @@ import time
 
 from enginepool.config import PoolConfig, encode_config
 from enginepool.coordinator.shell.log import log
-from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, RESTART, RestartPolicy, exit_text
+from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, RESTART, RestartPolicy, exit_text
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
 #: as sys/prctl.h has it

@@ -76,8 +76,8 @@ def _sim() -> "GroupConfig":
 def _real(directory: Path, device: Device, show: Any) -> "GroupConfig":
     """Workers with a tiny model made in `directory`, on the CPU or on one GPU or two."""
     from enginepool.cli.doctor_checks import find_gpus
+    from enginepool.cli.tiny_model_files import make_tiny_model
     from enginepool.config import GroupConfig
-    from enginepool.tiny_model import make_tiny_model
 
     gpus = find_gpus() if device is not Device.cpu else None
     on_gpu = gpus is not None and gpus.usable

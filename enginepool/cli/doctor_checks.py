@@ -18,9 +18,9 @@ import msgspec
 import psutil
 
 from enginepool import __version__
-from enginepool.address import STATE_DIR, default_address, is_in_use
 from enginepool.errors import ConfigError
-from enginepool.folders import exposed
+from enginepool.host.folders import exposed
+from enginepool.net.address import STATE_DIR, default_address, is_in_use
 
 GB = 1e9
 #: What the coordinator and the sim engine import.

@@ -25,7 +25,7 @@ def keys(
       enginepool keys keys
       enginepool keys keys --name trainer-2 --role publisher
     """
-    from enginepool.keys import FIRST, make_keys
+    from enginepool.net.keys import FIRST, make_keys
 
     if (name is None) != (role is None):
         raise CommandFailed("--name and --role go together", BAD_USAGE)

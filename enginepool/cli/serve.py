@@ -54,9 +54,9 @@ def serve(
       enginepool serve --model Qwen/Qwen3-Reranker-0.6B --workers 2
       enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
     """
-    from enginepool.address import default_address, is_in_use
     from enginepool.config import check_models, check_roots, load_config
-    from enginepool.gpus import check_gpus
+    from enginepool.coordinator.launchers.gpus import check_gpus
+    from enginepool.net.address import default_address, is_in_use
 
     flags = {"model": model, "workers": workers, "engine": engine, "device": device, "listen": listen, "state_dir": state_dir}
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]

@@ -36,7 +36,7 @@ def tiny_model(
         raise CommandFailed(f"{directory}: a file stands there; name a new directory", BAD_USAGE)
     if directory.is_dir() and any(directory.iterdir()):
         raise CommandFailed(f"{directory}: not empty; name a new directory", BAD_USAGE)
-    from enginepool.tiny_model import make_tiny_model
+    from enginepool.cli.tiny_model_files import make_tiny_model
 
     try:
         make_tiny_model(directory, head=head.value)

@@ -9,7 +9,7 @@ from enginepool.cli.cli_errors import CommandFailed
 
 
 def _check_address(address: str) -> str:
-    from enginepool.address import wrong_address
+    from enginepool.net.address import wrong_address
 
     if why := wrong_address(address):
         raise typer.BadParameter(f"{address!r}: {why}")
@@ -63,7 +63,7 @@ def worker(
       enginepool worker --connect tcp://10.0.0.1:5756 --keys worker.key --workers 2 --gpus 0 --gpus 1
     """
     from enginepool.coordinator.launchers.unit import SettingsRefused, UnitConfig, run
-    from enginepool.keys import key_for
+    from enginepool.net.keys import key_for
 
     unit = UnitConfig(
         address=connect,

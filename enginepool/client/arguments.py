@@ -15,8 +15,8 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.address import ADDRESS_VARIABLE, FORM, default_address, wrong_address
 from enginepool.errors import BadRequest
+from enginepool.net.address import ADDRESS_VARIABLE, FORM, default_address, wrong_address
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import MAX_PRIORITY
 

@@ -37,7 +37,7 @@ from enginepool.client.session.events import (
 )
 from enginepool.client.session.machine import ClientSession
 from enginepool.errors import ConnectError, EnginepoolError, error_from
-from enginepool.keys import Key, no_answer_hint
+from enginepool.net.keys import Key, no_answer_hint
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import ErrorReply, ToClient
 

@@ -23,12 +23,12 @@ import msgspec
 
 from enginepool.client.arguments import meant
 from enginepool.config import GroupConfig, PoolConfig, check_models, check_roots, checked_config, encode_config
+from enginepool.coordinator.launchers.gpus import check_gpus
 from enginepool.errors import ConfigError
-from enginepool.folders import PrivateFolder, snapshot_folders
-from enginepool.gpus import check_gpus
 from enginepool.host import LONGEST_PATH, os_error
+from enginepool.host.folders import PrivateFolder, snapshot_folders
+from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, STOPPED, RestartPolicy, exit_text
 from enginepool.protocol.messages import ErrorReply
-from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, STOPPED, RestartPolicy, exit_text
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
 #: Lines of the coordinator's stderr that go into an error.

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 import zmq
 
-from enginepool.dealer import connect
-from enginepool.keys import Key
+from enginepool.net.dealer import connect
+from enginepool.net.keys import Key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
 from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, ToClient

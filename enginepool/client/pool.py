@@ -27,7 +27,7 @@ from enginepool.client.readiness import wait_until_ready
 from enginepool.client.results import Floats, ScoreResult, WeightReader, read_result
 from enginepool.client.session.events import Answer, AskStatus, AskWeights, Report, SubmitRequest, WeightsAnswer
 from enginepool.client.worker_restarts import restart_workers
-from enginepool.keys import key_for
+from enginepool.net.keys import key_for
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import RestartWorker, RowRequest, Score, StatusReport
 from enginepool.protocol.updates import InFlight, InspectWeights, UpdateRecord, WeightsReport

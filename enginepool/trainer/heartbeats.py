@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from enginepool import threads
 from enginepool.protocol.errors import brief
+from enginepool.transfer import threads
 
 #: seconds between two words of a rank, and between two looks at the words of the others
 PERIOD_S = 0.5

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from enginepool import threads
 from enginepool.client.arguments import check_timeout
 from enginepool.client.metadata_update import NAMES
 from enginepool.client.session.events import (
@@ -31,6 +30,7 @@ from enginepool.trainer.publisher_context import PublisherContext
 from enginepool.trainer.tensors import SendPlan
 from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks
 from enginepool.trainer.update_sender import Follower, Outcome, SenderNotes, Side, UpdateSender
+from enginepool.transfer import threads
 from enginepool.transfer.process_group import CollectiveError
 
 if TYPE_CHECKING:

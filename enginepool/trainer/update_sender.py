@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from enginepool import threads
 from enginepool.errors import BadRequest
 from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.updates import Join, MemoryRegion, Published
@@ -25,6 +24,7 @@ from enginepool.trainer.ipc_export import IpcExport
 from enginepool.trainer.streaming import Sending, Stopped
 from enginepool.trainer.tensors import SendPlan
 from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks, as_error, follow
+from enginepool.transfer import threads
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.process_group import CollectiveError, ProcessGroup
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any
 
-from enginepool import threads
+from enginepool.transfer import threads
 from enginepool.transfer.peer_copy import Origin, Taker
 from enginepool.transfer.peer_probe import SAYS, agree, agree_at_0, decline, tell_way
 from enginepool.transfer.process_group import Broadcast, CollectiveError, ProcessGroup

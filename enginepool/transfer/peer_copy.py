@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from enginepool import threads
 from enginepool.protocol.updates import MemoryRegion
+from enginepool.transfer import threads
 from enginepool.transfer.process_group import Broadcast, CollectiveError, ProcessGroup
 from enginepool.transfer.shared_memory import open_space, place_of
 

@@ -3,8 +3,8 @@
 import pytest
 import zmq
 
-from enginepool.address import FORM, wrong_address
 from enginepool.host import LONGEST_PATH
+from enginepool.net.address import FORM, wrong_address
 
 GOOD = [
     "tcp://127.0.0.1:5755", "tcp://host-1.example:1", "tcp://a_b:65535", "tcp://[::1]:5", "tcp://[fe80::1%lo]:5", "tcp://::1:5",

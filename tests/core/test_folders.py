@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from enginepool.folders import PrivateFolder, exposed, make_private
+from enginepool.host.folders import PrivateFolder, exposed, make_private
 
 #: makes a folder, says where, and waits
 MAKES_ONE = """
 import sys
 from pathlib import Path
-from enginepool.folders import PrivateFolder
+from enginepool.host.folders import PrivateFolder
 print(PrivateFolder(Path(sys.argv[1]), "enginepool-x-").path, flush=True)
 sys.stdin.read()
 """

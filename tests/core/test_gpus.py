@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from enginepool.config import GroupConfig, PoolConfig, check_config
+from enginepool.coordinator.launchers.gpus import allocate_gpus, visible_gpus
 from enginepool.errors import ConfigError
-from enginepool.gpus import allocate_gpus, visible_gpus
 
 #: what stands beside the GPUs' own files
 OTHERS = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps", "null")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from enginepool.errors import ConfigError
-from enginepool.keys import AUTHORIZED, FIRST, Key, key_for, make_keys, read_authorized, read_key
+from enginepool.net.keys import AUTHORIZED, FIRST, Key, key_for, make_keys, read_authorized, read_key
 from tests.process.commands import call
 
 

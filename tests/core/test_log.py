@@ -6,7 +6,7 @@ import pytest
 
 from enginepool.coordinator.launchers.processes import last_line
 from enginepool.coordinator.shell.log import BUDGETS, log
-from enginepool.log_lines import LONGEST, LineBudget, LogLines, one_line
+from enginepool.host.log_lines import LONGEST, LineBudget, LogLines, one_line
 from enginepool.workers import log as worker_log
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"

@@ -10,10 +10,10 @@ from typing import cast
 import numpy as np
 import pytest
 
+from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import MemoryRegion, Restore, Restored
-from enginepool.tiny_model import make_tiny_model
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
 from enginepool.workers.events import WeightsAnswered, WeightsTaken
 from enginepool.workers.stager.link import StagerGone, StagerLink

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.host import unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.tiny_model import make_tiny_model
 from enginepool.transfer.digest import digest_of
 from enginepool.workers.main import WorkerProcess, wants_room
 from enginepool.workers.sglang.host.build import prepare

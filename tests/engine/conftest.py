@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.tiny_model import make_tiny_model
+from enginepool.cli.tiny_model_files import make_tiny_model
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from enginepool import Pool, WeightPublisher, errors
+from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.config import GroupConfig, PoolConfig
-from enginepool.tiny_model import make_tiny_model
 
 torch: Any = importlib.import_module("torch")
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from enginepool import Pool, ScoreResult, WeightPublisher, errors
+from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.config import GroupConfig, PoolConfig, Timing
-from enginepool.tiny_model import make_tiny_model
 from tests.engine.reference import Models, Reference
 from tests.process.daemons import PATIENCE_S, Daemon
 from tests.process.processes import Processes

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from enginepool.tiny_model import make_tiny_model
+from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.workers.engine import BatchScores, EngineDied, NewWeights, PartScores, ScoreBatch, ScorePart
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.tiny_model import make_tiny_model
+from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.workers.engine import PartScores, ScoreBatch
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine

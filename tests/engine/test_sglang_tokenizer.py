@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.tiny_model import make_tiny_model
+from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 
 pytestmark = pytest.mark.engine

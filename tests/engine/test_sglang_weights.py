@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.tiny_model import make_tiny_model
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.workers.engine import EngineError, MemoryRegion, ModelTensors, NewWeights, PartScores, ScoreBatch, TakeTimes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.tiny_model import make_tiny_model
+from enginepool.cli.tiny_model_files import make_tiny_model
 
 pytestmark = pytest.mark.engine
 

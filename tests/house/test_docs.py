@@ -14,9 +14,9 @@ from typing import get_type_hints
 
 import pytest
 
+from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.config import load_config
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
-from enginepool.tiny_model import make_tiny_model
 from tests.house import markdown
 from tests.house.markdown import Block
 from tests.process.processes import Processes

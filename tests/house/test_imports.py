@@ -52,19 +52,14 @@ PURE_LIBRARIES = {"msgspec", "numpy"}
 #: The rooms that a pure file may import beside the pure files of its own.
 PURE_ROOMS = ("enginepool.protocol", "enginepool.errors", "enginepool.config")
 
-#: What workers may import beside their own room: the protocol, the files that publisher, stager and engine have in common, and
-#: what tells a folder with a model.
+#: What workers may import besides their own room: the protocol, this host, the options of sockets, and the files that
+#: publisher, stager and engine have in common.
 SHARED = (
     "enginepool.protocol",
     "enginepool.conversion",
-    "enginepool.dealer",
     "enginepool.errors",
-    "enginepool.folders",
     "enginepool.host",
-    "enginepool.keepalive",
-    "enginepool.keys",
-    "enginepool.log_lines",
-    "enginepool.model_folder",
+    "enginepool.net",
     "enginepool.transfer",
 )
 
@@ -72,9 +67,8 @@ SHARED = (
 ONLY = {
     "zmq": {
         "enginepool/client/link.py",
-        "enginepool/dealer.py",
-        "enginepool/keepalive.py",
-        "enginepool/keys.py",
+        "enginepool/net/dealer.py",
+        "enginepool/net/keys.py",
         f"{COORDINATOR}shell/authentication.py",
         f"{COORDINATOR}shell/connections.py",
         f"{COORDINATOR}shell/sockets.py",

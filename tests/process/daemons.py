@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgspec
 
 from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing, encode_config
-from enginepool.folders import snapshot_folders
+from enginepool.host.folders import snapshot_folders
 from tests.process.processes import Processes
 
 #: how long anything here may take before the test fails

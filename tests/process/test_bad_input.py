@@ -24,8 +24,8 @@ from enginepool.config import Limits, PoolConfig
 from enginepool.coordinator.shell.daemon import run
 from enginepool.coordinator.shell.sockets import CLIENT_PROOF, OPEN_FILES, WORKER_PROOF
 from enginepool.errors import ConfigError
+from enginepool.host.restart_policy import HOST_FAULT
 from enginepool.protocol.messages import MAX_HEADER_BYTES, StatusReport
-from enginepool.restart_policy import HOST_FAULT
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool

@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from enginepool import __version__
-from enginepool.address import default_address
 from enginepool.cli import doctor_checks as examination
 from enginepool.cli.connect import DEFAULT_ADDRESS
 from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing, load_config
+from enginepool.net.address import default_address
 from tests.process.commands import LIMIT_S, ROOT, call
 
 

@@ -21,9 +21,9 @@ from enginepool import BlockingPool, Pool, errors
 from enginepool.client import embedded
 from enginepool.client.embedded import EmbeddedCoordinator, embedded_config
 from enginepool.config import GroupConfig, PoolConfig, Timing
-from enginepool.folders import snapshot_folders
+from enginepool.host.folders import snapshot_folders
+from enginepool.host.restart_policy import HOST_FAULT, HOST_FAULT_S, RESTART, RestartPolicy
 from enginepool.protocol.messages import StatusReport
-from enginepool.restart_policy import HOST_FAULT, HOST_FAULT_S, RESTART, RestartPolicy
 from enginepool.workers.sim.engine import BYTE_OFFSET
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.processes import Processes

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from enginepool import BlockingPool
-from enginepool.address import default_address
 from enginepool.errors import ConfigError
+from enginepool.net.address import default_address
 from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes

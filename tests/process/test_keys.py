@@ -15,7 +15,7 @@ import zmq.utils.monitor
 
 from enginepool import BlockingPool, Pool, errors
 from enginepool.coordinator.shell.authentication import NAMED, Authenticator
-from enginepool.keys import AUTHORIZED, FIRST, make_keys, read_key
+from enginepool.net.keys import AUTHORIZED, FIRST, make_keys, read_key
 from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.attackers import Raw, raw

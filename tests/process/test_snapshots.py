@@ -12,7 +12,7 @@ import torch
 from enginepool import Pool, WeightPublisher
 from enginepool.config import PoolConfig
 from enginepool.coordinator.launchers.processes import made_at
-from enginepool.folders import OWNER, snapshot_folders
+from enginepool.host.folders import OWNER, snapshot_folders
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from enginepool.config import PoolConfig, encode_config
-from enginepool.folders import snapshot_folders
+from enginepool.host.folders import snapshot_folders
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
 

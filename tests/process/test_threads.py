@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import sys, threading
-from enginepool import threads
+from enginepool.transfer import threads
 
 hangs = threading.Event()
 

@@ -11,7 +11,7 @@ import zmq
 
 from enginepool.coordinator.core.events import GroupWeights
 from enginepool.coordinator.shell.journal import Journal
-from enginepool.folders import snapshot_folders
+from enginepool.host.folders import snapshot_folders
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import (
     Accept,

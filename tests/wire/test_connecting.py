@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import zmq
 
-from enginepool import dealer
 from enginepool.client.link import ClientLink as ClientLink
+from enginepool.net import dealer
 from enginepool.workers.link import WorkerLink as WorkerLink
 
 ADDRESS = "tcp://127.0.0.1:1"

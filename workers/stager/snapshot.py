@@ -16,8 +16,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.folders import OWNER, exposed, make_private
 from enginepool.host import unnamed_file
+from enginepool.host.folders import OWNER, exposed, make_private
 from enginepool.protocol.layout import digest_text, layout
 from enginepool.protocol.manifest import Tensor
 

@@ -22,6 +22,7 @@ import psutil
 
 from enginepool.config import GroupConfig, PoolConfig, gpus_per_worker
 from enginepool.coordinator.core.events import GroupWeights, LiveProcess, WorkerExited
+from enginepool.coordinator.launchers.gpus import allocate_gpus, visible_gpus
 from enginepool.coordinator.launchers.processes import (
     OUT_OF_MEMORY,
     PERMANENT,
@@ -36,7 +37,6 @@ from enginepool.coordinator.launchers.processes import (
 )
 from enginepool.coordinator.launchers.stagers import Stagers
 from enginepool.coordinator.shell.log import log
-from enginepool.gpus import allocate_gpus, visible_gpus
 from enginepool.host import host_identity, os_error, write_file
 
 #: logs of ended workers that are kept

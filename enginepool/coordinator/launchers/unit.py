@@ -17,16 +17,16 @@ from typing import IO
 
 import msgspec
 
-from enginepool.address import STATE_DIR
 from enginepool.config import GroupConfig, PoolConfig, Timing, check_config, check_models
 from enginepool.coordinator.core.events import GroupWeights, WorkerExited
+from enginepool.coordinator.launchers.gpus import check_gpus
 from enginepool.coordinator.launchers.local import LocalSupervisor
 from enginepool.coordinator.shell.journal import JOURNAL, prepare_state_dir
 from enginepool.coordinator.shell.log import log
-from enginepool.dealer import ask
 from enginepool.errors import ConfigError
-from enginepool.gpus import check_gpus
-from enginepool.keys import Key, no_answer_hint
+from enginepool.net.address import STATE_DIR
+from enginepool.net.dealer import ask
+from enginepool.net.keys import Key, no_answer_hint
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
 from enginepool.protocol.messages import ErrorReply, GetSettings, ToClient, ToWorker, WorkerSettings

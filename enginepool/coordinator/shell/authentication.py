@@ -12,7 +12,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from enginepool.coordinator.shell.peers import Peer
 from enginepool.errors import ConfigError
-from enginepool.keys import AUTHORIZED, SERVER, Key, read_authorized, read_key
+from enginepool.net.keys import AUTHORIZED, SERVER, Key, read_authorized, read_key
 from enginepool.protocol.roles import INCLUDES
 
 #: the coordinator's TCP sockets, as ZAP calls them

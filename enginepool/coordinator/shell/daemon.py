@@ -21,7 +21,6 @@ from typing import Any, Literal, NoReturn
 import msgspec
 import uvloop
 
-from enginepool.address import default_address
 from enginepool.config import PoolConfig, check_endpoint, decode_config, resolve_roots
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
@@ -53,12 +52,13 @@ from enginepool.coordinator.shell.sockets import (
     pid_of,
 )
 from enginepool.errors import ConfigError
-from enginepool.folders import make_private
 from enginepool.host import os_error
+from enginepool.host.folders import make_private
+from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, INTERNAL_ERROR, RESTART, STOPPED
+from enginepool.net.address import default_address
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import ErrorReply
-from enginepool.restart_policy import BAD_CONFIG, HOST_FAULT, INTERNAL_ERROR, RESTART, STOPPED
 
 #: stagers that owe nothing end within this
 QUIET_S = 1.0

@@ -25,7 +25,7 @@ import msgspec
 
 from enginepool.coordinator.core.events import GroupWeights
 from enginepool.errors import ConfigError
-from enginepool.folders import exposed, make_private
+from enginepool.host.folders import exposed, make_private
 
 #: the file in the state directory of a pool
 JOURNAL = "journal.json"

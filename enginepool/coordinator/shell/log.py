@@ -5,7 +5,7 @@ import os
 import select
 import sys
 
-from enginepool.log_lines import LogLines, one_line
+from enginepool.host.log_lines import LogLines, one_line
 
 #: lines that peers can cause have kinds of their own
 BUDGETS: dict[str, tuple[int, float]] = {

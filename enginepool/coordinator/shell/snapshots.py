@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from enginepool.coordinator.launchers.processes import lives, made_at
-from enginepool.folders import OWNER, exposed, make_private, snapshot_folders
 from enginepool.host import SHARED, host_identity, write_file
+from enginepool.host.folders import OWNER, exposed, make_private, snapshot_folders
 
 
 class _Owner(msgspec.Struct, frozen=True):

@@ -31,8 +31,8 @@ from enginepool.coordinator.shell.connections import OPEN_FILES, Connections
 from enginepool.coordinator.shell.outbox import Outbox
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
 from enginepool.errors import ConfigError
-from enginepool.folders import exposed
-from enginepool.keepalive import keep_alive
+from enginepool.host.folders import exposed
+from enginepool.net.dealer import keep_alive
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Ping
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from enginepool.model_folder import holds_model
+from enginepool.host.model_folder import holds_model
 from enginepool.workers import cpu_bridge
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
 from enginepool.workers.sglang.host.settings import RequestedSettings, SettingsError, engine_kwargs

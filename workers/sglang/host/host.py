@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from enginepool.folders import PrivateFolder
 from enginepool.host import LONGEST_PATH
+from enginepool.host.folders import PrivateFolder
 from enginepool.workers.sglang.host.process import NOTES_VARIABLE
 
 STOP_S = 15.0

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from enginepool.folders import PrivateFolder
 from enginepool.host import SHARED
+from enginepool.host.folders import PrivateFolder
 from enginepool.protocol.layout import digest_text
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding

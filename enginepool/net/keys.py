@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from enginepool.errors import ConfigError
-from enginepool.folders import make_private
+from enginepool.host.folders import make_private
 from enginepool.protocol.roles import INCLUDES, Role
 
 SERVER = "server.key"

@@ -1,17 +1,33 @@
-"""How a peer connects to a coordinator: the options of its DEALER socket, the same for clients and workers."""
+"""The options of sockets: how a peer connects to a coordinator, and how both ends find that the other host is gone."""
 
 from typing import Any
 
 import zmq
 
-from enginepool.keepalive import keep_alive
-from enginepool.keys import Key
+from enginepool.net.keys import Key
 
 #: A connection attempt is given up after so long, and a new one begins. The kernel repeats a SYN after 1, 2, 4, 8 … seconds, so
 #: that an attempt that began while the network was down would go on for as long again once the network is back.
 CONNECT_MS = 2000
 #: the longest pause between two attempts
 AGAIN_MS = 1000
+#: seconds of silence before the first probe; seconds between probes; probes without an answer after which a peer is lost
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 4, 2, 3
+#: the kernel of the peer acknowledges what was sent within this, or the connection ends
+UNREAD_S = 10.0
+
+
+def keep_alive(socket: "zmq.Socket[Any]", unread_s: float = UNREAD_S) -> None:
+    """Let the kernel probe a silent peer over TCP, whose host may be gone. Set before the socket connects or binds.
+
+    Never ZMTP heartbeats: libzmq (4.3.5 and before) ends the whole process when it would send a ping or a pong on a connection
+    whose peer has left while more messages of that peer wait than `ZMQ_RCVHWM`.
+    """
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, KEEPALIVE_COUNT)
+    socket.setsockopt(zmq.TCP_MAXRT, int(1000 * unread_s))
 
 
 def connect(socket: "zmq.Socket[Any]", address: str, key: Key | None, *, again_ms: int) -> None:
