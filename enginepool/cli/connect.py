@@ -7,7 +7,7 @@ import typer
 from enginepool.net.address import ADDRESS_VARIABLE, FORM, default_address, wrong_address
 
 if TYPE_CHECKING:
-    from enginepool.client.pool import Opening
+    from enginepool.client.opening import Opening
 
 #: stands for the ipc socket at which a user's pool listens by default
 DEFAULT_ADDRESS = ""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from enginepool.client.absent import no_attribute, not_made_so
 from enginepool.client.facade import BlockingFacade, attribute, blocking
 from enginepool.client.loop_thread import LoopThread
-from enginepool.client.pool import Opening, Pool
+from enginepool.client.opening import Opening
+from enginepool.client.pool import Pool
 from enginepool.errors import PoolClosed
 
 P = ParamSpec("P")

@@ -14,7 +14,7 @@ from enginepool.trainer.update_handle import UpdateHandle
 
 
 def methods(kind: type) -> dict[str, Any]:
-    return {name: method for name, method in vars(kind).items() if not name.startswith("_") and inspect.isfunction(method)}
+    return {name: method for name, method in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")}
 
 
 @pytest.mark.parametrize(

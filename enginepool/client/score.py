@@ -1,0 +1,126 @@
+"""The calls of a `Pool` that score rows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Unpack
+
+from enginepool.client.arguments import (
+    Ids,
+    ScoreOptions,
+    check_flag,
+    check_group,
+    check_options,
+    check_priority,
+    check_version,
+)
+from enginepool.client.payload import Payload, check_labels, check_softmax, encode_pairs, encode_shared
+from enginepool.client.results import ScoreResult, read_result
+from enginepool.client.row_calls import RowCalls
+from enginepool.protocol.messages import Score
+
+#: What the wire calls the arguments of `score` and `score_pairs`.
+_SCORE_NAMES = {
+    "labels": "label_token_ids",
+    "softmax": "apply_softmax",
+    "hidden": "return_pooled_hidden_states",
+    "timeout_ms": "timeout",
+}
+_PAIR_NAMES = {**_SCORE_NAMES, "query": "prompts", "items": "responses"}
+
+
+class ScoreCalls(RowCalls):
+    """Base of `Pool`."""
+
+    async def score(
+        self,
+        query: str | Ids,
+        items: Sequence[str] | Sequence[Ids],
+        **options: Unpack[ScoreOptions],
+    ) -> ScoreResult:
+        """Score each item after one query. Query and items are all text, or all token ids.
+
+        A CausalLM gives the probability of each label token after query + item; a classifier or reward model the outputs of its
+        head. Items of one call run as one forward pass if they fit one batch of a worker, else as few whole batches.
+
+        A cross-encoder (BERT or XLM-RoBERTa with a head) scores as `CrossEncoder` of sentence-transformers does. Texts are
+        joined as its tokenizer joins a pair, and truncated to what the model takes; an empty query is no text of a pair. A
+        single output goes through sigmoid, unless the model's configuration names another function. Token ids are not changed:
+        every row needs the separator between query and item.
+
+        Args:
+            query: a text, or token ids (a sequence of ints, or a one-dimensional integer array).
+            items: texts, or token ids of each item (also a two-dimensional array: a row each).
+            label_token_ids: the tokens to score; CausalLM only, at most 4096. Default: None.
+            apply_softmax: CausalLM: normalize over the labels alone. Classifiers: softmax over the outputs. Default: False.
+            item_first: rows are item + query. Default: False.
+            return_pooled_hidden_states: classifiers only. Default: False.
+            group: may be left out where the pool has one group.
+            priority: −1000 to 1000; larger runs first. Default: 0.
+            timeout: seconds to the answer, after which the call ends with DeadlineExceeded and what waits is not run. Default:
+                None, which is no limit.
+            retry_busy: True, the default: wait and try again when the pool is full; else Busy is raised.
+            min_version: the oldest weights that may answer; the request waits in the pool until they are there. Default: 0.
+            logprobs: natural logarithms instead of probabilities, computed as such: in float32 a probability below 1e-45 is 0,
+                and its logarithm -inf. Classifiers: only with `apply_softmax`, or where the head's outputs are probabilities.
+                Default: False.
+            raw: a cross-encoder takes rows as they are: token ids without a separator, texts joined without one. Default:
+                False.
+
+        Returns:
+            scores float32 [items, labels], and what it took; see `ScoreResult`.
+
+        Raises:
+            BadRequest: an argument cannot be served; `field` names it, `limit` the limit.
+            EnginepoolError: everything else that can happen; see `enginepool.errors`.
+
+        Cancelling the task that awaits it takes the request back.
+        """
+        check_options("score", options, ScoreOptions)
+        return await self._score(encode_shared(query, items), _SCORE_NAMES, **options)
+
+    async def score_pairs(
+        self,
+        prompts: Sequence[str] | Sequence[Ids],
+        responses: Sequence[str] | Sequence[Ids],
+        **options: Unpack[ScoreOptions],
+    ) -> ScoreResult:
+        """Score each response after its own prompt, as one request: row i is prompts[i] + responses[i].
+
+        Everything else is as in `score`.
+        """
+        check_options("score_pairs", options, ScoreOptions)
+        return await self._score(encode_pairs(prompts, responses), _PAIR_NAMES, **options)
+
+    async def _score(
+        self,
+        payload: Payload,
+        names: Mapping[str, str],
+        *,
+        label_token_ids: Ids | None = None,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+        return_pooled_hidden_states: bool = False,
+        group: str = "",
+        priority: int = 0,
+        timeout: float | None = None,  # noqa: ASYNC109 (the coordinator keeps this time too)
+        retry_busy: bool = True,
+        min_version: int = 0,
+        logprobs: bool = False,
+        raw: bool = False,
+    ) -> ScoreResult:
+        specs, frames = payload
+        score = Score(
+            id=0,
+            frames=specs,
+            group=check_group(group),
+            labels=check_labels(label_token_ids),
+            softmax=check_flag("apply_softmax", apply_softmax),
+            item_first=check_flag("item_first", item_first),
+            hidden=check_flag("return_pooled_hidden_states", return_pooled_hidden_states),
+            priority=check_priority(priority),
+            min_version=check_version(min_version, "min_version"),
+            logprobs=check_flag("logprobs", logprobs),
+            raw=check_flag("raw", raw),
+        )
+        check_softmax(score.softmax, score.labels)
+        answer = await self._submit(score, frames, names, timeout, retry_busy)
+        return read_result(answer.result, answer.frames)
