@@ -8,6 +8,7 @@ from enginepool.net.address import ADDRESS_VARIABLE, FORM, default_address, wron
 
 if TYPE_CHECKING:
     from enginepool.client.opening import Opening
+    from enginepool.client.pool import Pool
 
 #: stands for the ipc socket at which a user's pool listens by default
 DEFAULT_ADDRESS = ""
@@ -34,7 +35,7 @@ Address = Annotated[
 ]
 
 
-def open_pool(address: str) -> "Opening":
+def open_pool(address: str) -> "Opening[Pool]":
     """A connected pool, to be entered with `async with`, which closes it."""
     from enginepool.client.pool import Pool
 

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _CLOSE_S = 30.0
 
 
-def _opened(opening: Callable[P, Opening]) -> "Callable[P, BlockingPool]":
+def _opened(opening: Callable[P, Opening[Pool]]) -> "Callable[P, BlockingPool]":
     """The blocking form of a class method of `Pool` that opens one."""
 
     @functools.wraps(opening)
@@ -38,7 +38,7 @@ class BlockingPool(BlockingFacade):
     garbage-collected, and at the end of the program. Calls that run in other threads then end with PoolClosed.
     """
 
-    def __init__(self, opening: Opening | None = None) -> None:
+    def __init__(self, opening: Opening[Pool] | None = None) -> None:
         """Not for callers: use `connect` or `start`."""
         if not isinstance(opening, Opening):
             raise not_made_so("BlockingPool", opening)

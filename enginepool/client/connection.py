@@ -12,7 +12,7 @@ from enginepool import __version__
 from enginepool.client.dns import follow_name
 from enginepool.client.link import ClientLink
 from enginepool.client.session.events import (
-    AbandonUpdate,
+    AbandonRequest,
     Abort,
     Answer,
     Close,
@@ -125,7 +125,7 @@ class Connection:
             said = await future
         except asyncio.CancelledError:
             if self._futures.pop(id_, None) is not None:
-                self._handle(AbandonUpdate(self._loop.time(), id_))
+                self._handle(AbandonRequest(self._loop.time(), id_))
             raise
         if isinstance(said, Fail):
             raise self._error(said.failure, names)

@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, check_version
-from enginepool.client.session.events import Fail, OpenUpdate, UpdateAbandon, UpdateCommit, UpdateDone
+from enginepool.client.session.events import Fail, OpenUpdate, UpdateAbort, UpdateCommit, UpdateDone
 from enginepool.protocol.updates import MAX_MS, InFlight, Publish, Transfer, UpdateRecord
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ async def publish_unsent(connection: "Connection", publish: Publish, seconds: fl
     try:
         said = await end
     except asyncio.CancelledError:
-        connection.tell(UpdateAbandon(connection.now(), id_, "the caller gave up"))
+        connection.tell(UpdateAbort(connection.now(), id_, "the caller gave up"))
         raise
     if isinstance(said, Fail):
         raise connection.failed(said.failure, NAMES)

@@ -16,11 +16,11 @@ from enginepool.client.notices import Notices
 from enginepool.client.opening import Opening
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.score import ScoreCalls
-from enginepool.client.session.events import AskStatus, Report
+from enginepool.client.session.events import Ask, Report
 from enginepool.client.weight_calls import WeightCalls
 from enginepool.client.worker_restarts import restart_workers
 from enginepool.net.keys import key_for
-from enginepool.protocol.messages import RestartWorker, StatusReport
+from enginepool.protocol.messages import RestartWorker, Status, StatusReport
 
 if TYPE_CHECKING:
     from enginepool.client.embedded import EmbeddedCoordinator
@@ -70,7 +70,7 @@ class Pool(ScoreCalls, WeightCalls):
         *,
         keys: str | PathLike[str] | None = None,
         connect_timeout: float | None = 10.0,
-    ) -> Opening:
+    ) -> "Opening[Pool]":
         """Connect to a coordinator that runs elsewhere: `tcp://HOST:PORT` or `ipc://PATH`. Without an address, to the one in
         the environment variable ENGINEPOOL_ADDRESS, else where a pool of this user listens by default.
 
@@ -109,7 +109,7 @@ class Pool(ScoreCalls, WeightCalls):
         config: "PoolConfig | None" = None,
         start_timeout: float = 60.0,
         **settings: Any,
-    ) -> Opening:
+    ) -> "Opening[Pool]":
         """Start a pool inside this program: a coordinator as a child process, and its workers. They end with this process.
 
         Returns as soon as the coordinator answers; workers go on loading. `await pool.ready()` waits for them. A coordinator
@@ -197,7 +197,7 @@ class Pool(ScoreCalls, WeightCalls):
         timeout = check_timeout(timeout)
         now = self._connection.now()
         deadline = None if timeout is None else now + timeout
-        return (await self._connection.ask(lambda id_: AskStatus(now, id_, deadline), Report)).report
+        return (await self._connection.ask(lambda id_: Ask(now, Status(id_), deadline), Report)).report
 
     async def restart(self, group: str = "", worker: str = "", *, report: Callable[[str], None] | None = None) -> list[str]:
         """Restart worker `worker` of `group`, by its name in the status, or all workers that the pool started for the group,
@@ -214,11 +214,8 @@ class Pool(ScoreCalls, WeightCalls):
 
         async def restart(group: str, worker: str, incarnation: str) -> StatusReport:
             now = self._connection.now()
-
-            def ask(id_: int) -> AskStatus:
-                return AskStatus(now, id_, None, RestartWorker(id_, group, worker, incarnation))
-
-            return (await self._connection.ask(ask, Report)).report
+            answer = self._connection.ask(lambda id_: Ask(now, RestartWorker(id_, group, worker, incarnation)), Report)
+            return (await answer).report
 
         async def ask() -> StatusReport:
             return await self.status(None)

@@ -6,7 +6,7 @@ from enginepool.client.arguments import check_group, check_name, check_path, che
 from enginepool.client.connection import Connection
 from enginepool.client.metadata_update import publish_message, publish_unsent
 from enginepool.client.results import Floats, WeightReader
-from enginepool.client.session.events import AskWeights, WeightsAnswer
+from enginepool.client.session.events import Ask, WeightsAnswer
 from enginepool.protocol.updates import InFlight, InspectWeights, UpdateRecord, WeightsReport
 
 
@@ -113,8 +113,8 @@ class WeightCalls:
         seconds = check_timeout(seconds)
         now = self._connection.now()
 
-        def ask(id_: int) -> AskWeights:
+        def ask(id_: int) -> Ask:
             question.id = id_
-            return AskWeights(now, question, None if seconds is None else now + seconds)
+            return Ask(now, question, None if seconds is None else now + seconds)
 
         return await self._connection.ask(ask, WeightsAnswer)

@@ -13,7 +13,7 @@ from enginepool.client.session.events import (
     JoinProcessGroup,
     OpenUpdate,
     PhaseReached,
-    UpdateAbandon,
+    UpdateAbort,
     UpdateCommit,
     UpdateDone,
     UpdateProgress,
@@ -333,7 +333,7 @@ class UpdateHandle:
         if self._id is None or self._desk.connection is None:
             self._end(self._aborted(reason))
         else:
-            self._desk.connection.tell(UpdateAbandon(self._desk.loop.time(), self._id, reason[:_MAX_REASON], broken))
+            self._desk.connection.tell(UpdateAbort(self._desk.loop.time(), self._id, reason[:_MAX_REASON], broken))
 
     def _follower_ended(self, end: RoundEnd, own: Exception | None) -> None:
         self._cause = self._cause or own

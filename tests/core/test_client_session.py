@@ -7,10 +7,10 @@ from math import inf
 import pytest
 
 from enginepool.client.session.events import (
-    AbandonUpdate,
+    AbandonRequest,
     Abort,
     Answer,
-    AskStatus,
+    Ask,
     Close,
     Complaint,
     Ended,
@@ -424,7 +424,7 @@ def test_a_request_that_was_never_sent_is_cancelled_at_once():
     driver = Driver()
     driver.start()
     driver.submit(1)
-    driver(AbandonUpdate(driver.now, 1))
+    driver(AbandonRequest(driver.now, 1))
     assert driver.failed() == [(1, "cancelled")]
     driver.welcome()
     assert driver.sent_ids() == []
@@ -433,9 +433,9 @@ def test_a_request_that_was_never_sent_is_cancelled_at_once():
 def test_cancelling_a_sent_request_tells_the_coordinator_and_takes_whichever_answer_comes(driver: Driver):
     driver.submit(1)
     driver.submit(2)
-    driver(AbandonUpdate(driver.now, 1))
+    driver(AbandonRequest(driver.now, 1))
     assert driver.sent() == [Cancel(1)]
-    driver(AbandonUpdate(driver.now, 2))
+    driver(AbandonRequest(driver.now, 2))
     driver.refuse("cancelled", 1)
     assert driver.failed() == [(1, "cancelled")]
     driver.hear(result(2))
@@ -444,7 +444,7 @@ def test_cancelling_a_sent_request_tells_the_coordinator_and_takes_whichever_ans
 
 def test_a_cancelled_request_without_an_answer_ends_after_a_second(driver: Driver):
     driver.submit(1)
-    driver(AbandonUpdate(driver.now, 1))
+    driver(AbandonRequest(driver.now, 1))
     driver.pass_time(1.1)
     assert driver.failed() == [(1, "cancelled")]
 
@@ -453,7 +453,7 @@ def test_a_cancel_survives_a_lost_link_and_the_request_is_not_sent_again(driver:
     driver.submit(1)
     driver.now += 0.2
     driver.refuse("hello_required")
-    driver(AbandonUpdate(driver.now, 1))
+    driver(AbandonRequest(driver.now, 1))
     driver.welcome()
     assert driver.sent_ids() == []
     assert Cancel(1) in driver.sent()
@@ -462,7 +462,7 @@ def test_a_cancel_survives_a_lost_link_and_the_request_is_not_sent_again(driver:
 def test_a_coordinator_of_a_new_epoch_holds_nothing_that_could_be_cancelled(driver: Driver):
     driver.submit(1)
     driver.now += 0.2
-    driver(AbandonUpdate(driver.now, 1))
+    driver(AbandonRequest(driver.now, 1))
     driver.welcome(epoch=8)
     assert driver.failed() == [(1, "cancelled")]
     assert driver.sent() == []
@@ -577,7 +577,7 @@ def test_a_ping_is_answered_at_once(driver: Driver):
 def test_a_status_question_is_asked_until_it_is_answered():
     driver = Driver()
     driver.start()
-    driver(AskStatus(driver.now, 1))
+    driver(Ask(driver.now, Status(1)))
     driver.welcome()
     assert driver.sent() == [Status(1)]
     driver.pass_time(1.05)
@@ -589,7 +589,7 @@ def test_a_status_question_is_asked_until_it_is_answered():
 
 
 def test_a_status_question_ends_at_its_deadline(driver: Driver):
-    driver(AskStatus(driver.now, 1, driver.now + 2.5))
+    driver(Ask(driver.now, Status(1), driver.now + 2.5))
     driver.pass_time(2.6)
     assert driver.failed() == [(1, "deadline_exceeded")]
 
@@ -600,7 +600,7 @@ def test_a_status_question_ends_at_its_deadline(driver: Driver):
 def test_closing_acknowledges_says_goodbye_and_answers_everything(driver: Driver):
     driver.submit(1)
     driver.submit(2)
-    driver(AskStatus(driver.now, 3))
+    driver(Ask(driver.now, Status(3)))
     driver.hear(result(1))
     driver(Close(driver.now))
     assert driver.sent() == [Ack([1]), Goodbye()]
@@ -658,7 +658,7 @@ def test_memory_of_timers_and_queues_is_bounded_by_what_is_pending():
     session = driver.session
     for id_ in range(1, 20_000):
         session.handle(SubmitRequest(driver.now, score(id_), FRAMES, driver.now + 1e6))
-        session.handle(AbandonUpdate(driver.now, id_))
+        session.handle(AbandonRequest(driver.now, id_))
     driver.welcome()
     for id_ in range(20_000, 40_000):
         session.handle(SubmitRequest(driver.now, score(id_), FRAMES, driver.now + 1e6))
@@ -757,7 +757,7 @@ def test_every_request_gets_exactly_one_final_answer_whatever_the_network_does(s
                 do(SubmitRequest(now, score(next_id, priority=rng.randint(-3, 3)), FRAMES, deadline))
                 next_id += 1
             elif chance < 0.30 and next_id > 1:
-                do(AbandonUpdate(now, rng.randrange(1, next_id)))
+                do(AbandonRequest(now, rng.randrange(1, next_id)))
             elif chance < 0.305:
                 coordinator.restart()
             elif chance < 0.31:

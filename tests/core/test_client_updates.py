@@ -6,8 +6,8 @@ from math import inf
 import pytest
 
 from enginepool.client.session.events import (
-    AbandonUpdate,
-    AskWeights,
+    AbandonRequest,
+    Ask,
     Close,
     CommittedWeightsLost,
     Fail,
@@ -21,7 +21,7 @@ from enginepool.client.session.events import (
     SessionEvent,
     SessionTick,
     Start,
-    UpdateAbandon,
+    UpdateAbort,
     UpdateCommit,
     UpdateDone,
     UpdateProgress,
@@ -260,8 +260,8 @@ def test_a_message_that_comes_after_the_end_changes_nothing(publisher: Publisher
 
 def test_giving_up_is_told_and_the_coordinator_has_the_last_word(publisher: Publisher):
     publisher.open()
-    assert publisher(UpdateAbandon(publisher.now, 1, "a NaN")) == [SendMessage(updates.AbortUpdate(1, "a NaN"))]
-    assert publisher(UpdateAbandon(publisher.now, 1, "again")) == []
+    assert publisher(UpdateAbort(publisher.now, 1, "a NaN")) == [SendMessage(updates.AbortUpdate(1, "a NaN"))]
+    assert publisher(UpdateAbort(publisher.now, 1, "again")) == []
     publisher.hear(published(1))
     assert publisher.ended() == ["committed"]
 
@@ -270,13 +270,13 @@ def test_giving_up_before_any_coordinator_heard_of_it_is_done_at_once():
     publisher = Publisher()
     publisher.start()
     publisher.open()
-    publisher(UpdateAbandon(publisher.now, 1))
+    publisher(UpdateAbort(publisher.now, 1))
     assert publisher.ended() == ["update_aborted"]
 
 
 def test_giving_up_without_an_answer_ends_all_the_same(publisher: Publisher):
     publisher.open()
-    publisher(UpdateAbandon(publisher.now, 1, "enough"))
+    publisher(UpdateAbort(publisher.now, 1, "enough"))
     publisher.pass_time(9.0)
     assert publisher.ended() == []
     publisher.pass_time(2.0)
@@ -338,7 +338,7 @@ def test_closing_leaves_to_the_coordinator_what_may_be_committed(publisher: Publ
 
 def test_a_question_about_weights_is_asked_again_after_a_lost_link_and_answered_once(publisher: Publisher):
     question = InspectWeights(1, what="tensor", name="w")
-    assert publisher(AskWeights(publisher.now, question)) == [SendMessage(question)]
+    assert publisher(Ask(publisher.now, question)) == [SendMessage(question)]
     publisher.pass_time(5.0)
     assert publisher.words() == []
     publisher.refuse("hello_required")
@@ -350,7 +350,7 @@ def test_a_question_about_weights_is_asked_again_after_a_lost_link_and_answered_
 
 
 def test_a_refused_question_fails_and_is_not_acknowledged(publisher: Publisher):
-    publisher(AskWeights(publisher.now, InspectWeights(1, group="nope")))
+    publisher(Ask(publisher.now, InspectWeights(1, group="nope")))
     publisher.refuse("unknown_group", 1)
     assert publisher.failed() == [(1, "unknown_group")]
     publisher.pass_time(0.5)
@@ -358,9 +358,9 @@ def test_a_refused_question_fails_and_is_not_acknowledged(publisher: Publisher):
 
 
 def test_a_question_ends_at_its_deadline_and_when_it_is_taken_back(publisher: Publisher):
-    publisher(AskWeights(publisher.now, InspectWeights(1), publisher.now + 2.0))
-    publisher(AskWeights(publisher.now, InspectWeights(2)))
-    publisher(AbandonUpdate(publisher.now, 2))
+    publisher(Ask(publisher.now, InspectWeights(1), publisher.now + 2.0))
+    publisher(Ask(publisher.now, InspectWeights(2)))
+    publisher(AbandonRequest(publisher.now, 2))
     publisher.pass_time(100.0)
     assert publisher.failed() == [(1, "deadline_exceeded")]
     assert publisher.words() == []
@@ -493,7 +493,7 @@ def test_every_update_ends_once_and_as_the_journal_says_whatever_the_network_doe
                 do(OpenUpdate(now, publish(next_id, version=next_id), MANIFEST, now + 20.0))
                 next_id += 1
             elif chance < 0.11 and next_id > 1:
-                do(UpdateAbandon(now, next_id - 1, "enough"))
+                do(UpdateAbort(now, next_id - 1, "enough"))
             elif chance < 0.12:
                 coordinator.restart()
             elif chance < 0.125:

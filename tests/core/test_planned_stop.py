@@ -2,7 +2,7 @@
 
 import pytest
 
-from enginepool.client.session.events import AbandonUpdate, Abort, Complaint, SessionTick
+from enginepool.client.session.events import AbandonRequest, Abort, Complaint, SessionTick
 from enginepool.coordinator.core import events as ev
 from enginepool.protocol.messages import Drain, ErrorReply, Ping
 from tests.core.machines import Pool, codes, failures, results, work
@@ -59,11 +59,11 @@ def test_a_deadline_ends_the_wait_for_the_next_coordinator(driver: Driver) -> No
 def test_a_cancelled_request_does_not_wait_for_the_next_coordinator(driver: Driver) -> None:
     driver.submit(1)
     driver.submit(2)
-    driver(AbandonUpdate(driver.now, 1))
+    driver(AbandonRequest(driver.now, 1))
     driver.refuse("shutting_down", 1)
     assert driver.failed() == [(1, "cancelled")]
     driver.refuse("shutting_down", 2)
-    driver(AbandonUpdate(driver.now, 2))
+    driver(AbandonRequest(driver.now, 2))
     assert driver.failed() == [(2, "cancelled")]
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import msgspec
 
 from enginepool.client.session.events import (
-    AbandonUpdate,
+    AbandonRequest,
     Answer,
-    AskStatus,
+    Ask,
     Close,
     Ended,
     Fail,
@@ -22,7 +22,7 @@ from enginepool.client.session.events import (
 from enginepool.client.session.machine import ClientSession
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.frames import Buffer, check_frames, decode_header
-from enginepool.protocol.messages import Result, ToClient
+from enginepool.protocol.messages import Result, Status, ToClient
 from tests.sim.network import Dealer, Network
 from tests.sim.oracle import Oracle
 from tests.sim.traffic import Call
@@ -79,12 +79,12 @@ class SimClient:
             self._wanted.append((call, False))
         elif not self.gone and call.submitted >= 0 and not call.outcome:
             call.cancelled = True
-            self._take(AbandonUpdate(self.world.now, call.id))
+            self._take(AbandonRequest(self.world.now, call.id))
 
     def ask_status(self) -> None:
         if not self.gone and not self.stalled:
             self.ids += 1
-            self._take(AskStatus(self.world.now, self.ids, self.world.now + 5.0))
+            self._take(Ask(self.world.now, Status(self.ids), self.world.now + 5.0))
 
     # --- the loop ------------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import ErrorReply, Message, RestartWorker, Result, RowRequest, StatusReport, ToClient
+from enginepool.protocol.messages import ErrorReply, Message, RestartWorker, Result, RowRequest, Status, StatusReport, ToClient
 from enginepool.protocol.updates import InspectWeights, Join, MemoryRegion, Phase, Publish, Published, WeightsReport
 
 
@@ -37,24 +37,17 @@ class SubmitRequest(SessionEvent, frozen=True):
     retry_busy: bool = True
 
 
-class AbandonUpdate(SessionEvent, frozen=True):
+class AbandonRequest(SessionEvent, frozen=True):
     """The caller no longer wants request, or report, `id`."""
 
     id: int
 
 
-class AskStatus(SessionEvent, frozen=True):
-    """A status report is wanted, or a worker is to be restarted first. `id` is of the same series as the ids of requests."""
+class Ask(SessionEvent, frozen=True):
+    """A question for a report: on the pool's status, after the restart of a worker, or on weights. Its id is of the same series
+    as the ids of requests."""
 
-    id: int
-    deadline: float | None = None
-    restart: RestartWorker | None = None
-
-
-class AskWeights(SessionEvent, frozen=True):
-    """A question about weights; its id is of the same series."""
-
-    question: InspectWeights
+    question: Status | RestartWorker | InspectWeights
     deadline: float | None = None
 
 
@@ -92,7 +85,7 @@ class UpdateCommit(SessionEvent, frozen=True):
     deadline: float | None = None
 
 
-class UpdateAbandon(SessionEvent, frozen=True):
+class UpdateAbort(SessionEvent, frozen=True):
     """Give update `id` up, unless it is too late. Its final answer says which. `broken`: the process group broke."""
 
     id: int

@@ -2,32 +2,32 @@
 
 Time is in events, randomness comes through `jitter`; no sockets, clocks or tasks here. How it thinks:
 
-The *link* (`link_state.py`) stands or does not. When it is lost it is greeted again, after a silence on a new socket, and what
+The *link* (`link_state.py`) stands or does not. When it is lost, a new Hello is sent, after a silence on a new socket. What
 needs a standing link waits for the next Welcome.
 
-*Requests* (`calls.py`) are sent while the link is welcomed and the window has room: the largest priority, then the oldest.
-When the link is lost they are sent again after the next Welcome, under the same ids; the coordinator attaches them or starts
-anew, and later copies of an answer are dropped here. After `shutting_down` they wait for the Welcome of a higher epoch.
-Deadlines are the coordinator's to keep; a sent request fails here
-`grace_s` after its own, so that no call hangs when nobody answers.
+*Requests* (`pending_requests.py`) are sent while the link is welcomed and the window has room: the largest priority first, then
+the oldest. When the link is lost they are sent again after the next Welcome, under the same ids; the coordinator attaches them
+or starts anew. Later copies of an answer are dropped here. After `shutting_down` they wait for the Welcome of a higher epoch.
+The coordinator enforces deadlines. A sent request fails here `grace_s` after its deadline, so that no call hangs without a
+coordinator.
 
-*Questions* (`questions.py`) are asked again until they are answered. *Updates* (`updates.py`) are said again after a lost link,
+*Questions* (`questions.py`) are asked again until they are answered. *Updates* (`updates.py`) are sent again after a lost link,
 and looked up in the journal of a new coordinator.
 
-*Acknowledgements* go out in batches, except for `busy`: that leaves the id free, and an acknowledgement that arrives after the
-second attempt would make the coordinator forget it.
+*Acknowledgements* (`acknowledgements.py`) go out in batches, except for `busy`: that leaves the id free, and an
+acknowledgement that arrives after the second attempt would make the coordinator forget the request.
 """
 
 from collections.abc import Callable
 from math import inf
 from typing import Any
 
+from enginepool.client.session.acknowledgements import Acknowledgements
 from enginepool.client.session.events import (
-    AbandonUpdate,
+    AbandonRequest,
     Abort,
     Answer,
-    AskStatus,
-    AskWeights,
+    Ask,
     Close,
     CommittedWeightsLost,
     Complaint,
@@ -41,7 +41,7 @@ from enginepool.client.session.events import (
     SessionTick,
     Start,
     SubmitRequest,
-    UpdateAbandon,
+    UpdateAbort,
     UpdateCommit,
     UpdateProgress,
     UpdateSent,
@@ -54,15 +54,12 @@ from enginepool.client.session.settings import DEFAULTS, SessionSettings
 from enginepool.client.session.updates import Updates
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import (
-    MAX_ACKS,
     PROTOCOL_VERSION,
-    Ack,
     ErrorReply,
     Goodbye,
     Ping,
     Pong,
     Result,
-    Status,
     Welcome,
 )
 from enginepool.protocol.updates import Join, Phase, Published, WeightsNeeded, WeightsReport
@@ -96,22 +93,19 @@ class ClientSession:
         self._now = -inf
         self._out: list[SessionEffect] = []
         self._last_id = 0
-        #: final answers that are not acknowledged yet
-        self._acks: list[int] = []
-        # When there is something to do; inf: nothing.
-        self._ack_at = inf
+        self._acks = Acknowledgements(settings)
+        #: when unanswered requests are looked through; inf: the link is lost
         self._sweep_at = inf
         self._on: dict[type[SessionEvent], Callable[[Any], None]] = {
             Start: self._on_start,
             SubmitRequest: self._on_submit,
-            AbandonUpdate: self._on_abort,
-            AskStatus: self._on_ask_status,
-            AskWeights: self._on_ask_weights,
+            AbandonRequest: self._on_abort,
+            Ask: self._on_ask,
             OpenUpdate: self._on_open_update,
             UpdateProgress: lambda event: self.updates.progress(event.id, event.sent_bytes),
             UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, event.regions, self._out),
             UpdateCommit: lambda event: self.updates.allow(event.id, event.deadline, self._out),
-            UpdateAbandon: lambda event: self.updates.abort(event, self._now, self._out),
+            UpdateAbort: lambda event: self.updates.abort(event, self._now, self._out),
             MessageReceived: self._on_received,
             SessionTick: self._on_tick,
             Abort: lambda event: self._finish(event.failure),
@@ -128,9 +122,8 @@ class ClientSession:
     @property
     def wake_at(self) -> float:
         """When the next Tick is due; inf: nothing waits for time."""
-        return min(
-            self.link.wake_at, self.calls.wake_at, self.questions.wake_at, self.updates.wake_at, self._ack_at, self._sweep_at
-        )
+        parts = (self.link, self.calls, self.questions, self.updates, self._acks)
+        return min(self._sweep_at, *(part.wake_at for part in parts))
 
     # --- the caller's side ---------------------------------------------------------------------------------------------
 
@@ -144,17 +137,13 @@ class ClientSession:
         if self._take_id(event.request.id):
             self.calls.submit(event, self._now, self._out)
 
-    def _on_abort(self, event: AbandonUpdate) -> None:
+    def _on_abort(self, event: AbandonRequest) -> None:
         if not self.questions.abort(event.id):
             self.calls.abort(event.id, self._now, self._out)
 
-    def _on_ask_status(self, event: AskStatus) -> None:
-        if self._take_id(event.id):
-            self.questions.ask(event.id, event.restart or Status(event.id), event.deadline, self._now, self._out)
-
-    def _on_ask_weights(self, event: AskWeights) -> None:
+    def _on_ask(self, event: Ask) -> None:
         if self._take_id(event.question.id):
-            self.questions.ask(event.question.id, event.question, event.deadline, self._now, self._out)
+            self.questions.ask(event, self._now, self._out)
 
     def _on_open_update(self, event: OpenUpdate) -> None:
         if self._take_id(event.publish.id):
@@ -162,7 +151,7 @@ class ClientSession:
 
     def _on_close(self, event: Close) -> None:
         if self.link.stands:
-            self._flush_acks()
+            self._acks.flush(self._out)
             self.updates.end(_CLOSED, self._out)
             self._out.append(SendMessage(Goodbye()))
         self._finish(_CLOSED)
@@ -225,7 +214,7 @@ class ClientSession:
             self._out.append(Welcomed(message.epoch, tuple(message.groups)))
             if new_epoch:
                 self._acks.clear()
-            self._flush_acks()
+            self._acks.flush(self._out)
             self.questions.welcome(self._out)
             self.updates.welcome(new_epoch, self._now, self._out)
         self.calls.welcome(message, new_epoch, self._now, self._out)
@@ -283,12 +272,7 @@ class ClientSession:
         self.calls.answered(id_, effect, self._now, self._out)
 
     def _acknowledge(self, id_: int) -> None:
-        self._acks.append(id_)
-        if self.link.stands:
-            if len(self._acks) >= self.settings.ack_batch:
-                self._flush_acks()
-            elif self._ack_at == inf:
-                self._ack_at = self._now + self.settings.ack_delay_s
+        self._acks.add(id_, self._now, self._out, stands=self.link.stands)
 
     # --- time ----------------------------------------------------------------------------------------------------------
 
@@ -303,8 +287,8 @@ class ClientSession:
         elif due:
             self._greet(open_link=due == "silent")
         self.link.ping(now, self._out)
-        if now >= self._ack_at:
-            self._flush_acks()
+        if now >= self._acks.wake_at:
+            self._acks.flush(self._out)
         if now >= self._sweep_at:
             self._sweep_at = now + settings.resend_s
             self.calls.sweep(now, self._out)
@@ -321,14 +305,9 @@ class ClientSession:
         self.calls.shelve()
         self.questions.shelve()
         self.updates.shelve()
-        self._ack_at = self._sweep_at = inf
+        self._acks.shelve()
+        self._sweep_at = inf
         self.link.greet(self._now, self._out, open_link=open_link)
-
-    def _flush_acks(self) -> None:
-        self._ack_at = inf
-        for at in range(0, len(self._acks), MAX_ACKS):
-            self._out.append(SendMessage(Ack(self._acks[at : at + MAX_ACKS])))
-        self._acks = []
 
     def _finish(self, failure: ErrorReply) -> None:
         if self.end is not None:
@@ -338,7 +317,7 @@ class ClientSession:
         self.questions.end(failure, self._out)
         self.updates.end(failure, self._out)
         self._acks.clear()
-        self._ack_at = self._sweep_at = inf
+        self._sweep_at = inf
         self.link.end()
         self._out.append(Ended(failure))
 
@@ -359,9 +338,8 @@ class ClientSession:
         self.calls.check()
         self.questions.check(stands)
         self.updates.check(stands)
+        self._acks.check(stands)
         assert self.calls.open == stands, "requests are sent on a standing link, and then always"
-        assert not stands or len(self._acks) < self.settings.ack_batch, "acknowledgements pile up"
-        assert not stands or bool(self._acks) == (self._ack_at < inf), "acknowledgements have a time"
         assert all(id_ <= self._last_id for id_ in self.calls.by_id), "ids only grow"
         assert state != "ended" or not (self.calls.by_id or self.questions or self.updates or self.wake_at < inf), (
             "an ended session waits"

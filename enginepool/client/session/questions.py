@@ -1,19 +1,19 @@
 """The questions for a report, on the pool's status or its weights, that have no answer yet, and when each is asked again.
 
-Part of the pure machine in `session.py`. A coordinator keeps no question: one that is lost with its link, or has had no answer
-for `status_s` (`question_s`, for weights), is asked again under the same id. Every method appends to `out` what is to be done.
+Part of the pure machine in `machine.py`. A coordinator keeps no question: one that is lost with its link, or is unanswered for
+`status_s` (`question_s`, for weights), is asked again under the same id. Every method appends its effects to `out`.
 """
 
 from collections.abc import Sequence
 from math import inf
 
-from enginepool.client.session.events import Fail, Report, SendMessage, SessionEffect, WeightsAnswer
+from enginepool.client.session.events import Ask, Fail, Report, SendMessage, SessionEffect, WeightsAnswer
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import ErrorReply, Status, StatusReport
+from enginepool.protocol.messages import ErrorReply, RestartWorker, Status, StatusReport
 from enginepool.protocol.updates import InspectWeights, WeightsReport
 
-Question = Status | InspectWeights
+Question = Status | RestartWorker | InspectWeights
 
 
 class PendingQuestions:
@@ -32,9 +32,10 @@ class PendingQuestions:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def ask(self, id_: int, question: Question, deadline: float | None, now: float, out: list[SessionEffect]) -> None:
-        self._questions[id_] = question
-        self._waiting[id_] = (inf if deadline is None else deadline, self._again(id_, now))
+    def ask(self, event: Ask, now: float, out: list[SessionEffect]) -> None:
+        id_ = event.question.id
+        self._questions[id_] = event.question
+        self._waiting[id_] = (inf if event.deadline is None else event.deadline, self._again(id_, now))
         self._time()
         self._send(id_, out)
 

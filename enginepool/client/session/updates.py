@@ -25,7 +25,7 @@ from enginepool.client.session.events import (
     PhaseReached,
     SendMessage,
     SessionEffect,
-    UpdateAbandon,
+    UpdateAbort,
     UpdateDone,
 )
 from enginepool.client.session.settings import SessionSettings
@@ -130,7 +130,7 @@ class Updates:
                 self._say(update, Commit(id_), out)
             self._time()
 
-    def abort(self, event: UpdateAbandon, now: float, out: list[SessionEffect]) -> None:
+    def abort(self, event: UpdateAbort, now: float, out: list[SessionEffect]) -> None:
         update, reason = self.by_id.get(event.id), event.reason
         if update is None or update.abort is not None:
             return
