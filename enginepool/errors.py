@@ -15,7 +15,7 @@ class EnginepoolError(Exception):
 
     Attributes:
         code: the wire code (a key of `enginepool.protocol.errors.CODES`), or a local one (`closed`, `config`, `connect`).
-        fault: `caller`, `pool` or `nobody`.
+        fault: `caller`, `pool` or `none`: a full queue, a deadline, an update that was aborted.
         retry: sending the same request again is safe and may help.
         field: the argument at fault (`items[3]`), or "".
         limit: the limit that was passed, as text, or "".
@@ -24,7 +24,7 @@ class EnginepoolError(Exception):
     """
 
     code: str = ""
-    fault: Literal["caller", "pool", "nobody"] = "pool"
+    fault: Literal["caller", "pool", "none"] = "pool"
     retry: bool = False
 
     def __init__(
@@ -158,7 +158,7 @@ class ConnectError(EnginepoolError, ConnectionError):
     """No coordinator answered at the address that the message names."""
 
     code = "connect"
-    fault = "nobody"
+    fault = "none"
     retry = True
 
 

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from enginepool.protocol.basis import MAX_TEXT
 
-Fault = Literal["caller", "pool", "nobody"]
+Fault = Literal["caller", "pool", "none"]
 #: whether an error with the id of a request is its final answer. `attempt`: of this attempt, and the request may be sent again.
 #: `no`: it answers nothing. `second`: of the second request under the id, while the first one goes on.
 Final = Literal["yes", "no", "attempt", "second"]
@@ -43,7 +43,7 @@ CODES: dict[str, CodeFacts] = {
     "unsupported": CodeFacts("caller", False, "the message type or a requested feature is not known here", kept="accepted"),
     "protocol_version": CodeFacts("caller", False, "the peers share no protocol version"),
     "hello_required": CodeFacts(
-        "nobody", True, "this link has not said Hello to this coordinator; say it and resend", final="no"
+        "none", True, "this link has not said Hello to this coordinator; say it and resend", final="no"
     ),
     "unauthorized": CodeFacts(
         "caller", False, "the resume token does not belong to that peer id, or the link's key is not authorized"
@@ -52,8 +52,8 @@ CODES: dict[str, CodeFacts] = {
     "superseded": CodeFacts("caller", False, "a newer link or incarnation of this peer exists; this one is refused"),
     "unknown_group": CodeFacts("caller", False, "no group of that name; `limit` lists the names"),
     "id_reused": CodeFacts("caller", False, "the request id was used before for another content", final="second"),
-    "busy": CodeFacts("nobody", True, "a bound is reached; try again after `retry_after_ms`", final="attempt"),
-    "deadline_exceeded": CodeFacts("nobody", False, "`timeout_ms` ran out before the answer", kept="yes"),
+    "busy": CodeFacts("none", True, "a bound is reached; try again after `retry_after_ms`", final="attempt"),
+    "deadline_exceeded": CodeFacts("none", False, "`timeout_ms` ran out before the answer", kept="yes"),
     "cancelled": CodeFacts("caller", False, "the caller cancelled the request", kept="yes"),
     "poisoned": CodeFacts("caller", False, "workers died each time the request ran alone; `evidence` says how", kept="yes"),
     "engine_error": CodeFacts("pool", False, "the engine refused or failed on this request; the worker lives on", kept="yes"),
@@ -69,7 +69,7 @@ CODES: dict[str, CodeFacts] = {
         "caller", False, "the tensors do not fit the model, or hold NaN or infinity; `field` names one", kept="accepted"
     ),
     "update_aborted": CodeFacts(
-        "nobody",
+        "none",
         True,
         "the update was given up; the old weights serve on, or will once restarted workers are back",
         kept="accepted",

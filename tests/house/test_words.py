@@ -1,0 +1,76 @@
+"""Plain words: the pages, comments, docstrings and texts use the terms of the field, and no words that a reader has to guess.
+
+A page has none of `FORBIDDEN`. What the code still has of them, from before the rule, is counted by room: the number may only
+become smaller, and then it is written down here.
+"""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+from tests.house import markdown
+from tests.house.test_docs import PAGES, ROOT, files, page
+
+#: Word -> what to write.
+FORBIDDEN = {
+    "nobody": "no worker, no client, no process",
+    "whoever": "the peer, the caller, the process that",
+    "whatever": "all that, any",
+    "beside": "next to; besides",
+    "for ever": "always, from then on, without end",
+    "at last": "finally",
+    "dialled in": "connected",
+    "hasty": "what happened: ended before it was ready",
+    "hopeless": "what happened: cannot be restored",
+    "blameless": "what happened: a planned restart",
+    "needy": "missing weights",
+    "lacks": "has no, does not have",
+    "shut": "closed, refused",
+    "risen": "grown",
+    "fallen": "lost, aborted",
+    "what came": "the message, the bytes that arrived",
+    "of theirs": "the noun",
+}
+WORDS = re.compile(rf"\b(?:{'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
+#: Room -> how many are left in its comments, docstrings and texts.
+LEFT = {"enginepool": 156, "protocol": 7, "workers": 73}
+
+
+def texts(source: str) -> list[tuple[int, str]]:
+    """(line, text) of the comments and strings of a file."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    strings = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    return found + [(node.lineno, str(node.value)) for node in strings]
+
+
+def uses(source: str) -> list[str]:
+    """`line: word` of each forbidden word in a file's comments and strings."""
+    return [f"{line}: {word}" for line, text in texts(source) for word in WORDS.findall(text)]
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_has_no_word_that_a_reader_has_to_guess(name: str) -> None:
+    found = {word.lower() for word in WORDS.findall(markdown.prose(page(name)))}
+    assert {word: FORBIDDEN[word] for word in found} == {}
+
+
+@pytest.mark.parametrize("room", LEFT)
+def test_the_code_has_fewer_of_these_words_each_time(room: str) -> None:
+    found = [
+        f"{file.relative_to(ROOT)}:{use}" for file in files(".py") if ROOT / room in file.parents for use in uses(read(file))
+    ]
+    assert len(found) <= LEFT[room], "\n".join(["use other words:", *found])
+
+
+def test_words_are_found_in_comments_docstrings_and_errors_and_not_in_names() -> None:
+    source = '''"""What came."""\n# nobody\nshut = "for ever"\nraise Error(f"{shut} of theirs")\nbesides = 1\n'''
+    assert uses(source) == ["2: nobody", "1: What came", "3: for ever", "4: of theirs"]
+
+
+def read(file: Path) -> str:
+    return file.read_text("utf-8")
