@@ -247,6 +247,7 @@ class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     hidden: int = 0
     text: bool = True
     max_item: int = 0
+    operations: tuple[str, ...] = ("score",)
 
 
 class GroupStatus(msgspec.Struct, omit_defaults=True):
@@ -316,6 +317,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     these budgets were halved (`halving.py`), because engines of the group ran out of memory. `separator`: the token that stands
     between query and item in every row of a cross-encoder; None for other models. `activation`: what is applied to the head's
     outputs. `reserved`: where the model's context length bounds `context`, how many of its tokens the engine keeps for itself.
+    `operations`: what the worker can be asked for.
     """
 
     kind: Literal["causal", "classifier"]
@@ -341,6 +343,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     activation: Literal["", "sigmoid"] = ""
     reserved: int = 0
     forward_ms: int = 25
+    operations: tuple[str, ...] = ("score",)
 
     @property
     def packed(self) -> bool:
@@ -462,13 +465,18 @@ class Expired(Message, tag="expired"):
 
 
 class Part(msgspec.Struct, omit_defaults=True, gc=False):
-    """Rows of one request inside a batch; `frames` are the next frames of the message, as in `score`, ids only."""
+    """Rows of one request inside a batch; `frames` are the next frames of the message, as in the request, ids only.
+
+    `operation`: what to do with the rows, the same in all parts of a batch; the other fields are those of its request.
+    """
 
     frames: list[FrameSpec]
     labels: list[int] = []
     softmax: bool = False
     item_first: bool = False
     logprobs: bool = False
+    hidden: bool = False
+    operation: str = "score"
 
 
 class Batch(Message, tag="batch"):
@@ -477,17 +485,17 @@ class Batch(Message, tag="batch"):
     batch: TaskId
     parts: list[Part]
     priority: int = 0
-    hidden: bool = False
 
 
 class Tokenize(Message, tag="tokenize"):
-    """Turn text into ids: frames as in `score`, utf8. Each row is tokenized as the concatenation of query and item; for a model
-    with a separator, and without `raw`, as its tokenizer joins the two texts of a pair."""
+    """Turn text into ids: frames as in the request of `operation`, utf8. Each row is tokenized as the concatenation of query
+    and item; for a model with a separator, and without `raw`, as its tokenizer joins the two texts of a pair."""
 
     task: TaskId
     frames: list[FrameSpec]
     item_first: bool = False
     raw: bool = False
+    operation: str = "score"
 
 
 class Drain(Message, tag="drain"):

@@ -58,7 +58,7 @@ def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> ScoreBatch:
         at = end
     if not parts or at != len(frames):
         raise WireError("malformed", f"batch {batch.batch}: {len(parts)} parts list {at} frames and {len(frames)} came")
-    return ScoreBatch(tuple(parts), batch.priority, batch.hidden)
+    return ScoreBatch(tuple(parts), batch.priority, any(part.hidden for part in batch.parts))
 
 
 def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> ScorePart:

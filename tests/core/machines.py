@@ -191,7 +191,7 @@ class Pool:
             columns = len(part.labels) or 2
             scores = np.pad(scores, ((0, 0), (0, max(columns - 2, 0))))[:, :columns]
             specs, out = [FrameSpec("scores", "float32", scores.shape)], [scores.tobytes()]
-            if sent.message.hidden:
+            if part.hidden:
                 specs.append(FrameSpec("hidden", "float32", (len(lengths), HIDDEN)))
                 out.append(bytes(4 * HIDDEN * len(lengths)))
             outcomes.append(ev.Outcome(specs, out))

@@ -51,7 +51,7 @@ def test_other_signatures_do_not_share_a_batch() -> None:
     pool.submit(client, 3, work(1, labels=()))
     pool.worker(can=can)
     assert [rows(s) for s in pool.batches] == [[1, 1], [1]]
-    hidden = [s.message.hidden for s in pool.batches if isinstance(s.message, Batch)]
+    hidden = [s.message.parts[0].hidden for s in pool.batches if isinstance(s.message, Batch)]
     assert hidden == [False, True]
 
 

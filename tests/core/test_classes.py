@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from enginepool.config import ConfigError, GroupConfig, PoolConfig, check_config
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.operations.limits import limits_of
 from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.coordinator.scheduling.worker_kinds import PACKED as PACKED_CLASS
-from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of, limits_of
+from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.protocol.messages import (
     Batch,
     Capabilities,
@@ -99,13 +100,13 @@ def test_a_request_within_the_limits_that_the_status_names_is_served_and_another
     packed = None if max_item is None else msgspec.structs.replace(can, max_item=max_item, hidden=0)
     plain = can if packed is None or beside else None
     expected = PLAIN * (plain is not None) | PACKED_CLASS * (packed is not None)
-    limits = limits_of(plain, packed, expected, 1000)
+    limits = limits_of(plain, packed, 1000, plain_expected=bool(expected & PLAIN))
     assert limits is not None
     within = (
         (work.max_label >= 0) == (limits.kind == "causal")
         and max(work.max_label, work.max_id) < limits.vocab
         and (work.text or work.longest <= limits.context)
-        and work.hidden <= limits.hidden
+        and work.part.hidden <= limits.hidden
         and work.text <= limits.text
         and (not limits.max_item or (work.shared > 0 and work.longest - work.shared <= limits.max_item))
     )

@@ -205,7 +205,7 @@ class SimEngine:
             salt = salt_of(content_of(self.digest, self.base), part)
             specs = [FrameSpec("scores", "float32", (len(rows), len(columns)))]
             out.append(score_rows(rows, columns, salt))
-            if task.run.batch.hidden:
+            if task.run.batch.parts[0].hidden:
                 specs.append(FrameSpec("hidden", "float32", (len(rows), can.hidden)))
                 out.append(score_rows(rows, range(HIDDEN, HIDDEN + can.hidden), salt))
             done.append(PartDone(specs))
@@ -270,7 +270,7 @@ def _packed_weight(run: RunBatch, can: Capabilities) -> int:
         assert query and min(lengths) > 0, f"nothing to share, or nothing to score: {len(query)} bytes, {lengths}"
         assert max(lengths) <= can.max_item, lengths
         parts.append((query, len(query) // 4, lengths))
-    assert can.hidden or not run.batch.hidden
+    assert can.hidden or not run.batch.parts[0].hidden
     weight = 0
     for runs in sequences(parts, can.context):
         length = parts[runs[0][0]][1] + 1 + sum(n + 1 for p, first, end in runs for n in parts[p][2][first:end])

@@ -500,6 +500,13 @@ def _from_worker() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "ready-operations",
+            way,
+            "it has another operation than score",
+            {"type": "ready", "capabilities": {**CAUSAL, "operations": ["score", "example"]}},
+            exact=False,
+        ),
+        Valid(
             "ready-classifier",
             way,
             "a reward model with hidden states and no tokenizer, at weight version 3",
@@ -707,8 +714,8 @@ def _to_worker() -> list[Valid]:
         Valid(
             "batch-hidden",
             way,
-            "hidden states are wanted of all parts",
-            {"type": "batch", "batch": [EPOCH, 3], "parts": [{"frames": _specs(*two)}], "hidden": True},
+            "hidden states are wanted",
+            {"type": "batch", "batch": [EPOCH, 3], "parts": [{"frames": _specs(*two), "hidden": True}]},
             two,
         ),
         Valid(
@@ -730,6 +737,20 @@ def _to_worker() -> list[Valid]:
             way,
             "a cross-encoder joins these texts without a separator",
             {"type": "tokenize", "task": [EPOCH, 6], "frames": _specs(*words), "raw": True},
+            words,
+        ),
+        Valid(
+            "batch-operation",
+            way,
+            "another operation than score",
+            {"type": "batch", "batch": [EPOCH, 7], "parts": [{"frames": _specs(*two), "operation": "example"}]},
+            two,
+        ),
+        Valid(
+            "tokenize-operation",
+            way,
+            "the text of another operation than score",
+            {"type": "tokenize", "task": [EPOCH, 8], "frames": _specs(*words), "operation": "example"},
             words,
         ),
         Valid("drain", way, "finish and end", {"type": "drain"}),

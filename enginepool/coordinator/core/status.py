@@ -8,7 +8,8 @@ from enginepool.coordinator.core.group import LOST_S, Group
 from enginepool.coordinator.core.request_state import QUEUED
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, limits_of
+from enginepool.coordinator.operations.limits import limits_of
+from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 
 
@@ -36,6 +37,7 @@ def _group(core: Context, group: Group) -> GroupStatus:
         for slot in group.slots
     ]
     external = [_worker(core, worker) for worker in group.workers.values() if worker.slot is None]
+    items = core.config.limits.queue_items // 2
     return GroupStatus(
         name=group.name,
         queued=group.waiting,
@@ -59,7 +61,7 @@ def _group(core: Context, group: Group) -> GroupStatus:
         halvings=group.halvings,
         no_worker=group.no_worker,
         workers=own + external + _lost(core, group),
-        limits=limits_of(group.plain, group.packed, group.expected, core.config.limits.queue_items // 2),
+        limits=limits_of(group.plain, group.packed, items, plain_expected=bool(group.expected & PLAIN)),
     )
 
 

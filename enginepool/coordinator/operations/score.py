@@ -19,10 +19,9 @@ _SCORES, _WITH_HIDDEN = signature(0), signature(0, 1)
 
 
 class ScoreWork(Work, frozen=True, gc=False):
-    """A score request. `hidden`: pooled hidden states are wanted. `raw`: rows need no separator."""
+    """A score request. `max_label`: the largest of its labels, or -1. `raw`: rows need no separator."""
 
     max_label: int = -1
-    hidden: bool = False
     raw: bool = False
 
 
@@ -49,13 +48,13 @@ class ScoreOperation(Operation[ScoreWork]):
             shared = 0
         nbytes = sum(map(len, frames))
         hidden = message.hidden
-        part = Part(specs, labels, message.softmax, message.item_first, message.logprobs)
+        part = Part(specs, labels, message.softmax, message.item_first, message.logprobs, hidden)
         shape = (message.group, tuple(labels), message.softmax, message.item_first, message.logprobs, message.raw, hidden)
         digest = hash((*shape, message.min_version, len(specs), *frames))
         charge = None if text or hidden or not labels else labels_charge(rows, len(labels), nbytes)
         return ScoreWork(
             self, _WITH_HIDDEN if hidden else _SCORES, message.group, rows, tokens, longest, max_id, text, nbytes, digest,
-            part, tuple(frames), shared, len(labels), charge, max_label, hidden, message.raw,
+            part, tuple(frames), shared, len(labels), charge, max_label, message.raw,
         )  # fmt: skip
 
     def refuse(self, work: ScoreWork, can: Capabilities, *, alone: bool = True) -> WireError | None:
@@ -74,7 +73,7 @@ class ScoreOperation(Operation[ScoreWork]):
             return wrong
         if not alone:
             return None
-        if work.hidden and not can.hidden:
+        if work.part.hidden and not can.hidden:
             return bad("hidden", "hidden: this model returns no pooled hidden states", "0")
         return refuse_length(work, can)
 
@@ -84,14 +83,14 @@ class ScoreOperation(Operation[ScoreWork]):
             work.shared > 0
             and work.longest - work.shared <= can.max_item
             and work.longest + 2 <= longest_row(can)
-            and (can.hidden > 0 or not work.hidden)
+            and (can.hidden > 0 or not work.part.hidden)
         )
 
     def why_not_packed(self, work: ScoreWork, can: Capabilities) -> WireError:
         only = "this group has packed workers only"
         if work.text:
             return bad("query", f"query: text is for plain workers, and {only}", "")
-        if work.hidden and not can.hidden:
+        if work.part.hidden and not can.hidden:
             return bad("hidden", f"hidden: not from packed workers, and {only}", "0")
         if work.part.item_first:
             return bad("item_first", f"item_first: packed rows begin with the query, and {only}", "false")
@@ -110,12 +109,12 @@ class ScoreOperation(Operation[ScoreWork]):
 
     def outputs(self, work: ScoreWork, can: Capabilities | None) -> Sequence[tuple[str, int]]:
         labels = work.values or (UNKNOWN_LABELS if can is None else can.labels)
-        if not work.hidden:
+        if not work.part.hidden:
             return (("scores", labels),)
         return (("scores", labels), ("hidden", (0 if can is None else can.hidden) or UNKNOWN_HIDDEN))
 
     def knows_outputs(self, work: ScoreWork, can: Capabilities | None) -> bool:
-        if work.hidden:
+        if work.part.hidden:
             return can is not None and can.hidden > 0
         return can is not None or work.values > 0
 

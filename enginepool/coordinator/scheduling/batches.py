@@ -227,5 +227,5 @@ def post_batch(core: Context, batch: Batch) -> None:
             parts.append(replace(work.part, frames=specs))
             frames += buffers
     head = batch.slices[0][0]
-    message = BatchMessage(batch.id, parts, head.priority, getattr(head.work, "hidden", False))
+    message = BatchMessage(batch.id, parts, head.priority)
     core.effects.append(ToWorker(batch.worker.link, message, frames))

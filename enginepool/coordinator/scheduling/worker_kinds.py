@@ -5,9 +5,9 @@ when anything else is among them. So each is a class, a bit, and a request carri
 a plain worker was ready, plain ones are believed to serve everything; packed ones are believed once one is ready.
 """
 
-from enginepool.coordinator.operations.base import Work, longest_row
+from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Capabilities, GroupLimits
+from enginepool.protocol.messages import Capabilities
 
 PLAIN = 1
 PACKED = 2
@@ -24,12 +24,16 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
     if packed is None:
         if plain is None:
             return expected
-        return operation.refuse(work, plain) or PLAIN
+        return _unserved(work, plain) or operation.refuse(work, plain) or PLAIN
+    if wrong := _unserved(work, packed):
+        if not expected & PLAIN:
+            return wrong
+        return PLAIN if plain is None else _unserved(work, plain) or operation.refuse(work, plain) or PLAIN
     if wrong := operation.refuse(work, packed, alone=False):
         return wrong
     if not expected & PLAIN:
         return PACKED if operation.packs(work, packed) else operation.why_not_packed(work, packed)
-    wrong = None if plain is None else operation.refuse(work, plain)
+    wrong = None if plain is None else _unserved(work, plain) or operation.refuse(work, plain)
     if work.text:
         return wrong or expected
     found = PACKED if operation.packs(work, packed) else 0
@@ -38,13 +42,10 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
     return found or wrong
 
 
-def limits_of(plain: Capabilities | None, packed: Capabilities | None, expected: int, items: int) -> GroupLimits | None:
-    """What any request to a group may ask for, and at most so many `items`: what its plain workers serve, where it has them.
-    None while that is not known: before a worker was ready, or a plain one where there will be plain ones."""
-    if plain is not None:
-        return GroupLimits(plain.kind, plain.vocab, longest_row(plain), items, plain.labels, plain.hidden, plain.text)
-    if packed is None or expected & PLAIN:
+def _unserved(work: Work, can: Capabilities) -> WireError | None:
+    """The refusal of an operation that workers of these capabilities do not have."""
+    if work.operation.name in can.operations:
         return None
-    longest = longest_row(packed) - 2
-    max_item = min(packed.max_item, longest - 1)
-    return GroupLimits(packed.kind, packed.vocab, longest, items, packed.labels, packed.hidden, False, max_item)
+    names = ", ".join(can.operations)
+    text = f"type: {work.operation.name} is not an operation of this group; its workers have: {names}"
+    return WireError("bad_request", text, field="type", limit=names)
