@@ -1,8 +1,8 @@
-"""New weights for real engines, again and again, on a CPU: python examples/new_weights.py
+"""Publish new weights to real engines after each step, on a CPU: python examples/new_weights.py
 
-Makes a tiny random model, starts a pool of two SGLang engines with it, and teaches it to prefer one token by trying: each step
-publishes slightly altered weights, asks the pool, and keeps what is better. Takes about a minute on two cores, most of it for
-the engines to start. On GPUs leave the devices out, and name a model of your own.
+Makes a tiny random model, starts a pool of two SGLang engines with it, and trains it by random search to prefer one token: each
+step publishes slightly changed weights, scores them, and keeps the better weights. This takes about a minute on two cores, most
+of it for the start of the engines. On GPUs leave out `device` and `dtype`, and name a model of your own.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ STEPS = 20
 
 
 async def main() -> None:
-    """Alter, publish, ask, keep or forget."""
+    """Change the weights, publish them, score, and keep the better ones."""
     with tempfile.TemporaryDirectory() as directory:
         make_tiny_model(directory)
         best = load_file(Path(directory) / "model.safetensors")
@@ -33,7 +33,7 @@ async def main() -> None:
                     record = await publisher.publish(tried, version=step)
                     now = await good_share(pool, version=step)
                     still = record.phases["hold"] / 1000  # µs; its parts are "drain", "load" and "journal"
-                    print(f"version {step}: {now:.3f}{' better' if now > share else ''}, engines stood still {still:.0f} ms")
+                    print(f"version {step}: {now:.3f}{' better' if now > share else ''}, the hold took {still:.0f} ms")
                     if now > share:
                         best, share = tried, now
                 await publisher.publish(best, version=STEPS + 1)
@@ -41,7 +41,7 @@ async def main() -> None:
 
 
 async def good_share(pool: Pool, version: int) -> float:
-    """How much of the probability of both tokens the good one has, by weights of this version."""
+    """The share of the good token in the probability of both tokens, computed by weights of this version."""
     answer = await pool.score(PROMPT[:-1], [PROMPT[-1:]], label_token_ids=[GOOD, BAD], apply_softmax=True, min_version=version)
     assert answer.version == version
     return float(answer.scores[0, 0])

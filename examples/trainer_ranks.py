@@ -1,8 +1,8 @@
-"""A trainer of several ranks that brings its weights to a pool after each step: python examples/trainer_ranks.py
+"""A trainer of several ranks that publishes its weights to a pool after each step: python examples/trainer_ranks.py
 
-Two ranks train one sharded model (FSDP2) on a CPU, and a pool of simulated engines takes it; it needs neither GPU nor model. Of
-interest is what `train` does: the pool is on rank 0, every rank has a publisher, and all of them make the same calls with the
-same tensors. A trainer that gathers its state dict on rank 0 by itself publishes it from there alone, with no `trainer_group`
+Two ranks train one sharded model (FSDP2) on a CPU, and publish it to a pool of simulated engines; no GPU is needed.
+`train` is the part to copy: the pool is on rank 0, every rank has a publisher, and all ranks make the same calls with the
+same tensors. A trainer that gathers its state dict on rank 0 by itself publishes it from rank 0 alone, with no `trainer_group`
 and no publisher on the other ranks.
 """
 
@@ -46,7 +46,7 @@ def train(rank: int, port: int) -> None:
     torch.manual_seed(0)  # all ranks begin with the same weights
     model: Any = fully_shard(torch.nn.Sequential(Layer()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    # Nothing else uses this group: publishers tell each other in it what comes. Of gloo also where the model's own is of NCCL.
+    # The publishers' own group; nothing else uses it. Use gloo here also if the model's process group uses NCCL.
     group: Any = dist.new_group(backend="gloo")
     pool = start_pool() if rank == 0 else None
     with BlockingWeightPublisher(pool, device="cpu", rename=unfused, trainer_group=group) as publisher:

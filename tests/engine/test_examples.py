@@ -20,7 +20,7 @@ def test_the_example_of_new_weights_teaches_its_model_to_prefer_a_token(processe
         example = processes.start(command, cwd=tmp_path, stdout=output, env={**os.environ, "PYTHONPATH": str(ROOT)})
         assert example.wait(500) == 0
     said = log.read_text("utf-8")
-    assert said.count("engines stood still") == 20
+    assert said.count("the hold took") == 20
     found = re.search(r"the good token was at (\d\.\d+), and is at (\d\.\d+)", said)
     assert found is not None and float(found[1]) <= float(found[2]), said
     assert " better, " in said
