@@ -197,6 +197,23 @@ def test_the_log_lines_that_the_page_of_operators_explains_are_in_the_code() -> 
     assert missing == []
 
 
+def test_the_methods_that_the_map_names_are_in_the_files_that_it_names() -> None:
+    block = next(block for block in markdown.blocks(page("README.md")) if block.key == "map")
+    lines = [line for line in block.text.splitlines() if line.strip()]
+    named = [
+        (path, *method)
+        for path, line in zip(markdown.mapped_paths(block), lines, strict=True)
+        if path.endswith(".py")
+        for method in re.findall(r"\b([A-Z]\w+)\.(\w+)", line)
+    ]
+    assert len(named) >= 2
+    for path, class_, method in named:
+        tree = ast.parse((ROOT / path).read_text("utf-8"))
+        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+        methods = {node.name for node in classes[class_].body if isinstance(node, ast.FunctionDef)}
+        assert method in methods, f"README.md: {path} has no {class_}.{method}"
+
+
 #: What holds on one machine alone. An address such as ipc:///tmp/pool is what a user types, and fine.
 MACHINE = re.compile(r"(?<![\w.])/(?:work|root|home|Users|workspace|opt)/|(?<![\w.])(?<!ipc://)/tm[p]/")
 REGISTRY = re.compile(
