@@ -213,7 +213,7 @@ class Result(Message, tag="result"):
 
 
 class WorkerStatus(msgspec.Struct, omit_defaults=True):
-    """One worker in a status report. Times in seconds. `pace`: its pace in tokens, as learnt from its batches (0: no matter);
+    """One worker in a status report. Times in seconds. `pace`: its pace in tokens, as learned from its batches (0: no matter);
     each row counts there as `forward_row_tokens` tokens more.
     """
 

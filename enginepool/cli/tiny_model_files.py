@@ -20,7 +20,7 @@ SPECIAL_TOKENS = (EOS, "<|im_start|>", "<|im_end|>")
 HEADS, KV_HEADS = 4, 2
 #: The smallest size of a head that GPU attention kernels take.
 HEAD_SIZE = 64
-#: What the tokenizer's merges are learnt from: enough for some words to be one token and others several.
+#: What the tokenizer's merges are learned from: enough for some words to be one token and others several.
 CORPUS = (
     "A pool of engines scores items for a query, by priority, each batch in one forward pass.",
     "The trainer sends prompts and responses; the reward model answers with one number for each pair.",

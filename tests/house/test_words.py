@@ -36,8 +36,13 @@ FORBIDDEN = {
     "of theirs": "the noun",
 }
 WORDS = re.compile(rf"\b(?:{'|'.join(FORBIDDEN)})\b", re.IGNORECASE)
+BRITISH = re.compile(
+    r"\b(?:\w*(?:tokenis|initialis|normalis|serialis|recognis|optimis|organis)\w*|(?:colour|behaviour|neighbour|honour)\w*"
+    r"|licence|learnt|centre|grey|towards|whilst|amongst)\b",
+    re.IGNORECASE,
+)
 #: Room -> how many are left in its comments, docstrings and texts.
-LEFT = {"enginepool": 156, "protocol": 7, "workers": 73}
+LEFT = {"enginepool": 155, "protocol": 7, "workers": 73}
 
 
 def texts(source: str) -> list[tuple[int, str]]:
@@ -65,6 +70,18 @@ def test_the_code_has_fewer_of_these_words_each_time(room: str) -> None:
         f"{file.relative_to(ROOT)}:{use}" for file in files(".py") if ROOT / room in file.parents for use in uses(read(file))
     ]
     assert len(found) <= LEFT[room], "\n".join(["use other words:", *found])
+
+
+def test_the_spelling_is_that_of_the_united_states() -> None:
+    pages = {f"{name}: {word}" for name in PAGES for word in BRITISH.findall(markdown.prose(page(name)))}
+    code = {
+        f"{file.relative_to(ROOT)}:{line}: {word}"
+        for file in files(".py")
+        if any(ROOT / room in file.parents for room in LEFT)
+        for line, text in texts(read(file))
+        for word in BRITISH.findall(text)
+    }
+    assert pages | code == set()
 
 
 def test_words_are_found_in_comments_docstrings_and_errors_and_not_in_names() -> None:

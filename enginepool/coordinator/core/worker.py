@@ -47,7 +47,7 @@ class Worker:
         #: what it said it can do, and how much of that it is given; None before it was ready
         self.declared: Capabilities | None = None
         self.capabilities: Capabilities | None = None
-        #: what its forwards cost, as it said and as was learnt since; None: it does not matter
+        #: what its forwards cost, as it said and as was learned since; None: it does not matter
         self.pace: ForwardCostModel | None = None
         #: what it was told to start with
         self.halvings = group.halvings

@@ -1,4 +1,4 @@
-"""Pace: what a forward costs a worker, learnt from the batches that it has done.
+"""Pace: what a forward costs a worker, learned from the batches that it has done.
 
     seconds of a forward = fixed + tokens * seconds of a token + rows * seconds of a row
 
@@ -6,14 +6,14 @@ A worker says its `pace`, the tokens of a forward of FORWARD_S, as it measured t
 batches, before there was any load. A worker that needs longer forwards, as on a CPU, says how long they are meant to be: all
 times below are then in proportion to that. Short rows cost the engine's host more than their tokens do, long ones cost more
 for each token, and hosts slow down. So the three numbers are fitted to the latest batches: least squares in which old batches
-count less, drawn towards what the worker said, and within bounds. A batch that took far longer than expected (a pause, an
+count less, drawn toward what the worker said, and within bounds. A batch that took far longer than expected (a pause, an
 update in between) is believed only in part, and wholly once such batches follow each other.
 
 The fixed part is there so that the others are right. Where little is asked batches are small, and a forward of one row takes
 milliseconds whatever is in it; were that what a row costs, batches would stay small when much is asked.
 
 The time of a batch is that since the one before it was done, or that which it was in the engine, whichever is shorter. Answers
-that come together are learnt as one batch: either the coordinator read them late or the engine ran them as one forward, and in
+that come together are learned as one batch: either the coordinator read them late or the engine ran them as one forward, and in
 both cases only the sum of their times is known. To leave out all but the first would count the time of all for that one.
 """
 
@@ -21,7 +21,7 @@ from enginepool.protocol.pace import FORWARD_S
 
 #: Answers that follow each other more closely came in one turn of the loop, or of one forward.
 TOGETHER_S = 0.001
-#: What a batch still counts once the next one is learnt: about the latest fifty count.
+#: What a batch still counts once the next one is learned: about the latest fifty count.
 KEPT = 0.98
 #: What the worker said counts as so many batches, at first and at last, and so much of that is left with each.
 SAID, SAID_AT_LAST, SAID_KEPT = 1.0, 0.02, 0.95

@@ -1,4 +1,4 @@
-"""What a model's `load_weights` copies where: learnt once from tensors without memory, proven, and replayed for every update.
+"""What a model's `load_weights` copies where: learned once from tensors without memory, proven, and replayed for every update.
 
 `load_weights` looks up names, cuts and fuses, in Python, for each of hundreds of tensors; the copies that come of it are always
 the same. It is called with tensors on torch's `meta` device under a mode that notes each copy from one of them into the model's
