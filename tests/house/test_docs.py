@@ -197,6 +197,14 @@ def test_the_log_lines_that_the_page_of_operators_explains_are_in_the_code() -> 
     assert missing == []
 
 
+def methods_of(path: str, class_: str) -> set[str]:
+    """The names of the methods of a class, without importing it."""
+    tree = ast.parse((ROOT / path).read_text("utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    assert class_ in classes, f"{path} has no class {class_}"
+    return {node.name for node in classes[class_].body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
 def test_the_methods_that_the_map_names_are_in_the_files_that_it_names() -> None:
     block = next(block for block in markdown.blocks(page("README.md")) if block.key == "map")
     lines = [line for line in block.text.splitlines() if line.strip()]
@@ -208,10 +216,22 @@ def test_the_methods_that_the_map_names_are_in_the_files_that_it_names() -> None
     ]
     assert len(named) >= 2
     for path, class_, method in named:
-        tree = ast.parse((ROOT / path).read_text("utf-8"))
-        classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-        methods = {node.name for node in classes[class_].body if isinstance(node, ast.FunctionDef)}
-        assert method in methods, f"README.md: {path} has no {class_}.{method}"
+        assert method in methods_of(path, class_), f"README.md: {path} has no {class_}.{method}"
+
+
+@pytest.mark.parametrize(
+    ("heading", "path", "class_"),
+    [
+        ("Add an operation", "enginepool/coordinator/operations/base.py", "Operation"),
+        ("Add an engine", "workers/engine.py", "Engine"),
+    ],
+)
+def test_the_interface_that_a_page_tells_to_implement_has_these_methods(heading: str, path: str, class_: str) -> None:
+    section = page("docs/extending.md").partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    table = section.partition(f"`{class_}`")[2].partition("1. ")[0]
+    named = set(re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE))
+    assert named
+    assert named <= methods_of(path, class_)
 
 
 #: What holds on one machine alone. An address such as ipc:///tmp/pool is what a user types, and fine.
