@@ -82,11 +82,11 @@ class ProtocolVersion(_WireCode, code="protocol_version"):
 
 
 class HelloRequired(_WireCode, code="hello_required"):
-    """The coordinator does not know this link. The client says Hello and resends; callers never see it."""
+    """The coordinator does not know this link. The client sends `hello` and its requests again; callers never see it."""
 
 
 class Unauthorized(_WireCode, code="unauthorized"):
-    """The resume token does not belong to this client's id, or its key is not authorized (any more)."""
+    """The client's token is not the one of its identity, or its key is not authorized any more."""
 
 
 class Forbidden(_WireCode, code="forbidden"):
@@ -130,7 +130,7 @@ class PoolDown(_WireCode, code="pool_down"):
 
 
 class NeedsWeights(_WireCode, code="needs_weights"):
-    """The committed weights of the group exist nowhere; publish them again."""
+    """No process or file holds the committed weights of the group; publish them again."""
 
 
 class Publishing(_WireCode, code="publishing"):
@@ -146,7 +146,7 @@ class WeightsRefused(_WireCode, ValueError, code="weights_refused"):
 
 
 class UpdateAborted(_WireCode, code="update_aborted"):
-    """The update was given up: the old weights serve on, or will once restarted workers are back. The message says why."""
+    """The update was aborted: the old weights serve, or will when restarted workers are ready. The message says why."""
 
 
 class ShuttingDown(_WireCode, code="shutting_down"):

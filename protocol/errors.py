@@ -38,16 +38,19 @@ CODES: dict[str, CodeFacts] = {
         "caller", False, "a field has a value that cannot be served; `field` and `limit` say which", kept="accepted"
     ),
     "too_large": CodeFacts(
-        "caller", False, "the message or its answer is over the size limit, or both are over the window", kept="accepted"
+        "caller",
+        False,
+        "the message or its answer is over the size limit, or both together are over the window",
+        kept="accepted",
     ),
-    "unsupported": CodeFacts("caller", False, "the message type or a requested feature is not known here", kept="accepted"),
+    "unsupported": CodeFacts(
+        "caller", False, "the receiver does not know the message type or the requested feature", kept="accepted"
+    ),
     "protocol_version": CodeFacts("caller", False, "the peers share no protocol version"),
     "hello_required": CodeFacts(
-        "none", True, "this link has not said Hello to this coordinator; say it and resend", final="no"
+        "none", True, "the link has no accepted `hello`; send `hello`, then the request again", final="no"
     ),
-    "unauthorized": CodeFacts(
-        "caller", False, "the resume token does not belong to that peer id, or the link's key is not authorized"
-    ),
+    "unauthorized": CodeFacts("caller", False, "`token` is not that of this `client`, or the link's key is not authorized"),
     "forbidden": CodeFacts("caller", False, "the role of this link may not send that; `limit` names the role that may"),
     "superseded": CodeFacts("caller", False, "a newer link or incarnation of this peer exists; this one is refused"),
     "unknown_group": CodeFacts("caller", False, "no group of that name; `limit` lists the names"),
@@ -59,7 +62,7 @@ CODES: dict[str, CodeFacts] = {
     "engine_error": CodeFacts("pool", False, "the engine refused or failed on this request; the worker lives on", kept="yes"),
     "pool_down": CodeFacts("pool", True, "no worker of the group is left and none will be restarted", kept="accepted"),
     "needs_weights": CodeFacts(
-        "pool", True, "the committed weights of the group exist nowhere; publish them again", kept="accepted"
+        "pool", True, "no process or file holds the committed weights of the group; publish them again", kept="accepted"
     ),
     "publishing": CodeFacts("caller", True, "another publisher's transaction is open in this group; `limit` names it"),
     "version_backwards": CodeFacts(
@@ -71,7 +74,7 @@ CODES: dict[str, CodeFacts] = {
     "update_aborted": CodeFacts(
         "none",
         True,
-        "the update was given up; the old weights serve on, or will once restarted workers are back",
+        "the update was aborted; the old weights serve, or will when restarted workers are ready",
         kept="accepted",
     ),
     "shutting_down": CodeFacts("pool", True, "the coordinator is draining and takes no new requests", kept="accepted"),
