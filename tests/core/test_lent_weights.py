@@ -136,7 +136,7 @@ def test_until_the_load_a_publisher_that_goes_takes_its_memory_along(phase: str)
     pool.do(ev.ClientLeft(0, trainer.link))
     group = pool.machine.core.groups["g"]
     pool.wait(1.0)
-    assert not pool.machine.core.updates and not group.held
+    assert not pool.machine.core.updates and not group.on_hold
     assert "its publisher is gone" in group.history[-1].message
     assert not pool.killed
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.states import WorkerState
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.updates import Committed, Join, LoadWeights, Prepared, Published, ReleaseWeights, Restore
 from tests.core.machines import CAN, failures, results, work
@@ -74,7 +75,7 @@ def test_it_serves_the_old_version_until_the_commit_and_nothing_after_until_it_i
     pool.written()
     assert not results(pool.finish(late)), "it was taken back: the answer is of the old version"
     worker = pool.machine.core.worker_links[links[1]]
-    assert not worker.open and worker.restore_until is not None
+    assert not worker.open and worker.state is WorkerState.RESTORING
     for batch in list(pool.batches):
         assert batch.link != links[1]
         pool.finish(batch, version=1)

@@ -247,7 +247,7 @@ def aborted(pool: UpdatePool, sent: list[Any], code: str = "update_aborted") -> 
     failure = refusal(sent, 1)
     assert failure.code == code
     group = pool.machine.core.groups["g"]
-    assert not pool.machine.core.updates and not group.held
+    assert not pool.machine.core.updates and not group.on_hold
     assert [s.link for s in sent if isinstance(s.message, ReleaseWeights)] == [w.link for w in group.workers.values()]
     assert all(worker.able for worker in group.workers.values())
     assert group.history[-1].outcome == code
@@ -911,7 +911,7 @@ def test_nothing_is_committed_before_it_is_journaled() -> None:
     pool.publish(trainer, 1, links)
     pool.submit(trainer.link, 51, work())
     group = pool.machine.core.groups["g"]
-    assert (group.version, group.held, pool.batches) == (0, True, [])
+    assert (group.version, group.on_hold, pool.batches) == (0, True, [])
     sent = pool.written("no space left on device")
     assert "no space left on device" in refusal(sent, 1).message
     assert not group.workers and group.version == 0

@@ -279,7 +279,7 @@ class Simulation:
             restore = Restore(weights.version, weights.digest, weights.snapshot, weights.path)
             for name, worker in group.workers.items():
                 stager = self.cluster.stagers.get(worker.name.partition("+")[0])
-                if worker.lacks is not None and stager is not None and not stager.has(restore):
+                if worker.missing_weights and stager is not None and not stager.has(restore):
                     # It has no work for a good reason, until the next update.
                     able.add(name)
         workers = self.cluster.workers.values()

@@ -11,6 +11,7 @@ from enginepool.coordinator.core.effects import StartWorker
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.core.request_state import QUEUED
+from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet.slots import WorkerSlots
@@ -56,7 +57,7 @@ def the_publisher_hears_before_the_journal(patch: pytest.MonkeyPatch) -> None:
 
 def a_held_group_goes_on(patch: pytest.MonkeyPatch) -> None:
     def open_(self: Worker) -> bool:
-        return not self.kept and self.able
+        return self.state is WorkerState.READY
 
     patch.setattr(Worker, "open", property(open_))
 

@@ -12,6 +12,7 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import DONE, QUEUED, TEXT
+from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.scheduling.batches import LEAST_TEXTS, TEXT_BYTES, takes_text
@@ -78,11 +79,12 @@ class Watch:
             if update is not None:
                 update.check()
                 self._in_time(update)
-            assert group.held == (core.keep_workers or (update is not None and update.holds)), group.name
+            assert group.on_hold == (core.keep_workers or (update is not None and update.holds)), group.name
             for worker in group.workers.values():
-                member = update.members.get(worker.incarnation) if worker.leaving and update is not None else None
+                leaves = worker.state is WorkerState.LEAVING
+                member = update.members.get(worker.incarnation) if leaves and update is not None else None
                 planned = worker.slot is not None and worker.slot.planned_restart == "draining"
-                assert not worker.leaving or planned or (member is not None and member.restart == "leaving"), f"{worker} leaves"
+                assert not leaves or planned or (member is not None and member.restart == "leaving"), f"{worker} leaves"
         for batch in new:
             update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"
@@ -90,7 +92,7 @@ class Watch:
             assert update is None or not update.holds, f"{batch} was sent although its group is held"
         if new:
             for group in core.groups.values():
-                if not group.held:
+                if not group.on_hold:
                     self._in_order(group, [batch for batch in new if batch.worker.group is group])
         for worker, request in texts:
             self._text_in_order(worker, request)
@@ -250,11 +252,11 @@ class Watch:
         assert core.live_rows == core.live_bytes == 0
         for group in core.groups.values():
             assert group.waiting == group.running == group.tokens == 0, group.name
-            assert core.update_of(group) is None and not group.held, core.updates
+            assert core.update_of(group) is None and not group.on_hold, core.updates
             assert group.trial is None and group.reserved_worker is None, (group.trial, group.reserved_worker)
             for worker in group.workers.values():
                 assert not worker.batches and not worker.texts and worker.cost == worker.rows == 0, worker
-                assert not worker.kept, worker
+                assert worker.state is not WorkerState.RESERVED, worker
 
 
 def _rank(request: Request) -> tuple[bool, int]:

@@ -9,6 +9,7 @@ from collections import deque
 from enginepool.config import GroupConfig
 from enginepool.coordinator.core.events import GroupWeights
 from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
@@ -29,7 +30,7 @@ class Group:
 
     __slots__ = (
         "answered", "batches", "blocked", "config", "cut", "down", "expected", "failed", "first_answer", "forwards",
-        "halvings", "heard_committed", "held", "history", "live", "lost_batches", "lost_external", "name", "only", "packed",
+        "halvings", "heard_committed", "on_hold", "history", "live", "lost_batches", "lost_external", "name", "only", "packed",
         "packed_routing", "peak", "peak_at", "plain", "poisoned", "process_group", "queue", "reserved_worker",
         "retired_classes", "routing", "running", "running_tokens", "slots", "spent_s", "spent_tokens", "split_batches",
         "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights", "weights_lost",
@@ -45,7 +46,7 @@ class Group:
         #: the highest run and version that a worker heard to be committed
         self.heard_committed: tuple[int, int] = (0, 0)
         #: no new work starts, because engines are about to take the weights of the open transaction
-        self.held = False
+        self.on_hold = False
         #: the process group of the last update that was committed; None when nobody can be in it any more
         self.process_group: ProcessGroupInfo | None = None
         #: tensors of the committed weights that are all zero; None: not known
@@ -188,9 +189,9 @@ class Group:
             head = self.queue.head(worker.class_) if worker.open and not worker.batches else None
             assert head is None, (self.name, worker, head)
         if self.reserved_worker is not None:
-            assert self.reserved_worker.kept and self.trial is None, (self.name, self.reserved_worker, self.trial)
+            assert self.reserved_worker.state is WorkerState.RESERVED and self.trial is None, (self.reserved_worker, self.trial)
         if self.trial is not None:
-            assert self.trial.worker.kept, self.trial
+            assert not self.trial.worker.open, self.trial
             assert self.trial.id in self.trial.worker.batches or self.trial.id in self.trial.worker.texts, self.trial
         if self.down:
             assert self.queue.head() is None and self.suspects.head() is None and self.texts.head() is None, self.down

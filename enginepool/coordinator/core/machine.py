@@ -17,6 +17,7 @@ from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
 from enginepool.coordinator.core.secondary import SecondaryEvent, WorkerLoaded, WorkerLost, WorkerReturned
 from enginepool.coordinator.core.status import report
+from enginepool.coordinator.core.transitions import hold, release
 from enginepool.coordinator.fleet.deadlines import WorkerDeadlines
 from enginepool.coordinator.fleet.planned_restarts import PlannedRestarts
 from enginepool.coordinator.fleet.slots import WorkerSlots
@@ -28,7 +29,6 @@ from enginepool.coordinator.scheduling.batches import pump, still_blocked
 from enginepool.coordinator.weights.inspection import Inspections
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.publishing import Publishers
-from enginepool.coordinator.weights.quiesce import hold, release
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Transactions
 
@@ -124,7 +124,7 @@ class Machine:
             self._settle()
         for group in core.woken:
             group.woken = False
-            if not group.held:
+            if not group.on_hold:
                 pump(core, group)
         core.woken.clear()
         if core.draining:
@@ -178,7 +178,7 @@ class Machine:
             self._drain_until = e.now + e.within
             if core.keep_workers:
                 for group in core.groups.values():
-                    hold(group)
+                    hold(core, group)
             self.clients.tell_all("shutting_down", "the coordinator is shutting down; send again what it does not answer")
         elif core.keep_workers and not e.keep_workers:
             core.keep_workers = False
@@ -294,7 +294,8 @@ class Machine:
         for group in core.groups.values():
             group.check()
             update = core.update_of(group)
-            assert group.held == (core.keep_workers or (update is not None and update.holds)), (group.name, group.held, update)
+            on_hold = core.keep_workers or (update is not None and update.holds)
+            assert group.on_hold == on_hold, (group.name, group.on_hold, update)
             if update is not None:
                 assert update.group is group, update
                 update.check()
@@ -305,7 +306,12 @@ class Machine:
             assert group.running_tokens == sum(r.work.tokens for r in mine if r.state == RUNNING)
             for slot in group.slots:
                 slot.check()
-            if (first := group.blocked) is not None and first.state == QUEUED and first.lane is group.queue and not group.held:
+            if (
+                (first := group.blocked) is not None
+                and first.state == QUEUED
+                and first.lane is group.queue
+                and not group.on_hold
+            ):
                 assert still_blocked(core, group), first
 
     def __repr__(self) -> str:

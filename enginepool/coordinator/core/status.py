@@ -6,6 +6,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import StatusAsked
 from enginepool.coordinator.core.group import LOST_S, Group
 from enginepool.coordinator.core.request_state import QUEUED
+from enginepool.coordinator.core.states import SlotState, WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.operations.limits import limits_of
@@ -114,7 +115,7 @@ def _stage(worker: Worker) -> str:
     """What it says, unless it waits for the weights that are committed, or is to be restarted: nothing is served by it then."""
     if worker.stage == "ready" and worker.slot is not None and worker.slot.planned_restart:
         return "draining"
-    waits = worker.restore_until is not None or worker.lacks is not None or worker.group.journal_behind
+    waits = worker.state in (WorkerState.RESTORING, WorkerState.MISSING_WEIGHTS) or worker.group.journal_behind
     return "restoring" if worker.stage == "ready" and waits else worker.stage
 
 
@@ -130,7 +131,7 @@ def _detail(now: str, slot: WorkerSlot | None) -> str:
 
 
 def _absent(slot: WorkerSlot) -> WorkerStatus:
-    stage = {"up": "starting", "ending": "ending", "backoff": "backoff", "retired": "retired"}[slot.state]
+    stage = "starting" if slot.state is SlotState.UP else slot.state.value
     return WorkerStatus(
         name=slot.name,
         incarnation=slot.incarnation,

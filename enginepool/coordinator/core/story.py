@@ -78,7 +78,7 @@ def _entities(core: Context, event: ev.Event) -> Iterator[str]:
     worker: Worker | None = core.worker_links.get(link)
     if worker is not None:
         groups[worker.group] = None
-        yield f"worker: {worker!r} pid={worker.pid} version={worker.version} idle={worker.idle} late={worker.late}"
+        yield f"worker: {worker!r} pid={worker.pid} version={worker.version} stage={worker.stage}"
         for batch in list(worker.batches.values())[:MOST]:
             yield f"batch: {batch!r}"
             for request, _, _ in batch.slices[:MOST]:

@@ -1,8 +1,6 @@
 """A worker process as the coordinator sees it. Pure.
 
-The life of a worker: registered (it may say stages) → ready → lost. A worker gets work while it is `open`: ready, idle in
-this epoch, on the committed version, not late with a batch, and not kept for a trial. A lost worker never comes back: its
-incarnation is refused. A ready worker that does not hold the committed weights is restored first; `weights` tells of updates.
+`states` tells its life. `transitions` alone changes its state, its tasks, and the facts that its state follows from.
 """
 
 from collections import OrderedDict
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import Capabilities, TaskId
@@ -23,9 +22,9 @@ class Worker:
     """One incarnation of a worker process, on its newest link."""
 
     __slots__ = (
-        "batches", "capabilities", "committed", "cost", "declared", "detail", "digest", "done", "group", "halvings", "heard",
-        "host", "idle", "incarnation", "joined", "kept", "lacks", "late", "leaving", "link", "lost", "order", "pace", "pid",
-        "slot", "restore_until", "routing", "rows", "since", "stage", "stamp", "text_bytes", "texts", "version",
+        "batches", "capabilities", "committed", "cost", "declared", "detail", "digest", "done", "epoch_confirmed", "group",
+        "halvings", "heard", "host", "incarnation", "joined", "link", "missing_weights", "order", "pace", "pid",
+        "restore_due", "routing", "rows", "since", "slot", "stage", "stamp", "state", "text_bytes", "texts", "version",
     )  # fmt: skip
 
     def __init__(self, incarnation: str, group: "Group", link: Link, slot: "WorkerSlot | None", order: int, now: float) -> None:
@@ -39,6 +38,8 @@ class Worker:
         self.order = order
         #: when it registered first
         self.joined = now
+        self.state = WorkerState.NOT_READY
+        #: what its process does, in its own words
         self.stage = "starting"
         self.detail = ""
         #: when the stage began
@@ -57,20 +58,12 @@ class Worker:
         self.version = 0
         self.digest = ""
         self.committed: tuple[int, int] = (0, 0)
-        #: while it restores the committed weights: when it must have done so
-        self.restore_until: float | None = None
-        #: why it could not, and when it tries again; None: it could, or never had to
-        self.lacks: tuple[str, float] | None = None
-        #: it said Idle in this epoch
-        self.idle = False
-        #: kept free for a trial, or in one
-        self.kept = False
-        self.lost = False
-        #: it is to end for an update by restart, or because an operator restarts it, and finishes what it has
-        self.leaving = False
-        #: Its oldest batch is late. It gets nothing more until that one is done: newer work of a higher priority could keep
-        #: its engine from the old one until the deadline, which would cost a healthy worker its life.
-        self.late = False
+        #: RESTORING: when it must have the committed weights; MISSING_WEIGHTS: when it is asked for them again
+        self.restore_due = 0.0
+        #: why it could not load the committed weights, until it does; "" otherwise
+        self.missing_weights = ""
+        #: it said in this epoch that it dropped the work of earlier ones
+        self.epoch_confirmed = False
         self.batches: dict[TaskId, Batch] = {}
         #: sums over `batches`; never over the declared inflight_tokens and inflight_rows
         self.cost = 0
@@ -92,20 +85,14 @@ class Worker:
         return PACKED if self.slot is not None and self.slot.packed else PLAIN
 
     @property
+    def lost(self) -> bool:
+        """It was given up."""
+        return self.state is WorkerState.LOST
+
+    @property
     def able(self) -> bool:
         """It can run batches now."""
-        return (
-            self.capabilities is not None
-            and self.idle
-            and not self.late
-            and not self.lost
-            and not self.leaving
-            and self.stage == "ready"
-            and self.holds
-            # Else it was told to take other weights before these were committed again.
-            and self.restore_until is None
-            and self.lacks is None
-        )
+        return self.state is WorkerState.READY or self.state is WorkerState.RESERVED
 
     @property
     def holds(self) -> bool:
@@ -122,7 +109,7 @@ class Worker:
     @property
     def open(self) -> bool:
         """It may be given batches."""
-        return not self.kept and not self.group.held and self.able
+        return self.state is WorkerState.READY and not self.group.on_hold
 
     @property
     def name(self) -> str:
@@ -136,10 +123,13 @@ class Worker:
         if self.pace is not None:
             self.pace.check()
         assert self.text_bytes == sum(request.work.nbytes for request, _ in self.texts.values()), self
+        if self.able or self.state is WorkerState.LATE:
+            assert self.capabilities is not None and self.stage == "ready" and self.epoch_confirmed, self
+            assert self.holds and not self.missing_weights, self
         if self.lost:
             assert not self.batches and not self.texts, self
         if self.batches:
-            assert self.declared is not None and self.idle, self
+            assert self.declared is not None and self.epoch_confirmed, self
             can = self.declared
             assert self.cost <= can.inflight_tokens and self.rows <= can.inflight_rows, self
             assert self.routing is (self.group.packed_routing if can.packed else self.group.routing), self
@@ -158,4 +148,4 @@ class Worker:
                 assert all(request.work.operation.packs(request.work, self.declared) for request, _, _ in batch.slices), batch
 
     def __repr__(self) -> str:
-        return f"<Worker {self.incarnation} {self.stage} batches={len(self.batches)} cost={self.cost}>"
+        return f"<Worker {self.incarnation} {self.state} batches={len(self.batches)} cost={self.cost}>"

@@ -1,11 +1,12 @@
 """A slot for a worker that this pool starts itself. Pure.
 
-The life of a slot: backoff → up (its process exists) → ending (SIGKILL is on its way) → backoff …, or retired.
+`states` tells its life. `transitions` alone changes its state.
 """
 
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.states import SlotState
 
 if TYPE_CHECKING:
     from enginepool.coordinator.core.group import Group
@@ -25,8 +26,7 @@ class WorkerSlot:
         self.index = index
         #: the class of its workers
         self.packed = index >= group.config.workers - group.config.packed_workers
-        #: "backoff" | "up" | "ending" | "retired"
-        self.state = "backoff"
+        self.state = SlotState.BACKOFF
         #: the process that is up or ending; "" otherwise
         self.incarnation = ""
         #: backoff: when to start; up: when the process must have registered
@@ -67,9 +67,8 @@ class WorkerSlot:
         return f"{self.group.name}-{self.index}"
 
     def check(self) -> None:
-        assert self.state in ("backoff", "up", "ending", "retired"), self.state
-        assert not self.retired_reason or self.state == "retired", (self.state, self.retired_reason)
+        assert not self.retired_reason or self.state is SlotState.RETIRED, (self.state, self.retired_reason)
         assert self.planned_restart in ("", "draining", "ending"), self.planned_restart
         assert not self.planned_restart or self.incarnation, (self.planned_restart, self.state)
         assert not self.was_ready or not self.same_failures, (self.was_ready, self.same_failures)
-        assert (self.incarnation != "") == (self.state in ("up", "ending")), (self.state, self.incarnation)
+        assert (self.incarnation != "") == (self.state in (SlotState.UP, SlotState.ENDING)), (self.state, self.incarnation)

@@ -6,6 +6,8 @@ deadline for each stage, and for each forward) means it is alive and does nothin
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
+from enginepool.coordinator.core.states import WorkerState
+from enginepool.coordinator.core.transitions import facts_changed
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import GOODBYE_S, WorkerRegistry
@@ -36,9 +38,8 @@ class WorkerDeadlines:
             if reason := self._overdue(worker):
                 self.fleet.lose(worker, reason, kill=True)
                 continue
-            if worker.batches and not worker.late and core.now > next(iter(worker.batches.values())).late:
-                worker.late = True
-                worker.routing.update(worker)
+            if worker.batches:
+                facts_changed(core, worker)  # the oldest batch may be late
             if ping:
                 core.effects.append(ToWorker(worker.link, Ping(int(core.now * 1000))))
         self.slots.watch()
@@ -65,7 +66,7 @@ class WorkerDeadlines:
             if now > due:
                 return "a text was not tokenized in time"
             break
-        if worker.restore_until is not None and now > worker.restore_until:
+        if worker.state is WorkerState.RESTORING and now > worker.restore_due:
             return "the committed weights were not restored in time"
         return ""
 
@@ -74,8 +75,8 @@ class WorkerDeadlines:
         for worker in self.core.worker_links.values():
             worker.heard += gap
             worker.since += gap
-            if worker.restore_until is not None:
-                worker.restore_until += gap
+            if worker.state is WorkerState.RESTORING:
+                worker.restore_due += gap
             for batch in worker.batches.values():
                 batch.deadline += gap
                 batch.late += gap

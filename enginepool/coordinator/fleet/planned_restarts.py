@@ -7,6 +7,8 @@ None of it counts as a loss. An open transaction of the group comes first: the w
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import RestartAsked
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.states import SlotState
+from enginepool.coordinator.core.transitions import leave, revive
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
@@ -56,9 +58,9 @@ class PlannedRestarts:
 
     def _begin(self, slot: WorkerSlot) -> None:
         worker = slot.group.workers.get(slot.incarnation)
-        if slot.state in ("backoff", "retired"):
+        if slot.state in (SlotState.BACKOFF, SlotState.RETIRED):
             self._revive(slot)
-        elif slot.state == "up" and worker is not None and worker.stage == "ready":
+        elif slot.state is SlotState.UP and worker is not None and worker.stage == "ready":
             slot.planned_restart = "draining"
             slot.due = self.core.now + self.core.config.timing.drain_s
             self._drain(slot)
@@ -78,9 +80,7 @@ class PlannedRestarts:
         worker = group.workers.get(slot.incarnation)
         if worker is None or core.update_of(group) is not None:
             return  # its slot is told of its end; or the transaction of which it may be a member has its turn
-        if not worker.leaving:
-            worker.leaving = True
-            worker.routing.update(worker)
+        leave(core, worker)
         if not (worker.batches or worker.texts) or core.now >= slot.due:
             self._end(slot)
 
@@ -96,7 +96,7 @@ class PlannedRestarts:
     def _revive(self, slot: WorkerSlot) -> None:
         """Forget why it waits or was given up: it starts with the next look at the slots."""
         group = slot.group
-        slot.state, slot.due, slot.retired_reason = "backoff", self.core.now, ""
+        revive(slot, self.core.now)
         slot.loss_times, slot.short_runs, slot.same_failures, slot.failure_signature = [], 0, 0, ""
         slot.start_failure, slot.unstartable = "", False
         group.down = ""

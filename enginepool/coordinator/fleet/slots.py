@@ -1,6 +1,6 @@
 """Slots: the workers that this pool starts itself, their restarts, and what follows when none can come back.
 
-The life of a slot is told in `state`. A successor starts only after the end of the whole process group was seen, and after a
+A successor starts only after the end of the whole process group was seen, and after a
 backoff that doubles. A slot is retired by more losses within the window than the policy allows, by a failure that a restart
 cannot mend, and by two failures in a row that are the same, as long as none of its processes was ever ready. A fault of the
 host, which could not make a process, retires no slot.
@@ -10,6 +10,8 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KillWorker, StartWorker
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.states import SlotState
+from enginepool.coordinator.core.transitions import back_off, end_slot, retire, start_slot
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet.failures import signature
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
@@ -38,9 +40,7 @@ class WorkerSlots:
             group.slots.append(slot)
             survivor = next((p for p in alive if p.group == group.name and p.index == index), None)
             if survivor is not None:
-                slot.state, slot.incarnation = "up", survivor.incarnation
-                slot.started_at = core.now
-                slot.due = core.now + core.config.timing.silence_s
+                start_slot(slot, survivor.incarnation, core.now, core.now + core.config.timing.silence_s)
             else:
                 self._start(slot)
         group.expect()
@@ -48,11 +48,9 @@ class WorkerSlots:
     def _start(self, slot: WorkerSlot) -> None:
         core, name = self.core, slot.group.name
         core.counter += 1
-        slot.incarnation = f"{name}-{slot.index}.{core.epoch:x}.{core.counter}"
-        slot.state = "up"
+        incarnation = f"{name}-{slot.index}.{core.epoch:x}.{core.counter}"
+        start_slot(slot, incarnation, core.now, core.now + core.config.timing.starting_s)
         slot.previous_end, slot.end_reason, slot.start_failure = slot.end_reason, "", ""
-        slot.started_at = core.now
-        slot.due = core.now + core.config.timing.starting_s
         slot.planned_restart = ""
         weights = slot.group.weights if slot.group.weights.restart else None
         if slot.uncommitted_weights is not None:
@@ -61,30 +59,29 @@ class WorkerSlots:
 
     def end(self, slot: WorkerSlot, reason: str, *, own: bool = False) -> None:
         """Kill the process of a slot; `vacate` follows when it has ended. `own`: the reason is the worker's own word."""
-        if slot.state == "up":
-            slot.state = "ending"
-            slot.end_reason = reason if own else f"stopped by the pool, because {reason}"
+        if slot.state is SlotState.UP:
+            end_slot(slot, reason if own else f"stopped by the pool, because {reason}")
             self.core.effects.append(KillWorker(slot.incarnation, slot.end_reason))
 
     def postpone(self, slot: WorkerSlot) -> None:
         """The host could not make the process of a slot: disk space, memory or descriptors ran out. That is no failure of the
         worker, so that nothing is counted, and the slot starts again after the longest backoff."""
-        slot.incarnation = ""
         slot.loss_excused = False
-        slot.state, slot.due = "backoff", self.core.now + self.core.config.restart.backoff_max_s
+        back_off(slot, self.core.now + self.core.config.restart.backoff_max_s)
 
     def vacate(self, slot: WorkerSlot, permanent: bool) -> None:
         """The process of a slot has ended: wait and start again, or retire the slot."""
         core, policy = self.core, self.core.config.restart
-        renewal, slot.planned_restart = slot.planned_restart, ""
-        slot.incarnation = ""
+        planned, slot.planned_restart = slot.planned_restart, ""
         if slot.uncommitted_weights is not None and not slot.on_uncommitted and not core.draining:
             # It was ended for this: the next one starts on other weights, at once.
-            slot.state, slot.due, slot.loss_excused = "backoff", core.now, False
+            back_off(slot, core.now)
+            slot.loss_excused = False
             return
-        if renewal and not core.draining:
+        if planned and not core.draining:
             # An operator restarts it: its end counts for nothing.
-            slot.state, slot.due, slot.loss_excused, slot.unstartable = "backoff", core.now, False, False
+            back_off(slot, core.now)
+            slot.loss_excused = slot.unstartable = False
             return
         if slot.uncommitted_weights is not None:
             # What it cannot start on is not committed.
@@ -97,25 +94,30 @@ class WorkerSlots:
             slot.short_runs += 1
             self._count_failure(slot)
         slot.loss_excused = False
-        if permanent:
-            slot.retired_reason = f"cannot be started: {slot.end_reason}"
-        elif slot.same_failures >= SAME_FAILURES:
-            slot.retired_reason = f"failed {slot.same_failures} times in the same way before it was ready: {slot.end_reason}"
-        elif slot.start_failure and slot.same_failures and (other := self._given_up_alike(slot)) is not None:
-            slot.retired_reason = _alike(slot, other)
-        elif len(slot.loss_times) > policy.max_restarts:
-            most, span = policy.max_restarts, policy.window_s
-            slot.retired_reason = f"ended more than {most} times within {span:g} s, the last time: {slot.end_reason}"
-        if core.draining or slot.retired_reason:
-            slot.state = "retired"
+        why = self._why_retired(slot, permanent)
+        if core.draining or why:
+            retire(slot, why)
             self._log_retired(slot)
             self._retire_neighbors(slot)
             self.maybe_down(slot.group)
             return
-        slot.state = "backoff"
         slot.restarts += 1
         doubled = min(max(0, min(slot.short_runs, len(slot.loss_times)) - 1), MOST_DOUBLED)
-        slot.due = core.now + min(policy.backoff_max_s, policy.backoff_s * 2.0**doubled)
+        back_off(slot, core.now + min(policy.backoff_max_s, policy.backoff_s * 2.0**doubled))
+
+    def _why_retired(self, slot: WorkerSlot, permanent: bool) -> str:
+        """Why a slot whose process has ended starts no other one, or ""."""
+        policy = self.core.config.restart
+        if permanent:
+            return f"cannot be started: {slot.end_reason}"
+        if slot.same_failures >= SAME_FAILURES:
+            return f"failed {slot.same_failures} times in the same way before it was ready: {slot.end_reason}"
+        if slot.start_failure and slot.same_failures and (other := self._given_up_alike(slot)) is not None:
+            return _alike(slot, other)
+        if len(slot.loss_times) > policy.max_restarts:
+            most, span = policy.max_restarts, policy.window_s
+            return f"ended more than {most} times within {span:g} s, the last time: {slot.end_reason}"
+        return ""
 
     def _count_failure(self, slot: WorkerSlot) -> None:
         if slot.start_failure and not slot.was_ready:
@@ -135,9 +137,8 @@ class WorkerSlots:
         if slot.same_failures < SAME_FAILURES:
             return
         for other in slot.group.slots:
-            if other.state == "backoff" and other.same_failures and other.failure_signature == slot.failure_signature:
-                other.retired_reason = _alike(other, slot)
-                other.state = "retired"
+            if other.state is SlotState.BACKOFF and other.same_failures and other.failure_signature == slot.failure_signature:
+                retire(other, _alike(other, slot))
                 self._log_retired(other)
 
     def _log_retired(self, slot: WorkerSlot) -> None:
@@ -151,7 +152,7 @@ class WorkerSlots:
             return
         for packed in (False, True):
             self._maybe_gone(group, packed)
-        if group.workers or any(slot.state != "retired" for slot in group.slots):
+        if group.workers or any(slot.state is not SlotState.RETIRED for slot in group.slots):
             return
         group.down = f"group {group.name!r}: no worker is left and none will be restarted: {_why(group.slots)}"
         self.requests.fail_all(group, "pool_down", group.down)
@@ -159,7 +160,7 @@ class WorkerSlots:
     def _maybe_gone(self, group: Group, packed: bool) -> None:
         bit = PACKED if packed else PLAIN
         slots = [slot for slot in group.slots if slot.packed == packed]
-        if not slots or bit in group.retired_classes or any(slot.state != "retired" for slot in slots):
+        if not slots or bit in group.retired_classes or any(slot.state is not SlotState.RETIRED for slot in slots):
             return
         if not group.workers and len(slots) == len(group.slots):
             return  # the whole group is down
@@ -177,9 +178,9 @@ class WorkerSlots:
             for slot in group.slots:
                 if now < slot.due:
                     continue
-                if slot.state == "backoff" and not self.core.draining:
+                if slot.state is SlotState.BACKOFF and not self.core.draining:
                     self._start(slot)
-                elif slot.state == "up" and slot.incarnation not in group.workers:
+                elif slot.state is SlotState.UP and slot.incarnation not in group.workers:
                     why = f"its process did not register within {now - slot.started_at:.0f} s"
                     self.end(slot, slot.end_reason or why, own=bool(slot.end_reason))
 
@@ -193,9 +194,9 @@ class WorkerSlots:
         """Start nothing more; end processes that have not registered."""
         for group in self.core.groups.values():
             for slot in group.slots:
-                if slot.state == "backoff":
-                    slot.state = "retired"
-                elif slot.state == "up" and slot.incarnation not in group.workers:
+                if slot.state is SlotState.BACKOFF:
+                    retire(slot)
+                elif slot.state is SlotState.UP and slot.incarnation not in group.workers:
                     self.end(slot, "the pool ends")
 
     def kill_all(self) -> None:

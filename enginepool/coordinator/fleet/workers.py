@@ -15,14 +15,16 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
 from enginepool.coordinator.core.epochs import RAISES_BY_WORKERS, rise_above
 from enginepool.coordinator.core.events import Link
-from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.core.request_state import TEXT
-from enginepool.coordinator.core.secondary import WorkerLoaded, WorkerLost, WorkerReturned
+from enginepool.coordinator.core.secondary import WorkerLoaded, WorkerReturned
+from enginepool.coordinator.core.states import SlotState
+from enginepool.coordinator.core.transitions import confirm_epoch, end_batch, end_text, lose_worker, report_stage
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
-from enginepool.coordinator.scheduling.batches import post_batch, post_text, take_text
+from enginepool.coordinator.scheduling.batches import post_batch, post_text
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import halve, shrink
 from enginepool.protocol.halving import halved
@@ -75,7 +77,7 @@ class WorkerRegistry:
             worker.link = e.link
         else:
             slot = next((p for p in group.slots if p.incarnation == e.incarnation), None)
-            if slot is not None and slot.state != "up":
+            if slot is not None and slot.state is not SlotState.UP:
                 self._give_up(e.link, e.incarnation, "its process is being ended")
                 return
             self._order += 1
@@ -86,9 +88,8 @@ class WorkerRegistry:
         worker.heard = e.now
         if e.epoch == core.epoch:
             # It dropped all older work when it heard this epoch; the Idle that said so may be lost with its link.
-            worker.idle = True
-            worker.routing.update(worker)
-            core.wake(group)
+            confirm_epoch(core, worker)
+        core.wake(group)
         core.worker_links[e.link] = worker
         orphan_s = core.config.timing.orphan_s
         core.effects.append(ToWorker(e.link, Accept(core.epoch, orphan_s=orphan_s, halvings=worker.halvings)))
@@ -98,8 +99,6 @@ class WorkerRegistry:
         for task, (request, _) in worker.texts.items():
             post_text(core, worker, task, request)
         core.secondary.append(WorkerReturned(worker))
-        if core.touched is not None:
-            core.touched.append(worker)
 
     def settings(self, e: ev.SettingsAsked) -> None:
         """A program that starts workers wants to know with what."""
@@ -147,9 +146,7 @@ class WorkerRegistry:
             return
         worker.detail = e.detail
         if worker.stage != e.stage:
-            worker.stage = e.stage
-            worker.since = e.now
-            self._changed(worker)
+            report_stage(self.core, worker, e.stage)
 
     def ready(self, e: ev.WorkerReady) -> None:
         """A worker's engine is ready. The first one of a class sets the limits of that class."""
@@ -177,7 +174,8 @@ class WorkerRegistry:
             worker.pace = ForwardCostModel(can.pace, forward_s) if can.pace else None
         worker.routing = group.packed_routing if can.packed else group.routing
         worker.version, worker.digest, worker.committed = e.version, e.digest, e.committed
-        worker.stage, worker.detail, worker.since = "ready", "", e.now
+        worker.detail = ""
+        report_stage(self.core, worker, "ready")
         known = group.packed if can.packed else group.plain
         if alone:
             if can.packed:
@@ -196,7 +194,6 @@ class WorkerRegistry:
                 self.requests.recheck(group)
         # It may have been the last one of which it was not known that it is no plain worker.
         self.slots.maybe_down(group)
-        self._changed(worker)
         if not worker.holds:
             # It was taking weights of a coordinator that is gone, and got work meanwhile, which it drops when it restores.
             self.recall(worker)
@@ -206,15 +203,7 @@ class WorkerRegistry:
         """A worker has dropped everything of earlier epochs."""
         worker = self.of(e.link)
         if worker is not None and e.epoch == self.core.epoch:
-            worker.idle = True
-            self._changed(worker)
-
-    def _changed(self, worker: Worker) -> None:
-        group = worker.group
-        worker.routing.update(worker)
-        if self.core.touched is not None:
-            self.core.touched.append(worker)
-        self.core.wake(group)
+            confirm_epoch(self.core, worker)
 
     # --- work ----------------------------------------------------------------------------------------------------------
 
@@ -235,7 +224,7 @@ class WorkerRegistry:
             self.lose(worker, f"its answer does not fit: {wrong}", kill=True)
             return
         group = worker.group
-        self._remove(worker, batch)
+        end_batch(self.core, batch)
         worker.done += 1
         group.batches += 1
         group.forwards += e.forwards
@@ -251,33 +240,12 @@ class WorkerRegistry:
         if worker.pace is not None:
             worker.pace.done(e.now, e.run_us / 1e6, batch.cost, batch.rows, fits=usual(batch, e))
         self.requests.outcome(batch, e)
-        self.core.wake(group)
-        if self.core.touched is not None:
-            self.core.touched += (worker, group)
-
-    def _remove(self, worker: Worker, batch: Batch) -> None:
-        """Take a batch off its worker's ledger."""
-        group = worker.group
-        del worker.batches[batch.id]
-        worker.cost -= batch.cost
-        worker.rows -= batch.rows
-        if worker.late:
-            oldest = next(iter(worker.batches.values()), None)
-            worker.late = oldest is not None and self.core.now > oldest.late
-            worker.routing.update(worker)
-        if batch.trial:
-            group.trial = None
-            worker.kept = False
-            worker.routing.update(worker)
-        elif worker.stamp:
-            worker.routing.moved(worker)
 
     def tokenized(self, e: ev.TextTokenized) -> None:
         """A worker answered a tokenizing task."""
         worker = self.of(e.link)
         if worker is not None:
             self.requests.tokenized(worker, e)
-            self.core.wake(worker.group)
 
     def refused(self, e: ev.WorkerRefused) -> None:
         """A worker did not take a batch or a text: that goes elsewhere, and the worker registers again before it gets more."""
@@ -286,20 +254,17 @@ class WorkerRegistry:
             return
         task = (self.core.epoch, e.number)
         batch = worker.batches.get(task)
-        text = take_text(worker, task)
+        text = end_text(self.core, worker, task)
         if batch is None and text is None:
             return
-        worker.stage = "draining" if e.draining else "starting"
-        worker.since = e.now
-        worker.routing.update(worker)
+        report_stage(self.core, worker, "draining" if e.draining else "starting")
         if not e.draining:
             self._refuse(worker.link, "hello_required", "register again: work was refused")
         if batch is not None:
-            self._remove(worker, batch)
+            end_batch(self.core, batch)
             self.requests.returned(batch)
         if text is not None:
             self._text_back(text)
-        self.core.wake(worker.group)
 
     def recall(self, worker: Worker) -> list[tuple[Request, bool]]:
         """Take back everything from a worker: its late answers have unknown ids. Nobody is suspected, unless it ends of that.
@@ -309,12 +274,12 @@ class WorkerRegistry:
         found: list[tuple[Request, bool]] = []
         for batch in list(worker.batches.values()):
             found += [(request, batch.trial) for request, _, _ in batch.slices]
-            self._remove(worker, batch)
+            end_batch(self.core, batch)
             self.requests.returned(batch)
         trial = worker.group.trial
         for task in list(worker.texts):
             alone = trial is not None and trial.id == task
-            text = take_text(worker, task)
+            text = end_text(self.core, worker, task)
             if text is not None:
                 found.append((text, alone))
                 self._text_back(text)
@@ -368,25 +333,18 @@ class WorkerRegistry:
         `tell`: an external worker hears of it.
         """
         core, group = self.core, worker.group
-        worker.lost = True
-        core.secondary.append(WorkerLost(worker, reason))
         count = len(worker.batches)
         said = f"incarnation {worker.incarnation}, {count} batch{'' if count == 1 else 'es'}"
         if worker.slot is None:
             said += f", process {worker.pid} on {worker.host}, connected for {core.now - worker.joined:.0f} s"
         planned = (own and not kill) or (worker.slot is not None and worker.slot.planned_restart == "ending")
         self.log(worker, f"worker {worker.name} {'ends' if planned else 'is lost'}: {reason} ({said})")
-        del group.workers[worker.incarnation]
-        core.worker_links.pop(worker.link, None)
-        worker.routing.update(worker)
-        if group.reserved_worker is worker:
-            group.reserved_worker = None
-        worker.kept = False
+        lose_worker(core, worker, reason)
         batches = list(worker.batches.values())
         group.lost_batches += len(batches)
         self.requests.texts_lost(worker, reason)
         for batch in batches:
-            self._remove(worker, batch)
+            end_batch(core, batch)
             self.requests.lost(batch, reason)
         self._remember(worker.incarnation, silent=silent and worker.slot is None)
         if worker.slot is None:
@@ -398,9 +356,6 @@ class WorkerRegistry:
             self.slots.maybe_down(group)
         elif kill:
             self.slots.end(worker.slot, reason, own=own)
-        core.wake(group)
-        if core.touched is not None:
-            core.touched += (worker, group)
 
     def log(self, worker: Worker, text: str) -> None:
         """A line about a worker. An external worker can come and go at will: its lines have a budget of their own."""

@@ -9,10 +9,10 @@ from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
+from enginepool.coordinator.core.transitions import end_text
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.tokenize import with_ids
 from enginepool.coordinator.requests.memory import charge, too_large
-from enginepool.coordinator.scheduling.batches import take_text
 from enginepool.coordinator.scheduling.queue import ANY
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
 from enginepool.protocol.errors import WireError
@@ -33,7 +33,7 @@ class RequestLifecycle:
     def tokenized(self, worker: Worker, e: ev.TextTokenized) -> None:
         """The ids of a text request, or why there are none."""
         oldest = next(iter(worker.texts), None) == e.task
-        request = take_text(worker, e.task)
+        request = end_text(self.core, worker, e.task)
         if oldest and worker.texts:
             # A tokenizer takes one after the other: the next one's time begins now, however many came together.
             task, (text, due) = next(iter(worker.texts.items()))
@@ -98,7 +98,7 @@ class RequestLifecycle:
         """
         trial = worker.group.trial
         for place, task in enumerate(list(worker.texts)):
-            request = take_text(worker, task)
+            request = end_text(self.core, worker, task)
             if request is None or request.state == DONE:
                 continue
             request.suspect = request.suspect or place == 0 or request.bystander

@@ -21,6 +21,7 @@ from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Batch, Request
 from enginepool.coordinator.core.request_state import RUNNING, TEXT
+from enginepool.coordinator.core.transitions import release_reserved, reserve, start_batch, start_text, start_trial
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.scheduling.batch_builder import cut_next, fill, fill_packed, take
 from enginepool.coordinator.scheduling.queue import Lane
@@ -83,29 +84,27 @@ def _try_suspect(core: Context, group: Group) -> None:
         if lane is None or (first is not None and first.before_suspect(lane)):
             continue
         worker = _quietest(group, routing)
-        mine = kept if kept is not None and kept.able and kept.routing is routing else None
+        mine = kept if kept is not None and kept.routing is routing else None
         if mine is not None and (worker is None or worker.batches or worker.texts):
             worker = mine
         if worker is not None and (found is None or (_busy(found[1]) and (worker is kept or not _busy(worker)))):
             found = lane, worker
     if kept is not None and (found is None or found[1] is not kept):
         # Another one is idle first, the kept one drains, or the suspect is no longer first in line.
-        release_kept(group)
+        release_reserved(core, group)
     if found is None:
         return
     lane, worker = found
-    worker.kept = True
-    worker.routing.update(worker)
+    reserve(core, worker)
     if _busy(worker):
-        group.reserved_worker = worker
         return
-    group.reserved_worker = None
     request = lane.head
     assert request is not None
     if request.state == TEXT:
         group.suspects.pop(lane, request.work.tokens)
-        group.trial = Batch(core.task_id(), worker, [(request, 0, 0)], 0, 0, True)
-        _give_text(core, worker, group.trial.id, request)
+        trial = Batch(core.task_id(), worker, [(request, 0, 0)], 0, 0, True)
+        start_trial(trial)
+        _give_text(core, worker, trial.id, request)
         return
     cost, slice_ = cut_next(request, worker)
     take(core, slice_)
@@ -113,8 +112,9 @@ def _try_suspect(core: Context, group: Group) -> None:
         group.suspects.pop(lane, cost)
     else:
         group.suspects.charge(lane, cost)
-    group.trial = Batch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], True)
-    send_batch(core, group.trial)
+    trial = Batch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], True)
+    start_trial(trial)
+    send_batch(core, trial)
 
 
 def _busy(worker: Worker) -> bool:
@@ -156,8 +156,7 @@ def _give_texts(core: Context, group: Group) -> None:
 
 
 def _give_text(core: Context, worker: Worker, task: TaskId, request: Request) -> None:
-    worker.texts[task] = (request, core.now + core.config.timing.forward_s)
-    worker.text_bytes += request.work.nbytes
+    start_text(worker, task, request, core.now + core.config.timing.forward_s)
     post_text(core, worker, task, request)
 
 
@@ -167,36 +166,10 @@ def post_text(core: Context, worker: Worker, task: TaskId, request: Request) -> 
     core.effects.append(ToWorker(worker.link, work.operation.tokenize(work, task), work.frames))
 
 
-def take_text(worker: Worker, task: TaskId) -> Request | None:
-    """Take a tokenizing task off its worker's list; None when it is not there."""
-    request, _ = worker.texts.pop(task, (None, 0.0))
-    if request is not None:
-        worker.text_bytes -= request.work.nbytes
-    group = worker.group
-    if group.trial is not None and group.trial.id == task:
-        group.trial = None
-        worker.kept = False
-        worker.routing.update(worker)
-    return request
-
-
-def release_kept(group: Group) -> None:
-    """Open the worker that was kept for a trial again."""
-    worker = group.reserved_worker
-    if worker is not None:
-        group.reserved_worker = None
-        worker.kept = False
-        worker.routing.update(worker)
-
-
 def send_batch(core: Context, batch: Batch) -> None:
     """Enter `batch` in its worker's ledger and send it."""
     worker = batch.worker
-    worker.batches[batch.id] = batch
-    worker.cost += batch.cost
-    worker.rows += batch.rows
-    if not batch.trial:
-        worker.routing.moved(worker)
+    start_batch(batch)
     timing, pace = core.config.timing, worker.pace
     expected = worker.group.rate * worker.cost
     if pace is not None:
@@ -206,9 +179,6 @@ def send_batch(core: Context, batch: Batch) -> None:
     batch.deadline = core.now + allowed
     batch.late = core.now + allowed / 2
     post_batch(core, batch)
-    if core.touched is not None:
-        core.touched.append(worker)
-        core.touched.extend(request for request, _, _ in batch.slices)
 
 
 def post_batch(core: Context, batch: Batch) -> None:

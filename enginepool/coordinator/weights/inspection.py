@@ -164,5 +164,5 @@ def report_of(group: Group, id: int) -> WeightsReport:
 def _of(worker: Worker) -> WorkerWeights:
     if worker.capabilities is None:
         return WorkerWeights(worker.name, message=worker.stage)
-    why = worker.lacks[0] if worker.lacks is not None else ""
+    why = worker.missing_weights
     return WorkerWeights(worker.name, worker.version, worker.digest, code="needs_weights" if why else "", message=why)

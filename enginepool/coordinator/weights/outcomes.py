@@ -6,12 +6,12 @@
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
 from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.transitions import commit_weights, have_weights, release, stay
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
 from enginepool.coordinator.weights.outgoing import tell
-from enginepool.coordinator.weights.quiesce import release
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.update import Member, Update, failures, zero_matrices
 from enginepool.protocol.layout import layered
@@ -58,8 +58,7 @@ class UpdateOutcomes:
         group, before = update.group, update.group.version
         self._count(update)
         loaded_at = update.since
-        group.weights = weights
-        group.version = weights.version
+        commit_weights(group, weights)
         group.zeros = _zeros(update)
         if update.ring is not None:
             group.process_group = update.ring
@@ -81,9 +80,9 @@ class UpdateOutcomes:
                 )
                 continue
             worker.version, worker.digest = weights.version, weights.digest
-            if worker.lacks is not None:
+            if worker.missing_weights:
                 worker.detail = ""
-            worker.lacks = worker.restore_until = None
+            have_weights(self.core, worker)
             message = Committed(update.id, weights.version, weights.digest, weights.snapshot, weights.run)
             self.core.effects.append(ToWorker(worker.link, message))
         for worker in list(group.workers.values()):
@@ -149,12 +148,11 @@ class UpdateOutcomes:
         """A member of an update by restart is wanted on the committed weights again."""
         worker, slot, restart = member.worker, member.worker.slot, member.restart
         member.restart = ""
-        worker.leaving = False
         if slot is None or not restart:
             return
         slot.uncommitted_weights = None
         if restart == "leaving":
-            worker.routing.update(worker)
+            stay(self.core, worker)
         elif restart == "ready" and not worker.lost:
             self._replace(worker, "the weights that it started on were not committed")
         elif slot.on_uncommitted:

@@ -9,6 +9,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client
+from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.outgoing import say_join, say_phase
 from enginepool.coordinator.weights.publish_validation import outside
@@ -136,5 +137,5 @@ def _renew(update: Update, now: float) -> None:
 
 def _may_take(worker: Worker) -> bool:
     """Whether it can be a member: ready, and not busy with a restore that may still succeed."""
-    ready = worker.capabilities is not None and worker.idle and not worker.lost and worker.stage == "ready"
-    return ready and (worker.restore_until is None or bool(worker.group.weights_lost))
+    ready = worker.capabilities is not None and worker.epoch_confirmed and not worker.lost and worker.stage == "ready"
+    return ready and (worker.state is not WorkerState.RESTORING or bool(worker.group.weights_lost))

@@ -8,30 +8,7 @@ one version.
 
 from collections.abc import Iterable
 
-from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.worker import Worker
-from enginepool.coordinator.scheduling.batches import release_kept
-
-
-def hold(group: Group) -> None:
-    """No new work starts in `group` from here on."""
-    group.held = True
-    # No trial starts while it is held.
-    release_kept(group)
-    _tell(group)
-
-
-def release(core: Context, group: Group) -> None:
-    """Work starts again, unless the coordinator is about to end without its workers."""
-    group.held = core.keep_workers
-    _tell(group)
-    core.wake(group)
-
-
-def _tell(group: Group) -> None:
-    for worker in group.workers.values():
-        worker.routing.update(worker)
 
 
 def working(workers: Iterable[Worker]) -> bool:

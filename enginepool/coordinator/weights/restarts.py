@@ -15,6 +15,8 @@ A member on its way is `leaving` (it finishes what it has), `starting` (its slot
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.states import SlotState
+from enginepool.coordinator.core.transitions import leave
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
@@ -57,7 +59,7 @@ class Restarts:
             slot = member.worker.slot
             if member.restart == "leaving" and (update.at_once or update.recalls or not working([member.worker])):
                 self._end(update, member)
-            elif member.restart == "starting" and slot is not None and slot.on_uncommitted and slot.state != "up":
+            elif member.restart == "starting" and slot is not None and slot.on_uncommitted and slot.state is not SlotState.UP:
                 self._failed(update, member, slot.end_reason)
         members = list(update.members.values())
         loaded = [member for member in members if member.loaded]
@@ -81,8 +83,7 @@ class Restarts:
     def _leave(self, update: Update, member: Member) -> None:
         """It gets no more work. Its batches in flight finish, if that is wanted."""
         member.restart = "leaving"
-        member.worker.leaving = True
-        member.worker.routing.update(member.worker)
+        leave(self.core, member.worker)
         offer = update.offer
         update.recalls = update.at_once or offer.in_flight == "abort"
         update.until = self.core.now + offer.drain_ms / 1000 if not update.recalls else float("inf")

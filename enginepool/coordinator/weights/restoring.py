@@ -15,6 +15,8 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client
+from enginepool.coordinator.core.states import SlotState, WorkerState
+from enginepool.coordinator.core.transitions import fail_restore, fall_behind, have_weights, start_restore
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
@@ -32,7 +34,7 @@ class Restoring:
 
     def changed(self, worker: Worker) -> None:
         """Other weights are committed. What it says it holds may be what an earlier restore is about to replace."""
-        if worker.restore_until is not None:
+        if worker.state is WorkerState.RESTORING:
             self._restore(worker)
         else:
             self.loaded(worker)
@@ -61,9 +63,9 @@ class Restoring:
             if update is None or worker.incarnation not in update.members:
                 self._restore(worker)
             return
-        if worker.restore_until is not None:
+        if worker.state is WorkerState.RESTORING:
             self.fleet.log(worker, f"worker {worker.name} has restored the committed weight version {weights.version}")
-        worker.restore_until = worker.lacks = None
+        have_weights(self.core, worker)
         group.weights_lost_classes &= ~worker.class_
         if not group.weights_lost_classes:
             group.weights_lost = ""
@@ -71,7 +73,6 @@ class Restoring:
             # Its stager may not have heard that what it holds is committed.
             message = Committed((0, 0), weights.version, weights.digest, weights.snapshot, weights.run)
             self.core.effects.append(ToWorker(worker.link, message))
-        worker.routing.update(worker)
 
     def _fall_behind(self, worker: Worker) -> None:
         """The journal does not have what `worker` heard to be committed."""
@@ -83,14 +84,13 @@ class Restoring:
         )
         group.weights_lost_classes = PLAIN | PACKED
         self.fleet.log(worker, group.weights_lost)
+        fall_behind(self.core, group)
         for other in group.workers.values():
-            other.restore_until = None
             self.fleet.recall(other)
-            other.routing.update(other)
         self._tell_all(group)
 
     def _restore(self, worker: Worker) -> None:
-        worker.lacks = None
+        worker.missing_weights = ""
         if worker.group.weights.restart and worker.slot is not None:
             # Its engine takes them only at its start.
             worker.slot.loss_excused = True
@@ -99,8 +99,9 @@ class Restoring:
         self._ask(worker)
 
     def _ask(self, worker: Worker) -> None:
-        worker.restore_until = self.core.now + self.core.config.timing.loading_s
-        self._post(worker)
+        if worker.state not in (WorkerState.LEAVING, WorkerState.DRAINING):
+            start_restore(self.core, worker, self.core.now + self.core.config.timing.loading_s)
+            self._post(worker)
 
     def _post(self, worker: Worker) -> None:
         weights = worker.group.weights
@@ -111,18 +112,18 @@ class Restoring:
         """A worker is on a new link: what was sent on the old one may be lost with it."""
         update = self.core.update_of(worker.group)
         handed = update is not None and update.forward and worker.incarnation in update.members
-        if worker.restore_until is not None and not handed:
+        if worker.state is WorkerState.RESTORING and not handed:
             self._post(worker)
 
     def failed(self, worker: Worker, e: ev.RestoreFailed) -> None:
         """A worker could not have the committed weights."""
-        if worker.restore_until is None or e.version != worker.group.version:
+        if worker.state is not WorkerState.RESTORING or e.version != worker.group.version:
             return
-        worker.restore_until = None
-        worker.lacks = f"{e.code}: {e.message}", self.core.now + self.core.config.timing.restore_again_s
+        again_s = self.core.config.timing.restore_again_s
+        fail_restore(self.core, worker, f"{e.code}: {e.message}", self.core.now + again_s)
         detail = f"cannot restore weight version {e.version}: {e.message}"
         if detail != worker.detail:  # it tries again every few seconds
-            again = f"it gets no work, and tries again every {self.core.config.timing.restore_again_s:g} s"
+            again = f"it gets no work, and tries again every {again_s:g} s"
             self.fleet.log(worker, f"worker {worker.name} {detail}; {again}")
         worker.detail = detail
 
@@ -134,11 +135,9 @@ class Restoring:
             if group.journal_behind:
                 continue
             for worker in group.workers.values():
-                if worker.stage != "ready" or worker.restore_until is not None or not worker.idle:
+                if worker.state not in (WorkerState.OTHER_WEIGHTS, WorkerState.MISSING_WEIGHTS):
                     continue
-                if worker.holds and worker.lacks is None:
-                    continue
-                if worker.incarnation in members or (worker.lacks is not None and self.core.now < worker.lacks[1]):
+                if worker.incarnation in members or (worker.missing_weights and self.core.now < worker.restore_due):
                     continue
                 self._needs(group, worker.class_)
                 # What it said last stands until it says otherwise: of many workers one is being asked again at any time.
@@ -149,13 +148,13 @@ class Restoring:
         update = self.core.update_of(group)
         if group.weights_lost_classes & class_ or self.core.draining or (update is not None and update.forward):
             return
-        if any(worker.lacks is None for worker in group.workers.values() if worker.class_ == class_):
+        if any(not worker.missing_weights for worker in group.workers.values() if worker.class_ == class_):
             return
         for slot in group.slots:
             mine = slot.packed == (class_ == PACKED)
-            if mine and slot.state != "retired" and slot.incarnation not in group.workers:
+            if mine and slot.state is not SlotState.RETIRED and slot.incarnation not in group.workers:
                 return
-        why = next(w.lacks[0] for w in group.workers.values() if w.lacks is not None and w.class_ == class_)
+        why = next(w.missing_weights for w in group.workers.values() if w.missing_weights and w.class_ == class_)
         group.weights_lost = (
             f"weight version {group.version} of group {group.name!r} is held nowhere; publish it or a later one ({why})"
         )

@@ -38,11 +38,12 @@ again under its id is attached.
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import CheckJournal, ToWorker, WriteJournal
+from enginepool.coordinator.core.transitions import hold
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.outgoing import ask, say_join, say_phase
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
-from enginepool.coordinator.weights.quiesce import hold, working
+from enginepool.coordinator.weights.quiesce import working
 from enginepool.coordinator.weights.restarts import Restarts
 from enginepool.coordinator.weights.update import (
     HOLD,
@@ -297,7 +298,7 @@ class Transactions:
 
     def _hold(self, update: Update) -> None:
         offer = update.offer
-        hold(update.group)
+        hold(self.core, update.group)
         drains = offer.in_flight == "drain"
         self._enter(update, HOLD, offer.drain_ms / 1000 if drains else 0.0)
         update.recalls = not drains
