@@ -3,7 +3,7 @@
 How it thinks. A worker's state says what the coordinator may do with the worker now. `transitions` derives most states from
 facts about the worker: the stage that the worker reported, whether it confirmed the epoch, which weights its engine has, its
 batches. RESTORING, LEAVING and LOST hold until a transition of their own ends them. That a whole group is on hold is a fact of
-the group. `python -m enginepool.coordinator.core.states` draws the tables of `docs/states.md`.
+the group. `docs/states.md` is drawn from these tables.
 """
 
 from enum import StrEnum
