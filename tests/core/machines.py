@@ -8,7 +8,6 @@ import numpy as np
 from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.protocol.messages import (
@@ -22,6 +21,7 @@ from enginepool.protocol.messages import (
     Score,
     Tokenize,
 )
+from tests.core.checked_machine import CheckedMachine
 
 CAN = Capabilities("causal", 1000, 100, batch_tokens=100, batch_rows=8, inflight_tokens=200, inflight_rows=16)
 EPOCH = 7
@@ -97,7 +97,7 @@ class Pool:
     """A checked machine with what it sent, sorted by kind."""
 
     def __init__(self, pool_config: PoolConfig | None = None, **kwargs: object) -> None:
-        self.machine = Machine(pool_config or config(**kwargs), checked=True)  # type: ignore[arg-type]
+        self.machine = CheckedMachine(pool_config or config(**kwargs))  # type: ignore[arg-type]
         self.now = 100.0
         self.sent: list[Sent] = []
         self.batches: list[Sent] = []

@@ -375,7 +375,7 @@ def test_no_two_coordinators_name_a_worker_alike() -> None:
     names: set[str] = set()
     for epoch in (7, 8):
         pool = Pool(workers=0)
-        pool.machine = type(pool.machine)(config(workers=2), checked=True)
+        pool.machine = type(pool.machine)(config(workers=2))
         pool.do(ev.Started(0, epoch, {}))
         names |= {started.incarnation for started in pool.started}
     assert len(names) == 4
@@ -528,7 +528,7 @@ def test_when_no_worker_can_come_back_the_pool_says_so(permanent: bool) -> None:
 
 def test_survivors_of_an_earlier_coordinator_are_adopted_or_ended() -> None:
     pool = Pool(workers=0)
-    pool.machine = type(pool.machine)(config(workers=2), checked=True)
+    pool.machine = type(pool.machine)(config(workers=2))
     alive = [ev.LiveProcess("g", 0, "old-0"), ev.LiveProcess("g", 1, "old-1")]
     pool.do(ev.Started(0, EPOCH, {}, alive))
     assert not pool.started

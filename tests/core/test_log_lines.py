@@ -124,7 +124,7 @@ def test_an_update_is_one_line_when_it_is_committed_and_one_with_the_reason_when
 
 def test_a_worker_that_cannot_restore_the_committed_weights_is_one_line_and_one_more_when_it_can() -> None:
     pool = UpdatePool()
-    pool.machine = pool.machine.__class__(pool.machine.core.config, checked=True)
+    pool.machine = pool.machine.__class__(pool.machine.core.config)
     pool.do(ev.Started(0, EPOCH, {"g": GroupWeights(3, DIGEST, "/snapshots/g")}))
     second = pool.worker("second")
     for _ in range(3):

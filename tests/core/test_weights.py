@@ -1146,7 +1146,7 @@ def committed_before(**kwargs: Any) -> UpdatePool:
     """A coordinator that starts with a journal."""
     pool = UpdatePool(**kwargs)
     weights = {"g": GroupWeights(3, DIGEST, "/snapshots/g", "/models/3")}
-    pool.machine = pool.machine.__class__(pool.machine.core.config, checked=True)
+    pool.machine = pool.machine.__class__(pool.machine.core.config)
     pool.do(ev.Started(0, EPOCH, weights))
     return pool
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from enginepool.config import PoolConfig
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.story import story
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Accept, ErrorReply, Expired, Message, Welcome
 from enginepool.protocol.updates import Published
+from tests.core.checked_machine import CheckedMachine
 from tests.sim.cluster import Cluster
 from tests.sim.network import Link, Network
 from tests.sim.oracle import Oracle
@@ -46,7 +46,7 @@ class SimCoordinator:
         self.prompt = prompt
         #: numbers of the checkpoints' weights
         self.base: dict[str, int] = {}
-        self.machine = Machine(config, checked=True)
+        self.machine = CheckedMachine(config)
         self.watch = Watch(self.machine, oracle)
         self.alive = True
         self.drained = False

@@ -1,6 +1,6 @@
 """What must hold in the coordinator after every event, read off its state from outside.
 
-`Machine(checked=True)` checks what an event touched; this adds what no entity can know of itself: order of dispatch, no idle
+`CheckedMachine` checks what a turn was about; this adds what no entity can know of itself: order of dispatch, no idle
 worker beside waiting work, bounded memory, and every 1,000 events the whole machine.
 """
 

@@ -79,7 +79,7 @@ class Context:
     __slots__ = (
         "answers", "clients", "config", "counter", "deadlines", "draining", "effects", "epoch", "event", "full", "groups",
         "header_bytes", "keep_workers", "levels", "links", "live_bytes", "live_rows", "now", "outboxes", "raises",
-        "secondary", "seq", "started", "touched", "updates", "woken", "worker_links",
+        "secondary", "seq", "started", "updates", "woken", "worker_links",
     )  # fmt: skip
 
     def __init__(self, config: PoolConfig) -> None:
@@ -123,8 +123,6 @@ class Context:
         self.woken: list[Group] = []
         #: what the events in hand caused and the machine has not handled yet, in order
         self.secondary: list[SecondaryEvent] = []
-        #: what the event in hand changed, when tests want to check it
-        self.touched: list[Client | Request | Worker | Group] | None = None
 
     def update_of(self, group: Group) -> Update | None:
         """The open transaction of `group`."""

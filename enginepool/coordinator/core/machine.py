@@ -39,9 +39,9 @@ STALL_S = 1.0
 
 
 class Machine:
-    """One coordinator. `checked=True` runs `check()` on whatever an event touched (for tests)."""
+    """One coordinator."""
 
-    def __init__(self, config: PoolConfig, *, checked: bool = False) -> None:
+    def __init__(self, config: PoolConfig) -> None:
         self.core = core = Context(config)
         self.requests = requests = RequestLifecycle(core)
         self.admission = admission = Admission(core, requests)
@@ -55,7 +55,6 @@ class Machine:
         self.weights = weights = Transactions(core, self.ending)
         publishers = Publishers(core, weights)
         self.questions = Inspections(core)
-        self._checked = checked
         self._next_watch = 0.0
         #: whatever comes after this comes after a stall
         self._punctual_until = float("inf")
@@ -110,8 +109,6 @@ class Machine:
         """
         core = self.core
         effects = core.effects = []
-        if self._checked:
-            core.touched = []
         on = self._on
         for event in events:
             core.now = event.now
@@ -129,8 +126,6 @@ class Machine:
         core.woken.clear()
         if core.draining:
             self._draining()
-        if self._checked:
-            self._check_touched()
         return effects
 
     def wake_at(self) -> float:
@@ -269,11 +264,6 @@ class Machine:
             self.questions.inspected(worker, e)
 
     # --- for tests -----------------------------------------------------------------------------------------------------
-
-    def _check_touched(self) -> None:
-        for entity in self.core.touched or ():
-            if not isinstance(entity, Group):
-                entity.check()
 
     def check(self) -> None:
         """Every invariant of the whole machine."""

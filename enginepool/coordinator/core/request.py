@@ -7,8 +7,8 @@ The life of a request:
     RUNNING  all its rows are with workers
     DONE     its one final answer exists
 
-Each attribute that has an invariant says it in a `#:` comment, and `check()` of the entity asserts it: tests run `check()` on
-whatever an event touched.
+Each attribute that has an invariant says it in a `#:` comment, and `check()` of the entity asserts it: tests run
+`check()` after events.
 """
 
 from collections.abc import Sequence

@@ -152,8 +152,6 @@ class Admission:
             group.peak, group.peak_at = e.priority, core.now
         if e.deadline is not None:
             core.deadlines.add(request, e.deadline)
-        if core.touched is not None:
-            core.touched += (client, request, group)
         if work.text:
             request.state = TEXT
             request.queue.push(request)

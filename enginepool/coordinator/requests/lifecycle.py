@@ -173,8 +173,6 @@ class RequestLifecycle:
             self.put_back(request, [(start, end)])
             if batch.trial:
                 self.died_alone(request, reason)
-            if self.core.touched is not None:
-                self.core.touched.append(request)
 
     def returned(self, batch: Batch) -> None:
         """A worker did not take a batch: its rows wait again, and nobody is suspected."""
@@ -287,8 +285,6 @@ class RequestLifecycle:
         level.requests.pop(request, None)
         if request.deadline is not None:
             core.deadlines.forget()
-        if core.touched is not None:
-            core.touched += (client, request, group)
 
     def cancel(self, e: ev.CancelAsked) -> None:
         """First handled wins: a request that has its answer keeps it."""
