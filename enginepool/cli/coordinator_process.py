@@ -1,18 +1,18 @@
-"""`enginepool serve` is two processes: this one starts the coordinator, passes signals on to it, and starts it again after a
-failure. Workers go on meanwhile and are adopted; clients send again what has no answer.
+"""`enginepool serve` is two processes. This one starts the coordinator, passes signals on to it, and starts it again after a
+failure. Workers run on meanwhile and are adopted. Clients resend requests without an answer.
 
-The coordinator ends with this process, however this one ends (PR_SET_PDEATHSIG): its successor needs its sockets.
+The coordinator ends with this process, however this process ends (PR_SET_PDEATHSIG): a successor needs the sockets.
 """
 
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
 
 from enginepool.config import PoolConfig, encode_config
 from enginepool.coordinator.shell.log import log
+from enginepool.host.child_process import ChildProcess
 from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, RESTART, RestartPolicy, exit_text
 
 COMMAND = (sys.executable, "-m", "enginepool.coordinator.shell.daemon")
@@ -28,7 +28,7 @@ def keep_running(config: PoolConfig, policy: RestartPolicy | None = None) -> int
     stops = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1}
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as nohup has it
         stops.remove(signal.SIGHUP)
-    # Blocked, and waited for one by one: none can come between two steps.
+    # Signals are blocked and waited for one by one, so none arrives between two steps.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*stops, signal.SIGCHLD})
     try:
         return _keep_running(config, policy, stops)
@@ -60,39 +60,33 @@ def _keep_running(config: PoolConfig, policy: RestartPolicy, stops: set[signal.S
             return status
 
 
-def _start(config: PoolConfig) -> "subprocess.Popen[bytes]":
+def _start(config: PoolConfig) -> ChildProcess:
     parent = os.getpid()
     libc = ctypes.CDLL(None)
 
     def prepare() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it ended before that counted
+        if os.getppid() != parent:  # the parent ended before prctl was called
             os._exit(1)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-    # A session of its own: Ctrl-C in a terminal comes here alone, and is passed on once.
-    return subprocess.Popen(
-        COMMAND,
-        env={**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()},
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        preexec_fn=prepare,
-    )
+    environment = {**os.environ, "ENGINEPOOL_CONFIG": encode_config(config).decode()}
+    return ChildProcess.start(COMMAND, environment, prepare=prepare)
 
 
-def _wait(child: "subprocess.Popen[bytes]", stops: set[signal.Signals]) -> tuple[bool, int]:
-    """Whether the child was told to end, and its exit code. In a container, this process also reaps what the child left."""
+def _wait(child: ChildProcess, stops: set[signal.Signals]) -> tuple[bool, int]:
+    """Whether the child was told to end, and its exit code. In a container, this process also reaps orphans of the child."""
     stopping = False
     while True:
         number = signal.sigwaitinfo({*stops, signal.SIGCHLD}).si_signo
         if number != signal.SIGCHLD:
             stopping = True
-            os.kill(child.pid, number)
+            child.send(number)
             continue
         while (ended := _ended_child()) is not None:
             pid, code = ended
             if pid == child.pid:
-                child.returncode = code
+                child.reaped(code)
                 return stopping, code
 
 

@@ -11,7 +11,6 @@ import contextlib
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import weakref
@@ -26,6 +25,7 @@ from enginepool.config import GroupConfig, PoolConfig, check_models, check_roots
 from enginepool.coordinator.launchers.gpus import check_gpus
 from enginepool.errors import ConfigError
 from enginepool.host import LONGEST_PATH, os_error
+from enginepool.host.child_process import ChildProcess
 from enginepool.host.folders import PrivateFolder, snapshot_folders
 from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, STOPPED, RestartPolicy, exit_text
 from enginepool.protocol.messages import ErrorReply
@@ -104,8 +104,7 @@ class EmbeddedCoordinator:
         self._stopping = False
         self._lifeline: int | None = None
         self._cut: Callable[[], object] = _nothing
-        self._process: subprocess.Popen[bytes] | None = None
-        self._descriptor: int = -1
+        self._process: ChildProcess | None = None
         self._again: asyncio.TimerHandle | None = None
 
     @property
@@ -136,16 +135,16 @@ class EmbeddedCoordinator:
             self._again.cancel()
         try:
             if self._process is not None:
-                self._signal(signal.SIGTERM)
+                self._process.send(signal.SIGTERM)
                 await self._wait_gone(self.config.timing.drain_s + _END_S)
                 self.cut_lifeline()
                 await self._wait_gone(_END_S)
         finally:
             self.cut_lifeline()
             if self._process is not None:
-                self._signal(signal.SIGKILL)
-                self._loop.remove_reader(self._descriptor)
-                self._reap(self._process)
+                self._process.kill()
+                self._process.reap()
+                self._process = None
             self._remove()
 
     # --- the process ---------------------------------------------------------------------------------------------------
@@ -161,26 +160,18 @@ class EmbeddedCoordinator:
         }
         try:
             with open(self._log, "ab") as log:
-                # A session of its own: Ctrl-C in a terminal is for this process, which then closes the pool.
-                self._process = subprocess.Popen(
-                    COMMAND, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True, pass_fds=(self._lifeline,),
-                )  # fmt: skip
+                self._process = ChildProcess.start(COMMAND, environment, log=log, lifeline=self._lifeline)
         except OSError as error:
             text = f"the coordinator could not be started: {os_error(error)}"
             self._loop.call_soon(self._lost, ErrorReply("pool_down", text))
             return
         self.starts += 1
         self._gone.clear()
-        self._descriptor = os.pidfd_open(self._process.pid)
-        self._loop.add_reader(self._descriptor, self._exited)
+        self._process.watch(self._exited)
 
-    def _exited(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        self._loop.remove_reader(self._descriptor)
-        code = self._reap(process)
+    def _exited(self, code: int | None) -> None:
+        assert code is not None
+        self._process = None
         self._gone.set()
         if self._stopping:
             return
@@ -197,12 +188,6 @@ class EmbeddedCoordinator:
         else:
             self._again = self._loop.call_later(wait, self._spawn)
 
-    def _reap(self, process: "subprocess.Popen[bytes]") -> int:
-        code = process.wait()
-        os.close(self._descriptor)
-        self._process = None
-        return code
-
     def _failure(self, story: str, code: int) -> ErrorReply:
         lines = self._last_lines()
         if code in (BAD_CONFIG, HOST_FAULT) and lines:
@@ -218,15 +203,6 @@ class EmbeddedCoordinator:
     @property
     def _log(self) -> Path:
         return self.directory / "coordinator.log"
-
-    def _signal(self, number: signal.Signals) -> None:
-        """To the whole group on SIGKILL; the workers are in groups of their own and follow the lifeline."""
-        assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            if number is signal.SIGKILL:
-                os.killpg(self._process.pid, number)
-            else:
-                self._process.send_signal(number)
 
     async def _wait_gone(self, within: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from enginepool.coordinator.launchers.processes import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
+from enginepool.coordinator.launchers.exit_reasons import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
 from enginepool.protocol.messages import Ping
 from enginepool.workers.events import Exit, FromCoordinator, Note, WorkerTick
 from enginepool.workers.machine import WorkerMachine

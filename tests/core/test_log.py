@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from enginepool.coordinator.launchers.processes import last_line
+from enginepool.coordinator.launchers.exit_reasons import last_line
 from enginepool.coordinator.shell.log import BUDGETS, log
 from enginepool.host.log_lines import LONGEST, LineBudget, LogLines, one_line
 from enginepool.workers import log as worker_log

@@ -20,7 +20,7 @@ import sys, time
 from enginepool.cli import coordinator_process
 from enginepool.cli.main import app
 old = "import sys, time; time.time_ns = lambda: {now} * 10**9; "
-code = old + "from enginepool.coordinator import daemon; sys.exit(daemon.main())"
+code = old + "from enginepool.coordinator.shell import daemon; sys.exit(daemon.main())"
 if int(sys.argv[1]):
     coordinator_process.COMMAND = (sys.executable, "-c", code.format(now=sys.argv[1]))
 del sys.argv[1]

@@ -19,9 +19,9 @@ import pytest
 
 from enginepool import Pool
 from enginepool.config import encode_config
-from enginepool.coordinator.launchers.processes import lives, made_at
 from enginepool.coordinator.shell.log import say
 from enginepool.errors import EnginepoolError, RequestCancelled
+from enginepool.host.child_process import created_at, lives
 from enginepool.protocol.messages import GroupStatus, StatusReport
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import PATIENCE_S, Daemon, end_workers, sim_pool
@@ -281,14 +281,17 @@ def test_sigterm_answers_what_was_begun_and_leaves_no_process(processes: Process
 #: a coordinator that is sent a signal when it has just started its first worker, and says which process that is
 SIGNALLED_EARLY = """
 import os, sys
-from enginepool.coordinator import daemon
-class Supervisor(daemon.LocalSupervisor):
-    def _watch_leader(self, record):
-        super()._watch_leader(record)
-        print(record.pid, flush=True)
+from enginepool.config import decode_config
+from enginepool.coordinator.launchers.local import LocalLauncher
+from enginepool.coordinator.shell import daemon
+class EarlySignal(LocalLauncher):
+    def start(self, *arguments):
+        started = super().start(*arguments)
+        [worker] = self._workers.values()
+        print(worker.process.pid, flush=True)
         os.kill(os.getpid(), int(sys.argv[1]))
-daemon.LocalSupervisor = Supervisor
-sys.exit(daemon.main())
+        return started
+sys.exit(daemon.run(decode_config(os.environ["ENGINEPOOL_CONFIG"].encode()), EarlySignal))
 """
 
 
@@ -465,7 +468,7 @@ def test_a_successor_with_fewer_places_ends_the_workers_that_have_none(processes
 
     daemon = Daemon(processes, config).listening()
     before = asyncio.run(workers(daemon))
-    made = made_at(before["g-1"])
+    made = created_at(before["g-1"])
     daemon.kill()
     successor = Daemon(processes, smaller).listening()
     assert asyncio.run(workers(successor)) == {"g-0": before["g-0"]}

@@ -11,7 +11,7 @@ import torch
 
 from enginepool import Pool, WeightPublisher
 from enginepool.config import PoolConfig
-from enginepool.coordinator.launchers.processes import made_at
+from enginepool.host.child_process import created_at
 from enginepool.host.folders import OWNER, snapshot_folders
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
@@ -121,7 +121,7 @@ def test_what_does_not_belong_to_a_pool_that_is_gone_stays(processes: Processes,
     assert first.end() == 0
     absent = {**owner, "state": str(tmp_path / "absent")}
     for changes, mode in [
-        ({"pid": os.getpid(), "made": made_at(os.getpid())}, 0o700),
+        ({"pid": os.getpid(), "made": created_at(os.getpid())}, 0o700),
         ({"device": -1}, 0o700),
         ({"mounts": "mnt:[1]"}, 0o700),
         ({"host": "another"}, 0o700),

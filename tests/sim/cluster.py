@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Protocol
 
 from enginepool.coordinator.core.events import GroupWeights, LiveProcess, WorkerExited
-from enginepool.coordinator.launchers.processes import failed_by_itself
+from enginepool.coordinator.launchers.exit_reasons import failed_by_itself
 from enginepool.workers.events import Exit
 from tests.sim.network import Network
 from tests.sim.oracle import Oracle

@@ -1,1 +1,1 @@
-"""Who starts workers, watches them and stops them. Today: `local`, as child processes."""
+"""Launchers start, watch and stop workers: `base` is the interface, `local` runs them as child processes of this host."""

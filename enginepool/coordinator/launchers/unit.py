@@ -1,9 +1,9 @@
-"""A unit of external workers: the process behind `enginepool worker`, which runs workers for a coordinator elsewhere.
+"""External workers: the process behind `enginepool worker`, which runs workers for a coordinator elsewhere.
 
-A unit starts its workers, each with its stager, watches all of them, and starts again what ends. It takes the settings from the
-group of the coordinator, again at each start: a group whose weights are only taken at the start of an engine names a checkpoint
-there. The workers end with the unit (a pipe that it holds). Their stagers stay for a minute, so that the next unit in the same
-directory finds the weights that they keep.
+It starts its workers, each with its stager, watches all of them, and starts again those that end. It asks the coordinator for
+the settings of the group, again at each start of a worker: for a group whose engines take weights only at their start, the
+settings name a checkpoint. The workers end with this process, which holds a pipe. Their stagers stay for a minute, so that the
+next such process in the same directory finds the weights that they keep.
 """
 
 import asyncio
@@ -19,8 +19,9 @@ import msgspec
 
 from enginepool.config import GroupConfig, PoolConfig, Timing, check_config, check_models
 from enginepool.coordinator.core.events import GroupWeights, WorkerExited
+from enginepool.coordinator.launchers.base import Launcher, LauncherContext, MakeLauncher
 from enginepool.coordinator.launchers.gpus import check_gpus
-from enginepool.coordinator.launchers.local import LocalSupervisor
+from enginepool.coordinator.launchers.local import LocalLauncher
 from enginepool.coordinator.shell.journal import JOURNAL, prepare_state_dir
 from enginepool.coordinator.shell.log import log
 from enginepool.errors import ConfigError
@@ -135,14 +136,15 @@ class _Place:
 class Unit:
     """The workers of one unit, as long as the settings of their group stay the same."""
 
-    def __init__(self, unit: UnitConfig, settings: WorkerSettings, directory: Path, lifeline: int) -> None:
+    def __init__(
+        self, unit: UnitConfig, settings: WorkerSettings, directory: Path, lifeline: int, make_launcher: MakeLauncher
+    ) -> None:
         self._unit = unit
         self._settings = settings
         self._loop = asyncio.get_running_loop()
-        self._supervisor = LocalSupervisor(
-            self._loop, pool_config(unit, settings, directory), directory, unit.address, lifeline, self._exited,
-            key=unit.key_file, external=True,
-        )  # fmt: skip
+        config = pool_config(unit, settings, directory)
+        context = LauncherContext(config, directory, unit.address, lifeline, self._exited, key=unit.key_file, external=True)
+        self._launcher: Launcher = make_launcher(context)
         self._places = [_Place() for _ in range(unit.workers)]
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = ""
@@ -151,11 +153,11 @@ class Unit:
         self._result: int | None = 0
 
     def start(self) -> None:
-        """Start all workers. What an earlier unit left is ended first."""
-        for process in self._supervisor.survivors():
+        """Start all workers. Workers of an earlier unit are ended first."""
+        for process in self._launcher.adopt():
             if process.index < len(self._places):
                 self._places[process.index].incarnation = process.incarnation
-            self._supervisor.kill(process.incarnation, "left by an earlier unit")
+            self._launcher.stop(process.incarnation, "left by an earlier unit")
         for index, place in enumerate(self._places):
             if not place.incarnation:
                 self._start(index, self._settings)
@@ -166,7 +168,7 @@ class Unit:
         place.began = self._loop.time()
         log(f"starting worker {place.incarnation}")
         weights = GroupWeights(settings.version, settings.digest, path=settings.path) if settings.path else None
-        self._supervisor.start(settings.group, index, place.incarnation, weights)
+        self._launcher.start(settings.group, index, place.incarnation, weights)
 
     def _exited(self, event: WorkerExited) -> None:
         index = next((i for i, place in enumerate(self._places) if place.incarnation == event.incarnation), None)
@@ -209,18 +211,18 @@ class Unit:
         self._stopping, self._result = reason, result
         for task in self._tasks:
             task.cancel()
-        self._supervisor.drain()
+        self._launcher.drain()
         self._loop.call_later(self._settings.drain_s + END_S, self._kill)
         self._maybe_stopped()
 
     def _kill(self) -> None:
         for place in self._places:
             if place.incarnation:
-                self._supervisor.kill(place.incarnation, f"stopped: {self._stopping}")
+                self._launcher.stop(place.incarnation, f"stopped: {self._stopping}")
 
     def _maybe_stopped(self) -> None:
         if not any(place.incarnation for place in self._places):
-            self._supervisor.finish(self._stopped)
+            self._launcher.finish(self._stopped)
 
     def _stopped(self) -> None:
         if not self.ended.done():
@@ -293,7 +295,7 @@ async def serve(unit: UnitConfig) -> int:
     with _lock(directory):
         try:
             while True:
-                running = Unit(unit, settings, directory, lifeline)
+                running = Unit(unit, settings, directory, lifeline, LocalLauncher)
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.add_signal_handler(number, running.stop, signal.Signals(number).name)
                 running.start()

@@ -28,7 +28,8 @@ from enginepool.coordinator.core.events import Link
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.story import story
 from enginepool.coordinator.fleet.failures import signature
-from enginepool.coordinator.launchers.local import LocalSupervisor
+from enginepool.coordinator.launchers.base import LauncherContext, MakeLauncher
+from enginepool.coordinator.launchers.local import LocalLauncher
 from enginepool.coordinator.requests.lifecycle import NO_MEMORY_MS
 from enginepool.coordinator.requests.memory import misfit, unread_bytes
 from enginepool.coordinator.shell.adaptive_poll import FEW
@@ -107,7 +108,13 @@ class Pauses:
 class Daemon:
     """One coordinator on one loop."""
 
-    def __init__(self, config: PoolConfig, loop: asyncio.AbstractEventLoop, lifeline: int | None) -> None:
+    def __init__(
+        self,
+        config: PoolConfig,
+        loop: asyncio.AbstractEventLoop,
+        lifeline: int | None,
+        make_launcher: MakeLauncher,
+    ) -> None:
         config = resolve_roots(config)
         files = raise_open_files()
         self._shares = connections = shares(files, config.limits.clients, sum(g.workers for g in config.groups.values()))
@@ -164,7 +171,7 @@ class Daemon:
             clients.bind(_listen(config), self._gate)
             workers.bind(workers_endpoint, self._gate)
             self.sockets = Sockets(loop, clients, workers, self._quiet)
-            self.supervisor = LocalSupervisor(loop, config, directory, workers.endpoint, lifeline, self._exited)
+            self.launcher = make_launcher(LauncherContext(config, directory, workers.endpoint, lifeline, self._exited))
             self._stack = stack.pop_all()
 
     def start(self) -> None:
@@ -183,7 +190,7 @@ class Daemon:
             self.journal.write(msgspec.structs.replace(self.journal.record, epoch=epoch), ROOM)
         except OSError as error:
             raise HostFault(f"{error.filename}: cannot be written: {error.strerror}") from None
-        alive = self.supervisor.survivors()
+        alive = self.launcher.adopt()
         weights, raises = dict(self.journal.record.weights), self.journal.record.raises
         history = self._writer.read_history(self.config.groups)
         self.handle(ev.Started(time.monotonic(), epoch, weights, alive, self._snapshots.paths, raises, history))
@@ -288,7 +295,7 @@ class Daemon:
 
     def _paths_moved(self) -> None:
         """Paths of the state directory were removed or renamed: what else lies there is made again."""
-        self.supervisor.restore_folders()
+        self.launcher.restore_folders()
         self._writer.write_history()
         for router in (self.sockets.clients, self.sockets.workers):
             if line := router.bind_again():
@@ -324,7 +331,7 @@ class Daemon:
         self._end_now(0)
 
     def _end_all(self) -> None:
-        self.supervisor.kill_all()
+        self.launcher.stop_all()
         if self._lifeline is not None:
             # A pool that ends with its program has no successor that could want weights back from the host's memory.
             self._snapshots.remove_memory()
@@ -393,11 +400,11 @@ class Daemon:
         if type(effect) is ef.LogLine:
             log(effect.text, effect.kind)
         elif type(effect) is ef.StartWorker:
-            if self.supervisor.start(effect.group, effect.index, effect.incarnation, effect.weights):
+            if self.launcher.start(effect.group, effect.index, effect.incarnation, effect.weights):
                 log(f"starting worker {effect.incarnation}")
                 self._unstarted.clear()
         elif type(effect) is ef.KillWorker:
-            self.supervisor.kill(effect.incarnation, effect.reason)
+            self.launcher.stop(effect.incarnation, effect.reason)
         elif type(effect) is ef.CheckJournal:
             self._writer.check(effect)
         elif type(effect) is ef.WriteJournal:
@@ -413,7 +420,7 @@ class Daemon:
             if self._lifeline is not None:
                 self._end_now(0)
             else:
-                self.supervisor.finish(self._finished)
+                self.launcher.finish(self._finished)
                 self.loop.call_later(QUIET_S, self._still_finishing)
         else:
             raise AssertionError(f"no way to perform {effect}")
@@ -513,9 +520,9 @@ def check_host(config: PoolConfig) -> None:
         check_socket_folder(endpoint)
 
 
-async def _serve(config: PoolConfig, lifeline: int | None) -> int:
+async def _serve(config: PoolConfig, lifeline: int | None, make_launcher: MakeLauncher) -> int:
     try:
-        daemon = Daemon(config, asyncio.get_running_loop(), lifeline)
+        daemon = Daemon(config, asyncio.get_running_loop(), lifeline, make_launcher)
     except OSError as error:
         # A file in the place of a folder is the operator's to move: no later start finds it gone by itself.
         fault = ConfigError if isinstance(error, FileExistsError | NotADirectoryError | IsADirectoryError) else HostFault
@@ -539,7 +546,7 @@ async def _serve(config: PoolConfig, lifeline: int | None) -> int:
         daemon.close()
 
 
-def run(config: PoolConfig) -> int:
+def run(config: PoolConfig, make_launcher: MakeLauncher = LocalLauncher) -> int:
     """Serve until SIGTERM or SIGINT has drained the pool, or SIGUSR1 has ended the coordinator alone; returns the exit code.
 
     Raises:
@@ -548,7 +555,7 @@ def run(config: PoolConfig) -> int:
     fd = os.environ.get(LIFELINE_VARIABLE)
     give_memory_back()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(config, int(fd) if fd else None))
+        return runner.run(_serve(config, int(fd) if fd else None, make_launcher))
 
 
 def main() -> int:

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import msgspec
 
-from enginepool.coordinator.launchers.processes import lives, made_at
 from enginepool.host import SHARED, host_identity, write_file
+from enginepool.host.child_process import created_at, lives
 from enginepool.host.folders import OWNER, exposed, make_private, snapshot_folders
 
 
@@ -105,7 +105,7 @@ class SnapshotFolders:
         if exposed(self._memory):
             return
         pid = os.getpid()
-        owner = _Owner(str(self._state.resolve()), self._state.stat().st_dev, pid, made_at(pid), host_identity(), _mounts())
+        owner = _Owner(str(self._state.resolve()), self._state.stat().st_dev, pid, created_at(pid), host_identity(), _mounts())
         fresh = self._memory / f"{OWNER}.new"
         write_file(fresh, msgspec.json.encode(owner))
         os.replace(fresh, self._memory / OWNER)

@@ -1,4 +1,4 @@
-"""The supervisor and its records of worker processes: whom it takes up, whom it ends, and whom it must leave alone."""
+"""The local launcher and its records of worker processes: which it adopts, which it ends, and which it must leave alone."""
 
 import asyncio
 import contextlib
@@ -19,9 +19,10 @@ import pytest
 
 from enginepool.config import GroupConfig
 from enginepool.coordinator.core.events import WorkerExited
-from enginepool.coordinator.launchers import processes as records
-from enginepool.coordinator.launchers.local import LocalSupervisor
+from enginepool.coordinator.launchers.base import LauncherContext
+from enginepool.coordinator.launchers.local import LocalLauncher
 from enginepool.coordinator.launchers.stagers import Stagers
+from enginepool.host import child_process as records
 from enginepool.host import host_identity
 from tests.process.daemons import PATIENCE_S, sim_pool
 from tests.process.processes import Processes
@@ -33,7 +34,7 @@ LEAVES_ONE = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-
 
 
 class Scene:
-    """A supervisor on a loop of its own, in a state directory that an earlier one has left."""
+    """A launcher on a loop of its own, in a state directory that an earlier one has left."""
 
     def __init__(self, processes: Processes, directory: Path) -> None:
         self.processes = processes
@@ -49,18 +50,16 @@ class Scene:
         )
 
     def record(self, pid: int, *, index: int = 0, **fields: Any) -> Path:
-        """What an earlier supervisor wrote of its worker."""
+        """What an earlier launcher wrote of its worker."""
         path = self.directory / "workers" / f"g-{index}.1.1.json"
         record = {"group": "g", "index": index, "incarnation": path.stem, "pid": pid, "created": 0.0, "host": host_identity()}
         path.write_bytes(msgspec.json.encode(record | fields))
         return path
 
-    def run(self, act: Callable[[LocalSupervisor], Any]) -> Any:
+    def run(self, act: Callable[[LocalLauncher], Any]) -> Any:
         async def story() -> Any:
-            supervisor = LocalSupervisor(
-                asyncio.get_running_loop(), self.config, self.directory, "ipc://nowhere", None, self._exited
-            )
-            found = act(supervisor)
+            launcher = LocalLauncher(LauncherContext(self.config, self.directory, "ipc://nowhere", None, self._exited))
+            found = act(launcher)
             await asyncio.sleep(0)
             return found
 
@@ -85,8 +84,8 @@ def answers(process: "subprocess.Popen[str]") -> bool:
 
 def test_a_worker_that_still_runs_is_taken_up(scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
     worker = scene.stranger()
-    path = scene.record(worker.pid, created=records.made_at(worker.pid))
-    [found] = scene.run(lambda supervisor: supervisor.survivors())
+    path = scene.record(worker.pid, created=records.created_at(worker.pid))
+    [found] = scene.run(lambda launcher: launcher.adopt())
     assert (found.group, found.index, found.incarnation) == ("g", 0, path.stem)
     assert path.exists() and answers(worker)
     assert f"worker {path.stem} of an earlier coordinator still runs as process {worker.pid}\n" in capfd.readouterr().err
@@ -99,10 +98,10 @@ def test_whoever_got_the_process_id_of_a_dead_worker_is_left_alone(
     """After a reboot, or in a container that was started again, the same numbers are given to others."""
     stranger = scene.stranger()
     if other == "process":
-        path = scene.record(stranger.pid, created=records.made_at(stranger.pid) - 1000)
+        path = scene.record(stranger.pid, created=records.created_at(stranger.pid) - 1000)
     else:
-        path = scene.record(stranger.pid, created=records.made_at(stranger.pid), host="another boot/pid:[1]")
-    assert scene.run(lambda supervisor: supervisor.survivors()) == []
+        path = scene.record(stranger.pid, created=records.created_at(stranger.pid), host="another boot/pid:[1]")
+    assert scene.run(lambda launcher: launcher.adopt()) == []
     assert not path.exists()
     assert answers(stranger)
     assert f"worker {path.stem} ended while no coordinator ran\n" in capfd.readouterr().err
@@ -112,13 +111,13 @@ def test_what_a_dead_worker_has_left_in_its_session_is_ended(scene: Scene) -> No
     worker = scene.processes.start(
         [sys.executable, "-c", LEAVES_ONE], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    created = records.made_at(worker.pid)
+    created = records.created_at(worker.pid)
     assert worker.stdout is not None
     left = psutil.Process(int(worker.stdout.readline()))
     scene.processes.adopt(left)
     assert worker.wait(PATIENCE_S) == 0
     path = scene.record(worker.pid, created=created)
-    assert scene.run(lambda supervisor: supervisor.survivors()) == []
+    assert scene.run(lambda launcher: launcher.adopt()) == []
     assert not path.exists()
     psutil.wait_procs([left], PATIENCE_S)
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
@@ -134,18 +133,17 @@ def test_a_worker_sees_the_gpus_that_its_engine_needs(
 
     async def story() -> str:
         ended, gone = asyncio.Event(), asyncio.Event()
-        loop = asyncio.get_running_loop()
 
         def exited(_: WorkerExited) -> None:
             ended.set()
 
-        supervisor = LocalSupervisor(loop, config, scene.directory, "ipc://nowhere", None, exited)
-        supervisor.start("g", 0, "g-0.1.1")
+        launcher = LocalLauncher(LauncherContext(config, scene.directory, "ipc://nowhere", None, exited))
+        launcher.start("g", 0, "g-0.1.1")
         record = msgspec.json.decode((scene.directory / "workers" / "g-0.1.1.json").read_bytes())
         while not (environment := psutil.Process(record["pid"]).environ()):  # the kernel is still in execve
             await asyncio.sleep(0)
         found = environment["CUDA_VISIBLE_DEVICES"]
-        supervisor.finish(gone.set)
+        launcher.finish(gone.set)
         async with asyncio.timeout(PATIENCE_S):
             await ended.wait()
             await gone.wait()
@@ -158,8 +156,8 @@ def test_a_worker_whose_place_the_pool_does_not_have_any_more_is_ended(scene: Sc
     config = msgspec.structs.replace(scene.config.groups["g"], gpus=["0"])
     scene.config = msgspec.structs.replace(scene.config, groups={"g": config})
     worker = scene.stranger()
-    path = scene.record(worker.pid, index=1, created=records.made_at(worker.pid))
-    assert scene.run(lambda supervisor: supervisor.survivors()) == []
+    path = scene.record(worker.pid, index=1, created=records.created_at(worker.pid))
+    assert scene.run(lambda launcher: launcher.adopt()) == []
     assert not path.exists()
     assert worker.wait(PATIENCE_S) == -signal.SIGKILL
     assert f"worker {path.stem} is ended: the configuration has no worker g-1 any more\n" in capfd.readouterr().err
@@ -167,7 +165,7 @@ def test_a_worker_whose_place_the_pool_does_not_have_any_more_is_ended(scene: Sc
 
 def test_a_clock_that_is_set_makes_no_other_process_of_one(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = scene.stranger()
-    created = records.made_at(worker.pid)
+    created = records.created_at(worker.pid)
     booted = psutil.boot_time()
     monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 3600.0)
     assert records.lives(worker.pid, created)
@@ -202,7 +200,7 @@ def children(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> "list[sub
 def test_a_worker_of_which_no_record_can_be_written_is_one_that_could_not_be_started(
     scene: Scene, children: "list[subprocess.Popen[bytes]]"
 ) -> None:
-    scene.run(lambda supervisor: supervisor.start("g", 0, "g-0.2.1"))
+    scene.run(lambda launcher: launcher.start("g", 0, "g-0.2.1"))
     [child] = children
     assert child.poll() == -signal.SIGKILL
     [exited] = scene.exited
@@ -216,12 +214,12 @@ def test_folders_that_were_removed_are_made_again_with_the_records_of_what_runs(
 ) -> None:
     found: list[list[str]] = []
 
-    def start(supervisor: LocalSupervisor) -> None:
-        supervisor.start("g", 0, "g-0.2.1")
+    def start(launcher: LocalLauncher) -> None:
+        launcher.start("g", 0, "g-0.2.1")
         shutil.rmtree(scene.directory)
         scene.directory.mkdir()
-        supervisor.start("g", 0, "g-0.2.2")
-        supervisor.restore_folders()
+        launcher.start("g", 0, "g-0.2.2")
+        launcher.restore_folders()
         found.append(sorted(path.stem for path in (scene.directory / "workers").glob("*.json")))
 
     scene.run(start)
@@ -233,10 +231,10 @@ def test_folders_that_were_removed_are_made_again_with_the_records_of_what_runs(
 
 
 def test_a_worker_whose_log_cannot_be_made_names_the_file_and_is_one_that_could_not_be_started(scene: Scene) -> None:
-    def start(supervisor: LocalSupervisor) -> None:
+    def start(launcher: LocalLauncher) -> None:
         shutil.rmtree(scene.directory / "logs")
         (scene.directory / "logs").write_text("a file")
-        supervisor.start("g", 0, "g-0.2.1")
+        launcher.start("g", 0, "g-0.2.1")
 
     scene.run(start)
     [exited] = scene.exited
@@ -248,7 +246,7 @@ def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_fo
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice each: nobody can be watched, and nobody can be looked for."""
-    monkeypatch.setattr("enginepool.coordinator.launchers.local.AGAIN_S", 0.01)
+    monkeypatch.setattr(records, "RETRY_S", 0.01)
     failed: list[str] = []
 
     def none_left(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,20 +260,19 @@ def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_fo
 
     monkeypatch.setattr(os, "pidfd_open", none_left("watch", os.pidfd_open))
     worker = scene.stranger()
-    scene.record(worker.pid, created=records.made_at(worker.pid))
+    scene.record(worker.pid, created=records.created_at(worker.pid))
 
     async def story() -> None:
-        loop = asyncio.get_running_loop()
         gone = asyncio.Event()
 
         def exited(event: WorkerExited) -> None:
             scene.exited.append(event)
             gone.set()
 
-        supervisor = LocalSupervisor(loop, scene.config, scene.directory, "ipc://nowhere", None, exited)
-        [found] = supervisor.survivors()
+        launcher = LocalLauncher(LauncherContext(scene.config, scene.directory, "ipc://nowhere", None, exited))
+        [found] = launcher.adopt()
         monkeypatch.setattr(psutil, "process_iter", none_left("look", psutil.process_iter))
-        supervisor.kill(found.incarnation, "it is silent")
+        launcher.stop(found.incarnation, "it is silent")
         async with asyncio.timeout(PATIENCE_S):
             await gone.wait()
 
@@ -307,7 +304,7 @@ def test_stagers_are_waited_for_when_a_pool_ends_well(
     (tmp_path / "logs").mkdir()
     said = {place: tmp_path / place for place in ("g.0", "g.1")}
     # No file descriptor is left at first.
-    monkeypatch.setattr("enginepool.coordinator.launchers.stagers.AGAIN_S", (0.01, 0.01))
+    monkeypatch.setattr(records, "RETRY_S", 0.01)
     real, errors = os.pidfd_open, [OSError(errno.EMFILE, "Too many open files")] * unwatched
 
     def watch(pid: int) -> int:
@@ -323,9 +320,9 @@ def test_stagers_are_waited_for_when_a_pool_ends_well(
                 await asyncio.sleep(0.02)
 
     async def story() -> None:
-        stagers = Stagers(asyncio.get_running_loop(), tmp_path, None, PATIENCE_S)
+        stagers = Stagers(tmp_path, None, PATIENCE_S)
         for place, path in said.items():
-            stagers.beside(place, {"SAID": str(path)}, device="cpu", gpus=1)
+            stagers.ensure(place, {"SAID": str(path)}, device="cpu", gpus=1)
         await until(lambda: all(path.with_name(f"{path.name}.ready").exists() for path in said.values()))
         gone = asyncio.Event()
         stagers.finish(gone.set)
@@ -347,8 +344,8 @@ def test_a_stager_of_which_no_record_can_be_written_is_ended_and_tried_again(
     (tmp_path / "logs").mkdir()
 
     async def story() -> None:
-        stagers = Stagers(asyncio.get_running_loop(), tmp_path, None, PATIENCE_S)
-        stagers.beside("g.0", {}, device="cpu", gpus=1)
+        stagers = Stagers(tmp_path, None, PATIENCE_S)
+        stagers.ensure("g.0", {}, device="cpu", gpus=1)
         async with asyncio.timeout(PATIENCE_S):
             while len(children) < 3:
                 await asyncio.sleep(0.01)
