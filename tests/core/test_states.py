@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -48,7 +49,7 @@ def test_a_lost_worker_never_comes_back_and_every_other_can_be_lost() -> None:
 
 
 def test_every_state_can_be_reached() -> None:
-    for first, table in ((State.NOT_READY, WORKER_TRANSITIONS), (Slot.BACKOFF, SLOT_TRANSITIONS)):
+    for first, table in cast(Any, ((State.NOT_READY, WORKER_TRANSITIONS), (Slot.BACKOFF, SLOT_TRANSITIONS))):
         found = {first}
         while more := {after for state in found for after in table[state]} - found:
             found |= more

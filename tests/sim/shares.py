@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from enginepool.coordinator.core.group import Group
-from enginepool.coordinator.core.request import Batch, Client, Request
+from enginepool.coordinator.core.request import Client, Request, RunningBatch
 from enginepool.coordinator.core.request_state import QUEUED
 
 #: a client is in no debt once others were served so many times as much as it was served last
@@ -42,7 +42,7 @@ class Shares:
         self._sent: dict[Level, int] = {}
         self._served: dict[tuple[Level, Client], tuple[int, int]] = {}
 
-    def after(self, group: Group, batches: Sequence[Batch]) -> None:
+    def after(self, group: Group, batches: Sequence[RunningBatch]) -> None:
         """These batches were sent."""
         mixed = group.plain and group.packed
         waits = [] if mixed else [wait for wait in self._waits.get(group.name, ()) if _waits(wait.request)]

@@ -11,7 +11,7 @@ from enginepool.client.session.pending_requests import Call, PendingRequests
 from enginepool.coordinator.core import machine
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.group import Group
-from enginepool.coordinator.core.request import Batch, Client, Request
+from enginepool.coordinator.core.request import Client, Request, RunningBatch
 from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
@@ -74,7 +74,7 @@ def parts_of_other_weights_are_mixed(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_rows_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
-    def lost(self: RequestLifecycle, batch: Batch, reason: str) -> None:
+    def lost(self: RequestLifecycle, batch: RunningBatch, reason: str) -> None:
         """Nothing."""
 
     patch.setattr(RequestLifecycle, "lost", lost)
@@ -83,7 +83,7 @@ def lost_rows_do_not_come_back(patch: pytest.MonkeyPatch) -> None:
 def neighbors_are_blamed(patch: pytest.MonkeyPatch) -> None:
     real = RequestLifecycle.lost
 
-    def lost(self: RequestLifecycle, batch: Batch, reason: str) -> None:
+    def lost(self: RequestLifecycle, batch: RunningBatch, reason: str) -> None:
         batch.trial = True
         real(self, batch, reason)
 
@@ -93,7 +93,7 @@ def neighbors_are_blamed(patch: pytest.MonkeyPatch) -> None:
 def rows_in_flight_are_not_counted(patch: pytest.MonkeyPatch) -> None:
     real = batching.send_batch
 
-    def send_batch(core: Context, batch: Batch) -> None:
+    def send_batch(core: Context, batch: RunningBatch) -> None:
         batch.rows = 0
         real(core, batch)
 

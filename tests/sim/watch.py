@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from enginepool.coordinator.core.effects import Effect, ToWorker
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.machine import Machine
-from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, TEXT
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
@@ -40,7 +40,7 @@ class Watch:
         self.oracle = oracle
         self.events = 0
         self._sent: set[m.TaskId] = set()
-        self._trials: dict[str, Batch] = {}
+        self._trials: dict[str, RunningBatch] = {}
         self._shares = Shares()
         #: budgets stay what they are: what a worker had that ran out of memory is sent again first, in smaller batches
         self.fair = True
@@ -54,7 +54,7 @@ class Watch:
         before = self.events
         self.events += events
         core = self.machine.core
-        new: list[Batch] = []
+        new: list[RunningBatch] = []
         texts: list[tuple[Worker, Request]] = []
         for effect in effects:
             if type(effect) is ToWorker and type(effect.message) is m.Tokenize and effect.message.task not in self._sent:
@@ -182,7 +182,7 @@ class Watch:
             first = min(group.texts.waiting(), key=_rank, default=request)
             assert _rank(request) <= _rank(first), f"the text of {request} was given to a worker before that of {first}"
 
-    def _in_order(self, group: Group, batches: Sequence[Batch]) -> None:
+    def _in_order(self, group: Group, batches: Sequence[RunningBatch]) -> None:
         """No request was passed over by a later one of its client, and where priority is strict, by a lower one."""
         waiting = group.queue.waiting()
         for batch in batches:

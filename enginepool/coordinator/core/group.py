@@ -8,7 +8,7 @@ from collections import deque
 
 from enginepool.config import GroupConfig
 from enginepool.coordinator.core.events import GroupWeights
-from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
@@ -83,7 +83,7 @@ class Group:
         self.suspects: Queue[Request] = Queue()
         #: requests that wait for a later weight version
         self.version_queue: VersionQueue[Request] = VersionQueue()
-        self.trial: Batch | None = None
+        self.trial: RunningBatch | None = None
         #: kept free for the next trial until its batches are done
         self.reserved_worker: Worker | None = None
         #: the open plain workers, and the open packed ones

@@ -166,7 +166,7 @@ Piece = tuple[int, Sequence[FrameSpec], Sequence[Buffer]]
 Slice = tuple[Request, int, int]
 
 
-class Batch:
+class RunningBatch:
     """Rows that a worker runs as one forward."""
 
     __slots__ = ("cost", "deadline", "id", "late", "rows", "slices", "trial", "worker")

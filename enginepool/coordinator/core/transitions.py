@@ -7,7 +7,7 @@ transition that the tables do not have is an internal error.
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import GroupWeights
 from enginepool.coordinator.core.group import Group
-from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.secondary import WorkerLost
 from enginepool.coordinator.core.states import SLOT_TRANSITIONS, WORKER_TRANSITIONS, SlotState, WorkerState
 from enginepool.coordinator.core.worker import Worker
@@ -171,7 +171,7 @@ def release(core: Context, group: Group) -> None:
 # --- the tasks of a worker -----------------------------------------------------------------------------------------------
 
 
-def start_batch(batch: Batch) -> None:
+def start_batch(batch: RunningBatch) -> None:
     """A worker is given a batch."""
     worker = batch.worker
     worker.batches[batch.id] = batch
@@ -181,7 +181,7 @@ def start_batch(batch: Batch) -> None:
         worker.routing.moved(worker)
 
 
-def end_batch(core: Context, batch: Batch) -> None:
+def end_batch(core: Context, batch: RunningBatch) -> None:
     """A batch is done, lost or taken back."""
     worker = batch.worker
     del worker.batches[batch.id]
@@ -214,7 +214,7 @@ def end_text(core: Context, worker: Worker, task: TaskId) -> Request | None:
     return request
 
 
-def start_trial(trial: Batch) -> None:
+def start_trial(trial: RunningBatch) -> None:
     """The reserved worker runs a request alone."""
     group = trial.worker.group
     group.reserved_worker, group.trial = None, trial

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Link
-from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
@@ -64,7 +64,7 @@ class Worker:
         self.missing_weights = ""
         #: it said in this epoch that it dropped the work of earlier ones
         self.epoch_confirmed = False
-        self.batches: dict[TaskId, Batch] = {}
+        self.batches: dict[TaskId, RunningBatch] = {}
         #: sums over `batches`; never over the declared inflight_tokens and inflight_rows
         self.cost = 0
         self.rows = 0

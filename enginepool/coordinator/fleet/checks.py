@@ -4,7 +4,7 @@ Each check returns why not in one line, or "". A worker that does not fit is los
 """
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.request import Batch
+from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.protocol.halving import MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
@@ -72,7 +72,7 @@ def _classes_beside(worker: Worker) -> set[bool]:
     return {other.capabilities.packed for other in others if other is not worker and other.capabilities is not None}
 
 
-def misfit(batch: Batch, e: ev.BatchDone) -> str:
+def misfit(batch: RunningBatch, e: ev.BatchDone) -> str:
     """Why this is no answer to that batch, or ""."""
     can = batch.worker.capabilities
     assert can is not None
@@ -92,7 +92,7 @@ def misfit(batch: Batch, e: ev.BatchDone) -> str:
     return ""
 
 
-def usual(batch: Batch, e: ev.BatchDone) -> bool:
+def usual(batch: RunningBatch, e: ev.BatchDone) -> bool:
     """Whether the time of this answer is that of one forward of all that the batch weighs.
 
     Not where the engine took several, or refused a part; where rows count a query in full that is computed once; or where a

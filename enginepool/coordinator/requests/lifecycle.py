@@ -7,7 +7,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
-from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.core.transitions import end_text
 from enginepool.coordinator.core.worker import Worker
@@ -109,7 +109,7 @@ class RequestLifecycle:
 
     # --- outcomes ------------------------------------------------------------------------------------------------------
 
-    def outcome(self, batch: Batch, e: ev.BatchDone) -> None:
+    def outcome(self, batch: RunningBatch, e: ev.BatchDone) -> None:
         """Give each part of a finished batch to its request."""
         for (request, start, end), outcome in zip(batch.slices, e.outcomes, strict=True):
             if request.state == DONE:
@@ -163,7 +163,7 @@ class RequestLifecycle:
             request.group.waiting += 1
         request.queue.push(request)
 
-    def lost(self, batch: Batch, reason: str) -> None:
+    def lost(self, batch: RunningBatch, reason: str) -> None:
         """Dissolve a batch whose worker is lost: its requests wait again, and run alone from now on."""
         for request, start, end in batch.slices:
             if request.state == DONE:
@@ -174,7 +174,7 @@ class RequestLifecycle:
             if batch.trial:
                 self.died_alone(request, reason)
 
-    def returned(self, batch: Batch) -> None:
+    def returned(self, batch: RunningBatch) -> None:
         """A worker did not take a batch: its rows wait again, and nobody is suspected."""
         for request, start, end in batch.slices:
             if request.state != DONE:

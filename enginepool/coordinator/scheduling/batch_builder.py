@@ -14,7 +14,7 @@ from math import inf
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import Buffer
-from enginepool.coordinator.core.request import Batch, Request, Slice
+from enginepool.coordinator.core.request import Request, RunningBatch, Slice
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.base import Work
@@ -112,7 +112,7 @@ def beyond_pace(worker: Worker, most: int, head: Request, follower: Request, wei
     return weight + more / 2 > most or weight + more > 2 * pace.tokens
 
 
-def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> Batch | None:
+def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
     """A batch that the head of `lane` opens on `worker`; None when the head does not fit now."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
@@ -189,10 +189,10 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
             slices.append(slice_)
             take(core, slice_)
             queue.pop(lane, max(weighs, work.rows * least))
-    return Batch(core.task_id(), worker, slices, cost, rows, False)
+    return RunningBatch(core.task_id(), worker, slices, cost, rows, False)
 
 
-def fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> Batch | None:
+def fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Worker) -> RunningBatch | None:
     """The same on a packed worker, where a row costs what it adds to the sequences of its batch."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
@@ -241,7 +241,7 @@ def fill_packed(core: Context, queue: Queue[Request], lane: Lane[Request], worke
         queue.pop(lane, charged)
         if follows:
             break
-    return Batch(core.task_id(), worker, slices, packing.cost, rows, False)
+    return RunningBatch(core.task_id(), worker, slices, packing.cost, rows, False)
 
 
 def _query(request: Request) -> Buffer:

@@ -19,7 +19,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
-from enginepool.coordinator.core.request import Batch, Request
+from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import RUNNING, TEXT
 from enginepool.coordinator.core.transitions import release_reserved, reserve, start_batch, start_text, start_trial
 from enginepool.coordinator.core.worker import Worker
@@ -27,8 +27,7 @@ from enginepool.coordinator.scheduling.batch_builder import cut_next, fill, fill
 from enginepool.coordinator.scheduling.queue import Lane
 from enginepool.coordinator.scheduling.routing import Routing
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
-from enginepool.protocol.messages import Batch as BatchMessage
-from enginepool.protocol.messages import Part, TaskId
+from enginepool.protocol.messages import Batch, Part, TaskId
 from enginepool.protocol.ragged import Offsets, cut
 
 #: A worker gets a text while it has fewer than the first of these, or fewer than the second and fewer bytes of text than the
@@ -102,7 +101,7 @@ def _try_suspect(core: Context, group: Group) -> None:
     assert request is not None
     if request.state == TEXT:
         group.suspects.pop(lane, request.work.tokens)
-        trial = Batch(core.task_id(), worker, [(request, 0, 0)], 0, 0, True)
+        trial = RunningBatch(core.task_id(), worker, [(request, 0, 0)], 0, 0, True)
         start_trial(trial)
         _give_text(core, worker, trial.id, request)
         return
@@ -112,7 +111,7 @@ def _try_suspect(core: Context, group: Group) -> None:
         group.suspects.pop(lane, cost)
     else:
         group.suspects.charge(lane, cost)
-    trial = Batch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], True)
+    trial = RunningBatch(core.task_id(), worker, [slice_], cost, slice_[2] - slice_[1], True)
     start_trial(trial)
     send_batch(core, trial)
 
@@ -166,7 +165,7 @@ def post_text(core: Context, worker: Worker, task: TaskId, request: Request) -> 
     core.effects.append(ToWorker(worker.link, work.operation.tokenize(work, task), work.frames))
 
 
-def send_batch(core: Context, batch: Batch) -> None:
+def send_batch(core: Context, batch: RunningBatch) -> None:
     """Enter `batch` in its worker's ledger and send it."""
     worker = batch.worker
     start_batch(batch)
@@ -181,7 +180,7 @@ def send_batch(core: Context, batch: Batch) -> None:
     post_batch(core, batch)
 
 
-def post_batch(core: Context, batch: Batch) -> None:
+def post_batch(core: Context, batch: RunningBatch) -> None:
     """Send the message of `batch`, which its worker may have already: the worker runs an id once."""
     parts: list[Part] = []
     frames: list[Buffer] = []
@@ -197,5 +196,5 @@ def post_batch(core: Context, batch: Batch) -> None:
             parts.append(replace(work.part, frames=specs))
             frames += buffers
     head = batch.slices[0][0]
-    message = BatchMessage(batch.id, parts, head.priority)
+    message = Batch(batch.id, parts, head.priority)
     core.effects.append(ToWorker(batch.worker.link, message, frames))
