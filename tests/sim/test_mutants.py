@@ -17,6 +17,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet import slots
 from enginepool.coordinator.fleet import workers as fleet
+from enginepool.coordinator.fleet.registration import Registration
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations import score
@@ -367,13 +368,13 @@ def calls_wait_for_an_ended_coordinator(patch: pytest.MonkeyPatch) -> None:
 
 
 def epochs_that_workers_have_heard_do_not_matter(patch: pytest.MonkeyPatch) -> None:
-    real = WorkerRegistry.register
+    real = Registration.register
 
-    def register(self: WorkerRegistry, e: Any) -> None:
+    def register(self: Registration, e: Any) -> None:
         e.epoch = min(e.epoch, self.core.epoch)
         real(self, e)
 
-    patch.setattr(WorkerRegistry, "register", register)
+    patch.setattr(Registration, "register", register)
 
 
 def epochs_that_clients_have_heard_do_not_matter(patch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from enginepool.coordinator.core.status import report
 from enginepool.coordinator.core.transitions import hold, release
 from enginepool.coordinator.fleet.deadlines import WorkerDeadlines
 from enginepool.coordinator.fleet.planned_restarts import PlannedRestarts
+from enginepool.coordinator.fleet.registration import Registration
+from enginepool.coordinator.fleet.reports import WorkerReports
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.admission import Admission
@@ -48,6 +50,8 @@ class Machine:
         self.clients = clients = ClientRegistry(core, requests)
         self.slots = WorkerSlots(core, requests)
         self.fleet = fleet = WorkerRegistry(core, requests, self.slots)
+        registration = Registration(core, fleet)
+        reports = WorkerReports(core, requests, fleet)
         self.watch = WorkerDeadlines(core, fleet, self.slots)
         self.planned = PlannedRestarts(core, fleet, self.slots)
         self.restoring = Restoring(core, requests, fleet)
@@ -74,15 +78,15 @@ class Machine:
             ev.LinkCut: clients.link_cut,
             ev.StatusAsked: self._status,
             ev.RestartAsked: self._restart,
-            ev.WorkerRegistered: fleet.register,
-            ev.SettingsAsked: fleet.settings,
-            ev.WorkerStage: fleet.stage,
-            ev.WorkerReady: fleet.ready,
-            ev.WorkerIdle: fleet.idle,
-            ev.BatchDone: fleet.done,
-            ev.TextTokenized: fleet.tokenized,
-            ev.WorkerRefused: fleet.refused,
-            ev.WorkerHeard: fleet.heard,
+            ev.WorkerRegistered: registration.register,
+            ev.SettingsAsked: registration.settings,
+            ev.WorkerStage: reports.stage,
+            ev.WorkerReady: reports.ready,
+            ev.WorkerIdle: reports.idle,
+            ev.BatchDone: reports.done,
+            ev.TextTokenized: reports.tokenized,
+            ev.WorkerRefused: reports.refused,
+            ev.WorkerHeard: reports.heard,
             ev.WorkerBye: fleet.bye,
             ev.WorkerBroken: fleet.broken,
             ev.WorkerExited: fleet.exited,

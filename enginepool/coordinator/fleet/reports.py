@@ -1,0 +1,149 @@
+"""What workers report: what they do, that they are ready, and what became of their work."""
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.effects import KeepHistory, ToWorker
+from enginepool.coordinator.core.secondary import WorkerLoaded
+from enginepool.coordinator.core.transitions import confirm_epoch, end_batch, end_text, report_stage
+from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
+from enginepool.coordinator.fleet.workers import WorkerRegistry, failed_to_start, put_text_back
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
+from enginepool.coordinator.scheduling.oom_backoff import shrink
+from enginepool.protocol.halving import halved
+from enginepool.protocol.messages import Pong
+
+
+class WorkerReports:
+    """Handles what registered workers report."""
+
+    def __init__(self, core: Context, requests: RequestLifecycle, workers: WorkerRegistry) -> None:
+        self.core = core
+        self.requests = requests
+        self.workers = workers
+
+    def stage(self, e: ev.WorkerStage) -> None:
+        """A worker says what it does; a new stage has a new deadline."""
+        worker = self.workers.of(e.link)
+        if worker is None:
+            return
+        worker.detail = e.detail
+        if worker.stage != e.stage:
+            report_stage(self.core, worker, e.stage)
+
+    def ready(self, e: ev.WorkerReady) -> None:
+        """A worker's engine is ready. The first one of a class sets the limits of that class."""
+        worker = self.workers.of(e.link)
+        if worker is None:
+            return
+        group, can = worker.group, e.capabilities
+        if not impossible(can):
+            if can.halvings > group.halvings:
+                # It was halved under a coordinator that is gone.
+                shrink(group, can.halvings)
+                self.requests.refit(group)
+            can = halved(can, group.halvings - can.halvings)
+        if wrong := stranger(worker, can):
+            failed_to_start(worker, wrong)
+            self.workers.lose(worker, f"it does not fit: {wrong}", kill=True)
+            return
+        alone = alone_in_class(worker, can)
+        if worker.capabilities is None:
+            where = f"process {worker.pid} on {worker.host}, weight version {e.version}"
+            self.workers.log(worker, f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
+        worker.declared, worker.capabilities = e.capabilities, can
+        forward_s = can.forward_ms / 1000
+        if worker.pace is None or (worker.pace.said, worker.pace.forward_s) != (can.pace, forward_s):
+            worker.pace = ForwardCostModel(can.pace, forward_s) if can.pace else None
+        worker.routing = group.packed_routing if can.packed else group.routing
+        worker.version, worker.digest, worker.committed = e.version, e.digest, e.committed
+        worker.detail = ""
+        report_stage(self.core, worker, "ready")
+        known = group.packed if can.packed else group.plain
+        if alone:
+            if can.packed:
+                group.packed = can
+            else:
+                group.plain = can
+        if worker.slot is not None:
+            worker.slot.previous_end = ""
+            worker.slot.was_ready, worker.slot.same_failures = True, 0
+        group.down = ""
+        group.retired_classes.pop(worker.class_, None)
+        if alone:
+            expected = group.expected
+            group.expect()
+            if known is None or group.expected != expected or differs(known, can):
+                self.requests.recheck(group)
+        # It may have been the last one of which it was not known that it is no plain worker.
+        self.workers.slots.maybe_down(group)
+        if not worker.holds:
+            # It was taking weights of a coordinator that is gone, and got work meanwhile, which it drops when it restores.
+            self.workers.recall(worker)
+        self.core.wake(group)
+        self.core.secondary.append(WorkerLoaded(worker))
+
+    def idle(self, e: ev.WorkerIdle) -> None:
+        """A worker has dropped everything of earlier epochs."""
+        worker = self.workers.of(e.link)
+        if worker is not None and e.epoch == self.core.epoch:
+            confirm_epoch(self.core, worker)
+
+    def heard(self, e: ev.WorkerHeard) -> None:
+        """A worker is alive."""
+        if self.workers.of(e.link) is not None and e.at is not None:
+            self.core.effects.append(ToWorker(e.link, Pong(e.at, self.core.epoch)))
+
+    def done(self, e: ev.BatchDone) -> None:
+        """A batch is finished. Unknown ids are of an earlier attempt, and dropped."""
+        worker = self.workers.of(e.link)
+        if worker is None:
+            return
+        batch = worker.batches.get(e.batch)
+        if batch is None:
+            return
+        if wrong := misfit(batch, e):
+            self.workers.lose(worker, f"its answer does not fit: {wrong}", kill=True)
+            return
+        group = worker.group
+        end_batch(self.core, batch)
+        worker.done += 1
+        group.batches += 1
+        group.forwards += e.forwards
+        if e.forwards != 1:
+            group.split_batches += 1
+        if group.first_answer is not None and worker.holds:
+            record, since = group.first_answer
+            record.phases["first_answer"] = int((e.now - since) * 1e6)
+            group.first_answer = None
+            self.core.effects.append(KeepHistory(group.name, list(group.history)))
+        group.spent_s = 0.9 * group.spent_s + e.run_us / 1e6
+        group.spent_tokens = 0.9 * group.spent_tokens + batch.cost
+        if worker.pace is not None:
+            worker.pace.done(e.now, e.run_us / 1e6, batch.cost, batch.rows, fits=usual(batch, e))
+        self.requests.outcome(batch, e)
+
+    def tokenized(self, e: ev.TextTokenized) -> None:
+        """A worker answered a tokenizing task."""
+        worker = self.workers.of(e.link)
+        if worker is not None:
+            self.requests.tokenized(worker, e)
+
+    def refused(self, e: ev.WorkerRefused) -> None:
+        """A worker did not take a batch or a text: that goes elsewhere, and the worker registers again before it gets more."""
+        worker = self.workers.of(e.link)
+        if worker is None or e.number is None:
+            return
+        task = (self.core.epoch, e.number)
+        batch = worker.batches.get(task)
+        text = end_text(self.core, worker, task)
+        if batch is None and text is None:
+            return
+        report_stage(self.core, worker, "draining" if e.draining else "starting")
+        if not e.draining:
+            self.workers.refuse(worker.link, "hello_required", "register again: work was refused")
+        if batch is not None:
+            end_batch(self.core, batch)
+            self.requests.returned(batch)
+        if text is not None:
+            put_text_back(text)
