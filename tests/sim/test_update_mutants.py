@@ -17,13 +17,14 @@ from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.weights import outcomes as ending
+from enginepool.coordinator.weights import phases, transaction
 from enginepool.coordinator.weights import publishing as publishers
-from enginepool.coordinator.weights import transaction as weights
+from enginepool.coordinator.weights.phases import Phases
 from enginepool.coordinator.weights.publishing import Publishers
 from enginepool.coordinator.weights.restarts import Restarts
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Transactions
-from enginepool.coordinator.weights.update import Member, Stand, Update
+from enginepool.coordinator.weights.update import Member, Phase, Update
 from enginepool.coordinator.weights.verification import Verifying
 from enginepool.protocol.updates import Sent
 from enginepool.workers.events import SendToCoordinator
@@ -45,14 +46,14 @@ def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_publisher_hears_before_the_journal(patch: pytest.MonkeyPatch) -> None:
-    real = Transactions._enter  # pyright: ignore[reportPrivateUsage]
+    real = Phases.enter  # pyright: ignore[reportPrivateUsage]
 
-    def enter(self: Transactions, update: Update, phase: Stand, seconds: float = float("inf")) -> None:
+    def enter(self: Phases, update: Update, phase: Phase, seconds: float = float("inf")) -> None:
         real(self, update, phase, seconds)
         if phase == "journal":
             self.ending.commit(update, self.ending.new_weights(update, next(iter(update.members.values())).digest))
 
-    patch.setattr(Transactions, "_enter", enter)
+    patch.setattr(Phases, "enter", enter)
 
 
 def a_held_group_goes_on(patch: pytest.MonkeyPatch) -> None:
@@ -103,10 +104,10 @@ def a_lease_lasts_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_drain_has_no_end(patch: pytest.MonkeyPatch) -> None:
-    def stop(self: Transactions, update: Update) -> None:
+    def stop(self: Phases, update: Update) -> None:
         """Nothing."""
 
-    patch.setattr(Transactions, "_stop_draining", stop)
+    patch.setattr(Phases, "_stop_draining", stop)
 
 
 def engines_take_weights_beside_work(patch: pytest.MonkeyPatch) -> None:
@@ -166,15 +167,15 @@ def versions_may_go_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_process_group_is_kept_whoever_is_in_it(patch: pytest.MonkeyPatch) -> None:
-    real = Transactions._join  # pyright: ignore[reportPrivateUsage]
+    real = Phases._join  # pyright: ignore[reportPrivateUsage]
     names: dict[str, Any] = {}
 
-    def join(self: Transactions, update: Update) -> None:
+    def join(self: Phases, update: Update) -> None:
         real(self, update)
-        assert update.ring is not None
-        update.ring = names.setdefault(update.group.name, update.ring)
+        assert update.process_group is not None
+        update.process_group = names.setdefault(update.group.name, update.process_group)
 
-    patch.setattr(Transactions, "_join", join)
+    patch.setattr(Phases, "_join", join)
 
 
 def a_publisher_that_lends_is_believed(patch: pytest.MonkeyPatch) -> None:
@@ -183,7 +184,7 @@ def a_publisher_that_lends_is_believed(patch: pytest.MonkeyPatch) -> None:
 
     def sent(self: Transactions, update: Update, message: Sent) -> None:
         real(self, update, message)
-        if update.lent:
+        if update.ipc:
             for member in update.members.values():
                 member.digest = message.digest
             update.pending.clear()
@@ -192,13 +193,14 @@ def a_publisher_that_lends_is_believed(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_says_where_lent_memory_is(patch: pytest.MonkeyPatch) -> None:
-    real = weights.ask
+    real = phases.ask
 
     def ask(core: Any, update: Update, member: Any) -> None:
         if update.phase != "transfer":
             real(core, update, member)
 
-    patch.setattr(weights, "ask", ask)
+    for module in (phases, transaction):
+        patch.setattr(module, "ask", ask)
 
 
 def early_requests_are_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -216,12 +218,12 @@ def recalled_work_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_held_group_finishes_requests_that_were_cut(patch: pytest.MonkeyPatch) -> None:
-    real = weights.working
+    real = phases.working
 
     def working(workers: Iterable[Worker]) -> bool:
         return real(workers) or any(request.state == QUEUED for worker in workers for request in worker.group.cut)
 
-    patch.setattr(weights, "working", working)
+    patch.setattr(phases, "working", working)
 
 
 def a_lease_is_not_renewed(patch: pytest.MonkeyPatch) -> None:
@@ -247,7 +249,7 @@ def a_lease_ends_with_the_link(patch: pytest.MonkeyPatch) -> None:
 def a_worker_on_a_new_link_is_given_up(patch: pytest.MonkeyPatch) -> None:
     def returned(self: Transactions, worker: Worker) -> None:
         update = self.core.update_of(worker.group)
-        if update is not None and not update.forward:
+        if update is not None and not update.loading:
             self.ending.abort(update, "update_aborted", f"{worker.name} has lost its link")
 
     patch.setattr(Transactions, "returned", returned)
@@ -304,7 +306,7 @@ def who_left_an_update_counts_as_updated(patch: pytest.MonkeyPatch) -> None:
 
     def commit(self: ending.UpdateOutcomes, update: Update, weights: ev.GroupWeights) -> None:
         for worker in update.group.workers.values():
-            if worker.name in update.left:
+            if worker.name in update.left_members:
                 worker.version, worker.digest = weights.version, weights.digest
         real(self, update, weights)
 

@@ -79,7 +79,7 @@ class Watch:
             if update is not None:
                 update.check()
                 self._in_time(update)
-            assert group.on_hold == (core.keep_workers or (update is not None and update.holds)), group.name
+            assert group.on_hold == (core.keep_workers or (update is not None and update.holds_group)), group.name
             for worker in group.workers.values():
                 leaves = worker.state is WorkerState.LEAVING
                 member = update.members.get(worker.incarnation) if leaves and update is not None else None
@@ -88,8 +88,8 @@ class Watch:
         for batch in new:
             update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"
-            assert update is None or not update.forward, f"{batch} was sent during a hand-over"
-            assert update is None or not update.holds, f"{batch} was sent although its group is held"
+            assert update is None or not update.loading, f"{batch} was sent during a hand-over"
+            assert update is None or not update.holds_group, f"{batch} was sent although its group is held"
         if new:
             for group in core.groups.values():
                 if not group.on_hold:
@@ -156,7 +156,7 @@ class Watch:
         moving = [member for member in update.members.values() if member.restart in ("leaving", "starting")]
         assert len(moving) <= 1 or update.at_once, f"several workers are restarted at the same time: {update}"
         if self.punctual and update.phase == "hold":
-            waited = self.machine.core.now - update.since
+            waited = self.machine.core.now - update.phase_began
             assert waited < update.offer.drain_ms / 1000 + 1.0, f"held for {waited:.1f} s: {update}"
 
     def _no_idle_worker(self, group: Group) -> None:

@@ -183,7 +183,7 @@ class Machine:
             core.keep_workers = False
             self._drain_until = e.now + e.within
             for group in core.groups.values():
-                if (update := core.update_of(group)) is None or not update.holds:
+                if (update := core.update_of(group)) is None or not update.holds_group:
                     release(core, group)
 
     def _draining(self) -> None:
@@ -228,7 +228,7 @@ class Machine:
             events, core.secondary = core.secondary, []
             for event in events:
                 self._on_secondary[type(event)](event)
-            self.weights.advance()
+            self.weights.phases.advance()
             if not core.secondary:
                 return
 
@@ -243,7 +243,7 @@ class Machine:
 
     def _worker_loaded(self, e: WorkerLoaded) -> None:
         if not e.worker.lost:
-            self.weights.restarts.loaded(e.worker)
+            self.weights.phases.restarts.loaded(e.worker)
         if not e.worker.lost:
             self.restoring.loaded(e.worker)
 
@@ -264,7 +264,7 @@ class Machine:
 
     def _inspected(self, e: ev.WorkerInspected) -> None:
         worker = self.fleet.of(e.link)
-        if worker is not None and not self.weights.verifying.inspected(worker, e.message):
+        if worker is not None and not self.weights.phases.verifying.inspected(worker, e.message):
             self.questions.inspected(worker, e)
 
     # --- for tests -----------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Machine:
         for group in core.groups.values():
             group.check()
             update = core.update_of(group)
-            on_hold = core.keep_workers or (update is not None and update.holds)
+            on_hold = core.keep_workers or (update is not None and update.holds_group)
             assert group.on_hold == on_hold, (group.name, group.on_hold, update)
             if update is not None:
                 assert update.group is group, update

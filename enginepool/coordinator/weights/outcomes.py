@@ -40,7 +40,7 @@ class UpdateOutcomes:
         run = max(before.run, group.heard_committed[0]) + offer.new_run
         if offer.transfer == "set_version" and not group.journal_behind:
             return GroupWeights(offer.version, before.digest, before.snapshot, before.path, run, before.restart)
-        if update.restarts:
+        if update.by_restart:
             return GroupWeights(offer.version, digest, path=offer.path, run=run, restart=True)
         if offer.partial:
             # Nobody's bytes are all of it: whoever holds less than both must not be asked to restore it.
@@ -57,11 +57,11 @@ class UpdateOutcomes:
         """The journal has it: these are the weights of the group from now on."""
         group, before = update.group, update.group.version
         self._count(update)
-        loaded_at = update.since
+        loaded_at = update.phase_began
         commit_weights(group, weights)
         group.zeros = _zeros(update)
-        if update.ring is not None:
-            group.process_group = update.ring
+        if update.process_group is not None:
+            group.process_group = update.process_group
         if not group.journal_behind:
             group.weights_lost, group.weights_lost_classes = "", 0
         self._close(update)
@@ -97,9 +97,9 @@ class UpdateOutcomes:
 
     def abort(self, update: Update, code: str, reason: str, *, field: str = "", limit: str = "") -> None:
         """Give up before any engine was touched."""
-        assert not update.forward, update
+        assert not update.loading, update
         self._count(update)
-        held = update.holds
+        held = update.holds_group
         for member in update.members.values():
             self.turn_back(member)
         self._close(update)
@@ -118,7 +118,7 @@ class UpdateOutcomes:
         self._close(update)
         for member in update.members.values():
             # In an update by restart, of those on the old weights only the engine of a recalled one still has work.
-            if member.worker.lost or not (member.recalled or not update.restarts):
+            if member.worker.lost or not (member.recalled or not update.by_restart):
                 continue
             if self._returns(update, member):
                 self._take_back(update, member, reason)
@@ -133,7 +133,7 @@ class UpdateOutcomes:
         known = bool(update.group.weights.digest) or update.offer.transfer == "set_version"
         if update.group.journal_behind:
             known = update.offer.transfer == "set_version"
-        return member.loaded and not update.restarts and known
+        return member.loaded and not update.by_restart and known
 
     def _take_back(self, update: Update, member: Member, reason: str) -> None:
         """It runs on weights that were not committed, until it says otherwise."""
@@ -173,7 +173,7 @@ class UpdateOutcomes:
     def _count(self, update: Update) -> None:
         """The last phase ends."""
         update.time_phase(self.core.now)
-        if update.holds:
+        if update.holds_group:
             parts = (*HELD, "restart") if update.at_once else HELD
             update.times["hold"] = sum(update.times.get(part, 0) for part in parts)
 
@@ -189,7 +189,7 @@ class UpdateOutcomes:
         record.members = len(update.members)
         record.sent_bytes = update.sent_bytes
         record.phases = update.times
-        record.aborted_batches = update.recalled
+        record.aborted_batches = update.recalled_batches
         update.group.history.append(record)
         why = f": {message}" if message else ""
         how = f"{offer.transfer}, {record.members} worker{'' if record.members == 1 else 's'}"
@@ -219,7 +219,7 @@ def _zeros(update: Update) -> frozenset[str] | None:
     before, offer = update.group.zeros, update.offer
     if offer.transfer == "set_version":
         return before
-    if not update.broadcasts or update.direct:
+    if not update.sends_bytes or update.direct:
         return None
     found = frozenset(zero_matrices(update))
     if not offer.partial:
@@ -232,6 +232,6 @@ def _note(update: Update) -> str:
     zeros = sorted({finding.name for member in update.members.values() for finding in member.findings})
     said = [f"all zero: {', '.join(zeros[:3])}{' …' if len(zeros) > 3 else ''}"] if zeros else []
     failed = failures(list(update.members.values()))
-    left = [f"restored after it: {name}: {why}" for name, why in list(update.left.items())[:3]]
-    more = [f"and {len(update.left) - 3} more"] if len(update.left) > 3 else []
+    left = [f"restored after it: {name}: {why}" for name, why in list(update.left_members.items())[:3]]
+    more = [f"and {len(update.left_members) - 3} more"] if len(update.left_members) > 3 else []
     return "; ".join([*said, *([f"not on {failed}"] if failed else []), *left, *more])

@@ -15,14 +15,14 @@ def tell(core: Context, update: Update, message: Message) -> None:
 
 def say_join(core: Context, update: Update) -> None:
     """The publisher is rank 0 of the process group."""
-    ring = update.ring
+    ring = update.process_group
     if ring is not None:
         tell(core, update, Join(ring.name, ring.world, 0, ring.address, ring.backend, id=update.offer.id))
 
 
 def say_phase(core: Context, update: Update) -> None:
     """Where the transaction stands, and how many members have finished the phase."""
-    update.told = done = len(update.members) - len(update.pending)
+    update.told_finished = done = len(update.members) - len(update.pending)
     if update.phase == JOURNAL:
         return
     # Of a direct transfer, engines take the bytes as the publisher sends them.
@@ -37,11 +37,11 @@ def ask(core: Context, update: Update, member: Member) -> None:
         prepare = Prepare(id_, offer.version, offer.transfer, offer.partial, offer.bucket_bytes, offer.path, offer.frames)
         prepare.host, prepare.gpu = offer.host, offer.gpu
         core.effects.append(ToWorker(link, prepare, update.frames))
-    elif update.phase == JOIN and update.ring is not None:
-        ring = update.ring
+    elif update.phase == JOIN and update.process_group is not None:
+        ring = update.process_group
         join = Join(ring.name, ring.world, member.rank, ring.address, ring.backend, update=id_)
         core.effects.append(ToWorker(link, join))
-    elif update.phase == TRANSFER and update.lent and update.sent_digest is not None:
+    elif update.phase == TRANSFER and update.ipc and update.sent_digest is not None:
         core.effects.append(ToWorker(link, VerifyWeights(id_, update.regions)))
     elif update.phase == LOAD:
         core.effects.append(ToWorker(link, LoadWeights(id_, offer.version)))

@@ -82,7 +82,7 @@ class Publishers:
             what = "is ready with the committed weights" if over else "is ready"
             core.refuse(e.link, offer.id, "update_aborted", f"no worker of group {group.name!r} {what}")
             return
-        update = Update(core.task_id(), client, group, offer, e.manifest, e.frames, e.digest, e.now)
+        update = Update(core.task_id(), client, group, e)
         workers.sort(key=lambda w: (w.slot.index if w.slot is not None else len(group.slots), w.order))
         update.members = {w.incarnation: Member(w) for w in workers}
         self.weights.begin(update)
@@ -104,15 +104,15 @@ class Publishers:
         _renew(update, self.core.now)
         if isinstance(message, AbortUpdate):
             why = f"aborted by its publisher: {message.reason or 'no reason given'}"
-            if message.broken and not update.forward:
+            if message.broken and not update.loading:
                 self.weights.broke(update, why)
-            elif not update.forward:
+            elif not update.loading:
                 self.weights.ending.abort(update, "update_aborted", why)
             elif update.direct and update.sent_digest is None:
                 # Its engines wait for bytes that will never come.
                 self.weights.ending.fail(update, why)
         elif isinstance(message, Commit):
-            update.commit = True
+            update.commit_asked = True
         else:
             if message.sent_bytes > update.sent_bytes:
                 update.sent_bytes = message.sent_bytes

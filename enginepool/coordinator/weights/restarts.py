@@ -48,7 +48,7 @@ class Restarts:
                 text = f"{members[0].worker.name} and {member.worker.name} see different files in {update.offer.path}: "
                 self.ending.abort(update, "weights_refused", text + "copy the same checkpoint to each of their hosts")
                 return False
-        if wrong := update.clash(members[0].digest):
+        if wrong := update.version_conflict(members[0].digest):
             self.ending.abort(update, "version_backwards", wrong, field="version", limit=str(update.group.version))
             return False
         return True
@@ -57,7 +57,7 @@ class Restarts:
         """One step in phase `restart`; whether it is over. It may have aborted the transaction."""
         for member in list(update.members.values()):
             slot = member.worker.slot
-            if member.restart == "leaving" and (update.at_once or update.recalls or not working([member.worker])):
+            if member.restart == "leaving" and (update.at_once or update.recalls_now or not working([member.worker])):
                 self._end(update, member)
             elif member.restart == "starting" and slot is not None and slot.on_uncommitted and slot.state is not SlotState.UP:
                 self._failed(update, member, slot.end_reason)
@@ -65,7 +65,7 @@ class Restarts:
         loaded = [member for member in members if member.loaded]
         moving = [member for member in members if member.restart in ("leaving", "starting")]
         waiting = [member for member in members if not member.restart]
-        enough = len(members) if update.at_once else max(1, update.before // 2)
+        enough = len(members) if update.at_once else max(1, update.members_at_start // 2)
         if update.restart_failed and not update.at_once:
             waiting = []
         if len(loaded) + len(moving) < enough and waiting and (update.at_once or not moving):
@@ -85,16 +85,16 @@ class Restarts:
         member.restart = "leaving"
         leave(self.core, member.worker)
         offer = update.offer
-        update.recalls = update.at_once or offer.in_flight == "abort"
-        update.until = self.core.now + offer.drain_ms / 1000 if not update.recalls else float("inf")
+        update.recalls_now = update.at_once or offer.in_flight == "abort"
+        update.due = self.core.now + offer.drain_ms / 1000 if not update.recalls_now else float("inf")
 
     def _end(self, update: Update, member: Member) -> None:
         """Its process ends, and its slot starts on the new checkpoint."""
         worker, slot = member.worker, member.worker.slot
         assert slot is not None, worker
-        update.until = float("inf")
-        update.recalls = False
-        update.recalled += len(worker.batches)
+        update.due = float("inf")
+        update.recalls_now = False
+        update.recalled_batches += len(worker.batches)
         self.fleet.recall(worker)
         member.restart = "starting"
         slot.uncommitted_weights, slot.on_uncommitted, slot.loss_excused = self.weights(update, member), False, True

@@ -111,7 +111,7 @@ class Restoring:
     def returned(self, worker: Worker) -> None:
         """A worker is on a new link: what was sent on the old one may be lost with it."""
         update = self.core.update_of(worker.group)
-        handed = update is not None and update.forward and worker.incarnation in update.members
+        handed = update is not None and update.loading and worker.incarnation in update.members
         if worker.state is WorkerState.RESTORING and not handed:
             self._post(worker)
 
@@ -146,7 +146,7 @@ class Restoring:
     def _needs(self, group: Group, class_: int) -> None:
         """Whether every worker of a class that there may be has said that it cannot have the committed weights."""
         update = self.core.update_of(group)
-        if group.weights_lost_classes & class_ or self.core.draining or (update is not None and update.forward):
+        if group.weights_lost_classes & class_ or self.core.draining or (update is not None and update.loading):
             return
         if any(not worker.missing_weights for worker in group.workers.values() if worker.class_ == class_):
             return

@@ -1,16 +1,15 @@
-"""One transaction: its members, how far each of them is, and what must hold. `weights` decides; this only remembers."""
+"""The state of one transaction: its members, how far each of them is, and what must hold."""
 
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from enginepool.coordinator.core.events import Buffer, GroupWeights
+from enginepool.coordinator.core.events import GroupWeights, PublishAsked
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
-from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import TaskId
-from enginepool.protocol.updates import Finding, MemoryRegion, PhaseName, Publish
+from enginepool.protocol.updates import Finding, MemoryRegion, PhaseName
 
 OPEN: Final = "open"
 JOIN: Final = "join"
@@ -20,7 +19,7 @@ RESTART: Final = "restart"
 HOLD: Final = "hold"
 LOAD: Final = "load"
 JOURNAL: Final = "journal"
-Stand = PhaseName | Literal["journal"]
+Phase = PhaseName | Literal["journal"]
 PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, RESTART, HOLD, LOAD, JOURNAL)
 
 
@@ -58,47 +57,37 @@ class Member:
 class Update:
     """A transaction, from `publish` to its final answer."""
 
-    def __init__(
-        self,
-        id: TaskId,
-        client: Client,
-        group: Group,
-        offer: Publish,
-        manifest: list[Tensor],
-        frames: Sequence[Buffer],
-        digest: int,
-        now: float,
-    ) -> None:
+    def __init__(self, id: TaskId, client: Client, group: Group, e: PublishAsked) -> None:
         self.id = id
         self.client = client
         self.group = group
-        self.offer = offer
-        self.manifest = manifest
-        self.frames = frames
+        self.offer = offer = e.message
+        self.manifest = e.manifest
+        self.frames = e.frames
         #: of the offer, which tells a resend from another content under the same id
-        self.offer_digest = digest
-        self.began = now
-        self.phase: Stand = OPEN
+        self.offer_digest = e.digest
+        self.began = now = e.now
+        self.phase: Phase = OPEN
         #: when the phase began; when it is overdue
-        self.since = now
-        self.until = float("inf")
+        self.phase_began = now
+        self.due = float("inf")
         #: µs that phases took, as `UpdateRecord.phases` has them
         self.times: dict[str, int] = {}
         #: what workers had heard to be committed; more than that, and more than the journal has, ends it before the hand-over
         self.heard_committed = group.heard_committed
         #: whether the journal could take a commit is not known yet
-        self.unchecked = True
+        self.journal_unchecked = True
         #: none joins after the start; in the order of their ranks
         self.members: dict[str, Member] = {}
         #: those that left, since they have no staging memory, by name; and why. They are restored after the commit.
-        self.left: dict[str, str] = {}
+        self.left_members: dict[str, str] = {}
         #: of the members, those who have not finished the phase
         self.pending: dict[str, Member] = {}
         #: how many had finished it when the publisher was told last
-        self.told = 0
-        self.ring: ProcessGroupInfo | None = None
-        #: how the process group broke, in the words of who said so first
-        self.broken = ""
+        self.told_finished = 0
+        self.process_group: ProcessGroupInfo | None = None
+        #: how the process group broke, in the words of the first that reported it
+        self.broken_reason = ""
         #: when the publisher is given up, unless it says something
         self.lease_until = now + offer.lease_ms / 1000
         self.sent_bytes = 0
@@ -107,14 +96,14 @@ class Update:
         #: where they lie, if they lie in memory of the publisher
         self.regions: list[MemoryRegion] = []
         #: the publisher wants it committed
-        self.commit = False
+        self.commit_asked = False
         #: the drain is over, or none was wanted: what members have in hand is put back
-        self.recalls = False
+        self.recalls_now = False
         #: batches that were taken back for it
-        self.recalled = 0
+        self.recalled_batches = 0
         #: members take the checkpoint by starting on it; how many there were; why one of them could not
-        self.restarts = False
-        self.before = 0
+        self.by_restart = False
+        self.members_at_start = 0
         self.restart_failed = ""
         #: a member was asked what is zero in the committed weights; nothing else says whether zeros are new
         self.inspecting: tuple[TaskId, Worker] | None = None
@@ -129,48 +118,48 @@ class Update:
     @property
     def at_once(self) -> bool:
         """All its members start together, and the group is held meanwhile."""
-        return self.restarts and self.group.config.restart_updates == "at_once"
+        return self.by_restart and self.group.config.restart_updates == "at_once"
 
     @property
-    def lent(self) -> bool:
+    def ipc(self) -> bool:
         """The bytes lie in memory of the publisher, out of which engines take them."""
         return self.offer.transfer == "ipc"
 
     @property
-    def kept(self) -> bool:
+    def recoverable(self) -> bool:
         """Beside the engines somebody has all of the weights: a stager, a checkpoint, or whoever had them before."""
-        return not self.lent and not self.direct and not self.offer.partial
+        return not self.ipc and not self.direct and not self.offer.partial
 
     @property
-    def broadcasts(self) -> bool:
+    def sends_bytes(self) -> bool:
         """The publisher sends bytes."""
         return bool(self.manifest)
 
     @property
-    def rings(self) -> bool:
+    def uses_process_group(self) -> bool:
         """Its bytes go through a process group."""
-        return self.broadcasts and bool(self.offer.address) and not self.lent
+        return self.sends_bytes and bool(self.offer.address) and not self.ipc
 
     @property
-    def holds(self) -> bool:
+    def holds_group(self) -> bool:
         """Its group is held."""
         return self.phase in (HOLD, LOAD, JOURNAL) or (self.phase == RESTART and self.at_once)
 
     @property
-    def forward(self) -> bool:
-        """The hand-over has begun: there is no way back."""
+    def loading(self) -> bool:
+        """Engines load the new weights: an abort is no longer possible."""
         return self.phase in (LOAD, JOURNAL)
 
     @property
     def needs_publisher(self) -> bool:
         """It cannot go on without its publisher."""
-        return not self.commit or (self.broadcasts and (self.sent_digest is None or self.lent))
+        return not self.commit_asked or (self.sends_bytes and (self.sent_digest is None or self.ipc))
 
     def time_phase(self, now: float) -> None:
         """The phase that it is in ends."""
-        self.times["drain" if self.phase == HOLD else self.phase] = int((now - self.since) * 1e6)
+        self.times["drain" if self.phase == HOLD else self.phase] = int((now - self.phase_began) * 1e6)
 
-    def clash(self, digest: str) -> str:
+    def version_conflict(self, digest: str) -> str:
         """Why weights of this digest cannot have this version, or "". A version names one set of weights: the committed one may
         be published again when it is lost, and nothing else under its name. What is not known cannot be compared."""
         committed, offer = self.group.weights, self.offer
@@ -189,22 +178,22 @@ class Update:
         assert self.members or self.phase == RESTART, self
         assert self.pending.keys() <= self.members.keys(), self
         members = self.members.values()
-        if self.restarts:
+        if self.by_restart:
             for member in members:
                 assert member.worker.slot is not None, self
                 assert member.loaded == (member.restart == "ready"), (self, member)
                 assert (member.worker.slot.uncommitted_weights is None) == (member.restart in ("", "leaving")), (self, member)
                 assert member.restart != "leaving" or self.phase == RESTART, (self, member)
-        elif not self.forward:
+        elif not self.loading:
             assert not any(member.worker.lost for member in members), f"{self}: a member is lost and it goes on"
             assert not any(member.loaded or member.failure for member in members), self
         else:
             assert all(member.worker.lost or not member.worker.batches for member in members), (
                 f"{self}: work beside a hand-over"
             )
-        if self.holds:
-            assert self.commit, f"{self}: nobody said commit"
-        if self.holds and self.broadcasts and not self.direct:
+        if self.holds_group:
+            assert self.commit_asked, f"{self}: nobody said commit"
+        if self.holds_group and self.sends_bytes and not self.direct:
             digests = {member.digest for member in members}
             assert digests == {self.sent_digest}, f"{self}: {digests} were staged, {self.sent_digest} was sent"
             assert not any(finding.kind != "zero" for member in members for finding in member.findings), self

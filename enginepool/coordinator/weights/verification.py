@@ -30,7 +30,7 @@ class Verifying:
                 text = f"{member.worker.name} staged other bytes than were sent"
                 self.ending.abort(update, "update_aborted", text)
                 return False
-            if wrong := update.clash(member.digest):
+            if wrong := update.version_conflict(member.digest):
                 self.ending.abort(update, "version_backwards", wrong, field="version", limit=str(update.group.version))
                 return False
             for finding in member.findings:
@@ -56,7 +56,7 @@ class Verifying:
         if update.inspecting is None:
             worker = next(iter(update.members.values())).worker
             update.inspecting = self.core.task_id(), worker
-            update.until = self.core.now + self.core.config.timing.update_inspect_s
+            update.due = self.core.now + self.core.config.timing.update_inspect_s
             self.ask(update)
 
     def ask(self, update: Update) -> None:

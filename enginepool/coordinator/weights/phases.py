@@ -1,0 +1,223 @@
+"""Weight updates: the transaction between a publisher, this coordinator and a group's workers, decided here and nowhere else.
+
+How it thinks. Tensors pass by: they go from the publisher to the workers' side in a process group of their own, or lie in
+memory that it lends (`ipc`), which members look at when `sent` says where. What is decided here is who takes part, when
+engines change weights, and which version the group is on. Members are the workers that are ready when it opens; no worker joins
+later. Each phase waits for one answer of each member, `pending`, and has a deadline. A member without memory for a staged
+transfer leaves when it says so: it serves the old version until the commit, and is then restored like a worker that returns.
+
+    phase       it waits for                      then                                     too late, a refusal or a loss
+    open        prepared of all, and the journal  join, or without a process group:        abort
+                (it could take a commit)          transfer, or (no bytes) staged
+    join        joined of all                     transfer; direct: hold, after `commit`   abort
+    transfer    staged of all, and `sent`         digests and findings: staged, or abort   abort; the lease: abort
+    staged      `commit`                          hold; by restart: restart                abort; the lease: abort
+    restart     enough members run on it          hold, or with `at_once` (held): journal  see `restarts`
+    hold        nothing in flight at members      load                                drain: put back, go on; a loss: abort
+    load   loaded of all                one loaded: journal; none, or all who    the member has failed
+                                                  did are lost and nobody else has it: fail
+                direct: and `sent`                all loaded: journal                      fail
+    journal     the journal is written            committed                                it could not be: fail
+
+    When the process group breaks before the hand-over, whoever was in it says so, and sooner than anybody says why. So the
+    abort waits a moment for a better reason.
+
+    abort   no engine was touched: `release` to the members, `error` to the publisher, the group goes on
+    fail    `error` to the publisher. A member that runs on the new weights whole takes the committed ones again, where a
+            running engine can take them. Every other member is killed and comes back on the committed weights.
+
+The journal is the commit point: before it the group is on the old version, and whoever loaded the new one and ends up without a
+commit is killed; after it on the new one, and whoever did not load is killed or restored. A group is held from the hold to the
+end, and nobody gets work on any but the committed weights (`Worker.able`), so that no answer mixes versions.
+
+The lease: as long as a transaction needs its publisher (until `sent` and `commit`; if it lends memory, until the hand-over),
+the publisher must say something about it every `lease_ms`. Its last words are kept like other answers. A publish that comes
+again under its id is attached.
+"""
+
+from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.effects import WriteJournal
+from enginepool.coordinator.core.transitions import hold
+from enginepool.coordinator.weights.outcomes import UpdateOutcomes
+from enginepool.coordinator.weights.outgoing import ask, say_join, say_phase
+from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
+from enginepool.coordinator.weights.quiesce import working
+from enginepool.coordinator.weights.restarts import Restarts
+from enginepool.coordinator.weights.update import (
+    HOLD,
+    JOIN,
+    JOURNAL,
+    LOAD,
+    OPEN,
+    RESTART,
+    STAGED,
+    TRANSFER,
+    Phase,
+    Update,
+    failures,
+)
+from enginepool.coordinator.weights.verification import Verifying
+
+
+class Phases:
+    """Moves transactions from phase to phase."""
+
+    def __init__(self, core: Context, ending: UpdateOutcomes) -> None:
+        self.core = core
+        self.ending = ending
+        self.verifying = Verifying(core, ending)
+        self.restarts = Restarts(core, ending)
+
+    def enter(self, update: Update, phase: Phase, seconds: float = float("inf")) -> None:
+        now = self.core.now
+        if update.phase != phase:
+            update.time_phase(now)
+        update.phase = phase
+        update.phase_began = now
+        update.due = now + seconds
+        waits = phase not in (STAGED, RESTART, HOLD, JOURNAL) and not (update.by_restart and phase == LOAD)
+        update.pending = dict(update.members) if waits else {}
+        say_phase(self.core, update)
+
+    def advance(self) -> None:
+        """After events were handled: let open transactions go on as far as they can."""
+        for update in list(self.core.updates.values()):
+            before = ""
+            while self.core.updates.get(update.group.name) is update and before != update.phase:
+                before = update.phase
+                self._advance(update)
+
+    def _advance(self, update: Update) -> None:
+        """One step, when the phase has all that it waits for."""
+        group = update.group
+        if group.journal_behind and update.heard_committed != group.heard_committed and not update.loading:
+            self.ending.abort(update, "update_aborted", group.weights_lost)
+            return
+        if update.broken_reason and all(member.broken for member in update.pending.values()):
+            self.ending.abort(update, "update_aborted", update.broken_reason)
+            return
+        if update.pending or update.journal_unchecked:
+            return
+        timing = self.core.config.timing
+        if update.phase == OPEN:
+            if update.by_restart:
+                update.members_at_start = len(update.members)
+                if self.restarts.possible(update):
+                    self.enter(update, STAGED)
+            elif update.uses_process_group:
+                self._join(update)
+            elif update.sends_bytes:
+                self.enter(update, TRANSFER, timing.update_stall_s)
+                self.ask_all(update)
+            else:
+                self.enter(update, STAGED)
+        elif update.phase == JOIN:
+            if not update.direct:
+                self.enter(update, TRANSFER, timing.update_stall_s)
+            elif update.commit_asked:
+                self._hold(update)
+            else:
+                update.due = float("inf")
+        elif update.phase == TRANSFER:
+            if update.sent_digest is not None and self.verifying.passes(update):
+                self.enter(update, STAGED)
+        elif update.phase == STAGED:
+            if update.commit_asked and update.by_restart and not update.at_once:
+                self.enter(update, RESTART)
+            elif update.commit_asked:
+                self._hold(update)
+        elif update.phase == RESTART:
+            if self.restarts.advance(update):
+                if update.at_once:
+                    self._load(update)
+                else:
+                    self._hold(update)
+        elif update.phase == HOLD:
+            if update.recalls_now:
+                self._stop_draining(update)
+            members = [member.worker for member in update.members.values()]
+            if not working(members):
+                if update.at_once:
+                    self.enter(update, RESTART)
+                else:
+                    self._load(update)
+        elif update.phase == LOAD:
+            self._loaded(update)
+
+    def _join(self, update: Update) -> None:
+        """Ranks for all; the process group of last time is kept when the same sides are in it."""
+        group, offer = update.group, update.offer
+        rank = 1
+        for member in update.members.values():
+            member.rank = rank
+            rank += member.ranks
+        sides = ((offer.peer, 1), *((member.peer, member.ranks) for member in update.members.values()))
+        stands = group.process_group
+        warm = (
+            stands is not None and offer.peer and stands == ProcessGroupInfo(stands.name, offer.address, offer.backend, sides)
+        )
+        if warm and stands is not None:
+            update.process_group = stands
+        else:
+            update.process_group = ProcessGroupInfo(
+                f"{group.name}-{update.id[0]:x}-{update.id[1]}", offer.address, offer.backend, sides
+            )
+        group.process_group = None
+        self.enter(update, JOIN, self.core.config.timing.update_join_s)
+        say_join(self.core, update)
+        self.ask_all(update)
+
+    def _hold(self, update: Update) -> None:
+        offer = update.offer
+        hold(self.core, update.group)
+        drains = offer.in_flight == "drain"
+        self.enter(update, HOLD, offer.drain_ms / 1000 if drains else 0.0)
+        update.recalls_now = not drains
+
+    def _stop_draining(self, update: Update) -> None:
+        """What members have in hand is put back, and runs on the new weights. The hand-over follows at once: until then their
+        engines are fuller than the ledger says."""
+        for member in update.members.values():
+            update.recalled_batches += len(member.worker.batches)
+            member.recalled += self.ending.fleet.recall(member.worker)
+
+    def _load(self, update: Update) -> None:
+        self.enter(update, LOAD, self.core.config.timing.update_load_s)
+        self.ask_all(update)
+
+    def _loaded(self, update: Update) -> None:
+        """All members have answered: is it a commit?"""
+        members = list(update.members.values())
+        loaded = [member for member in members if member.loaded]
+        if update.direct:
+            if len(loaded) < len(members):
+                self.ending.fail(update, failures(members))
+                return
+            if update.sent_digest is None:
+                return
+            wrong = [m for m in members if m.digest != update.sent_digest]
+            if wrong:
+                self.ending.fail(update, f"{wrong[0].worker.name} took other bytes than were sent")
+                return
+        if not loaded:
+            self.ending.fail(update, failures(members))
+            return
+        if not update.recoverable and all(member.worker.lost for member in loaded):
+            names = ", ".join(member.worker.name for member in loaded[:3])
+            self.ending.fail(update, "; ".join(filter(None, (f"lost after they had taken it: {names}", failures(members)))))
+            return
+        for member in loaded[1:]:
+            # Of a checkpoint nobody else knows the digest.
+            if member.digest != loaded[0].digest:
+                member.loaded = False
+                member.failure = f"it took other weights than {loaded[0].worker.name}"
+        if wrong := update.version_conflict(loaded[0].digest):
+            self.ending.fail(update, wrong)
+            return
+        self.enter(update, JOURNAL)
+        update.weights = self.ending.new_weights(update, loaded[0].digest)
+        self.core.effects.append(WriteJournal(update.id, update.group.name, update.weights))
+
+    def ask_all(self, update: Update) -> None:
+        for member in update.pending.values():
+            ask(self.core, update, member)
