@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from enginepool import errors
     from enginepool.client.blocking import BlockingPool
+    from enginepool.client.embed import EmbedResult
     from enginepool.client.pool import Pool
     from enginepool.client.results import ScoreResult
     from enginepool.errors import EnginepoolError
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockingPool",
     "BlockingWeightPublisher",
+    "EmbedResult",
     "EnginepoolError",
     "Pool",
     "ScoreResult",
@@ -32,6 +34,7 @@ __all__ = [
 _MODULES = {
     "BlockingPool": "client.blocking",
     "BlockingWeightPublisher": "trainer.blocking_publisher",
+    "EmbedResult": "client.embed",
     "EnginepoolError": "errors",
     "Pool": "client.pool",
     "ScoreResult": "client.results",

@@ -14,6 +14,7 @@ import msgspec
 from enginepool.protocol.basis import MAX_ACKS as MAX_ACKS
 from enginepool.protocol.basis import MAX_CAPABILITIES as MAX_CAPABILITIES
 from enginepool.protocol.basis import MAX_CHUNK as MAX_CHUNK
+from enginepool.protocol.basis import MAX_DIMENSIONS as MAX_DIMENSIONS
 from enginepool.protocol.basis import MAX_EPOCH as MAX_EPOCH
 from enginepool.protocol.basis import MAX_FINDINGS as MAX_FINDINGS
 from enginepool.protocol.basis import MAX_FRAMES as MAX_FRAMES
@@ -132,6 +133,22 @@ class Score(Message, tag="score"):
     raw: bool = False
 
 
+class Embed(Message, tag="embed"):
+    """Embed items. Frames: `items`, int32 token ids or utf8 text, then `item_lengths` uint32, which count ids or bytes.
+
+    `dimensions`: the first so many of each embedding; 0: all. `normalize`: each row, as it is answered, has length 1.
+    """
+
+    id: int
+    frames: Annotated[list[FrameSpec], msgspec.Meta(max_length=MAX_FRAMES)]
+    group: str = ""
+    dimensions: int = 0
+    normalize: bool = True
+    priority: int = 0
+    timeout_ms: int | None = None
+    min_version: int = 0
+
+
 class Cancel(Message, tag="cancel"):
     """Take back request `id`. Answered by its final answer: `cancelled`, or the result if that came first."""
 
@@ -197,7 +214,8 @@ class Timings(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Result(Message, tag="result"):
-    """The answer of a score request. Frames: `scores` float32 [items, labels], then `hidden` float32 [items, size] if asked.
+    """The answer of a request. Frames of `score`: `scores` float32 [items, labels], then `hidden` float32 [items, size] if
+    asked. Frames of `embed`: `embeddings` float32 [items, dimensions].
 
     `forwards` holds, for each batch that the request was part of, how many forward passes that batch took: 1 is whole.
     """
@@ -236,10 +254,11 @@ class WorkerStatus(msgspec.Struct, omit_defaults=True):
 
 class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     """What a request to a group may ask for: anything else is refused with `bad_request`. `context`: the longest row, query and
-    item together, in tokens. `max_item` more than 0: all rows have to share a query, and no item may be longer.
+    item together, in tokens. `max_item` more than 0: all rows have to share a query, and no item may be longer. `operations`,
+    `embedding`, `dimensions`: as in `capabilities`.
     """
 
-    kind: Literal["causal", "classifier"]
+    kind: Literal["causal", "classifier", "embedding"]
     vocab: int
     context: int
     items: int
@@ -248,6 +267,8 @@ class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     text: bool = True
     max_item: int = 0
     operations: tuple[str, ...] = ("score",)
+    embedding: int = 0
+    dimensions: list[int] = []
 
 
 class GroupStatus(msgspec.Struct, omit_defaults=True):
@@ -304,7 +325,9 @@ class StatusReport(Message, tag="status_report"):
 class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     """What a loaded engine can do, and the budgets inside which a batch is one forward pass.
 
-    `kind`: `causal` scores label tokens, `classifier` returns the head's logits. `context`: the longest query + item, in
+    `kind`: `causal` scores label tokens, `classifier` returns the head's logits, `embedding` pools each row into one vector.
+    `operations`: the requests of rows that it runs. `embedding`: size of an embedding (0: it does not embed); `dimensions`: the
+    sizes that a request may ask for, from 1 to `embedding`; []: each of them. `context`: the longest query + item, in
     tokens, that is accepted. `labels`: columns of a classifier's scores (0 for causal). `hidden`: size of pooled hidden
     states (0: not available). `page`: lengths count rounded up to it. `batch_*`: budget of one batch; `inflight_*`: bound on
     the sum of all batches at this worker. A single row may exceed `batch_tokens`, never `inflight_tokens`. `max_item` is 0, or
@@ -320,7 +343,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     `operations`: what the worker can be asked for.
     """
 
-    kind: Literal["causal", "classifier"]
+    kind: Literal["causal", "classifier", "embedding"]
     vocab: int
     context: int
     batch_tokens: int
@@ -344,6 +367,8 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     reserved: int = 0
     forward_ms: int = 25
     operations: tuple[str, ...] = ("score",)
+    embedding: int = 0
+    dimensions: list[int] = []
 
     @property
     def packed(self) -> bool:
@@ -394,7 +419,8 @@ class Idle(Message, tag="idle"):
 
 
 class PartDone(msgspec.Struct, omit_defaults=True, gc=False):
-    """The rows of one part, or its error: `frames` lists `scores` (and `hidden`), else `code` and `message` say why not."""
+    """The rows of one part, or its error: `frames` lists the frames of its rows, as in `done`, else `code` and `message` say
+    why not."""
 
     frames: list[FrameSpec] = []
     code: str = ""
@@ -477,10 +503,12 @@ class Part(msgspec.Struct, omit_defaults=True, gc=False):
     logprobs: bool = False
     hidden: bool = False
     operation: str = "score"
+    dimensions: int = 0
+    normalize: bool = True
 
 
 class Batch(Message, tag="batch"):
-    """Run these parts as exactly one forward pass."""
+    """Run these parts, which are all of one operation, as exactly one forward pass."""
 
     batch: TaskId
     parts: list[Part]
@@ -503,9 +531,9 @@ class Drain(Message, tag="drain"):
 
 
 #: a request whose answer has a row for each of its rows
-RowRequest = Score
+RowRequest = Score | Embed
 FromClient = (
-    Hello | Score | Cancel | Ack | Goodbye | Status | RestartWorker | Publish | Renew | Sent | Commit | AbortUpdate
+    Hello | Score | Embed | Cancel | Ack | Goodbye | Status | RestartWorker | Publish | Renew | Sent | Commit | AbortUpdate
     | InspectWeights | Ping | Pong
 )  # fmt: skip
 ToClient = Welcome | Result | ErrorReply | StatusReport | Join | Phase | Published | WeightsNeeded | WeightsReport | Ping | Pong

@@ -21,6 +21,7 @@ EVERY: Final[frozenset[Role]] = frozenset(get_args(Role))
 FROM_CLIENT: Final[dict[str, Role]] = {
     "hello": "client",
     "score": "client",
+    "embed": "client",
     "cancel": "client",
     "ack": "client",
     "goodbye": "client",

@@ -12,11 +12,15 @@ from enginepool.protocol.messages import Batch, FrameSpec, Part, PartDone, TaskI
 from enginepool.workers.engine import BatchScores, EngineError, Lengths, ScoreBatch, ScorePart, Scores
 from enginepool.workers.events import Frame
 
+_IDS_ITEMS = [("items", "int32"), ("item_lengths", "uint32")]
 _IDS = [("query", "int32"), ("items", "int32"), ("item_lengths", "uint32")]
 _IDS_PAIRED = [("query", "int32"), ("query_lengths", "uint32"), ("items", "int32"), ("item_lengths", "uint32")]
+_TEXT_ITEMS = [("items", "utf8"), ("item_lengths", "uint32")]
 _TEXT = [("query", "utf8"), ("items", "utf8"), ("item_lengths", "uint32")]
 _TEXT_PAIRED = [("query", "utf8"), ("query_lengths", "uint32"), ("items", "utf8"), ("item_lengths", "uint32")]
 
+#: by operation, the name of the frame with its rows
+_ROWS = {"score": "scores", "embed": "embeddings"}
 #: answers below this are copied into bytes, so that they do not keep a larger array alive
 _COPY_BELOW = 1 << 16
 
@@ -58,14 +62,22 @@ def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> ScoreBatch:
         at = end
     if not parts or at != len(frames):
         raise WireError("malformed", f"batch {batch.batch}: {len(parts)} parts list {at} frames and {len(frames)} came")
-    return ScoreBatch(tuple(parts), batch.priority, any(part.hidden for part in batch.parts))
+    if len(operations := {part.operation for part in batch.parts}) > 1:
+        raise WireError(
+            "malformed", f"batch {batch.batch}: its parts are of {', '.join(sorted(operations))}: one operation each"
+        )
+    hidden = any(part.hidden for part in batch.parts)
+    return ScoreBatch(tuple(parts), batch.priority, hidden, batch.parts[0].operation)
 
 
 def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> ScorePart:
     check_frames(part.frames, frames)
     layout = [(spec.name, spec.dtype) for spec in part.frames]
+    query: Frame = b""
     query_lengths = None
-    if layout == _IDS:
+    if layout == _IDS_ITEMS:
+        items, lengths = frames
+    elif layout == _IDS:
         query, items, lengths = frames
     elif layout == _IDS_PAIRED:
         query, paired, items, lengths = frames
@@ -81,6 +93,8 @@ def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> ScorePart:
         part.softmax,
         part.item_first,
         part.logprobs,
+        part.dimensions,
+        part.normalize,
     )
     _check_lengths(f"parts[{i}].items", decoded.item_lengths, decoded.items.size)
     if query_lengths is not None:
@@ -107,7 +121,10 @@ def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> list[tuple[str, s
     """
     check_frames(task.frames, frames)
     layout = [(spec.name, spec.dtype) for spec in task.frames]
-    if layout == _TEXT:
+    if layout == _TEXT_ITEMS:
+        items_of = _cut("items", *frames)
+        queries = [b""] * len(items_of)
+    elif layout == _TEXT:
         query, items, lengths = frames
         items_of = _cut("items", items, lengths)
         queries = [bytes(query)] * len(items_of)
@@ -142,7 +159,7 @@ def encode_rows(rows: list[list[int]]) -> tuple[bytes, bytes]:
     return ids.tobytes(), lengths.tobytes()
 
 
-def encode_scores(scores: BatchScores) -> tuple[list[PartDone], tuple[Frame, ...]]:
+def encode_scores(scores: BatchScores, operation: str = "score") -> tuple[list[PartDone], tuple[Frame, ...]]:
     """The parts of a `done` message and their payload frames. Shapes are the engine's own: the coordinator checks them."""
     parts: list[PartDone] = []
     frames: list[Frame] = []
@@ -150,7 +167,7 @@ def encode_scores(scores: BatchScores) -> tuple[list[PartDone], tuple[Frame, ...
         if isinstance(part, EngineError):
             parts.append(PartDone(code="engine_error", message=str(part)))
             continue
-        specs = [FrameSpec("scores", "float32", part.scores.shape)]
+        specs = [FrameSpec(_ROWS[operation], "float32", part.scores.shape)]
         frames.append(_to_frame(part.scores))
         if part.hidden is not None:
             specs.append(FrameSpec("hidden", "float32", part.hidden.shape))

@@ -58,6 +58,7 @@ class ScorePart:
     items: int32, the concatenation of all items; item_lengths: uint32 [rows].
     labels: token ids whose probabilities are wanted (causal models; empty for classifiers).
     softmax: over the labels, or over the head's outputs, alone. logprobs: logarithms instead of probabilities.
+    dimensions: of each embedding, the first ones; 0: all. normalize: embeddings have length 1.
     """
 
     query: Ids
@@ -68,6 +69,8 @@ class ScorePart:
     softmax: bool = False
     item_first: bool = False
     logprobs: bool = False
+    dimensions: int = 0
+    normalize: bool = True
 
     @property
     def shared(self) -> int:
@@ -97,16 +100,19 @@ class ScorePart:
 
 @dataclass(frozen=True, slots=True)
 class ScoreBatch:
-    """Parts that must run as exactly one forward pass. `priority`: larger runs first, whatever the engine's own sign is."""
+    """Parts that must run as exactly one forward pass. `priority`: larger runs first, whatever the engine's own sign is.
+    `operation`: `score` or `embed`."""
 
     parts: tuple[ScorePart, ...]
     priority: int = 0
     hidden: bool = False
+    operation: str = "score"
 
 
 @dataclass(frozen=True, slots=True)
 class PartScores:
-    """scores: float32 [rows, labels]; hidden: float32 [rows, hidden size] when it was asked for."""
+    """scores: float32 [rows, labels], or the embeddings [rows, dimensions]; hidden: float32 [rows, hidden size] when it was
+    asked for."""
 
     scores: Scores
     hidden: Scores | None = None

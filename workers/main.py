@@ -295,7 +295,7 @@ class WorkerProcess:
         try:
             scores = await self.engine.score(batch)
             now = time.monotonic()
-            parts, frames = encode_scores(scores)
+            parts, frames = encode_scores(scores, batch.operation)
             event = EngineBatchDone(now, key, parts, frames, scores.version, scores.forwards, int((now - began) * 1e6))
         except Exception as error:  # engines raise what they like, and every batch has an answer: this one's is the error
             event = _failure(key, error)

@@ -13,6 +13,7 @@ from enginepool import __version__
 from enginepool.cli.cli_errors import OneLineGroup
 from enginepool.cli.demo import demo
 from enginepool.cli.doctor import doctor
+from enginepool.cli.embed import embed
 from enginepool.cli.keys import keys as keys_command
 from enginepool.cli.ready import ready
 from enginepool.cli.restart import restart
@@ -36,6 +37,7 @@ app.command()(serve)
 app.command()(ready)
 app.command("keys")(keys_command)
 app.command()(score)
+app.command()(embed)
 app.command()(status)
 app.command()(restart)
 app.command("tiny-model")(tiny_model)

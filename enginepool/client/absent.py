@@ -3,13 +3,13 @@
 from enginepool import __version__
 
 #: methods that this version does not have -> the first version that will
-LATER = {"generate": "0.2", "stream": "0.2", "embed": "0.2", "logprobs": "0.2", "tokenize": "0.2", "rollout": "0.2"}
+LATER = {"generate": "0.2", "stream": "0.2", "logprobs": "0.2", "tokenize": "0.2", "rollout": "0.2"}
 
 
 def no_attribute(pool: str, name: str) -> AttributeError:
     """The error for an attribute that `pool`, a class, does not have; `hasattr` is False for it."""
     if name in LATER:
-        said = f"{pool}.{name} will come with enginepool {LATER[name]}; this is {__version__}, which has score and score_pairs"
+        said = f"{pool}.{name} will come with enginepool {LATER[name]}; this is {__version__}, which scores and embeds"
     else:
         said = f"{pool!r} object has no attribute {name!r}"
     return AttributeError(said, name=name)

@@ -78,6 +78,22 @@ def encode_pairs(
     return specs, frames
 
 
+def encode_rows(name: str, rows: Sequence[str] | Sequence[Ids] | npt.NDArray[np.integer[Any]]) -> Payload:
+    """Frames of items without a query."""
+    rows = _rows(name, rows)
+    if isinstance(next(iter(rows)), str):
+        lengths, body = _texts(name, rows, f"{name}[0] is text")
+        dtype, frame = "utf8", body
+    else:
+        lengths, body = _ragged(name, rows, f"{name}[0] is token ids")
+        dtype, frame = "int32", _buffer(body)
+    if not lengths.all():
+        row = int((lengths == 0).argmax())
+        raise bad(f"{name}[{row}]", f"{name}[{row}]: empty; it needs at least one token", "1")
+    specs = [FrameSpec("items", dtype, (len(body),)), FrameSpec("item_lengths", "uint32", (len(rows),))]
+    return specs, (frame, lengths.tobytes())
+
+
 def _rows(name: str, rows: Any) -> Sequence[Any]:
     if isinstance(rows, str | bytes | bytearray) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise bad(name, f"{name}: {kind(rows)}; a list of texts, or a list of token id sequences")
@@ -86,7 +102,7 @@ def _rows(name: str, rows: Any) -> Sequence[Any]:
     if isinstance(rows, Mapping):  # also what tokenizers return: its keys are texts
         raise bad(name, f"{name}: {kind(cast('object', rows))}; a list of texts, or a list of token id sequences")
     if not len(rows):
-        raise bad(name, f"{name}: empty; a score request has at least one item", "1")
+        raise bad(name, f"{name}: empty; a request has at least one item", "1")
     return rows
 
 

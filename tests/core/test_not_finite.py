@@ -46,6 +46,7 @@ def scored(
         yield answers
 
     causal = kind == "causal"
+    embeds = kind == "embedding"
     tm = SimpleNamespace(is_generation=causal, generate_request=generate)
     asked = SimpleNamespace(rid=["r"], normalize_batch_and_arguments=lambda: None)
 
@@ -63,13 +64,14 @@ def scored(
 
     entries: Any = SimpleNamespace(expect=len, take=took)
     capabilities = Capabilities(
-        kind=kind, vocab=64, context=32, batch_tokens=256, batch_rows=8, inflight_tokens=256, inflight_rows=8, hidden=4
-    )
+        kind=kind, vocab=64, context=32, batch_tokens=256, batch_rows=8, inflight_tokens=256, inflight_rows=8, hidden=4,
+        operations=("embed",) if embeds else ("score",), embedding=2,
+    )  # fmt: skip
     scoring = EngineScoring(tm, types, entries, capabilities, SimpleNamespace(settings={}))  # type: ignore[arg-type]
     labels = tuple(range(len(rows[0]))) if causal else ()
     ids, length = np.array([1, 2], np.int32), np.array([2], np.uint32)
     parts = tuple(ScorePart(np.empty(0, np.int32), ids, length, labels=labels, **(wanted or {})) for _ in rows)
-    outcomes, _, _ = asyncio.run(scoring.score(ScoreBatch(parts, hidden=hidden is not None)))
+    outcomes, _, _ = asyncio.run(scoring.score(ScoreBatch(parts, 0, hidden is not None, "embed" if embeds else "score")))
     return list(outcomes)
 
 
@@ -90,6 +92,22 @@ def test_a_logprob_of_nan_is_an_error_of_its_request_alone(wanted: Wanted) -> No
     first, second = scored("causal", [[-1.0, -2.0], [NAN, -2.0]], wanted=wanted)
     assert isinstance(first, PartScores), first
     assert refused(second, "score"), second
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("wrong", [NAN, INF])
+def test_an_embedding_that_is_not_finite_is_an_error_of_its_request_alone(wrong: float, normalize: bool) -> None:
+    first, second, third = scored("embedding", [[3.0, 4.0], [wrong, 2.0], [0.0, 0.0]], wanted={"normalize": normalize})
+    assert isinstance(first, PartScores) and first.scores.tolist() == [
+        [3.0, 4.0] if not normalize else pytest.approx([0.6, 0.8])
+    ]
+    assert refused(second, "embedding"), second
+    assert isinstance(third, PartScores) and third.scores.tolist() == [[0.0, 0.0]], "a vector of zeros stays one"
+
+
+def test_a_dimension_that_is_cut_off_does_not_matter() -> None:
+    [outcome] = scored("embedding", [[2.0, NAN]], wanted={"dimensions": 1})
+    assert isinstance(outcome, PartScores) and outcome.scores.tolist() == [[1.0]]
 
 
 def test_a_hidden_state_of_nan_is_an_error_of_its_request_alone() -> None:

@@ -5,6 +5,7 @@ import math
 import os
 import zlib
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,6 +26,7 @@ from enginepool.workers.engine import (
     ScorePart,
     ran_out_of_memory,
 )
+from enginepool.workers.sim.embeddings import expected_embeddings
 from enginepool.workers.sim.engine import BYTE_OFFSET, SimEngine
 from enginepool.workers.sim.scores import expected_scores, score_part
 
@@ -157,6 +159,34 @@ def test_scores_depend_on_prompt_label_seed_and_version_and_on_nothing_else() ->
         one(engine(version=1), part([1], [[2]])),
     ]
     assert len({base, *others}) == 5
+
+
+def embedded(sim: SimEngine, *parts: ScorePart) -> tuple[Any, ...]:
+    return work(sim.score(ScoreBatch(parts, operation="embed"))).parts
+
+
+def test_embeddings_are_cut_before_they_are_normalized_and_alike_however_they_are_batched() -> None:
+    sim, items = engine(embedding=6, seed=3), [[1, 2], [3], [4, 5, 6]]
+    whole = replace(part([], items, ()), normalize=False)
+    raw, short, rest = embedded(sim, whole, replace(whole, dimensions=4, normalize=True), replace(part([], items[1:], ())))
+    assert raw.scores.shape == (3, 6) and np.abs(raw.scores).max() < 0.5
+    cut = raw.scores[:, :4].astype(np.float64)
+    np.testing.assert_allclose(short.scores, cut / np.linalg.norm(cut, axis=1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(rest.scores, axis=1), 1.0, rtol=1e-6)
+    np.testing.assert_array_equal(rest.scores, expected_embeddings(items, 6, seed=3).scores[1:])
+    [other] = embedded(engine(embedding=6, seed=3, version=1), whole)
+    assert not np.isclose(other.scores, raw.scores).any(), "of other weights"
+
+
+def test_an_engine_runs_the_operations_that_it_says() -> None:
+    for options, operations in (({}, ("score",)), ({"embedding": 4}, ("score", "embed"))):
+        assert work(engine(**options).start(lambda _stage, _detail: None)).operations == operations
+    only = engine(kind="embedding", embedding=4)
+    assert work(only.start(lambda _stage, _detail: None)).operations == ("embed",)
+    with pytest.raises(EngineError, match="score: this engine runs embed"):
+        work(only.score(ScoreBatch((part([1], [[2]]),))))
+    with pytest.raises(ValueError, match="embedding = 0: must be more than 0 where kind is 'embedding'"):
+        engine(kind="embedding")
 
 
 def test_text_is_its_bytes() -> None:

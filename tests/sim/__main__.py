@@ -23,6 +23,7 @@ def main() -> int:
     )
     parser.add_argument("--crowded", action="store_true", help="clients ask for more than the queue holds")
     parser.add_argument("--starved", action="store_true", help="engines run out of memory")
+    parser.add_argument("--embedding", action="store_true", help="workers embed as well, and some calls ask for that")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -46,6 +47,7 @@ def main() -> int:
                 faulty=args.faulty,
                 crowded=args.crowded,
                 starved=args.starved,
+                embedding=args.embedding,
             )
         except Failed as failure:
             out(f"{failure}\n")

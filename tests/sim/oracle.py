@@ -77,6 +77,8 @@ class Oracle:
         self.open.pop(call.uid, None)
         self.counts[call.outcome] = self.counts.get(call.outcome, 0) + 1
         if isinstance(effect, Answer):
+            if call.names == ["embeddings"]:
+                self.counts["embeddings"] = self.counts.get("embeddings", 0) + 1
             self._right(call, effect.result, [bytes(frame) for frame in effect.frames])
         else:
             self._justified(now, call, effect)
@@ -90,7 +92,7 @@ class Oracle:
         assert right, f"{call}: wrong scores"
         assert right[-1] >= call.floor or not weights[right[-1]].committed, f"{call}: version {result.version} is of yesterday"
         assert result.version >= call.score.min_version, f"{call}: version {result.version}"
-        assert [spec.name for spec in result.frames] == ["scores", "hidden"][: len(frames)], f"{call}: {result.frames}"
+        assert [spec.name for spec in result.frames] == call.names, f"{call}: {result.frames}"
         assert result.frames[0].shape == (len(call.prompts), len(call.columns)), f"{call}: {result.frames}"
         assert sum(map(len, frames)) <= self.limits.max_message_bytes, f"{call}: an answer over the size limit"
         assert result.usage == (result.usage.__class__)(len(call.prompts), call.tokens), f"{call}: {result.usage}"

@@ -71,6 +71,7 @@ class Plan:
         faulty: Random | None = None,
         crowded: Random | None = None,
         starved: Random | None = None,
+        embedding: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -157,6 +158,10 @@ class Plan:
         self.memory: dict[str, int] = {}
         if starved is not None:
             self._starve(starved)
+        #: how often a call embeds
+        self.embed = 0.0
+        if embedding is not None:
+            self._embed(embedding)
 
     def _detach(self, random: Random) -> None:
         """Let other programs start most workers, and let the links of workers fail, for long enough to lose them."""
@@ -172,6 +177,14 @@ class Plan:
             self.faults += [(span * random.random(), kind) for _ in range(random.randint(0, 3))]
         self.faults.sort()
         self.unstaged = random.choice((0.0, 0.5, 0.9))
+
+    def _embed(self, random: Random) -> None:
+        """Let plain workers embed as well as score, and calls ask for either."""
+        self.embed = random.choice((0.2, 0.5, 0.9))
+        for name, can in self.capabilities.items():
+            if can.separator is None and name not in self.packed:
+                size = random.choice((2, 6, 40))
+                self.capabilities[name] = msgspec.structs.replace(can, operations=("score", "embed"), embedding=size)
 
     def _stop(self, random: Random) -> None:
         """Let the coordinator be stopped on purpose and started again, and its epoch be set back."""

@@ -5,10 +5,10 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Part, Score
+from enginepool.protocol.messages import Embed, Part, Score
 
-#: columns of hidden states start here
-HIDDEN = 1 << 20
+#: columns of hidden states, and of embeddings, start here
+HIDDEN, EMBEDDING = 1 << 20, 1 << 21
 
 
 def score_rows(prompts: Iterable[bytes], columns: Sequence[int], salt: int) -> bytes:
@@ -20,13 +20,17 @@ def score_rows(prompts: Iterable[bytes], columns: Sequence[int], salt: int) -> b
     return array("f", values).tobytes()
 
 
-def salt_of(content: int, asked: Score | Part) -> int:
-    """`content`: the number of the weights; `asked` says in which form scores are wanted."""
+def salt_of(content: int, asked: Score | Embed | Part) -> int:
+    """`content`: the number of the weights; `asked` says in which form scores, or embeddings, are wanted."""
+    if isinstance(asked, Embed) or (isinstance(asked, Part) and asked.operation == "embed"):
+        return 4 * content + asked.normalize
     return 4 * content + 2 * asked.logprobs + asked.softmax
 
 
 def prompts_of(part: Part, frames: Sequence[Buffer]) -> list[bytes]:
     """The rows of a part, query and item joined."""
+    if len(frames) == 2:
+        return rows_of(frames[0], frames[1])
     if len(frames) == 4:
         heads = rows_of(frames[0], frames[1])
         rows = rows_of(frames[2], frames[3])

@@ -22,7 +22,7 @@ from enginepool.workers.events import (
     WorkFailed,
 )
 from tests.sim.oracle import Oracle
-from tests.sim.scores import HIDDEN, prompts_of, rows_of, salt_of, score_rows
+from tests.sim.scores import EMBEDDING, HIDDEN, prompts_of, rows_of, salt_of, score_rows
 from tests.sim.sim_stager import content_of
 from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, uid_of
 from tests.sim.world import World
@@ -141,6 +141,8 @@ class SimEngine:
         task.rows = len(lengths)
         task.weight = _packed_weight(run, can) if can.packed else sum(lengths) + task.rows * (can.page - 1)
         assert run.batch.batch not in self.inside, f"{who} runs twice"
+        operations = {part.operation for part in run.batch.parts}
+        assert len(operations) == 1 and operations <= {*can.operations}, f"{who}: of {operations}"
         assert task.rows <= can.batch_rows, f"{who}: {task.rows} rows"
         assert task.rows == 1 or task.weight <= _most(run, can), f"{who}: {task.weight} tokens"
         assert max(lengths) <= can.context, f"{who}: a row of {max(lengths)} tokens"
@@ -201,9 +203,11 @@ class SimEngine:
                 continue
             rows = prompts[1:] if short else prompts
             short = False
-            columns = part.labels or range(can.labels)
+            columns, name = part.labels or range(can.labels), "scores"
+            if part.operation == "embed":
+                columns, name = range(EMBEDDING, EMBEDDING + (part.dimensions or can.embedding)), "embeddings"
             salt = salt_of(content_of(self.digest, self.base), part)
-            specs = [FrameSpec("scores", "float32", (len(rows), len(columns)))]
+            specs = [FrameSpec(name, "float32", (len(rows), len(columns)))]
             out.append(score_rows(rows, columns, salt))
             if task.run.batch.parts[0].hidden:
                 specs.append(FrameSpec("hidden", "float32", (len(rows), can.hidden)))
@@ -282,7 +286,8 @@ def _packed_weight(run: RunBatch, can: Capabilities) -> int:
 def texts_of(task: Tokenize, frames: Sequence[Buffer], separator: int | None) -> list[list[int]]:
     """The rows of a text request as ids, joined; behind both texts of a pair is the separator, if there is one."""
     items = rows_of(frames[-2], frames[-1], 1)
-    heads = rows_of(frames[0], frames[1], 1) if len(frames) == 4 else [bytes(frames[0])] * len(items)
+    shared = b"" if len(frames) == 2 else bytes(frames[0])
+    heads = rows_of(frames[0], frames[1], 1) if len(frames) == 4 else [shared] * len(items)
     behind = [separator] if separator is not None and not task.raw else []
     pairs = [(i, q) if task.item_first else (q, i) for q, i in zip(heads, items, strict=True)]
     return [

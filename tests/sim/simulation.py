@@ -24,7 +24,7 @@ from tests.sim.sim_client import SimClient
 from tests.sim.sim_coordinator import SimCoordinator
 from tests.sim.sim_engine import Profile
 from tests.sim.sim_publisher import SimPublisher
-from tests.sim.traffic import CALLS, Call, Mix, make_call, widen
+from tests.sim.traffic import CALLS, Call, Mix, embed_instead, make_call, widen
 from tests.sim.world import World, line
 
 #: after all is healed some call has its answer within this, again and again until none is left
@@ -192,6 +192,8 @@ class Simulation:
             make_call(random, call, name, plan.capabilities[name], plan.mix, len(names) > 1 or random.random() < 0.5)
             if plan.wide:
                 widen(Random(uid), call, plan.capabilities[name], plan.wide)
+            if plan.embed:
+                embed_instead(Random(uid), call, plan.capabilities[name], plan.embed)
             if plan.early and call.timeout is not None and random.random() < plan.early:
                 call.score.min_version = plan.versions[name] + random.randint(1, 3)
             self.oracle.add(call)
@@ -321,13 +323,15 @@ def simulate(
     faulty: bool = False,
     crowded: bool = False,
     starved: bool = False,
+    embedding: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
     with `restarts`, all engines take weights only at their start; with `wide`, headers and answers are large, and bounds are
     tight; with `external`, other programs start most workers, and their links fail; with `stops`, the coordinator is stopped on
     purpose and started again, and its epoch is set back; with `faulty`, the coordinator has internal errors, and an operator
-    restarts workers; with `crowded`, clients ask for more than the queue holds; with `starved`, engines run out of memory.
+    restarts workers; with `crowded`, clients ask for more than the queue holds; with `starved`, engines run out of memory;
+    with `embedding`, workers embed as well, and some calls ask for that.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
@@ -347,6 +351,7 @@ def simulate(
         Random(seed + 8) if faulty else None,
         Random(seed + 9) if crowded else None,
         Random(seed + 10) if starved else None,
+        Random(seed + 11) if embedding else None,
     )
     simulation = Simulation(world, plan)
     try:
@@ -360,5 +365,6 @@ def simulate(
             f"{' --updates' if updates else ''}{' --paced' if paced else ''}"
             f"{' --unloadable' if unloadable else ''}{' --wide' if wide else ''}"
             f"{' --external' if external else ''}{' --stops' if stops else ''}{' --faulty' if faulty else ''}"
-            f"{' --crowded' if crowded else ''}{' --starved' if starved else ''} --trace"
+            f"{' --crowded' if crowded else ''}{' --starved' if starved else ''}{' --embedding' if embedding else ''}"
+            " --trace"
         ) from error

@@ -20,7 +20,7 @@ from enginepool.coordinator.fleet import workers as fleet
 from enginepool.coordinator.fleet.registration import Registration
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
-from enginepool.coordinator.operations import score
+from enginepool.coordinator.operations import embed, score
 from enginepool.coordinator.requests import admission, shedding
 from enginepool.coordinator.requests import lifecycle as requests
 from enginepool.coordinator.requests.admission import Admission
@@ -30,7 +30,7 @@ from enginepool.coordinator.requests.shedding import AdmissionLevels
 from enginepool.coordinator.scheduling import batch_builder as filling
 from enginepool.coordinator.scheduling import batches as batching
 from enginepool.coordinator.scheduling.queue import Lane, Queue, QueueLevel
-from enginepool.protocol.messages import Capabilities, ErrorReply, Expired, FrameSpec, TaskId, Tokenize, Welcome
+from enginepool.protocol.messages import Capabilities, ErrorReply, Expired, FrameSpec, Part, TaskId, Tokenize, Welcome
 from enginepool.protocol.packing import Packing
 from enginepool.workers.events import EndProcess, Exit
 from enginepool.workers.ledger import TaskLedger
@@ -344,6 +344,33 @@ def test_a_bug_planted_in_the_bounds_is_found(mutate: Mutate, monkeypatch: pytes
     for seed in range(1, SEEDS + 1):
         try:
             simulate(seed, 1 + seed % 8, wide=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")
+
+
+def embeddings_share_batches_with_scores(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(embed, "_SIGNATURE", 0)
+
+
+def normalizing_is_forgotten_where_rows_are_cut(patch: pytest.MonkeyPatch) -> None:
+    def replace(part: Any, **changes: Any) -> Any:
+        return real(part, **changes, normalize=True) if isinstance(part, Part) else real(part, **changes)
+
+    real: Any = batching.replace
+    patch.setattr(batching, "replace", replace)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [embeddings_share_batches_with_scores, normalizing_is_forgotten_where_rows_are_cut],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_operations_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, embedding=True)
         except Failed:
             return
     pytest.fail(f"{SEEDS} schedules did not show it")

@@ -10,9 +10,10 @@ text or ids contain decides what an engine does with it:
 from array import array
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
-from enginepool.protocol.messages import Capabilities, FrameSpec, Score
-from tests.sim.scores import HIDDEN, salt_of, score_rows
+from enginepool.protocol.messages import Capabilities, Embed, FrameSpec, Score
+from tests.sim.scores import EMBEDDING, HIDDEN, rows_of, salt_of, score_rows
 
 #: a byte of text is the token of its value plus this
 TEXT_OFFSET = 3
@@ -38,7 +39,8 @@ class Call:
         self.client = client
         self.arrival = arrival
         self.id = 0
-        self.score = Score(0, [])
+        #: the request: `Score`, or `Embed`
+        self.score: Any = Score(0, [])
         self.frames: Sequence[bytes] = ()
         #: each row as the engine sees it
         self.prompts: list[bytes] = []
@@ -62,9 +64,16 @@ class Call:
         """The frames of the right answer of these weights."""
         salt = salt_of(content, self.score)
         frames = [score_rows(self.prompts, self.columns, salt)]
-        if self.score.hidden:
+        if self.hidden:
             frames.append(score_rows(self.prompts, range(HIDDEN, HIDDEN + self.hidden), salt))
         return frames
+
+    @property
+    def names(self) -> list[str]:
+        """Of the frames of its answer."""
+        if isinstance(self.score, Embed):
+            return ["embeddings"]
+        return ["scores", "hidden"] if self.hidden else ["scores"]
 
     def __repr__(self) -> str:
         wrong = [name for name in ("poison", "choking", "refused") if getattr(self, name)]
@@ -153,6 +162,26 @@ def widen(random: Random, call: Call, can: Capabilities, share: float) -> None:
     if can.kind == "causal" and not call.bad and random.random() < share:
         call.score.labels = [random.randrange(can.vocab) for _ in range(random.randint(20, 300))]
         call.columns = call.score.labels
+
+
+def embed_instead(random: Random, call: Call, can: Capabilities, share: float) -> None:
+    """Let a `share` of the calls embed their items; those that are wrong for a reason of their scores stay what they are."""
+    if not can.embedding or call.bad == "bad_request" or random.random() >= share:
+        return
+    text = call.score.frames[0].dtype == "utf8"
+    items, lengths = call.frames[-2:]
+    dimensions = random.choice((0, 1, can.embedding // 2, can.embedding))
+    if random.random() < 0.05:
+        dimensions, call.bad = can.embedding + 1, call.bad or "bad_request"
+    score = call.score
+    call.score = Embed(
+        0, score.frames[-2:], score.group, dimensions, random.random() < 0.5, score.priority, min_version=score.min_version
+    )
+    call.frames, call.hidden = (items, lengths), 0
+    call.columns = range(EMBEDDING, EMBEDDING + (dimensions or can.embedding))
+    rows = rows_of(items, lengths, 1 if text else 4)
+    call.prompts = [array("i", [byte + TEXT_OFFSET for byte in row]).tobytes() for row in rows] if text else rows
+    call.tokens = sum(map(len, call.prompts)) // 4
 
 
 def _row(random: Random, mark: list[int], width: int) -> list[int]:

@@ -12,6 +12,7 @@ import zmq
 from enginepool.protocol.messages import (
     Ack,
     Cancel,
+    Embed,
     ErrorReply,
     FrameSpec,
     FromClient,
@@ -67,6 +68,9 @@ class FakeCoordinator:
         self.groups: list[GroupStatus] = []
         self.heard: queue.Queue[FromClient] = queue.Queue()
         self.scores: list[Score] = []
+        self.embeds: list[Embed] = []
+        #: ids to embed are below it; None: any are taken
+        self.vocab: int | None = None
         self.payloads: list[list[bytes]] = []
         #: hears what has no answer here
         self.others: Callable[[bytes, FromClient, list[bytes]], None] | None = None
@@ -137,6 +141,19 @@ class FakeCoordinator:
             self._send(link, Welcome(self.epoch, window_requests=self.window, groups=["g"], incarnation=message.incarnation))
         elif link not in self._greeted:
             self._send(link, ErrorReply("hello_required", "say hello", id=getattr(message, "id", None)))
+        elif isinstance(message, Embed):
+            self.embeds.append(message)
+            self.payloads.append(payload)
+            rows = len(payload[-1]) // 4
+            if self.vocab is not None:
+                text = f"items[0][1]: token id 9 is outside the vocabulary of {self.vocab}"
+                limit = str(self.vocab)
+                self._send(link, ErrorReply("bad_request", text, message.id, field="items[0][1]", limit=limit))
+                return
+            embeddings = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)[:, : message.dimensions or 4]
+            specs = [FrameSpec("embeddings", "float32", embeddings.shape)]
+            result = Result(message.id, 2, [1], Usage(rows, len(payload[0])), Timings(1500, 2_000_000), specs)
+            self._send(link, result, [embeddings.tobytes()])
         elif isinstance(message, Score):
             self.scores.append(message)
             self.payloads.append(payload)

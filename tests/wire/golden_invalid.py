@@ -355,6 +355,38 @@ def _payload() -> list[Invalid]:
     ]
 
 
+def _embed(
+    name: str,
+    about: str,
+    code: str,
+    field: str,
+    *,
+    stage: str,
+    model: str = "",
+    arrays: tuple[Array, ...] = SHARED[1:],
+    **changes: Any,
+) -> Invalid:
+    header = {"type": "embed", "id": 1, "frames": _specs(*arrays), **changes}
+    return Invalid(name, "client-coordinator", about, code, field, stage, _hex(header, *arrays), model)
+
+
+def _embeddings() -> list[Invalid]:
+    """Requests to embed that are wrong."""
+    h, c, m, bad = "header", "content", "model", "bad_request"
+    return [
+        _embed("embed-dimensions-float", "dimensions is an int", bad, "dimensions", stage=h, dimensions=1.5),
+        _embed("embed-normalize-integer", "1 is no bool", bad, "normalize", stage=h, normalize=1),
+        _embed("embed-with-query", "an embedding has no query", "malformed", "frames", stage=c, arrays=SHARED),
+        _embed("embed-dimensions-negative", "less than none", bad, "dimensions", stage=c, dimensions=-1),
+        _embed("embed-dimensions-huge", "no model has so many", bad, "dimensions", stage=c, dimensions=2**63 - 1),
+        _embed("embed-row-empty", "row 1", bad, "items[1]", stage=c, arrays=(ids("items", 21), lengths("item_lengths", 1, 0))),
+        _embed("embed-dimensions-untrained", "2 and 4 are", bad, "dimensions", stage=m, model="embedding", dimensions=3),
+        _embed("embed-dimensions-too-many", "5 of 4", bad, "dimensions", stage=m, model="embedding", dimensions=5),
+        _embed("embed-by-causal", "this model scores", bad, "type", stage=m, model="causal"),
+        _score("score-by-embedding", "this model embeds", bad, "type", stage=m, model="embedding"),
+    ]
+
+
 def _content() -> list[Invalid]:
     """The values cannot be served by anything."""
     c, bad = "content", "bad_request"
@@ -744,6 +776,7 @@ INVALID = [
     *_payload(),
     *_content(),
     *_model(),
+    *_embeddings(),
     *_link(),
     *_worker(),
     *_from_coordinator(),

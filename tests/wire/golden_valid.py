@@ -14,6 +14,7 @@ MAX_ID = 2**63 - 1
 QUERY = ids("query", 11, 12, 13)
 ITEMS = ids("items", 21, 22, 23)
 ITEM_LENGTHS = lengths("item_lengths", 2, 1)
+EMBEDDINGS = floats("embeddings", (2, 2), 1.0, 0.0, 0.0, -1.0)
 SCORES = floats("scores", (2, 2), 0.75, 0.25, 0.5, 0.5)
 
 CAUSAL: dict[str, Any] = {
@@ -26,6 +27,7 @@ CAUSAL: dict[str, Any] = {
     "inflight_rows": 16,
 }
 CLASSIFIER: dict[str, Any] = {**CAUSAL, "kind": "classifier", "labels": 1, "hidden": 4, "text": False}
+EMBEDDING: dict[str, Any] = {**CAUSAL, "kind": "embedding", "operations": ["embed"], "embedding": 4, "dimensions": [2, 4]}
 CROSS_ENCODER: dict[str, Any] = {**CAUSAL, "kind": "classifier", "labels": 1, "separator": 20, "activation": "sigmoid"}
 
 
@@ -46,6 +48,10 @@ _SCORE: dict[str, Any] = {
     "softmax": True,
     "timeout_ms": 30000,
 }
+
+
+_EMBED: dict[str, Any] = {"type": "embed", "id": 1, "frames": _specs(ITEMS, ITEM_LENGTHS)}
+_EMBED_TEXT = (text("items", "JaGrüße👍"), lengths("item_lengths", 2, 7, 4))
 
 
 def _variant(name: str, about: str, sent: dict[str, Any] | Raw) -> Valid:
@@ -115,6 +121,24 @@ def _from_client() -> list[Valid]:
                 "logprobs": True,
                 "raw": True,
             },
+        ),
+        Valid("embed", way, "two rows of 2 and 1 ids", _EMBED, (ITEMS, ITEM_LENGTHS)),
+        Valid(
+            "embed-text-all-fields",
+            way,
+            "text, and every field differs from its default",
+            {
+                "type": "embed",
+                "id": 2,
+                "frames": _specs(*_EMBED_TEXT),
+                "group": "documents",
+                "dimensions": 2,
+                "normalize": False,
+                "priority": -1000,
+                "timeout_ms": 1,
+                "min_version": 4,
+            },
+            _EMBED_TEXT,
         ),
         _score("score-top-priority", "the highest priority", QUERY, ITEMS, ITEM_LENGTHS, after={"priority": 1000}),
         _score(
@@ -245,6 +269,21 @@ def _to_client() -> list[Valid]:
             way,
             "the answer to `hello-again`: its incarnation comes back",
             {"type": "welcome", "epoch": EPOCH, "groups": ["policy"], "ping_ms": 500, "incarnation": 2},
+        ),
+        Valid(
+            "result-embed",
+            way,
+            "the answer to `embed`",
+            {
+                "type": "result",
+                "id": 2,
+                "version": 3,
+                "forwards": [1],
+                "usage": [2, 3],
+                "timings": [150, 4200],
+                "frames": _specs(EMBEDDINGS),
+            },
+            (EMBEDDINGS,),
         ),
         Valid(
             "result",
@@ -507,6 +546,13 @@ def _from_worker() -> list[Valid]:
             exact=False,
         ),
         Valid(
+            "ready-embedding",
+            way,
+            "a model that embeds, with two sizes to choose from",
+            {"type": "ready", "capabilities": EMBEDDING},
+            exact=False,
+        ),
+        Valid(
             "ready-classifier",
             way,
             "a reward model with hidden states and no tokenizer, at weight version 3",
@@ -603,6 +649,13 @@ def _from_worker() -> list[Valid]:
             (first, second),
         ),
         Valid(
+            "done-embed",
+            way,
+            "a batch of `embed` is finished",
+            {"type": "done", "batch": [EPOCH, 7], "parts": [{"frames": _specs(EMBEDDINGS)}]},
+            (EMBEDDINGS,),
+        ),
+        Valid(
             "done-hidden",
             way,
             "a row of a reward model with its hidden state",
@@ -650,6 +703,7 @@ def _from_worker() -> list[Valid]:
 def _to_worker() -> list[Valid]:
     way = "coordinator-worker"
     one = (QUERY, ITEMS, ITEM_LENGTHS)
+    embed = (ITEMS, ITEM_LENGTHS)
     two = (ids("query"), ids("items", 2, 73, 115), lengths("item_lengths", 3))
     pairs = (ids("query", 1, 2), lengths("query_lengths", 1, 1), ids("items", 3, 4), lengths("item_lengths", 1, 1))
     words = (text("query", "Is it good? "), text("items", "JaGrüße👍"), lengths("item_lengths", 2, 7, 4))
@@ -694,6 +748,20 @@ def _to_worker() -> list[Valid]:
                 "parts": [{"frames": _specs(*one), "labels": [5, 6], "softmax": True}],
             },
             one,
+        ),
+        Valid(
+            "batch-embed",
+            way,
+            "rows of two requests to embed",
+            {
+                "type": "batch",
+                "batch": [EPOCH, 7],
+                "parts": [
+                    {"frames": _specs(*embed), "operation": "embed"},
+                    {"frames": _specs(*embed), "operation": "embed", "dimensions": 2, "normalize": False},
+                ],
+            },
+            (*embed, *embed),
         ),
         Valid(
             "batch-three-parts",

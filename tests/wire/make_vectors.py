@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from tests.wire.golden_invalid import INVALID
-from tests.wire.golden_valid import CAUSAL, CLASSIFIER, CROSS_ENCODER, VALID
+from tests.wire.golden_valid import CAUSAL, CLASSIFIER, CROSS_ENCODER, EMBEDDING, VALID
 
 PATH = Path(__file__).parents[2] / "protocol" / "vectors" / "vectors.json"
 
@@ -19,7 +19,7 @@ def document() -> str:
         " {" + ",\n  ".join(f"{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}" for key, value in entry.items()) + "}"
         for entry in entries
     )
-    models = json.dumps({"causal": CAUSAL, "classifier": CLASSIFIER, "cross-encoder": CROSS_ENCODER})
+    models = json.dumps({"causal": CAUSAL, "classifier": CLASSIFIER, "cross-encoder": CROSS_ENCODER, "embedding": EMBEDDING})
     return f'{{"specification": 1,\n"models": {models},\n"vectors": [\n{body}\n]}}\n'
 
 

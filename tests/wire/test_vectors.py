@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from enginepool.coordinator.core.events import Submit, WorkerBroken
-from enginepool.coordinator.operations.score import SCORE
+from enginepool.coordinator.operations.table import OPERATIONS
+from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
 from enginepool.coordinator.shell.decode import client_event, worker_event
 from enginepool.protocol import messages
 from enginepool.protocol.errors import CODES, WireError
 from enginepool.protocol.frames import check_frames, decode_header, encode_header
-from enginepool.protocol.messages import Batch, Capabilities, Done, FrameSpec, Message, Score
+from enginepool.protocol.messages import Batch, Capabilities, Done, Embed, FrameSpec, Message, Score
 from enginepool.protocol.updates import UpdateRecord
 from tests.wire.golden import unpieced
 from tests.wire.make_vectors import PATH, document
@@ -78,8 +79,8 @@ def receive(vector: dict[str, Any]) -> None:
         event = client_event(0.0, b"link", frames, MAX_BYTES)
         if model := vector["invalid"].get("model"):
             assert isinstance(event, Submit)
-            refusal = event.work.operation.refuse(event.work, msgspec.convert(FILE["models"][model], Capabilities))
-            if refusal is not None:
+            refusal = classes_of(event.work, msgspec.convert(FILE["models"][model], Capabilities), None, PLAIN)
+            if isinstance(refusal, WireError):
                 raise refusal
     elif vector["invalid"]["stage"] == "link":
         worker_event(0.0, b"link", frames)
@@ -132,8 +133,8 @@ def test_a_valid_vector_decodes_to_its_values(vector: dict[str, Any]) -> None:
         [a["name"], a["dtype"], a["shape"]] for a in arrays
     ]
     assert payload == [payload_of(array) for array in arrays]
-    if isinstance(message, Score):
-        work = SCORE.open(message, payload)
+    if isinstance(message, Score | Embed):
+        work = OPERATIONS[type(message)].open(message, payload)
         assert (work.rows, work.group) == (len(payload[-1]) // 4, message.group)
 
 
@@ -175,7 +176,7 @@ def test_an_invalid_vector_is_not_refused_before_its_stage(vector: dict[str, Any
         return
     check_frames(specs_of(message), payload)
     if stage == "model":
-        SCORE.open(message, payload)
+        OPERATIONS[type(message)].open(message, payload)
 
 
 @each_valid

@@ -33,6 +33,7 @@ from enginepool.workers.engine import (
 from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sglang.host.settings import CACHED_ROOM
+from enginepool.workers.sim.embeddings import embed_part
 from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faults_on_load, faults_on_take, spoil, suffer
 from enginepool.workers.sim.options import Fault, SimOptions, read_options
 from enginepool.workers.sim.scores import score_part
@@ -40,6 +41,8 @@ from enginepool.workers.sim.weights import SimWeights
 
 #: tokens of the rows by which its pace is measured
 PACE_LENGTH = 64
+#: by whether it only embeds, and whether it embeds
+OPERATIONS = {(False, False): ("score",), (False, True): ("score", "embed"), (True, True): ("embed",)}
 #: token id of the byte 0 in the sim's tokenizer; ids below are special
 BYTE_OFFSET = 3
 
@@ -84,6 +87,8 @@ class SimEngine:
             inflight_rows=o.inflight_rows or rows * forwards_in_flight,
             labels=o.labels if o.kind == "classifier" else 0,
             hidden=o.hidden,
+            operations=OPERATIONS[o.kind == "embedding", o.embedding > 0],
+            embedding=o.embedding,
             model=model,
             engine="sim",
             device="none",
@@ -206,6 +211,8 @@ class SimEngine:
         """Run one batch, after the running one and those of higher priority."""
         self._given += 1
         self._must_live()
+        if batch.operation not in self._capabilities.operations:
+            raise EngineError(f"{batch.operation}: this engine runs {', '.join(self._capabilities.operations)}")
         if self._capabilities.packed:
             self._must_pack(batch)
         faults = faults_of(self.options.faults, batch, self._given) if self.options.faults else []
@@ -287,10 +294,11 @@ class SimEngine:
         hidden = o.hidden if batch.hidden else 0
         if batch.hidden and not hidden:
             raise EngineError("hidden states are not available: options.hidden is 0")
-        parts = tuple(
-            score_part(part, classes=self._classes, hidden=hidden, seed=o.seed, version=self.version, digest=self.digest)
-            for part in batch.parts
-        )
+        weights: Any = {"seed": o.seed, "version": self.version, "digest": self.digest}
+        if batch.operation == "embed":
+            parts = tuple(embed_part(part, o.embedding, **weights) for part in batch.parts)
+        else:
+            parts = tuple(score_part(part, classes=self._classes, hidden=hidden, **weights) for part in batch.parts)
         return BatchScores(parts, self._forwards(batch), self.version)
 
     def _forwards(self, batch: ScoreBatch) -> int:

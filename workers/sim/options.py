@@ -54,18 +54,20 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of the sim engine; unknown keys are refused. Times in seconds; sizes in tokens and rows.
 
     A batch costs `forward_s` + rows * `row_s` + tokens * `token_s`, times 1 ± `jitter` drawn from `seed`. `labels`: columns of
-    a classifier. `inflight_*` default to the batch budget times the forwards in flight. `tensors`: what a weight update brings,
+    a classifier. `embedding`: size of its embeddings; it scores as well, unless its kind is `embedding`. `inflight_*` default
+    to the batch budget times the forwards in flight. `tensors`: what a weight update brings,
     as a manifest ([name, dtype, shape] each); empty: it takes no updates. One costs `take_s`. `held`: the dtype in which a real
     engine would hold them; empty: their own. `separator`: the engine is a cross-encoder, and this token stands behind both
     texts of a pair. `only_at_start`: it takes weights only when it starts, as an engine
     with quantized weights does.
     """
 
-    kind: Literal["causal", "classifier"] = "causal"
+    kind: Literal["causal", "classifier", "embedding"] = "causal"
     vocab: int = 151_936
     context: int = 32_768
     labels: int = 1
     hidden: int = 0
+    embedding: int = 0
     batch_tokens: int = 16_384
     batch_rows: int = 256
     inflight_tokens: int | None = None
@@ -103,7 +105,9 @@ def read_options(options: dict[str, Any]) -> SimOptions:
             raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must be more than 0")
     if read.separator is not None and not 0 <= read.separator < read.vocab:
         raise ValueError(f"options of engine sim: separator = {read.separator}: must be a token id, 0 to {read.vocab - 1}")
-    for key in ("hidden", "version", "seed", "load_s", "forward_s", "row_s", "token_s", "jitter", "take_s"):
+    if read.kind == "embedding" and not read.embedding:
+        raise ValueError("options of engine sim: embedding = 0: must be more than 0 where kind is 'embedding'")
+    for key in ("hidden", "embedding", "version", "seed", "load_s", "forward_s", "row_s", "token_s", "jitter", "take_s"):
         if not 0 <= getattr(read, key) < 1 << 62:
             raise ValueError(f"options of engine sim: {key} = {getattr(read, key)}: must not be negative")
     return read

@@ -8,7 +8,8 @@ For a prompt (query and item joined) of ids p and a column c, all modulo 2**64:
     k   = mix(A * seed + B * version + D * w + C * (c + 1)) | 1
     u   = ((((crc + 1) * k) >> 41) + 0.5) / 2**23       in (0, 1), exact in float32
 
-c is the label's token id (causal), the column (classifier), or 2**32 + the column (hidden states). A causal score is u, and
+c is the label's token id (causal), the column (classifier), 2**32 + the column (hidden states), or 2**33 + the dimension
+(embeddings, `embeddings.py`). A causal score is u, and
 softmax divides by the row's sum, as it does over log-probabilities. A classifier's logit is u, and softmax is that of logits.
 With logprobs the answer is the natural logarithm, computed in float64.
 """
@@ -41,17 +42,15 @@ def score_part(
     Args:
         classes: columns of a classifier; 0: a causal model, whose columns are the part's labels.
     """
-    crcs = np.array(prompt_crcs(part), np.uint64)
-    crcs += 1
-    salt = _A * seed + _B * version + _D * weight_of(digest)
-    scores = _uniform(crcs, range(classes) if classes else part.labels, salt)
+    crcs, salt = hashes_of(part), salt_of(seed, version, digest)
+    scores = uniform(crcs, range(classes) if classes else part.labels, salt)
     if part.softmax or part.logprobs:
         wide = scores.astype(np.float64)
         if part.softmax:
             wide = np.exp(wide) if classes else wide
             wide /= wide.sum(axis=1, keepdims=True)
         scores = (np.log(wide) if part.logprobs else wide).astype(np.float32)
-    states = _uniform(crcs, range(_HIDDEN, _HIDDEN + hidden), salt) if hidden else None
+    states = uniform(crcs, range(_HIDDEN, _HIDDEN + hidden), salt) if hidden else None
     return PartScores(scores, states)
 
 
@@ -80,6 +79,18 @@ def expected_scores(
         head, paired = np.array(query, np.int32), None
     part = ScorePart(head, flat, lengths, paired, tuple(labels), softmax, item_first, logprobs)
     return score_part(part, classes=classes, hidden=hidden, seed=seed, version=version, digest=digest)
+
+
+def salt_of(seed: int, version: int, digest: str) -> int:
+    """What the weights add to each column."""
+    return _A * seed + _B * version + _D * weight_of(digest)
+
+
+def hashes_of(part: ScorePart) -> npt.NDArray[np.uint64]:
+    """crc + 1 of each row's prompt."""
+    crcs = np.array(prompt_crcs(part), np.uint64)
+    crcs += 1
+    return crcs
 
 
 def weight_of(digest: str) -> int:
@@ -125,7 +136,7 @@ def _byte_ends(lengths: Lengths) -> list[int]:
     return (np.cumsum(lengths, dtype=np.int64) * 4).tolist()
 
 
-def _uniform(hashes: npt.NDArray[np.uint64], columns: range | tuple[int, ...], salt: int) -> Scores:
+def uniform(hashes: npt.NDArray[np.uint64], columns: range | tuple[int, ...], salt: int) -> Scores:
     """float32 [rows, columns] in (0, 1)."""
     z = hashes[:, None] * _factors(columns, salt)
     z >>= 41

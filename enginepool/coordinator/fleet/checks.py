@@ -26,6 +26,8 @@ def impossible(can: Capabilities) -> str:
         and 0 <= can.halvings <= MOST_HALVINGS
         and can.cached_query >= 0
         and can.operations
+        and ("embed" in can.operations) == (can.embedding > 0)
+        and all(0 < size <= can.embedding for size in can.dimensions)
         and (can.separator is None or 0 <= can.separator < can.vocab)
         and (not can.cached_query or can.batch_tokens <= can.cached_tokens <= can.inflight_tokens)
     ):
@@ -36,7 +38,7 @@ def impossible(can: Capabilities) -> str:
 #: what all workers of a group have in common, and what those of one class do
 _MODEL = ("kind", "vocab", "labels", "text", "separator", "activation")
 _BUDGETS = ("batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "cached_query", "cached_tokens")
-_CLASS = (*_MODEL, *_BUDGETS, "context", "page", "hidden", "max_item", "operations")
+_CLASS = (*_MODEL, *_BUDGETS, "context", "page", "hidden", "max_item", "operations", "embedding", "dimensions")
 
 
 def differs(first: Capabilities, can: Capabilities) -> str:

@@ -11,7 +11,8 @@ def limits_of(
     None while that is not known: before a worker was ready, or a plain one where there will be plain ones."""
     if plain is not None:
         longest, columns = longest_row(plain), (plain.labels, plain.hidden)
-        return GroupLimits(plain.kind, plain.vocab, longest, items, *columns, plain.text, 0, plain.operations)
+        sizes = plain.embedding, plain.dimensions
+        return GroupLimits(plain.kind, plain.vocab, longest, items, *columns, plain.text, 0, plain.operations, *sizes)
     if packed is None or plain_expected:
         return None
     longest = longest_row(packed) - 2

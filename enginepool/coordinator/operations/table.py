@@ -3,7 +3,8 @@
 from typing import Any
 
 from enginepool.coordinator.operations.base import Operation
+from enginepool.coordinator.operations.embed import EMBED
 from enginepool.coordinator.operations.score import SCORE
-from enginepool.protocol.messages import Score
+from enginepool.protocol.messages import Embed, Score
 
-OPERATIONS: dict[type, Operation[Any]] = {Score: SCORE}
+OPERATIONS: dict[type, Operation[Any]] = {Score: SCORE, Embed: EMBED}

@@ -4,7 +4,8 @@ from typing import Any
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.packed import MAX_ITEM
-from enginepool.workers.sglang.host.settings import RequestedSettings, Running, SettingsError, budgets, reserved
+from enginepool.workers.sglang.embed import refuse_partial_pooling
+from enginepool.workers.sglang.host.settings import RequestedSettings, Running, budgets, reserved
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.score.cross_encoder import activation_of, is_cross_encoder, positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
@@ -28,7 +29,8 @@ async def what_runs(engine: Any) -> Running:
 
 
 def capabilities_of(tm: Any, name: str, version: str, wanted: RequestedSettings, running: Running) -> Capabilities:
-    """Capabilities from what the engine really runs with; `labels`, `hidden` and `pace` are measured by the warm-up.
+    """Capabilities from what the engine really runs with; `labels`, `hidden`, `embedding` and `pace` are measured by the
+    warm-up.
 
     Args:
         tm: SGLang's tokenizer manager, which knows the model.
@@ -36,18 +38,20 @@ def capabilities_of(tm: Any, name: str, version: str, wanted: RequestedSettings,
         version: SGLang's.
 
     Raises:
-        SettingsError: whole batches cannot be run with these settings, or the model has nothing that scores.
+        SettingsError: whole batches cannot be run with these settings.
     """
     if wanted.packed or wanted.cached_query_tokens is not None:
         refuse_wrong_sharing(wanted, tm.model_config.hf_config.to_dict())
     bounds = budgets(wanted, running)
     architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
-    if not tm.is_generation and not any(head in architectures[0] for head in _SCORING_HEADS):
-        raise SettingsError(f"{architectures[0]} makes embeddings: it has no head that scores")
+    embeds = not tm.is_generation and not any(head in architectures[0] for head in _SCORING_HEADS)
+    if embeds:
+        refuse_partial_pooling(wanted, running.settings)
     config = tm.model_config.hf_config
     crossing, tokenizer = is_cross_encoder(config), tokenizer_of(tm)
     return Capabilities(
-        kind="causal" if tm.is_generation else "classifier",
+        kind="causal" if tm.is_generation else "embedding" if embeds else "classifier",
+        operations=("embed",) if embeds else ("score",),
         vocab=tm.model_config.vocab_size,
         context=min(bounds.context, positions(config)) if crossing else bounds.context,
         batch_tokens=bounds.batch_tokens,

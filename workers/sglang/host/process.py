@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from enginepool.workers import cpu_bridge
+from enginepool.workers.sglang.embed import answer_raw
 from enginepool.workers.sglang.host.settings import LOADER
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
@@ -157,6 +158,7 @@ def run_scheduler(
     complete_configurations(importlib.import_module("transformers"))
     use_all_positions(model_config)
     answer_logits(pooler)
+    answer_raw(pooler)
     note_own_load(loader)
     note_scheduler(scheduler)
     open_session_for_tickets(updater, LOADER)

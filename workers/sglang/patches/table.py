@@ -176,6 +176,9 @@ PRIVATE: tuple[Private, ...] = (
         ("config",),
     ),
     Private("host/build.py", POOLER, "CrossEncodingPooler", "read", "its module has the function"),
+    Private(
+        "embed.py", POOLER, "Pooler.__init__", "replaced", "embeddings are normalized here", ("self, pooling_type, normalize",)
+    ),
     # --- weight updates -----------------------------------------------------------------------------------------------------
     Private("weights/updates.py", REQUESTS, "UpdateWeightsFromTensorReqInput", "called", "carries a ticket"),
     Private(

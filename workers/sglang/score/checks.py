@@ -28,13 +28,15 @@ def _check_content(part: ScorePart, capabilities: Capabilities) -> None:
     for ids in (part.query, part.items):
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < capabilities.vocab:
             raise EngineError(f"a token id is outside 0..{capabilities.vocab - 1}")
+    if part.dimensions > capabilities.embedding:
+        raise EngineError(f"dimensions: {part.dimensions}; an embedding of this model has {capabilities.embedding}")
     if capabilities.kind == "causal":
         if not part.labels:
             raise EngineError("labels are empty: this model scores label tokens")
         if not 0 <= min(part.labels) <= max(part.labels) < capabilities.vocab:
             raise EngineError(f"a label is outside 0..{capabilities.vocab - 1}")
     elif part.labels:
-        raise EngineError("this model scores with its own head: labels must be empty")
+        raise EngineError("this model has no next token: labels must be empty")
 
 
 def refuse_oversize(parts: list[tuple[ScorePart, list[list[int]]]], capabilities: Capabilities) -> None:

@@ -69,10 +69,11 @@ def hidden_rows(rows: Sequence[Any]) -> Scores:
     return np.stack([row.float().numpy().reshape(-1) for row in rows]).astype(np.float32)
 
 
-def unless_not_finite(part: ScorePart, scored: PartScores) -> PartScores | EngineError:
-    """`scored`, or the error that it is: NaN or infinity is no score and no hidden state. The logarithm of 0 is −infinity."""
+def unless_not_finite(part: ScorePart, scored: PartScores, *, embedding: bool = False) -> PartScores | EngineError:
+    """`scored`, or the error that it is: NaN or infinity is no score, embedding or hidden state. The logarithm of 0 is
+    −infinity."""
     wrong = ~(scored.scores < np.inf) if part.logprobs else ~np.isfinite(scored.scores)
-    rows, what = wrong.any(axis=1), "score"
+    rows, what = wrong.any(axis=1), "embedding" if embedding else "score"
     if scored.hidden is not None and not rows.any():
         rows, what = ~np.isfinite(scored.hidden).all(axis=1), "hidden state"
     if not rows.any():

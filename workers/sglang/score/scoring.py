@@ -9,6 +9,7 @@ import numpy as np
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import EngineError, PartScores, ScoreBatch, ScorePart, Scores
 from enginepool.workers.packed import join
+from enginepool.workers.sglang.embed import embedding_rows
 from enginepool.workers.sglang.host.lifetime import one_line
 from enginepool.workers.sglang.host.requests import Parts, head_request, label_request
 from enginepool.workers.sglang.host.settings import Running
@@ -58,11 +59,18 @@ class EngineScoring:
             # Half of the engine's memory: what batches leave behind is kept there too, and what they need is taken from it.
             self.cached = CachedQueries(capabilities.cached_query, running.kv_tokens // 2, capabilities.page)
 
+    @property
+    def config(self) -> Any:
+        """The model's own configuration."""
+        return self._tm.model_config.hf_config
+
     async def score(self, batch: ScoreBatch) -> tuple[tuple[PartScores | EngineError, ...], int, int]:
         """Each part's outcome, how many forwards the rows took, and tokens of them that were cached.
 
         A part that is wrong gets its own error; the others run. Raises EngineError when the whole batch is refused.
         """
+        if batch.operation not in self.capabilities.operations:
+            raise EngineError(f"{batch.operation}: this engine runs {', '.join(self.capabilities.operations)}")
         if batch.hidden and not self.capabilities.hidden:
             raise EngineError("this model gives no pooled hidden states")
         outcome: dict[int, PartScores | EngineError] = {}
@@ -79,7 +87,8 @@ class EngineScoring:
             refuse_oversize(runnable, self.capabilities)
             scored, forwards, cached = await self.compute(runnable, batch.priority, batch.hidden)
             parts = [part for part, _ in runnable]
-            outcome.update(zip(places, map(unless_not_finite, parts, scored), strict=True))
+            checked = map(partial(unless_not_finite, embedding=batch.operation == "embed"), parts, scored)
+            outcome.update(zip(places, checked, strict=True))
         return tuple(outcome[place] for place in range(len(batch.parts))), forwards, cached
 
     async def compute(self, parts: Parts, priority: int, hidden: bool) -> tuple[list[PartScores], int, int]:
@@ -105,7 +114,11 @@ class EngineScoring:
             if causal:
                 scored.append(PartScores(label_scores(mine, part)))
                 continue
-            scores = head_scores([answer["embedding"] for answer in mine], part, self.capabilities.activation)
+            outputs = [answer["embedding"] for answer in mine]
+            if self.capabilities.kind == "embedding":
+                scored.append(PartScores(embedding_rows(outputs, part)))
+                continue
+            scores = head_scores(outputs, part, self.capabilities.activation)
             scored.append(PartScores(scores, _pooled(mine) if hidden else None))
         return scored, forwards, sum(cached)
 

@@ -13,6 +13,7 @@ from enginepool.protocol.pace import FORWARD_S
 from enginepool.workers.engine import EngineError, ScorePart
 from enginepool.workers.forward_time import MOST_FORWARD_S, forward_ms
 from enginepool.workers.forward_time import pace as pace_of
+from enginepool.workers.sglang.embed import sized
 from enginepool.workers.sglang.host.requests import Parts
 from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.score.scoring import EngineScoring
@@ -38,6 +39,8 @@ async def warm_up(scoring: EngineScoring) -> Capabilities:
     rows = min(_WARM_ROWS, capabilities.batch_rows, max(1, capabilities.batch_tokens // max(length, capabilities.page)))
     parts = _made_up(capabilities, rows, length)
     [scored, *_], forwards, _ = await scoring.compute(parts, 0, hidden=False)
+    if capabilities.kind == "embedding":
+        capabilities = sized(capabilities, scoring.config, scored.scores.shape[1])
     if capabilities.kind == "classifier":
         labels = scored.scores.shape[1]
         with contextlib.suppress(EngineError):  # some heads give no hidden states; then `hidden` stays 0

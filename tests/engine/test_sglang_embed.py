@@ -1,0 +1,121 @@
+"""Embeddings of the real engine equal those of `transformers`: pooled by the model's rule, cut, normalized or not."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from enginepool.cli.tiny_model_files import make_tiny_model
+from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
+from tests.engine.families import VOCAB, torch, transformers
+from tests.engine.hosted import HostedEngine
+
+ROWS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16], [5, 6, 7, 8]]
+BUDGETS: dict[str, Any] = {"max_batch_tokens": 256, "max_batch_rows": 24}
+
+
+def part(rows: list[list[int]], dimensions: int = 0, normalize: bool = True) -> ScorePart:
+    items = np.array([token for row in rows for token in row], np.int32)
+    lengths = np.array([len(row) for row in rows], np.uint32)
+    return ScorePart(np.empty(0, np.int32), items, lengths, dimensions=dimensions, normalize=normalize)
+
+
+def embed(engine: HostedEngine, *parts: ScorePart) -> BatchScores:
+    [outcome] = engine.score(ScoreBatch(parts, operation="embed"))
+    assert isinstance(outcome, BatchScores), outcome
+    return outcome
+
+
+def rows_of(outcome: PartScores | EngineError) -> npt.NDArray[np.float32]:
+    assert isinstance(outcome, PartScores), outcome
+    return outcome.scores
+
+
+class Embedder:
+    """A checkpoint, and `transformers` in float32 on it: each row alone, pooled at one place."""
+
+    def __init__(self, folder: Path, place: int) -> None:
+        self.folder = folder
+        self._model: Any = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        self._place = place
+
+    def pooled(self, rows: list[list[int]], dimensions: int = 0, normalize: bool = True) -> npt.NDArray[np.float64]:
+        with torch.no_grad():
+            found = [self._model(torch.tensor([row])).last_hidden_state[0, self._place].double().numpy() for row in rows]
+        vectors = np.stack(found)[:, : dimensions or None]
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize else vectors
+
+
+def edit(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | values))
+
+
+@pytest.fixture(scope="module")
+def last_token(tmp_path_factory: pytest.TempPathFactory) -> Embedder:
+    folder = make_tiny_model(tmp_path_factory.mktemp("last"), seed=5)
+    edit(folder, is_matryoshka=True)
+    return Embedder(folder, -1)
+
+
+@pytest.fixture(scope="module")
+def first_token(tmp_path_factory: pytest.TempPathFactory) -> Embedder:
+    folder = tmp_path_factory.mktemp("first")
+    torch.manual_seed(3)
+    config = transformers.BertConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=64, initializer_range=0.5,
+    )  # fmt: skip
+    transformers.BertModel(config, add_pooling_layer=False).eval().save_pretrained(folder)
+    return Embedder(folder, 0)
+
+
+@pytest.fixture(scope="module")
+def engine(last_token: Embedder) -> Iterator[HostedEngine]:
+    engine = HostedEngine(str(last_token.folder), options={"is_embedding": True}, **BUDGETS).wait_until_started()
+    yield engine
+    engine.end()
+
+
+def test_an_engine_that_embeds_says_so_and_of_which_size(engine: HostedEngine) -> None:
+    can = engine.capabilities
+    assert can is not None
+    assert (can.kind, can.operations, can.embedding, can.dimensions) == ("embedding", ("embed",), 64, [])
+
+
+def test_embeddings_equal_those_of_transformers_in_one_forward(engine: HostedEngine, last_token: Embedder) -> None:
+    asked = [(ROWS, 0, True), (ROWS[:2], 16, True), (ROWS[1:], 7, False), (ROWS, 0, False)]
+    outcome = embed(engine, *(part(*one) for one in asked))
+    assert outcome.forwards == 1
+    for one, found in zip(asked, outcome.parts, strict=True):
+        np.testing.assert_allclose(rows_of(found), last_token.pooled(*one), rtol=1e-4, atol=1e-6)
+
+
+def test_a_part_that_is_wrong_fails_alone(engine: HostedEngine, last_token: Embedder) -> None:
+    outcome = embed(engine, part(ROWS, 65), part(ROWS), replace(part(ROWS), labels=(1,)))
+    assert [isinstance(one, EngineError) for one in outcome.parts] == [True, False, True]
+    assert str(outcome.parts[0]) == "dimensions: 65; an embedding of this model has 64"
+    np.testing.assert_allclose(rows_of(outcome.parts[1]), last_token.pooled(ROWS), rtol=1e-4, atol=1e-6)
+
+
+def test_an_engine_that_embeds_does_not_score(engine: HostedEngine) -> None:
+    [refused] = engine.score(ScoreBatch((part(ROWS),)))
+    assert str(refused) == "score: this engine runs embed"
+
+
+def test_an_encoder_pools_its_first_token(first_token: Embedder) -> None:
+    engine = HostedEngine(str(first_token.folder), options={"is_embedding": True}, **BUDGETS).wait_until_started()
+    try:
+        assert engine.capabilities is not None
+        assert (engine.capabilities.embedding, engine.capabilities.dimensions) == (32, [32])
+        outcome = embed(engine, part(ROWS), part(ROWS, normalize=False))
+        assert outcome.forwards == 1
+        np.testing.assert_allclose(rows_of(outcome.parts[0]), first_token.pooled(ROWS), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(rows_of(outcome.parts[1]), first_token.pooled(ROWS, normalize=False), rtol=1e-4, atol=1e-5)
+    finally:
+        engine.end()
