@@ -86,11 +86,15 @@ def misfit(batch: RunningBatch, e: ev.BatchDone) -> str:
         rows = end - start
         want = request.work.operation.outputs(request.work, can)
         specs = outcome.specs
-        if len(specs) != len(want) or any(spec.name != name for spec, (name, _) in zip(specs, want, strict=True)):
-            return f"answered frames {[spec.name for spec in specs]} where {[name for name, _ in want]} were asked"
-        for spec, (name, columns) in zip(specs, want, strict=True):
-            if spec.dtype != "float32" or spec.shape != (rows, columns):
-                return f"answered {name} {spec.dtype} {list(spec.shape)} where float32 {[rows, columns]} was asked"
+        if len(specs) == len(want):
+            for spec, (name, columns) in zip(specs, want, strict=True):
+                if spec.name != name or spec.dtype != "float32" or spec.shape != (rows, columns):
+                    break
+            else:
+                continue
+        got = [f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in specs]
+        asked = [f"{name} float32 {[rows, columns]}" for name, columns in want]
+        return f"answered {', '.join(got) or 'no frames'} where {', '.join(asked)} was asked"
     return ""
 
 

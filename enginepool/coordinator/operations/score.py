@@ -67,7 +67,7 @@ class ScoreOperation(Operation[ScoreWork]):
                 return wrong
         if work.max_label >= can.vocab:
             return bad("labels", f"labels: id {work.max_label} is outside the vocabulary of {can.vocab}", str(can.vocab))
-        if wrong := refuse_ids(work, can):
+        if (work.text or work.max_id >= can.vocab) and (wrong := refuse_ids(work, can)):
             return wrong
         if can.separator is not None and not work.text and not work.raw and (wrong := _check_separated(work, can.separator)):
             return wrong

@@ -24,16 +24,18 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
     if packed is None:
         if plain is None:
             return expected
-        return _unserved(work, plain) or operation.refuse(work, plain) or PLAIN
-    if wrong := _unserved(work, packed):
-        if not expected & PLAIN:
-            return wrong
-        return PLAIN if plain is None else _unserved(work, plain) or operation.refuse(work, plain) or PLAIN
+        if operation.name not in plain.operations:
+            return _unserved(work, plain)
+        return operation.refuse(work, plain) or PLAIN
+    if operation.name not in packed.operations:
+        return classes_of(work, plain, None, PLAIN) if expected & PLAIN else _unserved(work, packed)
     if wrong := operation.refuse(work, packed, alone=False):
         return wrong
     if not expected & PLAIN:
         return PACKED if operation.packs(work, packed) else operation.why_not_packed(work, packed)
-    wrong = None if plain is None else _unserved(work, plain) or operation.refuse(work, plain)
+    wrong = None
+    if plain is not None:
+        wrong = operation.refuse(work, plain) if operation.name in plain.operations else _unserved(work, plain)
     if work.text:
         return wrong or expected
     found = PACKED if operation.packs(work, packed) else 0
@@ -42,10 +44,8 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
     return found or wrong
 
 
-def _unserved(work: Work, can: Capabilities) -> WireError | None:
+def _unserved(work: Work, can: Capabilities) -> WireError:
     """The refusal of an operation that workers of these capabilities do not have."""
-    if work.operation.name in can.operations:
-        return None
     names = ", ".join(can.operations)
     text = f"type: {work.operation.name} is not an operation of this group; its workers have: {names}"
     return WireError("bad_request", text, field="type", limit=names)
