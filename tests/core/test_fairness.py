@@ -7,7 +7,8 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.requests import clients
-from enginepool.coordinator.scheduling.queue import Queue, QueueClient
+from enginepool.coordinator.scheduling.lanes import QueueClient
+from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.protocol.messages import Batch, Result
 from tests.core.machines import CAN, Pool, Sent, work
 

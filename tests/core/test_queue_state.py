@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
-from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
+from enginepool.coordinator.scheduling.queue import Queue
+from enginepool.coordinator.scheduling.version_queue import VersionQueue
 
 
 @dataclass

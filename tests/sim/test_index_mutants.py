@@ -9,7 +9,8 @@ import pytest
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
-from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
+from enginepool.coordinator.scheduling.queue import Queue
+from enginepool.coordinator.scheduling.version_queue import VersionQueue
 from tests.sim.simulation import Failed, simulate
 
 SEEDS = 400

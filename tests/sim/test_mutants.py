@@ -29,7 +29,8 @@ from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.shedding import AdmissionLevels
 from enginepool.coordinator.scheduling import batch_builder as filling
 from enginepool.coordinator.scheduling import batches as batching
-from enginepool.coordinator.scheduling.queue import Lane, Queue, QueueLevel
+from enginepool.coordinator.scheduling.lanes import Lane, QueueLevel
+from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.protocol.messages import Capabilities, ErrorReply, Expired, FrameSpec, Part, TaskId, Tokenize, Welcome
 from enginepool.protocol.packing import Packing
 from enginepool.workers.events import EndProcess, Exit

@@ -12,8 +12,9 @@ from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
-from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
+from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.routing import Routing
+from enginepool.coordinator.scheduling.version_queue import VersionQueue
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.protocol.messages import MAX_PRIORITY, Capabilities

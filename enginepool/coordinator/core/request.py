@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Buffer, Link, Submit
 from enginepool.coordinator.core.request_state import DONE, NAMES, QUEUED, RUNNING, TEXT
-from enginepool.coordinator.scheduling.queue import Queue, VersionQueue
+from enginepool.coordinator.scheduling.lanes import Holder
+from enginepool.coordinator.scheduling.queue import Queue
+from enginepool.coordinator.scheduling.version_queue import VersionQueue
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.messages import FrameSpec, TaskId
 from enginepool.protocol.ragged import Offsets
@@ -114,7 +116,7 @@ class Request:
         self.attempts = 0
         self.evidence: Sequence[str] = ()
         #: the queue in which its entry counts; entries in another one are stale
-        self.lane: Queue[Request] | VersionQueue[Request] | None = None
+        self.lane: Holder | None = None
         #: it runs once this version, or a later one, is committed
         self.min_version = asked.min_version
 

@@ -19,7 +19,8 @@ from enginepool.coordinator.core.request_state import QUEUED, RUNNING
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
-from enginepool.coordinator.scheduling.queue import Lane, Queue
+from enginepool.coordinator.scheduling.lanes import Lane
+from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.packing import Packing
 from enginepool.protocol.ragged import row_lengths

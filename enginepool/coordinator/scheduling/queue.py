@@ -25,255 +25,17 @@ move costs O(log n) for each of them.
 
 from bisect import bisect_left
 from collections import deque
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 from math import inf
-from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
-from enginepool.coordinator.core.request_state import DONE, QUEUED  # TEXT waits too: in the queue of suspects
-from enginepool.coordinator.operations.base import Work
+from enginepool.coordinator.core.request_state import QUEUED  # TEXT waits too: in the queue of suspects
+from enginepool.coordinator.scheduling.lanes import AWAY, Lane, Line, QueueClient, QueueLevel, R, arrival
 
 #: every class of workers
 ANY = 3
-#: stands for the priority of all requests of clients without a link; below every other one
-AWAY = -(1 << 20)
 #: virtual time moves by at least this part of a fair share of what is computed
 DRIFT = 0.25
-#: so many clients of one priority are remembered before those who used no more than the others are forgotten
-REMEMBERED = 64
-
-_arrival = attrgetter("seq")
-
-
-class QueueClient(Protocol):
-    """What a queue reads of a client."""
-
-    @property
-    def away(self) -> bool: ...
-
-
-class Waits(Protocol):
-    """What a queue reads of a request, and `lane`, which it alone sets."""
-
-    work: Work
-    classes: int
-    priority: int
-    key: float
-    seq: int
-    min_version: int
-    state: int
-    lane: "Queue[Any] | VersionQueue[Any] | None"
-
-    @property
-    def client(self) -> QueueClient: ...
-
-
-R = TypeVar("R", bound=Waits)
-
-#: (start, arrival number, the waiting requests of one client): whose turn it is in a line
-Turn = tuple[float, int, deque[R]]
-
-
-class QueueLevel:
-    """What clients have used of one priority, over all lanes."""
-
-    __slots__ = ("most", "starts", "virtual")
-
-    def __init__(self) -> None:
-        #: the latest virtual time of its lines
-        self.virtual = 0.0
-        #: by client that was served: where its next service begins, unless virtual time is further; others begin there
-        self.starts: dict[QueueClient, float] = {}
-        #: when to forget those who are not further than the virtual time
-        self.most = REMEMBERED
-
-    def enter(self, client: QueueClient, virtual: float) -> float:
-        """The start of a client that had nothing waiting in a line of this virtual time."""
-        starts = self.starts
-        start = starts.get(client, virtual)
-        if start < virtual:
-            start = virtual
-        if len(starts) > self.most:
-            self.starts = {client: start for client, start in starts.items() if start > self.virtual}
-            self.most = 2 * len(self.starts) + REMEMBERED
-        return start
-
-
-class Line(list[Turn[R]]):
-    """The requests of one priority in a lane: a heap of the clients' turns.
-
-    A turn whose requests were moved away has an empty flow. The first turn is never one of these.
-    """
-
-    __slots__ = ("flows", "gone", "keys", "late", "level", "listed", "priority", "virtual")
-
-    def __init__(self, priority: int, level: QueueLevel) -> None:
-        super().__init__()
-        self.priority = priority
-        self.level = level
-        self.virtual = 0.0
-        #: by client: its requests in the order of their arrival; none is empty
-        self.flows: dict[QueueClient, deque[R]] = {}
-        #: keys in the order in which they came, which is ascending, and a heap of keys that came out of order
-        self.keys: deque[float] = deque()
-        self.late: list[float] = []
-        #: A heap of keys of requests that left without being served; each stands for the key that is least above it and is no
-        #: more. There are as many other keys as requests. All of them are above the first key.
-        self.gone: list[float] = []
-        #: the key under which its lane lists it, at most its first one; None: it is not listed
-        self.listed: float | None = None
-
-    def key_of(self, request: R) -> float:
-        return inf if self.priority == AWAY else request.key
-
-    def first(self) -> float:
-        """The smallest key. There is one."""
-        keys, late = self.keys, self.late
-        return late[0] if late and (not keys or late[0] < keys[0]) else keys[0]
-
-    def add_key(self, key: float) -> None:
-        """A request has come."""
-        if not self.keys or key >= self.keys[-1]:
-            self.keys.append(key)
-        else:
-            heappush(self.late, key)
-
-    def take_key(self) -> None:
-        """The smallest key leaves."""
-        self._pop()
-        gone = self.gone
-        while gone and (self.keys or self.late) and gone[0] <= self.first():
-            heappop(gone)
-            self._pop()
-
-    def _pop(self) -> None:
-        keys, late = self.keys, self.late
-        if late and (not keys or late[0] < keys[0]):
-            heappop(late)
-        else:
-            keys.popleft()
-
-    def forget(self, request: R) -> None:
-        """`request` leaves without being served: the key goes that is least above its own."""
-        key = self.key_of(request)
-        if key <= self.first():
-            self.take_key()
-            return
-        gone = self.gone
-        heappush(gone, key)
-        if len(gone) > 64 and 2 * len(gone) > len(self.keys) + len(self.late):
-            self._sweep_keys()
-
-    def _sweep_keys(self) -> None:
-        """Take out the keys that are no more."""
-        gone = deque(sorted(self.gone))
-        keys: deque[float] = deque()
-        for key in sorted([*self.keys, *self.late]):
-            if gone and gone[0] <= key:
-                gone.popleft()
-            else:
-                keys.append(key)
-        for _ in gone:
-            keys.pop()
-        self.keys, self.late, self.gone = keys, [], []
-
-    def settle(self) -> None:
-        """Drop first turns without requests; without any request, drop everything that was left behind."""
-        if not self.flows:
-            self.clear()
-            self.keys.clear()
-            self.late.clear()
-            self.gone.clear()
-            return
-        while not self[0][2]:
-            heappop(self)
-
-    def take_out(self, client: QueueClient) -> deque[R] | None:
-        """The requests of `client` leave, to be moved elsewhere."""
-        flow = self.flows.pop(client, None)
-        if flow is None:
-            return None
-        taken = flow.copy()
-        flow.clear()
-        for request in taken:
-            self.forget(request)
-        if len(self) > 2 * len(self.flows) + 64:
-            self[:] = [turn for turn in self if turn[2]]
-            heapify(self)
-        self.settle()
-        return taken
-
-
-class Lane(list[tuple[float, int, Line[R]]]):
-    """A heap of lines by (smallest key, -priority).
-
-    A line from which requests were moved away may be listed under a smaller key than it has, or have no requests left. The
-    first line of the heap is never one of these.
-    """
-
-    __slots__ = ("head", "lines", "moved")
-
-    def __init__(self) -> None:
-        super().__init__()
-        #: the request whose turn it is, waiting or stale; None: the lane is empty
-        self.head: R | None = None
-        #: by priority; some are empty
-        self.lines: dict[int, Line[R]] = {}
-        #: requests were moved away since it was empty
-        self.moved = False
-
-    def before(self, other: "Lane[R]") -> bool:
-        """Whether its head is before that of `other`, a lane of the same queue."""
-        if self[0][1] == other[0][1]:
-            return self[0][2][0] < other[0][2][0]
-        return self[0] < other[0]
-
-    def before_suspect(self, other: "Lane[R]") -> bool:
-        """Whether its head is before that of `other`, a lane of suspects. Those were first in their priority once already."""
-        return self[0][1] != other[0][1] and self[0] < other[0]
-
-    def defer(self) -> bool:
-        """Whether the client whose turn it is was served in another lane since: then this turn begins later, too."""
-        line = self[0][2]
-        start, seq, flow = line[0]
-        later = line.level.starts.get(flow[0].client, start)
-        if later <= start:
-            return False
-        heapreplace(line, (later, seq, flow))
-        line.settle()
-        self.head = line[0][2][0]
-        return True
-
-    def order(self) -> None:
-        """Build the heap anew: keys have become smaller."""
-        self.clear()
-        for line in self.lines.values():
-            line.listed = None
-            if line.flows:
-                line.listed = key = line.first()
-                self.append((key, -line.priority, line))
-        heapify(self)
-        self.head = self[0][2][0][2][0] if self else None
-
-    def settle(self) -> None:
-        """Requests have left: put the first line in its place until it is one that is listed under its own key."""
-        while self:
-            key, priority, line = self[0]
-            if not line.flows:
-                heappop(self)
-                line.listed = None
-            elif (first := line.first()) != key:
-                heapreplace(self, (first, priority, line))
-                line.listed = first
-            else:
-                self.head = line[0][2][0]
-                return
-        self.head = None
-        self.moved = False
-
-    def requests(self) -> list[R]:
-        """All of them, waiting or stale, in no order."""
-        return [request for line in self.lines.values() for flow in line.flows.values() for request in flow]
 
 
 class Queue(Generic[R]):
@@ -319,7 +81,7 @@ class Queue(Generic[R]):
             flow.append(request)
         else:
             # It came back: its place is before some that arrived after it.
-            flow.insert(bisect_left(flow, request.seq, key=_arrival), request)
+            flow.insert(bisect_left(flow, request.seq, key=arrival), request)
         key = inf if priority == AWAY else request.key
         line.add_key(key)
         listed = line.listed
@@ -441,7 +203,7 @@ class Queue(Generic[R]):
 
     def _push_again(self, requests: list[R]) -> None:
         """Of requests whose entries were taken out, those that wait come back."""
-        requests.sort(key=_arrival)
+        requests.sort(key=arrival)
         for request in requests:
             if request.lane is self:
                 request.lane = None
@@ -494,61 +256,3 @@ class Queue(Generic[R]):
 def _check_heap(heap: list[Any]) -> None:
     for i, entry in enumerate(heap):
         assert i == 0 or heap[(i - 1) // 2][:2] <= entry[:2], (i, entry)
-
-
-class VersionQueue(Generic[R]):
-    """Requests that wait for a later weight version, the smallest version first: a commit looks at those that it releases.
-
-    Used like a `Queue`, and left in two ways only: by `due`, and by a final answer, after which the entry is stale.
-    """
-
-    __slots__ = ("_heap", "_stale")
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, R]] = []
-        #: entries of requests that have their answer
-        self._stale = 0
-
-    def __len__(self) -> int:
-        """Requests that wait."""
-        return len(self._heap) - self._stale
-
-    def push(self, request: R) -> None:
-        """Add `request`, unless it waits here already."""
-        if request.lane is self:
-            return
-        if request.lane is not None:
-            request.lane.forget()
-        request.lane = self
-        heappush(self._heap, (request.min_version, request.seq, request))
-
-    def forget(self) -> None:
-        """A request that waited here has its answer. Sweeps when half of the entries are stale."""
-        self._stale += 1
-        if self._stale > 64 and self._stale * 2 > len(self._heap):
-            self._heap = [entry for entry in self._heap if entry[2].state != DONE]
-            heapify(self._heap)
-            self._stale = 0
-
-    def due(self, version: int) -> list[R]:
-        """Take out the requests that wait for `version` or an earlier one, in the order of their arrival."""
-        heap, out = self._heap, list[R]()
-        while heap and heap[0][0] <= version:
-            request = heappop(heap)[2]
-            if request.state == DONE:
-                self._stale -= 1
-            else:
-                request.lane = None
-                out.append(request)
-        out.sort(key=lambda request: request.seq)
-        return out
-
-    def waiting(self) -> list[R]:
-        """The requests that wait, in no order."""
-        return [request for _, _, request in self._heap if request.state != DONE]
-
-    def check(self) -> None:
-        waiting = self.waiting()
-        assert len(self) == len(waiting), (len(self), len(waiting))
-        assert all(request.lane is self and request.state == QUEUED for request in waiting), waiting
-        assert len({request.seq for request in waiting}) == len(waiting), "a request waits twice for its version"

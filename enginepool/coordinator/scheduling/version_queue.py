@@ -1,0 +1,65 @@
+"""Requests that wait for a later weight version. Pure."""
+
+from heapq import heapify, heappop, heappush
+from typing import Generic
+
+from enginepool.coordinator.core.request_state import DONE, QUEUED
+from enginepool.coordinator.scheduling.lanes import R, arrival
+
+
+class VersionQueue(Generic[R]):
+    """Requests that wait for a later weight version, the smallest version first: a commit looks at those that it releases.
+
+    Used like a `Queue`, and left in two ways only: by `due`, and by a final answer, after which the entry is stale.
+    """
+
+    __slots__ = ("_heap", "_stale")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, R]] = []
+        #: entries of requests that have their answer
+        self._stale = 0
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._heap) - self._stale
+
+    def push(self, request: R) -> None:
+        """Add `request`, unless it waits here already."""
+        if request.lane is self:
+            return
+        if request.lane is not None:
+            request.lane.forget()
+        request.lane = self
+        heappush(self._heap, (request.min_version, request.seq, request))
+
+    def forget(self) -> None:
+        """A request that waited here has its answer. Sweeps when half of the entries are stale."""
+        self._stale += 1
+        if self._stale > 64 and self._stale * 2 > len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[2].state != DONE]
+            heapify(self._heap)
+            self._stale = 0
+
+    def due(self, version: int) -> list[R]:
+        """Take out the requests that wait for `version` or an earlier one, in the order of their arrival."""
+        heap, out = self._heap, list[R]()
+        while heap and heap[0][0] <= version:
+            request = heappop(heap)[2]
+            if request.state == DONE:
+                self._stale -= 1
+            else:
+                request.lane = None
+                out.append(request)
+        out.sort(key=arrival)
+        return out
+
+    def waiting(self) -> list[R]:
+        """The requests that wait, in no order."""
+        return [request for _, _, request in self._heap if request.state != DONE]
+
+    def check(self) -> None:
+        waiting = self.waiting()
+        assert len(self) == len(waiting), (len(self), len(waiting))
+        assert all(request.lane is self and request.state == QUEUED for request in waiting), waiting
+        assert len({request.seq for request in waiting}) == len(waiting), "a request waits twice for its version"
