@@ -473,7 +473,7 @@ def test_what_is_left_of_a_cut_request_joins_the_packed_batch_of_another() -> No
     pool.submit(client, 2, shared(10, 5), priority=5)
     pool.finish_all()
     assert [s.message.usage.items for s in pool.sent if isinstance(s.message, Result)] == [1, 12]
-    assert sum(group.batches for group in pool.machine.core.groups.values()) == 2
+    assert sum(group.counts.batches for group in pool.machine.core.groups.values()) == 2
 
 
 def test_a_suspect_s_old_place_in_the_queue_ends_no_packed_batch() -> None:

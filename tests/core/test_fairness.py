@@ -175,10 +175,10 @@ def test_requests_of_a_client_whose_link_was_cut_wait_behind_all_others() -> Non
     for _ in range(IN_FLIGHT + 10):
         pool.finish(pool.batches[0])
     assert answers(pool.sent, here) == 10
-    assert pool.machine.core.groups["g"].answered == IN_FLIGHT + 10
+    assert pool.machine.core.groups["g"].counts.answered == IN_FLIGHT + 10
     while pool.batches:
         pool.finish(pool.batches[0])
-    assert pool.machine.core.groups["g"].answered == 30, "nothing is thrown away"
+    assert pool.machine.core.groups["g"].counts.answered == 30, "nothing is thrown away"
 
 
 def test_a_link_that_two_clients_have_in_turn_moves_so_many_requests_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

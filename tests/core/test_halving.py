@@ -143,7 +143,7 @@ def test_the_exit_of_a_worker_says_as_its_last_message_does_that_memory_ran_out(
         bye(pool, incarnation.encode())
     group = pool.machine.core.groups["g"]
     assert (group.halvings, group.suspects.size, group.down) == (1, 0, "")
-    assert group.lost_batches == (1 if ready else 0)
+    assert group.counts.lost_batches == (1 if ready else 0)
     pool.wait(2.0)
     again = pool.started[-1].incarnation
     assert again != incarnation
@@ -164,7 +164,7 @@ def test_what_is_too_large_even_in_small_batches_is_a_loss_like_any_other() -> N
     for life in range(3):
         pool.worker(f"x{life}")
         bye(pool, f"x{life}".encode())
-    assert group.poisoned == 0
+    assert group.counts.poisoned == 0
     pool.worker("y")
     bye(pool, b"y")
     assert failures(pool.sent)[1].code == "poisoned"

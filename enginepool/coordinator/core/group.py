@@ -8,6 +8,7 @@ from collections import deque
 
 from enginepool.config import GroupConfig
 from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_counts import GroupCounts, RecentSpeed
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
@@ -30,11 +31,10 @@ class Group:
     """A named set of workers of one model, identical within each class, and the queue before them."""
 
     __slots__ = (
-        "answered", "batches", "blocked", "config", "cut", "down", "expected", "failed", "first_answer", "forwards",
-        "halvings", "heard_committed", "on_hold", "history", "live", "lost_batches", "lost_external", "name", "only", "packed",
-        "packed_routing", "peak", "peak_at", "plain", "poisoned", "process_group", "queue", "reserved_worker",
-        "retired_classes", "routing", "running", "running_tokens", "slots", "spent_s", "spent_tokens", "split_batches",
-        "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights", "weights_lost",
+        "blocked", "config", "counts", "cut", "down", "expected", "first_answer", "halvings", "heard_committed", "history",
+        "live", "lost_external", "name", "on_hold", "only", "packed", "packed_routing", "peak", "peak_at", "plain",
+        "process_group", "queue", "reserved_worker", "retired_classes", "routing", "running", "running_tokens", "slots",
+        "speed", "suspects", "texts", "tokens", "trial", "version", "version_queue", "waiting", "weights", "weights_lost",
         "weights_lost_classes", "woken", "workers", "zeros",
     )  # fmt: skip
 
@@ -73,6 +73,26 @@ class Group:
         self.slots: list[WorkerSlot] = []
         #: external workers that were lost, oldest first: when, who and why
         self.lost_external: deque[tuple[float, Worker, str]] = deque(maxlen=LOST)
+        self._open_queues()
+        self.trial: RunningBatch | None = None
+        #: kept free for the next trial until its batches are done
+        self.reserved_worker: Worker | None = None
+        #: the open plain workers, and the open packed ones
+        self.routing: Routing[Worker] = Routing()
+        self.packed_routing: Routing[Worker] = Routing()
+        #: the highest priority of late, and when a request last came with it
+        self.peak = -MAX_PRIORITY
+        self.peak_at = 0.0
+        #: it is in `Context.woken`
+        self.woken = False
+        #: why nothing will ever run here, or ""
+        self.down = ""
+        #: why nothing will ever run on a class of workers again, by class
+        self.retired_classes: dict[int, str] = {}
+        self.speed = RecentSpeed()
+        self.counts = GroupCounts()
+
+    def _open_queues(self) -> None:
         #: requests without an answer, in the order of their arrival
         self.live: dict[Request, None] = {}
         #: of them, those of which a worker was given some rows and not all: what a hold lets finish is among them
@@ -84,33 +104,13 @@ class Group:
         self.suspects: Queue[Request] = Queue()
         #: requests that wait for a later weight version
         self.version_queue: VersionQueue[Request] = VersionQueue()
-        self.trial: RunningBatch | None = None
-        #: kept free for the next trial until its batches are done
-        self.reserved_worker: Worker | None = None
-        #: the open plain workers, and the open packed ones
-        self.routing: Routing[Worker] = Routing()
-        self.packed_routing: Routing[Worker] = Routing()
-        #: the highest priority of late, and when a request last came with it
-        self.peak = -MAX_PRIORITY
-        self.peak_at = 0.0
         #: text requests that no worker tokenizes yet, suspects aside
         self.texts: Queue[Request] = Queue()
-        #: it stands in `Core.woken`
-        self.woken = False
-        #: why nothing will ever run here, or ""
-        self.down = ""
-        #: why nothing will ever run on a class of workers again, by class
-        self.retired_classes: dict[int, str] = {}
-        #: time and tokens of recent batches; decayed apart, so that many small batches do not foretell large ones
-        self.spent_s = 0.0
-        self.spent_tokens = 0.0
         #: requests in TEXT or QUEUED, requests in RUNNING, the tokens of all of them, and of those in RUNNING
         self.waiting = 0
         self.running = 0
         self.tokens = 0
         self.running_tokens = 0
-        self.answered = self.failed = self.poisoned = 0
-        self.batches = self.forwards = self.split_batches = self.lost_batches = 0
 
     @property
     def journal_behind(self) -> bool:
@@ -124,11 +124,6 @@ class Group:
             return ""
         command = f"`enginepool worker --connect ADDRESS --group {self.name}`"
         return f"no worker is connected and the pool starts none (workers = 0); {command} starts one"
-
-    @property
-    def rate(self) -> float:
-        """Seconds for each token of a batch; 0 before the first one."""
-        return self.spent_s / self.spent_tokens if self.spent_tokens else 0.0
 
     def expect(self) -> None:
         """Call when slots were made, or a worker was ready."""

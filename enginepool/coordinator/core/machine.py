@@ -60,10 +60,8 @@ class Machine:
         publishers = Publishers(core, weights)
         self.questions = Inspections(core)
         self._next_watch = 0.0
-        #: whatever comes after this comes after a stall
-        self._punctual_until = float("inf")
-        self._drain_until = float("inf")
-        self._kill_at = float("inf")
+        #: an event after this time comes after a stall of the coordinator
+        self._punctual_until = self._drain_until = self._kill_at = float("inf")
         self._drained = False
         self._on: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.Started: self._started,

@@ -108,17 +108,16 @@ class WorkerReports:
         group = worker.group
         end_batch(self.core, batch)
         worker.done += 1
-        group.batches += 1
-        group.forwards += e.forwards
+        group.counts.batches += 1
+        group.counts.forwards += e.forwards
         if e.forwards != 1:
-            group.split_batches += 1
+            group.counts.split_batches += 1
         if group.first_answer is not None and worker.holds:
             record, since = group.first_answer
             record.phases["first_answer"] = int((e.now - since) * 1e6)
             group.first_answer = None
             self.core.effects.append(KeepHistory(group.name, list(group.history)))
-        group.spent_s = 0.9 * group.spent_s + e.run_us / 1e6
-        group.spent_tokens = 0.9 * group.spent_tokens + batch.cost
+        group.speed.add(e.run_us / 1e6, batch.cost)
         if worker.pace is not None:
             worker.pace.done(e.now, e.run_us / 1e6, batch.cost, batch.rows, fits=usual(batch, e))
         self.requests.outcome(batch, e)

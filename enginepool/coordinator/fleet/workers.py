@@ -108,7 +108,7 @@ class WorkerRegistry:
     def _out_of_memory(self, worker: Worker) -> None:
         """The engine of `worker` died of a batch. Where half as much may help, neither requests nor the slot are blamed."""
         if halve(worker):
-            worker.group.lost_batches += len(worker.batches)
+            worker.group.counts.lost_batches += len(worker.batches)
             self.recall(worker)
             self.requests.refit(worker.group)
             if worker.slot is not None:
@@ -131,7 +131,7 @@ class WorkerRegistry:
         self.log(worker, f"worker {worker.name} {'ends' if planned else 'is lost'}: {reason} ({said})")
         lose_worker(core, worker, reason)
         batches = list(worker.batches.values())
-        group.lost_batches += len(batches)
+        group.counts.lost_batches += len(batches)
         self.requests.texts_lost(worker, reason)
         for batch in batches:
             end_batch(core, batch)

@@ -166,6 +166,6 @@ class Admission:
 
 def _busy(id: int, group: Group, field: str, limit: int, text: str) -> ErrorReply:
     """To be sent again when about half of what waits is done, in 20 ms at the earliest and 5 s at the latest."""
-    wait = group.rate * group.tokens / max(1, group.routing.open + group.packed_routing.open) / 2
+    wait = group.speed.token_s * group.tokens / max(1, group.routing.open + group.packed_routing.open) / 2
     retry_after_ms = round(1000 * min(max(wait, 0.02), 5.0))
     return ErrorReply("busy", text, id, field=field, limit=str(limit), retry_after_ms=retry_after_ms)

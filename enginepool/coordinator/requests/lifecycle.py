@@ -198,7 +198,7 @@ class RequestLifecycle:
         request.attempts += 1
         request.evidence = (*request.evidence, reason)
         if request.attempts >= self.core.config.restart.max_attempts:
-            request.group.poisoned += 1
+            request.group.counts.poisoned += 1
             text = f"workers died {request.attempts} times while this request ran alone"
             self.fail(request, "poisoned", text, evidence=request.evidence)
 
@@ -219,14 +219,14 @@ class RequestLifecycle:
             Timings(queued_us, request.run_us),
             list(specs),
         )
-        request.group.answered += 1
+        request.group.counts.answered += 1
         self._finish(request, message, frames)
 
     def fail(
         self, request: Request, code: str, message: str, *, field: str = "", limit: str = "", evidence: Sequence[str] = ()
     ) -> None:
         """The final answer of a live request is an error."""
-        request.group.failed += 1
+        request.group.counts.failed += 1
         failure = ErrorReply(code, message, request.id, field=field, limit=limit, evidence=list(evidence))
         self._finish(request, failure, ())
 

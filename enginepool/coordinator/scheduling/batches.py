@@ -170,7 +170,7 @@ def send_batch(core: Context, batch: RunningBatch) -> None:
     worker = batch.worker
     start_batch(batch)
     timing, pace = core.config.timing, worker.pace
-    expected = worker.group.rate * worker.cost
+    expected = worker.group.speed.token_s * worker.cost
     if pace is not None:
         # Before its first batch, what the worker measured when it started.
         expected = max(expected, pace.seconds(worker.cost, worker.rows))

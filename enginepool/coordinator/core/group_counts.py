@@ -1,0 +1,36 @@
+"""What the status reports of a group count, and how fast its workers were of late. Pure."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class GroupCounts:
+    """Since the coordinator started. `split_batches` took more than one forward; `lost_batches` had a worker that was lost."""
+
+    answered: int = 0
+    failed: int = 0
+    poisoned: int = 0
+    batches: int = 0
+    forwards: int = 0
+    split_batches: int = 0
+    lost_batches: int = 0
+
+
+class RecentSpeed:
+    """Time and tokens of recent batches; decayed apart, so that many small batches do not foretell large ones."""
+
+    __slots__ = ("_seconds", "_tokens")
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0.0
+
+    def add(self, seconds: float, tokens: int) -> None:
+        """A batch of so many tokens took so long."""
+        self._seconds = 0.9 * self._seconds + seconds
+        self._tokens = 0.9 * self._tokens + tokens
+
+    @property
+    def token_s(self) -> float:
+        """Seconds for each token of a batch; 0 before the first batch."""
+        return self._seconds / self._tokens if self._tokens else 0.0
