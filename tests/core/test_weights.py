@@ -838,7 +838,7 @@ def test_work_that_never_leaves_an_engine_is_found_where_it_was_alone(cancelled:
     pool.live(61.0)
     assert failures(pool.sent)[cancelled].code == "cancelled"
     if cancelled != 50:
-        assert failures(pool.sent)[50].code == "poisoned" and "not handed over" in failures(pool.sent)[50].evidence[0]
+        assert failures(pool.sent)[50].code == "poisoned" and "not loaded" in failures(pool.sent)[50].evidence[0]
 
 
 @pytest.mark.parametrize("cancelled", [True, False])

@@ -143,7 +143,7 @@ class Context:
         self.effects.append(ToClient(link, ErrorReply(code, message, id, field=field, limit=limit)))
 
     def client_of(self, link: Link, id: int | None) -> Client | None:
-        """The client on `link`, heard just now; a link that nobody said hello on is told so."""
+        """The client on `link`, heard just now; a link without a hello is told so."""
         client = self.links.get(link)
         if client is None:
             self.refuse(link, id, "hello_required", "this link has not said hello to this coordinator")

@@ -173,7 +173,7 @@ class LinkCut(Event):
 
 
 class StatusAsked(Event):
-    """Somebody wants a status report; `measures` are facts of the shell that the report repeats."""
+    """A peer asks for a status report; the other fields are figures of the shell that the report repeats."""
 
     link: Link
     id: int
@@ -208,7 +208,7 @@ class PublisherSaid(Event):
 
 
 class WeightsAsked(Event):
-    """Somebody has a question about weights."""
+    """A peer asks about weights."""
 
     link: Link
     message: InspectWeights
@@ -229,7 +229,7 @@ class WorkerRegistered(Event):
 
 
 class SettingsAsked(Event):
-    """Somebody who starts workers wants the settings of a group."""
+    """A program that starts workers asks for the settings of a group."""
 
     link: Link
     group: str

@@ -48,7 +48,7 @@ class Group:
         self.heard_committed: tuple[int, int] = (0, 0)
         #: no new work starts, because engines are about to take the weights of the open transaction
         self.on_hold = False
-        #: the process group of the last update that was committed; None when nobody can be in it any more
+        #: the process group of the last update that was committed; None when no peer is left in it
         self.process_group: ProcessGroupInfo | None = None
         #: tensors of the committed weights that are all zero; None: not known
         self.zeros: frozenset[str] | None = None
@@ -67,7 +67,7 @@ class Group:
         #: of the first plain, and the first packed worker that was ready; None before that
         self.plain: Capabilities | None = None
         self.packed: Capabilities | None = None
-        #: the classes of which there may ever be a worker; of one that only dials in, once one did
+        #: the classes of which there may ever be a worker; of external workers, once one registered
         self.expected = PLAIN | PACKED
         self.workers: dict[str, Worker] = {}
         self.slots: list[WorkerSlot] = []

@@ -1,4 +1,4 @@
-"""What the status reports of a group count, and how fast its workers were of late. Pure."""
+"""What the status reports of a group count, and how fast its workers were recently. Pure."""
 
 from dataclasses import dataclass
 

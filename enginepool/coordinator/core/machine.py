@@ -1,8 +1,8 @@
 """The coordinator's machine: `handle(*events) -> list[Effect]`, and nothing else changes its state.
 
 Pure: no sockets, clocks, randomness or logging. Time comes inside events. The shell performs the effects in order and sends
-`Tick` no later than `wake_at`. `clients`, `admission` and `requests` are one side, `slots`, `fleet` and `watch` (the workers'
-processes, the workers, and their deadlines) the other, `batching` is where they meet; `state` holds what all of them change.
+`Tick` no later than `wake_at`. `requests` is one side; `fleet` (the workers, their slots and their deadlines) is the other;
+`scheduling` is where they meet; `state` holds what all of them change.
 """
 
 from collections.abc import Callable
@@ -34,9 +34,9 @@ from enginepool.coordinator.weights.publishing import Publishers
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Transactions
 
-#: how often silence, stages, slots and the answer store are looked at
+#: how often silence, stages, slots and kept answers are checked
 WATCH_S = 0.25
-#: a look that is later than this was held up by the coordinator itself
+#: a check of the deadlines that is later than this was delayed by the coordinator itself
 STALL_S = 1.0
 
 
@@ -52,7 +52,7 @@ class Machine:
         self.fleet = fleet = WorkerRegistry(core, requests, self.slots)
         registration = Registration(core, fleet)
         reports = WorkerReports(core, requests, fleet)
-        self.watch = WorkerDeadlines(core, fleet, self.slots)
+        self.deadlines = WorkerDeadlines(core, fleet, self.slots)
         self.planned = PlannedRestarts(core, fleet, self.slots)
         self.restoring = Restoring(core, requests, fleet)
         self.ending = UpdateOutcomes(core, requests, fleet, self.restoring)
@@ -150,7 +150,7 @@ class Machine:
         if e.now >= self._next_watch:
             self._next_watch = e.now + WATCH_S
             self._punctual_until = self._next_watch + STALL_S
-            self.watch.look()
+            self.deadlines.check()
             self.planned.watch()
             core.watch_room()
             self.clients.expire()
@@ -163,7 +163,7 @@ class Machine:
         """Every deadline that there is moves by the time of the stall. What is done from here on has deadlines of its own."""
         gap = self.core.now - (self._punctual_until - STALL_S)
         self.core.log(f"the coordinator stood still for {gap:.1f} s: every deadline is moved by that")
-        self.watch.extend(gap)
+        self.deadlines.extend(gap)
         self.weights.extend(gap)
         self._punctual_until += gap
 

@@ -72,7 +72,7 @@ def confirm_epoch(core: Context, worker: Worker) -> None:
 
 
 def report_stage(core: Context, worker: Worker, stage: str) -> None:
-    """A worker reported what its process does. A restore goes on unless the worker ends; the new weights are judged apart."""
+    """A worker reported what its process does. A restore goes on unless the worker ends."""
     worker.stage, worker.since = stage, core.now
     if worker.state is WorkerState.RESTORING and stage == "draining":
         _enter(core, worker, WorkerState.DRAINING)
@@ -111,7 +111,7 @@ def have_weights(core: Context, worker: Worker) -> None:
 
 
 def commit_weights(group: Group, weights: GroupWeights) -> None:
-    """Other weights are the committed ones. The group is on hold; `release` judges its workers by them."""
+    """Other weights are the committed ones. The group is on hold; `release` finds the states of its workers."""
     group.weights, group.version = weights, weights.version
 
 

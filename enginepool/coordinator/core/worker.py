@@ -79,7 +79,7 @@ class Worker:
 
     @property
     def class_(self) -> int:
-        """PLAIN or PACKED; of one that dialled in and was never ready, PLAIN until it says otherwise."""
+        """PLAIN or PACKED. An external worker counts as PLAIN until its first `ready`."""
         if self.capabilities is not None:
             return PACKED if self.capabilities.packed else PLAIN
         return PACKED if self.slot is not None and self.slot.packed else PLAIN

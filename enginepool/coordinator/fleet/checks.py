@@ -56,19 +56,19 @@ def stranger(worker: Worker, can: Capabilities) -> str:
     slot, before = worker.slot, worker.capabilities
     if (slot is not None and slot.packed != can.packed) or (before is not None and before.packed != can.packed):
         return f"ready with packed = {can.packed}, where a {'plain' if can.packed else 'packed'} worker was expected"
-    beside = _classes_beside(worker)
+    others = _other_classes(worker)
     for first in (worker.group.plain, worker.group.packed):
-        if first is not None and first.packed in beside and (wrong := differs(first, can)):
+        if first is not None and first.packed in others and (wrong := differs(first, can)):
             return wrong
     return ""
 
 
 def alone_in_class(worker: Worker, can: Capabilities) -> bool:
     """Whether no other worker in its group that is or was ready is packed, or plain, as this one."""
-    return can.packed not in _classes_beside(worker)
+    return can.packed not in _other_classes(worker)
 
 
-def _classes_beside(worker: Worker) -> set[bool]:
+def _other_classes(worker: Worker) -> set[bool]:
     """Of the other workers in its group that are or were ready: whether they are packed."""
     others = worker.group.workers.values()
     return {other.capabilities.packed for other in others if other is not worker and other.capabilities is not None}

@@ -1,4 +1,4 @@
-"""The watch over workers: pings, and every deadline by which one must have said or done something.
+"""The deadlines of workers: pings, and when a worker must have reported or finished something.
 
 Two clocks are kept apart. Silence (`silence_s` without any message) means the process or its link is gone. Progress (a
 deadline for each stage, and for each forward) means it is alive and does nothing. Either way the worker is lost.
@@ -23,7 +23,7 @@ class WorkerDeadlines:
         self.slots = slots
         self._pinged = 0.0
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Ping, and act on every deadline that has passed."""
         core, timing = self.core, self.core.config.timing
         ping = core.now - self._pinged >= timing.ping_s
@@ -71,7 +71,7 @@ class WorkerDeadlines:
         return ""
 
     def extend(self, gap: float) -> None:
-        """The coordinator itself stood still for `gap` seconds: nobody else is to blame for the silence."""
+        """The coordinator itself stood still for `gap` seconds: the silence is not the fault of a worker."""
         for worker in self.core.worker_links.values():
             worker.heard += gap
             worker.since += gap

@@ -41,7 +41,7 @@ class PlannedRestarts:
         if slot is None:
             self._refuse(e, group)
             return False
-        # A message that comes twice is about a worker that is gone the second time.
+        # The second of two equal messages names a worker that has ended.
         if slot.incarnation == e.incarnation and not slot.planned_restart:
             self._begin(slot)
         return True
@@ -68,7 +68,7 @@ class PlannedRestarts:
             self._end(slot)
 
     def watch(self) -> None:
-        """Look at all that finish what they have."""
+        """Advance the restarts of workers that finish their work."""
         for group in self.core.groups.values():
             for slot in group.slots:
                 if slot.planned_restart == "draining":
@@ -94,7 +94,7 @@ class PlannedRestarts:
             self.fleet.lose(worker, _WHY, kill=True)
 
     def _revive(self, slot: WorkerSlot) -> None:
-        """Forget why it waits or was given up: it starts with the next look at the slots."""
+        """Forget why it waits or was given up: it starts with the next check of the slots."""
         group = slot.group
         revive(slot, self.core.now)
         slot.loss_times, slot.short_runs, slot.same_failures, slot.failure_signature = [], 0, 0, ""

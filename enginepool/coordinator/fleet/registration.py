@@ -26,7 +26,7 @@ class Registration:
         self._order = 0
 
     def register(self, e: ev.WorkerRegistered) -> None:
-        """A worker dials in: one of ours, one that somebody else started, or one that comes back on a new link."""
+        """A worker opens a link: one of a slot, an external one, or one that comes back on a new link."""
         core = self.core
         group = core.groups.get(e.group)
         if group is None:

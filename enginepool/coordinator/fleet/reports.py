@@ -39,7 +39,7 @@ class WorkerReports:
         group, can = worker.group, e.capabilities
         if not impossible(can):
             if can.halvings > group.halvings:
-                # It was halved under a coordinator that is gone.
+                # It was halved under an earlier coordinator.
                 shrink(group, can.halvings)
                 self.requests.refit(group)
             can = halved(can, group.halvings - can.halvings)
@@ -78,7 +78,7 @@ class WorkerReports:
         # It may have been the last one of which it was not known that it is no plain worker.
         self.workers.slots.maybe_down(group)
         if not worker.holds:
-            # It was taking weights of a coordinator that is gone, and got work meanwhile, which it drops when it restores.
+            # It was loading weights of an earlier coordinator, and got work meanwhile, which it drops when it restores.
             self.workers.recall(worker)
         self.core.wake(group)
         self.core.secondary.append(WorkerLoaded(worker))

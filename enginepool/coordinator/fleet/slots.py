@@ -33,7 +33,7 @@ class WorkerSlots:
         self.requests = requests
 
     def open(self, group: Group, alive: list[ev.LiveProcess]) -> None:
-        """Make the group's slots; those whose process survived an earlier coordinator wait for it to dial in."""
+        """Make the group's slots; a process that survived an earlier coordinator has time to register."""
         core = self.core
         for index in range(group.config.workers):
             slot = WorkerSlot(group, index)

@@ -21,7 +21,7 @@ from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.oom_backoff import halve
 from enginepool.protocol.messages import Drain, ErrorReply, Expired
 
-#: how many refused incarnations of workers that dialled in are remembered
+#: how many refused incarnations are remembered
 REFUSED = 65_536
 #: a worker that said goodbye ends within this, or is killed
 GOODBYE_S = 30.0
@@ -53,7 +53,7 @@ class WorkerRegistry:
             self.refuse(link, "superseded", f"incarnation {incarnation} was given up: {reason}")
 
     def of(self, link: Link) -> Worker | None:
-        """The worker on `link`, heard just now; a link that nobody registered is told so."""
+        """The worker on `link`, heard just now; a link without a registration is told so."""
         worker = self.core.worker_links.get(link)
         if worker is None:
             self.refuse(link, "hello_required", "this link has not registered with this coordinator")

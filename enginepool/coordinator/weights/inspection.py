@@ -43,7 +43,7 @@ class Inspections:
         self.open: list[Question] = []
 
     def asked(self, e: ev.WeightsAsked) -> None:
-        """Somebody wants to know. Needs no hello, like `status`."""
+        """A peer asks about weights. Needs no hello, like `status`."""
         core, message = self.core, e.message
         group = core.group_of(message.group)
         if group is None:

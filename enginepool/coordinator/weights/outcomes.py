@@ -43,7 +43,7 @@ class UpdateOutcomes:
         if update.by_restart:
             return GroupWeights(offer.version, digest, path=offer.path, run=run, restart=True)
         if offer.partial:
-            # Nobody's bytes are all of it: whoever holds less than both must not be asked to restore it.
+            # No process has all of the bytes. A worker that does not hold both parts must not be asked to restore them.
             return GroupWeights(offer.version, layered(before.digest, digest), run=run)
         folder = self.snapshots.get(group.config.snapshot, "")
         # A set_version takes up weights that the journal has lost: a stager may hold them, and its snapshot may be there.
@@ -74,7 +74,7 @@ class UpdateOutcomes:
             if worker.lost:
                 continue
             if not member.loaded:
-                why = "did not take" if member.failure else "starts on"
+                why = "did not load" if member.failure else "starts on"
                 self._replace(
                     worker, f"it {why} weight version {weights.version}{': ' if member.failure else ''}{member.failure}"
                 )
@@ -228,7 +228,7 @@ def _zeros(update: Update) -> frozenset[str] | None:
 
 
 def _note(update: Update) -> str:
-    """What the history says of a committed transaction beside its numbers."""
+    """What the history says of a committed transaction besides its numbers."""
     zeros = sorted({finding.name for member in update.members.values() for finding in member.findings})
     said = [f"all zero: {', '.join(zeros[:3])}{' …' if len(zeros) > 3 else ''}"] if zeros else []
     failed = failures(list(update.members.values()))

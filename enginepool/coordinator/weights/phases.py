@@ -1,10 +1,10 @@
-"""Weight updates: the transaction between a publisher, this coordinator and a group's workers, decided here and nowhere else.
+"""The phases of a weight update: the transaction between a publisher, the coordinator and the workers of a group.
 
-How it thinks. Tensors pass by: they go from the publisher to the workers' side in a process group of their own, or lie in
-memory that it lends (`ipc`), which members look at when `sent` says where. What is decided here is who takes part, when
-engines change weights, and which version the group is on. Members are the workers that are ready when it opens; no worker joins
-later. Each phase waits for one answer of each member, `pending`, and has a deadline. A member without memory for a staged
-transfer leaves when it says so: it serves the old version until the commit, and is then restored like a worker that returns.
+How it thinks. The coordinator sees no tensors. They go from the publisher to the workers through a process group, or lie in
+memory of the publisher (`ipc`), which the members open when `sent` names it. The coordinator decides which workers take part,
+when engines change weights, and which version the group is on. Members are the workers that are ready when the transaction
+opens; no worker joins later. In each phase every member owes one answer (`pending`), and the phase has a deadline. A member
+that has no memory for a staged transfer says so and leaves. It serves the old version until the commit, and is then restored.
 
     phase       it waits for                      then                                     too late, a refusal or a loss
     open        prepared of all, and the journal  join, or without a process group:        abort
@@ -13,26 +13,28 @@ transfer leaves when it says so: it serves the old version until the commit, and
     transfer    staged of all, and `sent`         digests and findings: staged, or abort   abort; the lease: abort
     staged      `commit`                          hold; by restart: restart                abort; the lease: abort
     restart     enough members run on it          hold, or with `at_once` (held): journal  see `restarts`
-    hold        nothing in flight at members      load                                drain: put back, go on; a loss: abort
-    load   loaded of all                one loaded: journal; none, or all who    the member has failed
-                                                  did are lost and nobody else has it: fail
+    hold        nothing in flight at members      load                                     drain: put back, go on; a loss: abort
+    load        loaded of all                     one loaded: journal; none: fail          the member has failed
+                                                  all that loaded are lost, and only their
+                                                  engines had the weights: fail
                 direct: and `sent`                all loaded: journal                      fail
     journal     the journal is written            committed                                it could not be: fail
 
-    When the process group breaks before the hand-over, whoever was in it says so, and sooner than anybody says why. So the
-    abort waits a moment for a better reason.
-
     abort   no engine was touched: `release` to the members, `error` to the publisher, the group goes on
-    fail    `error` to the publisher. A member that runs on the new weights whole takes the committed ones again, where a
-            running engine can take them. Every other member is killed and comes back on the committed weights.
+    fail    `error` to the publisher. A member whose engine has all of the new weights loads the committed ones again, if a
+            running engine can. Every other member is killed and comes back on the committed weights.
 
-The journal is the commit point: before it the group is on the old version, and whoever loaded the new one and ends up without a
-commit is killed; after it on the new one, and whoever did not load is killed or restored. A group is held from the hold to the
-end, and nobody gets work on any but the committed weights (`Worker.able`), so that no answer mixes versions.
+When the process group breaks before the load, all of its peers report that, and the report with the reason may come last. So
+the abort waits a moment for a better reason.
 
-The lease: as long as a transaction needs its publisher (until `sent` and `commit`; if it lends memory, until the hand-over),
-the publisher must say something about it every `lease_ms`. Its last words are kept like other answers. A publish that comes
-again under its id is attached.
+The journal is the commit point. Before it, the group is on the old version: a worker that loaded the new one without a commit
+is killed or restored. After it, the group is on the new version: a worker that did not load it is killed or restored. The
+group is on hold from `hold` to the end, and no worker gets work on other weights than the committed ones, so that no answer
+mixes versions.
+
+The lease. As long as a transaction needs its publisher (until `sent` and `commit`; with `ipc`, until the load), the publisher
+must send a message about it every `lease_ms`. The final answer is kept like other answers. A publish that arrives again under
+its id is attached to the open transaction.
 """
 
 from enginepool.coordinator.core.context import Context
@@ -145,19 +147,17 @@ class Phases:
             self._loaded(update)
 
     def _join(self, update: Update) -> None:
-        """Ranks for all; the process group of last time is kept when the same sides are in it."""
+        """Give ranks to all. The process group of the last update is used again if it has the same peers."""
         group, offer = update.group, update.offer
         rank = 1
         for member in update.members.values():
             member.rank = rank
             rank += member.ranks
         sides = ((offer.peer, 1), *((member.peer, member.ranks) for member in update.members.values()))
-        stands = group.process_group
-        warm = (
-            stands is not None and offer.peer and stands == ProcessGroupInfo(stands.name, offer.address, offer.backend, sides)
-        )
-        if warm and stands is not None:
-            update.process_group = stands
+        last = group.process_group
+        warm = last is not None and offer.peer and last == ProcessGroupInfo(last.name, offer.address, offer.backend, sides)
+        if warm and last is not None:
+            update.process_group = last
         else:
             update.process_group = ProcessGroupInfo(
                 f"{group.name}-{update.id[0]:x}-{update.id[1]}", offer.address, offer.backend, sides
@@ -175,8 +175,8 @@ class Phases:
         update.recalls_now = not drains
 
     def _stop_draining(self, update: Update) -> None:
-        """What members have in hand is put back, and runs on the new weights. The hand-over follows at once: until then their
-        engines are fuller than the ledger says."""
+        """Put back the work of the members: it runs on the new weights. The load follows at once: until then their engines have
+        more work than the coordinator counts."""
         for member in update.members.values():
             update.recalled_batches += len(member.worker.batches)
             member.recalled += self.ending.fleet.recall(member.worker)
@@ -207,7 +207,7 @@ class Phases:
             self.ending.fail(update, "; ".join(filter(None, (f"lost after they had taken it: {names}", failures(members)))))
             return
         for member in loaded[1:]:
-            # Of a checkpoint nobody else knows the digest.
+            # Only the members know the digest of a checkpoint.
             if member.digest != loaded[0].digest:
                 member.loaded = False
                 member.failure = f"it took other weights than {loaded[0].worker.name}"

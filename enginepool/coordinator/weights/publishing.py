@@ -1,7 +1,7 @@
 """The publisher's side of a transaction: who may open one, and what its publisher says while it is open.
 
 The order of the checks in `publish` is a promise, as in `requests`: who are you (link), have I answered this already
-(duplicate), can anybody take it (group, path), may it be now (another publisher, versions).
+(duplicate), is there a group that can take it (group, path), is it allowed now (another publisher, versions).
 """
 
 from enginepool.coordinator.core import events as ev
@@ -26,7 +26,7 @@ class Publishers:
         self.weights = weights
 
     def publish(self, e: ev.PublishAsked) -> None:
-        """Somebody offers weights: a transaction opens, or a resend is attached to it or its answer."""
+        """A client offers weights: a transaction opens, or a resend is attached to it or to its answer."""
         core, offer = self.core, e.message
         client = core.client_of(e.link, offer.id)
         if client is None or self._known_already(client, e):
@@ -105,18 +105,18 @@ class Publishers:
         if isinstance(message, AbortUpdate):
             why = f"aborted by its publisher: {message.reason or 'no reason given'}"
             if message.broken and not update.loading:
-                self.weights.broke(update, why)
+                self.weights.process_group_broke(update, why)
             elif not update.loading:
                 self.weights.ending.abort(update, "update_aborted", why)
             elif update.direct and update.sent_digest is None:
-                # Its engines wait for bytes that will never come.
+                # The engines wait for bytes that will never arrive.
                 self.weights.ending.fail(update, why)
         elif isinstance(message, Commit):
             update.commit_asked = True
         else:
             if message.sent_bytes > update.sent_bytes:
                 update.sent_bytes = message.sent_bytes
-                self.weights.moves(update)
+                self.weights.bytes_arrived(update)
             if isinstance(message, Sent) and update.sent_digest is None:
                 self.weights.sent(update, message)
 

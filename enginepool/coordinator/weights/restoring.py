@@ -168,7 +168,7 @@ class Restoring:
             self._ask_for(client, group)
 
     def hello(self, client: Client) -> None:
-        """A client is on a link: groups that lost their weights want them of whoever has them."""
+        """A client is on a link: it is asked for the weights that groups lost."""
         for group in self.core.groups.values():
             if group.weights_lost:
                 self._ask_for(client, group)

@@ -26,7 +26,7 @@ from enginepool.protocol.updates import Joined, Prepared, ReleaseWeights, Sent, 
 _TOLD = frozenset({"weights_refused", "unsupported", "bad_request"})
 #: which phase an answer belongs to
 _PHASE = {Prepared: OPEN, Joined: JOIN, Staged: TRANSFER, WeightsLoaded: LOAD}
-#: seconds in which somebody may say why a process group broke
+#: seconds in which a peer may say why a process group broke
 REASON_S = 1.0
 
 
@@ -56,7 +56,7 @@ class Transactions:
             return
         member = update.members[worker.incarnation]
         if isinstance(message, Staged) and message.broken and not update.loading:
-            self.broke(update, f"{worker.name}: {message.message}", member)
+            self.process_group_broke(update, f"{worker.name}: {message.message}", member)
             return
         if isinstance(message, Prepared) and message.no_staging and self._may_leave(update, member):
             self._leave(update, member, message.message)
@@ -73,9 +73,9 @@ class Transactions:
                 member.digest, update.by_restart = message.digest, True
         elif isinstance(message, Staged):
             member.digest, member.findings = message.digest, message.findings
-            self.moves(update)
+            self.bytes_arrived(update)
         elif isinstance(message, WeightsLoaded):
-            self._took(update, member, message)
+            self._loaded(update, member, message)
         del update.pending[worker.incarnation]
 
     def _may_leave(self, update: Update, member: Member) -> bool:
@@ -86,14 +86,14 @@ class Transactions:
         return asked and not update.offer.partial and member.worker.class_ in others
 
     def _leave(self, update: Update, member: Member, why: str) -> None:
-        """It is no member any more, and serves on."""
+        """A worker is no longer a member. It goes on serving."""
         worker = member.worker
         del update.members[worker.incarnation], update.pending[worker.incarnation]
         update.left_members[worker.name] = why
         self.core.effects.append(ToWorker(worker.link, ReleaseWeights(update.id, why)))
 
-    def _took(self, update: Update, member: Member, message: WeightsLoaded) -> None:
-        """A member's engine has taken the weights, or has kept its old ones."""
+    def _loaded(self, update: Update, member: Member, message: WeightsLoaded) -> None:
+        """A member's engine has loaded the weights, or has kept its old ones."""
         if message.code:
             member.failure = f"{message.code}: {message.message}"
         elif message.version != update.offer.version:
@@ -116,7 +116,7 @@ class Transactions:
             self.phases.verifying.ask(update)
 
     def lost(self, worker: Worker, reason: str) -> None:
-        """A worker is gone; members are fixed, so that it leaves a gap that nobody fills."""
+        """A worker is lost. No other worker becomes a member in its stead."""
         update = self.core.update_of(worker.group)
         member = update.members.get(worker.incarnation) if update is not None else None
         if update is None or member is None or member.worker is not worker:
@@ -126,27 +126,27 @@ class Transactions:
         elif not update.loading:
             self.ending.abort(update, "update_aborted", f"{worker.name} was lost: {reason}")
         elif update.pending.pop(worker.incarnation, None) is not None:
-            self._gave_out(member, f"lost: {reason}")
+            self._never_loaded(member, f"lost: {reason}")
 
-    def broke(self, update: Update, reason: str, member: Member | None = None) -> None:
-        """The process group broke, says a member or the publisher; the one that knows why may not have spoken yet."""
+    def process_group_broke(self, update: Update, reason: str, member: Member | None = None) -> None:
+        """A member or the publisher reports that the process group broke. The peer that knows the reason may report later."""
         if member is not None:
             member.broken = True
         if not update.broken_reason:
             update.broken_reason = reason
             update.due = min(update.due, self.core.now + REASON_S)
 
-    def moves(self, update: Update) -> None:
-        """Bytes pass: the phase in which they do goes on."""
+    def bytes_arrived(self, update: Update) -> None:
+        """Bytes arrived: the deadline of the phase moves."""
         if update.phase == TRANSFER and not update.broken_reason:
             update.due = self.core.now + self.core.config.timing.update_stall_s
         elif update.phase == LOAD and update.direct:
             update.due = self.core.now + self.core.config.timing.update_load_s
 
     def sent(self, update: Update, message: Sent) -> None:
-        """The publisher has sent everything. What it lends instead, the members look at now."""
+        """The publisher has sent all bytes, or named the memory that the members open now."""
         update.sent_digest, update.regions = message.digest, message.regions
-        self.moves(update)
+        self.bytes_arrived(update)
         if update.phase == TRANSFER:
             self.phases.ask_all(update)
 
@@ -195,7 +195,7 @@ class Transactions:
             update.due = float("inf")
         elif update.phase == LOAD:
             for member in update.pending.values():
-                self._gave_out(member, f"not handed over: {why}")
+                self._never_loaded(member, f"not loaded: {why}")
             update.pending = {}
             if update.sent_digest is None and update.direct:
                 self.ending.fail(update, why)
@@ -204,8 +204,8 @@ class Transactions:
             who = names or ("the journal" if update.journal_unchecked else "the publisher")
             self.ending.abort(update, "update_aborted", f"{update.phase} took too long, waiting for {who}: {why}")
 
-    def _gave_out(self, member: Member, why: str) -> None:
-        """A member never answered the hand-over. What was in its engine may be why."""
+    def _never_loaded(self, member: Member, why: str) -> None:
+        """A member never answered `load`. The requests that were in its engine may be the cause."""
         member.failure = why
         self.ending.requests.blame(member.recalled, f"{member.worker.name}: {why}")
 

@@ -47,7 +47,7 @@ class Member:
         self.loaded = False
         #: in an update by restart: "" (on the old weights), "leaving", "starting" or "ready"
         self.restart = ""
-        #: why it did not, once the hand-over has begun
+        #: why it did not, once the load has begun
         self.failure = ""
 
     def __repr__(self) -> str:
@@ -73,7 +73,7 @@ class Update:
         self.due = float("inf")
         #: µs that phases took, as `UpdateRecord.phases` has them
         self.times: dict[str, int] = {}
-        #: what workers had heard to be committed; more than that, and more than the journal has, ends it before the hand-over
+        #: the commit that workers had heard of; a later one that the journal does not have ends the transaction before the load
         self.heard_committed = group.heard_committed
         #: whether the journal could take a commit is not known yet
         self.journal_unchecked = True
@@ -127,7 +127,7 @@ class Update:
 
     @property
     def recoverable(self) -> bool:
-        """Beside the engines somebody has all of the weights: a stager, a checkpoint, or whoever had them before."""
+        """Not only the engines have all of the weights: a stager, a checkpoint or another worker has them too."""
         return not self.ipc and not self.direct and not self.offer.partial
 
     @property
@@ -188,11 +188,9 @@ class Update:
             assert not any(member.worker.lost for member in members), f"{self}: a member is lost and it goes on"
             assert not any(member.loaded or member.failure for member in members), self
         else:
-            assert all(member.worker.lost or not member.worker.batches for member in members), (
-                f"{self}: work beside a hand-over"
-            )
+            assert all(member.worker.lost or not member.worker.batches for member in members), f"{self}: work during a load"
         if self.holds_group:
-            assert self.commit_asked, f"{self}: nobody said commit"
+            assert self.commit_asked, f"{self}: held without a commit of the publisher"
         if self.holds_group and self.sends_bytes and not self.direct:
             digests = {member.digest for member in members}
             assert digests == {self.sent_digest}, f"{self}: {digests} were staged, {self.sent_digest} was sent"
