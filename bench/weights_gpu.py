@@ -116,9 +116,7 @@ def bars(rows: Sequence[Row], settings: Sequence[str], bucket: str) -> dict[str,
                 speed = found.get((f"{warm}: transfer", who))
                 if speed is None:
                     continue
-                parts = {
-                    phase: found.get((f"{warm}: {phase}", who)) for phase in ("drain", "hand over", "journal", "first answer")
-                }
+                parts = {phase: found.get((f"{warm}: {phase}", who)) for phase in ("drain", "load", "journal", "first answer")}
                 hold = {phase: value for phase, value in parts.items() if value is not None}
                 pictured.setdefault(setting, []).append(Bar(who, speed, hold))
     return pictured

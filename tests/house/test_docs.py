@@ -147,7 +147,7 @@ def test_the_commands_on_a_page_run_in_order(processes: Processes, name: str, tm
 
 def test_every_block_says_its_language() -> None:
     """A block without a language escapes these tests; `text` says that it is meant to."""
-    known = {"console", "python", "toml", "text", "json", "jsonl"}
+    known = {"console", "python", "toml", "text", "json", "jsonl", "mermaid"}
     unknown = [f"{n}:{b.line}: {b.language!r}" for n in PAGES for b in markdown.blocks(page(n)) if b.language not in known]
     assert unknown == []
 
@@ -237,7 +237,7 @@ def test_the_interface_that_a_page_tells_to_implement_has_these_methods(heading:
 #: What holds on one machine alone. An address such as ipc:///tmp/pool is what a user types, and fine.
 MACHINE = re.compile(r"(?<![\w.])/(?:work|root|home|Users|workspace|opt)/|(?<![\w.])(?<!ipc://)/tm[p]/")
 REGISTRY = re.compile(
-    r"pypi\.org|pythonhosted\.|download\.pytorch\.|npmjs\.|registry\.|index-ur[l]|--find-link[s]|docker\.io|ghcr\.io"
+    r"pypi\.org|pythonhosted\.|download\.pytorch\.|npmjs\.|registry\.[a-z]|index-ur[l]|--find-link[s]|docker\.io|ghcr\.io"
 )
 
 

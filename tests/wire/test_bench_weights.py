@@ -254,7 +254,7 @@ def test_the_picture_shows_speeds_and_holds(tmp_path: Path) -> None:
         Row("a, 512 MiB, repeated: transfer", FLAT, 200.0, "GB/s"),
         Row("a, short requests, 512 MiB, repeated: transfer", LOADED, 150.0, "GB/s"),
         Row("a, short requests, 512 MiB, repeated: drain", LOADED, 5.0, "ms"),
-        Row("a, short requests, 512 MiB, repeated: hand over", LOADED, 6.0, "ms"),
+        Row("a, short requests, 512 MiB, repeated: load", LOADED, 6.0, "ms"),
     ]
     shown = weights_gpu.bars(rows, ["a"], "512 MiB")
     assert shown == {
