@@ -1,6 +1,8 @@
-"""Which process runs which tests, where several do (`pytest -n`). A plugin that `conftest.py` registers beside pytest-xdist.
+"""Which process runs which tests, where several do (`pytest -n`). A plugin that `conftest.py` registers with pytest-xdist.
 
-One process runs all that shares the real engines, which start once; of everything else one runs a whole file.
+- All tests that share the real engines, which start once, run in one process.
+- A test of the simulator shares nothing, and any process may run it.
+- Of everything else, a process runs a whole file.
 """
 
 import pytest
@@ -8,12 +10,15 @@ from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 from xdist.scheduler import LoadScopeScheduling  # pyright: ignore[reportMissingTypeStubs]
 
 ENGINES = "tests/engine"
+SIMULATOR = "tests/sim/"
 
 
 def scope(nodeid: str) -> str:
-    """What is not shared out."""
+    """The name of what one process runs."""
     path = nodeid.partition("::")[0]
-    return ENGINES if path.startswith(f"{ENGINES}/") else path
+    if path.startswith(f"{ENGINES}/"):
+        return ENGINES
+    return nodeid if path.startswith(SIMULATOR) else path
 
 
 class ByScope(LoadScopeScheduling):
@@ -23,9 +28,14 @@ class ByScope(LoadScopeScheduling):
         return scope(nodeid)
 
 
+def turn(nodeid: str) -> int:
+    """The engines take longest and come first. Tests of the simulator are short and come last: they keep all processes busy."""
+    return 0 if scope(nodeid) == ENGINES else 2 if nodeid.startswith(SIMULATOR) else 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first."""
-    items.sort(key=lambda item: scope(item.nodeid) != ENGINES)
+    """The longest scopes first."""
+    items.sort(key=lambda item: turn(item.nodeid))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByScope:
