@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginepool.coordinator.scheduling.batch_builder import header_bytes
+from enginepool.coordinator.scheduling.batch_limits import header_bytes
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
 from enginepool.protocol.messages import MAX_HEADER_BYTES, MAX_LABELS, Batch, Capabilities, Done, FrameSpec, PartDone, Ping

@@ -28,6 +28,7 @@ from enginepool.coordinator.requests.clients import ClientRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.shedding import AdmissionLevels
 from enginepool.coordinator.scheduling import batch_builder as filling
+from enginepool.coordinator.scheduling import batch_limits, row_cuts
 from enginepool.coordinator.scheduling import batches as batching
 from enginepool.coordinator.scheduling.lanes import Lane, QueueLevel
 from enginepool.coordinator.scheduling.queue import Queue
@@ -199,6 +200,7 @@ def every_query_is_believed_to_be_computed_once(patch: pytest.MonkeyPatch) -> No
         return max(can.cached_tokens, can.batch_tokens)
 
     patch.setattr(filling, "most_of", most_of)
+    patch.setattr(row_cuts, "most_of", most_of)
 
 
 def failures_are_never_the_same(patch: pytest.MonkeyPatch) -> None:
@@ -241,7 +243,7 @@ def test_a_bug_planted_in_giving_up_is_found(mutate: Mutate, monkeypatch: pytest
 
 def labels_are_not_counted_in_headers(patch: pytest.MonkeyPatch) -> None:
     def header_bytes(_work: object) -> int:
-        return filling.PART_BYTES
+        return batch_limits.PART_BYTES
 
     patch.setattr(filling, "header_bytes", header_bytes)
 

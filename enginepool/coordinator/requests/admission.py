@@ -20,7 +20,7 @@ from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
-from enginepool.coordinator.scheduling.batch_builder import RECENT_S
+from enginepool.coordinator.scheduling.batch_limits import RECENT_S
 from enginepool.coordinator.scheduling.worker_kinds import classes_of
 from enginepool.protocol.messages import ErrorReply
 

@@ -1,0 +1,107 @@
+"""Which rows of a request go into the next batch. Pure."""
+
+from math import inf
+
+from enginepool.coordinator.core.context import Context
+from enginepool.coordinator.core.events import Buffer
+from enginepool.coordinator.core.request import Request, Slice
+from enginepool.coordinator.core.request_state import RUNNING
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.scheduling.batch_limits import computed_once, even, heaviest, most_of
+from enginepool.protocol.packing import Packing
+from enginepool.protocol.ragged import row_lengths
+
+
+def cut_next(request: Request, worker: Worker) -> tuple[int, Slice]:
+    """The next rows of `request` that fit one batch of `worker`: (cost, slice). At least one row, whatever it costs."""
+    can, pace = worker.capabilities, worker.pace
+    assert can is not None
+    each, room = (0.0, inf) if pace is None else (pace.row, heaviest(pace))
+    start, end = request.back[0] if request.back else (request.next, request.work.rows)
+    if can.packed:
+        bounds = (can.batch_tokens, each, room)
+        end, cost, _ = pack_rows(Packing(can.context, can.page), request, start, end, can.batch_rows, bounds)
+        return cost, (request, start, end)
+    bounds = most_of(request.work, end - start, can), room
+    cost, rows = _count(request, worker, start, end, bounds, can.batch_rows, least=1)
+    if rows < end - start:
+        rows = even(end - start, rows)
+        cost = sum(row_lengths(request.work.frames, start, start + rows)) + rows * (can.page - 1)
+    return cost, (request, start, start + rows)
+
+
+def cut_rest(request: Request, worker: Worker, bounds: tuple[int, float], most_rows: int) -> tuple[int, Slice]:
+    """The next rows of `request` for what is left of a plain batch: within (tokens, weight) and so many rows. Possibly none.
+
+    Rows that came back from a worker stay together.
+    """
+    start, end = request.back[0] if request.back else (request.next, request.work.rows)
+    cost, rows = _count(request, worker, start, end, bounds, most_rows, least=0)
+    return (0, (request, start, start)) if request.back and rows < end - start else (cost, (request, start, start + rows))
+
+
+def _count(
+    request: Request, worker: Worker, start: int, end: int, bounds: tuple[int, float], most_rows: int, *, least: int
+) -> tuple[int, int]:
+    """(cost, how many) of the rows from `start` on that are within (tokens, weight), at least so many."""
+    can, pace = worker.capabilities, worker.pace
+    assert can is not None
+    each, extra = 0.0 if pace is None else pace.row, can.page - 1
+    once = computed_once(request.work, end - start, can)
+    most, room = bounds
+    cost, weight, rows = 0, 0.0, 0
+    for length in row_lengths(request.work.frames, start, min(end, start + most_rows)):
+        more = length + extra
+        weight += each if once else more + each
+        if rows >= least and (cost + more > most or weight > room):
+            break
+        cost += more
+        rows += 1
+    return cost, rows
+
+
+def pack_rows(
+    packing: Packing,
+    request: Request,
+    start: int,
+    end: int,
+    rows: int,
+    bounds: tuple[int, float, float],
+    *,
+    follows: bool = False,
+) -> tuple[int, int, int]:
+    """(end, cost, length) of the rows from `start` on that fit within these bounds (tokens; what a row weighs beside them, and
+    what all may weigh); unless it `follows`, at least one."""
+    work = request.work
+    items = memoryview(work.frames[-1]).cast("I")[start : min(end, start + rows)]
+    query = query_of(request)
+    count, cost, length = packing.weigh(query, work.shared, items, *bounds)
+    if 0 < count < end - start and not follows:
+        count, cost, length = packing.weigh(query, work.shared, items[: even(end - start, count)], *bounds)
+    if not count and not follows:
+        count, cost, length = packing.weigh(query, work.shared, items[:1], work.longest + 2 + packing.page)
+    return start + count, cost, length
+
+
+def query_of(request: Request) -> Buffer:
+    return request.work.frames[0]
+
+
+def take(core: Context, slice_: Slice) -> None:
+    """Mark rows as given to a worker."""
+    request, start, end = slice_
+    if not request.started:
+        request.started = core.now
+    if request.back:
+        (_, first), *rest = request.back
+        request.back = rest if end == first else [(end, first), *rest]
+    else:
+        request.next = end
+    request.flying += end - start
+    if request.flying == request.left:
+        request.state = RUNNING
+        request.group.waiting -= 1
+        request.group.running += 1
+        request.group.running_tokens += request.work.tokens
+    else:
+        request.group.cut[request] = None
