@@ -69,8 +69,8 @@ def fill(core: Context, queue: Queue[Request], lane: Lane[Request], worker: Work
         queue.charge(lane, charged)
     else:
         queue.pop(lane, charged)
-        if lane.head is not None:
-            free = min(free_tokens, can.batch_tokens), min(free_rows, can.batch_rows)
+        free = free_tokens, free_rows = min(free_tokens, can.batch_tokens), min(free_rows, can.batch_rows)
+        if cost < free_tokens and rows < free_rows and lane.head is not None:
             cost, rows = _add_followers(core, queue, lane, worker, slices, (cost, rows, weight), free, most)
     return RunningBatch(core.task_id(), worker, slices, cost, rows, False)
 
