@@ -11,7 +11,7 @@ import zmq
 
 from enginepool.client.embedded import EmbeddedCoordinator
 from enginepool.config import GroupConfig, PoolConfig, check_config
-from enginepool.coordinator.shell.sockets import Router
+from enginepool.coordinator.shell.router import Router
 from enginepool.errors import ConfigError
 from enginepool.host import LONGEST_PATH
 

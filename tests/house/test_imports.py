@@ -71,7 +71,7 @@ ONLY = {
         "enginepool/net/keys.py",
         f"{COORDINATOR}shell/authentication.py",
         f"{COORDINATOR}shell/connections.py",
-        f"{COORDINATOR}shell/sockets.py",
+        f"{COORDINATOR}shell/router.py",
         "workers/link.py",
     },
     "sglang": {"workers/sglang/host/build.py"},

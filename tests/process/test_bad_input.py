@@ -22,7 +22,7 @@ import zmq
 from enginepool import Pool
 from enginepool.config import Limits, PoolConfig
 from enginepool.coordinator.shell.daemon import run
-from enginepool.coordinator.shell.sockets import CLIENT_PROOF, OPEN_FILES, WORKER_PROOF
+from enginepool.coordinator.shell.router import CLIENT_PROOF, OPEN_FILES, WORKER_PROOF
 from enginepool.errors import ConfigError
 from enginepool.host.restart_policy import HOST_FAULT
 from enginepool.protocol.messages import MAX_HEADER_BYTES, StatusReport

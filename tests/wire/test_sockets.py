@@ -13,7 +13,8 @@ import pytest
 import zmq
 
 from enginepool.coordinator.core.events import Link
-from enginepool.coordinator.shell.sockets import CLIENT_PROOF, ROUND_BYTES, Router, Sockets
+from enginepool.coordinator.shell.router import CLIENT_PROOF, ROUND_BYTES, Router
+from enginepool.coordinator.shell.sockets import Sockets
 
 PATIENCE_S = 60.0
 #: bytes that a peer may leave unread
@@ -237,7 +238,7 @@ def test_large_messages_are_acted_upon_before_more_of_them_are_received(loop: as
 #: A router, in a process of its own, whose peer leaves while more of its messages wait than ZeroMQ reads ahead.
 CROWDED = """
 import sys, time, zmq
-from enginepool.coordinator.shell.sockets import Router
+from enginepool.coordinator.shell.router import Router
 
 router = Router(1 << 20, 1 << 16, 1 << 20, 30.0, lambda link, why: None)
 router.bind(sys.argv[1])

@@ -9,6 +9,8 @@ processes.
 
 import contextlib
 import itertools
+import os
+import re
 import resource
 import socket as sockets
 import struct
@@ -29,6 +31,8 @@ AHEAD = 1001
 _EVENTS = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
 _EVENT = struct.Struct("=hi")
 _numbers = itertools.count()
+#: how libzmq names an ipc peer: HOST:UID:GID:PID
+_IPC_PEER = re.compile(r"[^:]*:[0-9]+:[0-9]+:([0-9]+)", re.ASCII)
 
 
 class Shares(NamedTuple):
@@ -138,3 +142,28 @@ def _shut(descriptor: int) -> None:
             connection.shutdown(sockets.SHUT_RDWR)
         finally:
             connection.detach()
+
+
+def pid_of(frame: zmq.Frame) -> int | None:
+    """The process that sent this frame, by SO_PEERCRED of its ipc connection; None: not over ipc, or unseen here."""
+    try:
+        found = _IPC_PEER.fullmatch(str(frame.get("Peer-Address")))
+    except zmq.ZMQError:
+        return None
+    return int(found[1]) or None if found else None
+
+
+def is_open(fd: int, inode: int) -> bool:
+    """Whether this descriptor still is the connection with that inode."""
+    try:
+        return fd >= 0 and os.fstat(fd).st_ino == inode
+    except OSError:
+        return False
+
+
+def disconnect(fd: int, inode: int) -> None:
+    """Shut a connection down. ZeroMQ has no call for this. It notices the end, and frees what it holds for the peer."""
+    # The copy keeps the descriptor from becoming another file between the check and the call.
+    with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(fd)) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode:
+            connection.shutdown(sockets.SHUT_RDWR)

@@ -34,24 +34,16 @@ from enginepool.coordinator.requests.lifecycle import NO_MEMORY_MS
 from enginepool.coordinator.requests.memory import misfit, unread_bytes
 from enginepool.coordinator.shell.adaptive_poll import FEW
 from enginepool.coordinator.shell.authentication import Authenticator, read_keys
-from enginepool.coordinator.shell.connections import raise_open_files, shares
+from enginepool.coordinator.shell.connections import pid_of, raise_open_files, shares
 from enginepool.coordinator.shell.decode import client_event, refusal, worker_event
 from enginepool.coordinator.shell.host_memory import bounds
 from enginepool.coordinator.shell.journal import ROOM, HostFault, Journal, prepare_state_dir
 from enginepool.coordinator.shell.journal_writer import JournalWriter
 from enginepool.coordinator.shell.log import log, say
+from enginepool.coordinator.shell.router import CLIENT_PROOF, LOST, WORKER_PROOF, Frame, Router, context
 from enginepool.coordinator.shell.snapshots import SnapshotFolders
-from enginepool.coordinator.shell.sockets import (
-    CLIENT_PROOF,
-    LOST,
-    WORKER_PROOF,
-    Frame,
-    Router,
-    Sockets,
-    check_socket_folder,
-    context,
-    pid_of,
-)
+from enginepool.coordinator.shell.socket_files import check_socket_folder
+from enginepool.coordinator.shell.sockets import Sockets
 from enginepool.errors import ConfigError
 from enginepool.host import os_error
 from enginepool.host.folders import make_private
