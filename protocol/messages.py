@@ -29,6 +29,8 @@ from enginepool.protocol.basis import MAX_TEXT as MAX_TEXT
 from enginepool.protocol.basis import MAX_VALUES as MAX_VALUES
 from enginepool.protocol.basis import PROTOCOL_VERSION, FrameSpec, Message, TaskId
 from enginepool.protocol.basis import Dtype as Dtype
+from enginepool.protocol.control import Command, Commanded, Control, ControlReport
+from enginepool.protocol.control import WorkerOutcome as WorkerOutcome
 from enginepool.protocol.updates import (
     AbortUpdate,
     Commit,
@@ -534,12 +536,25 @@ class Drain(Message, tag="drain"):
 RowRequest = Score | Embed
 FromClient = (
     Hello | Score | Embed | Cancel | Ack | Goodbye | Status | RestartWorker | Publish | Renew | Sent | Commit | AbortUpdate
-    | InspectWeights | Ping | Pong
+    | InspectWeights | Control | Ping | Pong
 )  # fmt: skip
-ToClient = Welcome | Result | ErrorReply | StatusReport | Join | Phase | Published | WeightsNeeded | WeightsReport | Ping | Pong
+ToClient = (
+    Welcome
+    | Result
+    | ErrorReply
+    | StatusReport
+    | Join
+    | Phase
+    | Published
+    | WeightsNeeded
+    | WeightsReport
+    | ControlReport
+    | Ping
+    | Pong
+)
 FromWorker = (
     Register | GetSettings | Stage | Ready | Idle | Done | Tokenized | Exiting
-    | Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected | ErrorReply | Ping | Pong
+    | Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected | Commanded | ErrorReply | Ping | Pong
 )  # fmt: skip
 ToWorker = (
     Accept
@@ -556,6 +571,7 @@ ToWorker = (
     | ReleaseWeights
     | Restore
     | Inspect
+    | Command
     | ErrorReply
     | Ping
     | Pong

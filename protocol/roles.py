@@ -29,6 +29,7 @@ FROM_CLIENT: Final[dict[str, Role]] = {
     "ping": "client",
     "pong": "client",
     "inspect_weights": "publisher",
+    "control": "publisher",
     "publish": "publisher",
     "renew": "publisher",
     "sent": "publisher",
@@ -40,7 +41,7 @@ FROM_CLIENT: Final[dict[str, Role]] = {
 FROM_WORKER: Final[dict[str, Role]] = dict.fromkeys(
     (
         "register", "get_settings", "stage", "ready", "idle", "done", "tokenized", "prepared", "joined", "staged",
-        "loaded", "restored", "inspected", "exiting", "error", "ping", "pong",
+        "loaded", "restored", "inspected", "commanded", "exiting", "error", "ping", "pong",
     ),
     "worker",
 )  # fmt: skip

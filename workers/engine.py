@@ -262,6 +262,10 @@ class Engine(Protocol):
         """Run one batch. Raises EngineError when the whole batch is refused, EngineDied when the engine is lost."""
         ...
 
+    async def flush(self) -> None:
+        """Forget all prefixes that were computed before. Called while no batch is inside. Raises EngineError."""
+        ...
+
     async def died(self) -> str:
         """Wait until the engine is lost; return the reason."""
         ...

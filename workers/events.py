@@ -5,6 +5,7 @@ from enum import IntEnum
 import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
+from enginepool.protocol.control import Command, Commanded
 from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenize
 from enginepool.protocol.updates import Committed, Inspect, Inspected, MemoryRegion, ReleaseWeights, Restore, Restored, Staged
 from enginepool.workers.engine import NewWeights
@@ -95,6 +96,12 @@ class TextDone(WorkerEvent, frozen=True):
     task: TaskId
     items: Frame
     item_lengths: Frame
+
+
+class CommandDone(WorkerEvent, frozen=True):
+    """What became of a `RunCommand`."""
+
+    answer: Commanded
 
 
 class WorkFailed(WorkerEvent, frozen=True):
@@ -192,6 +199,12 @@ class RunTokenize(WorkerEffect, frozen=True):
     task: Tokenize
     frames: tuple[Frame, ...] = ()
     unreadable: str = ""
+
+
+class RunCommand(WorkerEffect, frozen=True):
+    """Run a command between two batches of the engine; exactly one `CommandDone` follows, unless the engine is lost."""
+
+    command: Command
 
 
 class RunWeights(WorkerEffect, frozen=True):

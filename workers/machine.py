@@ -28,6 +28,7 @@ for them, work is held back in the same way.
 from collections.abc import Callable
 from typing import Any
 
+from enginepool.protocol.control import Command, Commanded
 from enginepool.protocol.messages import (
     Accept,
     Batch,
@@ -52,6 +53,7 @@ from enginepool.workers.events import (
     Frame,
     Note,
     RunBatch,
+    RunCommand,
     RunTokenize,
     SendToCoordinator,
     WorkerEffect,
@@ -133,6 +135,7 @@ class WorkerMachine:
             ev.EngineBatchDone: lambda event: self._finished(event.batch, scored(event)),
             ev.TextDone: lambda event: self._finished(event.task, tokenized(event)),
             ev.WorkFailed: lambda event: self._finished(event.task, self.work.failed(event, self.updates.version)),
+            ev.CommandDone: lambda event: self._allowed([SendToCoordinator(event.answer)]),
             ev.WorkerTick: self._tick,
             ev.Connected: self._connected,
             ev.Disconnected: self._disconnected,
@@ -209,6 +212,8 @@ class WorkerMachine:
             return self._expired(message)
         if isinstance(message, Drain):
             return self._drain("the coordinator asked for it")
+        if isinstance(message, Command):
+            return self._command(message)
         if isinstance(message, Asked):
             return self._weights(message, event.frames)
         return []
@@ -273,6 +278,13 @@ class WorkerMachine:
             refusal: list[WorkerEffect] = [SendToCoordinator(ErrorReply("hello_required", why, id=task[1]))]
             return refusal if self.registered else refusal + self._ask()
         return work.begin(task, parts, run, hold=self.updates.busy)
+
+    def _command(self, message: Command) -> list[WorkerEffect]:
+        """A command that comes twice runs twice: the first answer may be lost with its link."""
+        if message.task[0] != self.epoch or self.stage != "ready":
+            failure = Commanded(message.task, "pool_down", f"not ready: {self.stage}")
+            return [SendToCoordinator(failure)] if self.registered else []
+        return [RunCommand(message)]
 
     def _finished(self, task: TaskId, answer: SendToCoordinator) -> list[WorkerEffect]:
         """`task` has left the engine. Its answer is sent, kept or, when its epoch is over, dropped."""

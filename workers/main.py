@@ -18,11 +18,14 @@ from typing import Any, NoReturn
 import msgspec
 import uvloop
 
+from enginepool.protocol.control import Command, Commanded
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Exiting, TaskId
+from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_batch, decode_texts, encode_rows, encode_scores
 from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights, ScoreBatch
 from enginepool.workers.events import (
+    CommandDone,
     DrainWanted,
     EndProcess,
     EngineBatchDone,
@@ -32,6 +35,7 @@ from enginepool.workers.events import (
     Exit,
     Note,
     RunBatch,
+    RunCommand,
     RunTokenize,
     RunWeights,
     SendToCoordinator,
@@ -124,6 +128,8 @@ class WorkerProcess:
         self.end: asyncio.Future[EndProcess] = self.loop.create_future()
         self.accepted = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()
+        #: commands run between batches
+        self.between = BetweenBatches()
         self.weights = WeightExecutor(spec.stager, spec.incarnation, engine, self.feed, self._spawn, spec.checkpoint_roots)
 
     async def run(self) -> Exit:
@@ -172,6 +178,8 @@ class WorkerProcess:
             self._run_batch(effect)
         elif isinstance(effect, RunTokenize):
             self._run_tokenize(effect)
+        elif isinstance(effect, RunCommand):
+            self._spawn(self._command(effect.command))
         elif isinstance(effect, RunWeights):
             self.weights.run(effect)
         elif isinstance(effect, Note):
@@ -293,13 +301,26 @@ class WorkerProcess:
     async def _score(self, key: TaskId, batch: ScoreBatch) -> None:
         began = time.monotonic()
         try:
-            scores = await self.engine.score(batch)
+            async with self.between.batch():
+                scores = await self.engine.score(batch)
             now = time.monotonic()
             parts, frames = encode_scores(scores, batch.operation)
             event = EngineBatchDone(now, key, parts, frames, scores.version, scores.forwards, int((now - began) * 1e6))
         except Exception as error:  # engines raise what they like, and every batch has an answer: this one's is the error
             event = _failure(key, error)
         self.feed(event)
+
+    async def _command(self, command: Command) -> None:
+        answer = Commanded(command.task)
+        try:
+            async with self.between.alone():
+                await self.engine.flush()
+        except EngineDied as error:
+            self.feed(EngineLost(time.monotonic(), str(error)))
+            return
+        except Exception as error:  # as in `_score`
+            answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else _one_line(error)
+        self.feed(CommandDone(time.monotonic(), answer))
 
     def _run_tokenize(self, run: RunTokenize) -> None:
         if run.unreadable:

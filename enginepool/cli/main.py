@@ -14,6 +14,7 @@ from enginepool.cli.cli_errors import OneLineGroup
 from enginepool.cli.demo import demo
 from enginepool.cli.doctor import doctor
 from enginepool.cli.embed import embed
+from enginepool.cli.flush import flush
 from enginepool.cli.keys import keys as keys_command
 from enginepool.cli.ready import ready
 from enginepool.cli.restart import restart
@@ -40,6 +41,7 @@ app.command()(score)
 app.command()(embed)
 app.command()(status)
 app.command()(restart)
+app.command()(flush)
 app.command("tiny-model")(tiny_model)
 app.add_typer(weights)
 app.command()(worker)

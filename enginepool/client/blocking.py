@@ -65,6 +65,7 @@ class BlockingPool(BlockingFacade):
     score = blocking(Pool.score)
     score_pairs = blocking(Pool.score_pairs)
     embed = blocking(Pool.embed)
+    flush = blocking(Pool.flush)
     ready = blocking(Pool.ready)
     status = blocking(Pool.status)
     restart = blocking(Pool.restart)

@@ -18,6 +18,7 @@ from enginepool.client.session.events import (
     Close,
     CommittedWeightsLost,
     Complaint,
+    ControlAnswer,
     Ended,
     Fail,
     JoinProcessGroup,
@@ -43,7 +44,7 @@ from enginepool.protocol.messages import ErrorReply, ToClient
 
 log = logging.getLogger("enginepool")
 
-T = TypeVar("T", Answer, Report, WeightsAnswer)
+T = TypeVar("T", Answer, Report, WeightsAnswer, ControlAnswer)
 #: What an update hears: where it stands, and at last one of the second line.
 UpdateEffect = JoinProcessGroup | PhaseReached | UpdateDone | Fail
 
@@ -66,7 +67,7 @@ class Connection:
         agent = f"enginepool-python/{__version__}"
         self._session = ClientSession(os.urandom(16), os.urandom(16), jitter, agent=agent)
         self._link = ClientLink(address, self._received, self._complain, key)
-        self._futures: dict[int, asyncio.Future[Answer | Report | WeightsAnswer | Fail]] = {}
+        self._futures: dict[int, asyncio.Future[Answer | Report | WeightsAnswer | ControlAnswer | Fail]] = {}
         self._updates: dict[int, Callable[[UpdateEffect], None]] = {}
         #: called when the committed weights of a group exist nowhere any more
         self.wanted: list[Callable[[CommittedWeightsLost], None]] = []
@@ -118,7 +119,7 @@ class Connection:
         """
         self._last_id += 1
         id_ = self._last_id
-        future: asyncio.Future[Answer | Report | WeightsAnswer | Fail] = self._loop.create_future()
+        future: asyncio.Future[Answer | Report | WeightsAnswer | ControlAnswer | Fail] = self._loop.create_future()
         self._futures[id_] = future
         self._handle(question(id_))
         try:
@@ -178,7 +179,7 @@ class Connection:
     def _perform(self, effect: SessionEffect) -> None:
         if isinstance(effect, SendMessage):
             self._link.send(effect.message, effect.frames)
-        elif isinstance(effect, Answer | Report | WeightsAnswer | Fail) and effect.id not in self._updates:
+        elif isinstance(effect, Answer | Report | WeightsAnswer | ControlAnswer | Fail) and effect.id not in self._updates:
             future = self._futures.pop(effect.id, None)
             if future is not None and not future.done():
                 future.set_result(effect)

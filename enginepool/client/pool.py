@@ -12,6 +12,7 @@ from enginepool.client.arguments import (
     check_timeout,
 )
 from enginepool.client.connection import Connection
+from enginepool.client.control import ControlCalls
 from enginepool.client.embed import EmbedCalls
 from enginepool.client.notices import Notices
 from enginepool.client.opening import Opening
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("enginepool")
 
 
-class Pool(ScoreCalls, EmbedCalls, WeightCalls):
+class Pool(ScoreCalls, EmbedCalls, WeightCalls, ControlCalls):
     """A pool of engines, as one object on one asyncio loop. Made by `connect` or `start`, ended by `close`.
 
     It reconnects by itself, also to a coordinator that was restarted, and sends again what was not answered; every call gets

@@ -141,6 +141,21 @@ def test_rows_whose_query_is_gone_are_right_and_one_forward_and_it_is_computed_a
     assert missed == [0, 1, 0]
 
 
+def test_the_command_flush_empties_the_engine_s_cache_and_the_adapter_knows(engine: HostedEngine, reference: Reference) -> None:
+    batch = ScoreBatch((long_request(engine, seed=37),))
+    found: list[int] = []
+    for flushed in (False, True):
+        if flushed:
+            engine.call("do", "flush")
+        computed, missed = engine.call("queries")
+        [outcome] = whole(engine.score(batch))
+        assert_right(reference, batch, outcome)
+        found.append(outcome.cached)
+        # It is computed again ahead of its rows, which then find it: nothing was missed.
+        assert engine.call("queries") == (computed + 1, missed)
+    assert min(found) >= 800
+
+
 def test_the_count_of_forwards_tells_when_rows_that_cannot_fit_do_not_find_their_query(engine: HostedEngine) -> None:
     """Made to believe in four times its engine's room, the adapter sends what is one forward only while queries are found."""
     parts = tuple(long_request(engine, seed, rows=12, query=120) for seed in (34, 35, 36))

@@ -122,6 +122,7 @@ def _from_client() -> list[Valid]:
             {"type": "abort", "id": 9, "reason": "connection closed by peer", "broken": True},
         ),
         Valid("weights-question", way, "who holds what?", {"type": "inspect_weights", "id": 3}),
+        Valid("control", way, "flush", {"type": "control", "id": 5, "command": "flush", "group": "policy"}),
         Valid(
             "weights-question-tensor",
             way,
@@ -146,6 +147,18 @@ def _to_client() -> list[Valid]:
         ),
         Valid("published", way, "version 4 is committed", {"type": "published", "id": 9, "version": 4, "record": RECORD}),
         Valid("weights-wanted", way, "nobody holds it any more", {"type": "weights_needed", "group": "policy", "version": 4}),
+        Valid(
+            "control-report",
+            way,
+            "one of two workers flushed",
+            {
+                "type": "control_report",
+                "id": 5,
+                "group": "policy",
+                "command": "flush",
+                "workers": [{"name": "policy-0"}, {"name": "policy-1", "code": "pool_down", "message": "not ready: loading"}],
+            },
+        ),
         Valid(
             "weights-report",
             way,
@@ -276,6 +289,13 @@ def _from_worker() -> list[Valid]:
             "they are nowhere to be had",
             {"type": "restored", "version": 4, "code": "needs_weights", "message": "no stager, no snapshot"},
         ),
+        Valid("commanded", way, "it is flushed", {"type": "commanded", "task": [EPOCH, 16]}),
+        Valid(
+            "commanded-failed",
+            way,
+            "it is not",
+            {"type": "commanded", "task": [EPOCH, 16], "code": "engine_error", "message": "the engine refused"},
+        ),
         Valid(
             "inspected",
             way,
@@ -390,6 +410,7 @@ def _to_worker() -> list[Valid]:
             "versions have begun again once",
             {"type": "restore", "version": 0, "digest": DIGEST, "snapshot": SNAPSHOT, "path": "/models/policy-4", "run": 1},
         ),
+        Valid("command", way, "flush", {"type": "command", "task": [EPOCH, 16], "command": "flush"}),
         Valid("inspect", way, "what is in your engine?", {"type": "inspect", "task": [EPOCH, 13], "what": "digest"}),
         Valid(
             "inspect-tensor",

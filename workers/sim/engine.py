@@ -73,7 +73,7 @@ class SimEngine:
             self._weights = SimWeights(o.tensors, o.version, o.held, only_at_start=o.only_at_start)
         except WireError as error:
             raise ValueError(f"options of engine sim: tensors: {error.message}") from None
-        self._taken = 0
+        self._taken = self.flushes = 0
         tokens = min(o.batch_tokens, max_batch_tokens or o.batch_tokens)
         rows = min(o.batch_rows, max_batch_rows or o.batch_rows)
         inflight_tokens = o.inflight_tokens or tokens * forwards_in_flight * (CACHED_ROOM if cached_query_tokens else 1)
@@ -188,6 +188,13 @@ class SimEngine:
         for fault in faults_of_first_batch(self.options.faults):
             await suffer(fault, self._capabilities.inflight_rows)
         return self._capabilities
+
+    async def flush(self) -> None:
+        """It keeps nothing, and counts. Raises EngineError: a batch is inside."""
+        self._must_live()
+        if self._busy:
+            raise EngineError("the sim engine was flushed while it ran a batch")
+        self.flushes += 1
 
     async def died(self) -> str:
         """Wait until a `crash` fault has happened; return its reason."""

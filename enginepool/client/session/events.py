@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from enginepool.protocol.control import Control, ControlReport
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import ErrorReply, Message, RestartWorker, Result, RowRequest, Status, StatusReport, ToClient
 from enginepool.protocol.updates import InspectWeights, Join, MemoryRegion, Phase, Publish, Published, WeightsReport
@@ -44,10 +45,10 @@ class AbandonRequest(SessionEvent, frozen=True):
 
 
 class Ask(SessionEvent, frozen=True):
-    """A question for a report: on the pool's status, after the restart of a worker, or on weights. Its id is of the same series
-    as the ids of requests."""
+    """A question for a report: on the pool's status, after the restart of a worker, on weights, or on a command. Its id is of
+    the same series as the ids of requests."""
 
-    question: Status | RestartWorker | InspectWeights
+    question: Status | RestartWorker | InspectWeights | Control
     deadline: float | None = None
 
 
@@ -149,6 +150,13 @@ class Report(SessionEffect, frozen=True):
 
     id: int
     report: StatusReport
+
+
+class ControlAnswer(SessionEffect, frozen=True):
+    """What became of a command at each worker."""
+
+    id: int
+    report: ControlReport
 
 
 class WeightsAnswer(SessionEffect, frozen=True):

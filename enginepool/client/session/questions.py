@@ -7,13 +7,14 @@ Part of the pure machine in `machine.py`. A coordinator keeps no question: one t
 from collections.abc import Sequence
 from math import inf
 
-from enginepool.client.session.events import Ask, Fail, Report, SendMessage, SessionEffect, WeightsAnswer
+from enginepool.client.session.events import Ask, ControlAnswer, Fail, Report, SendMessage, SessionEffect, WeightsAnswer
 from enginepool.client.session.settings import SessionSettings
+from enginepool.protocol.control import Control, ControlReport
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import ErrorReply, RestartWorker, Status, StatusReport
 from enginepool.protocol.updates import InspectWeights, WeightsReport
 
-Question = Status | RestartWorker | InspectWeights
+Question = Status | RestartWorker | InspectWeights | Control
 
 
 class PendingQuestions:
@@ -46,10 +47,14 @@ class PendingQuestions:
         self._time()
         return known
 
-    def answered(self, report: StatusReport | WeightsReport, frames: Sequence[Buffer], out: list[SessionEffect]) -> None:
+    def answered(
+        self, report: StatusReport | WeightsReport | ControlReport, frames: Sequence[Buffer], out: list[SessionEffect]
+    ) -> None:
         if self.abort(report.id):
             if isinstance(report, StatusReport):
                 out.append(Report(report.id, report))
+            elif isinstance(report, ControlReport):
+                out.append(ControlAnswer(report.id, report))
             else:
                 out.append(WeightsAnswer(report.id, report, frames))
 
@@ -74,7 +79,8 @@ class PendingQuestions:
     def tick(self, now: float, out: list[SessionEffect]) -> None:
         for id_, (deadline, again) in list(self._waiting.items()):
             if now >= deadline:
-                what = "status" if isinstance(self._questions[id_], Status) else "weights"
+                question = self._questions[id_]
+                what = "status" if isinstance(question, Status) else "control" if isinstance(question, Control) else "weights"
                 out.append(Fail(id_, ErrorReply("deadline_exceeded", f"no {what} report came in time", id=id_)))
                 del self._waiting[id_], self._questions[id_]
             elif now >= again:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from enginepool.coordinator.operations.base import Work
+from enginepool.protocol.control import Commanded, Control
 from enginepool.protocol.frames import Buffer as Buffer
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import Capabilities, FrameSpec
@@ -214,6 +215,13 @@ class WeightsAsked(Event):
     message: InspectWeights
 
 
+class ControlAsked(Event):
+    """All workers of a group are given a command."""
+
+    link: Link
+    message: Control
+
+
 # --- workers -----------------------------------------------------------------------------------------------------------
 
 
@@ -351,6 +359,13 @@ class RestoreFailed(Event):
     version: int
     code: str
     message: str
+
+
+class WorkerCommanded(Event):
+    """A worker has done a command, or could not."""
+
+    link: Link
+    message: Commanded
 
 
 class WorkerInspected(Event):

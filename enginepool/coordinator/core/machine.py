@@ -19,16 +19,18 @@ from enginepool.coordinator.core.secondary import SecondaryEvent, WorkerLoaded, 
 from enginepool.coordinator.core.status import report
 from enginepool.coordinator.core.transitions import hold, release
 from enginepool.coordinator.fleet.deadlines import WorkerDeadlines
+from enginepool.coordinator.fleet.fan_out import FanOut
 from enginepool.coordinator.fleet.planned_restarts import PlannedRestarts
 from enginepool.coordinator.fleet.registration import Registration
 from enginepool.coordinator.fleet.reports import WorkerReports
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
+from enginepool.coordinator.operations.control import control
 from enginepool.coordinator.requests.admission import Admission
 from enginepool.coordinator.requests.clients import ClientRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.batches import pump, still_blocked
-from enginepool.coordinator.weights.inspection import Inspections
+from enginepool.coordinator.weights.inspection import inspect_weights
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.publishing import Publishers
 from enginepool.coordinator.weights.restoring import Restoring
@@ -58,7 +60,7 @@ class Machine:
         self.ending = UpdateOutcomes(core, requests, fleet, self.restoring)
         self.weights = weights = Transactions(core, self.ending)
         publishers = Publishers(core, weights)
-        self.questions = Inspections(core)
+        self.questions = FanOut(core)
         self._next_watch = 0.0
         #: an event after this time comes after a stall of the coordinator
         self._punctual_until = self._drain_until = self._kill_at = float("inf")
@@ -96,6 +98,8 @@ class Machine:
             ev.RestoreFailed: self._restore_failed,
             ev.WeightsAsked: self._weights_asked,
             ev.WorkerInspected: self._inspected,
+            ev.ControlAsked: self._control,
+            ev.WorkerCommanded: self._commanded,
         }
         self._on_secondary: dict[type[SecondaryEvent], Callable[[Any], None]] = {
             WorkerLost: self._worker_lost,
@@ -253,7 +257,11 @@ class Machine:
 
     def _weights_asked(self, e: ev.WeightsAsked) -> None:
         self.clients.spoke(e.link)
-        self.questions.asked(e)
+        inspect_weights(self.core, self.questions, e)
+
+    def _control(self, e: ev.ControlAsked) -> None:
+        self.clients.spoke(e.link)
+        control(self.core, self.questions, e)
 
     def _restore_failed(self, e: ev.RestoreFailed) -> None:
         worker = self.fleet.of(e.link)
@@ -263,7 +271,12 @@ class Machine:
     def _inspected(self, e: ev.WorkerInspected) -> None:
         worker = self.fleet.of(e.link)
         if worker is not None and not self.weights.phases.verifying.inspected(worker, e.message):
-            self.questions.inspected(worker, e)
+            self.questions.answered(worker, e.message.task, e.message, e.frames)
+
+    def _commanded(self, e: ev.WorkerCommanded) -> None:
+        worker = self.fleet.of(e.link)
+        if worker is not None:
+            self.questions.answered(worker, e.message.task, e.message)
 
     # --- for tests -----------------------------------------------------------------------------------------------------
 

@@ -154,6 +154,7 @@ _CLIENT: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.Commit: _said,
     m.AbortUpdate: _said,
     m.InspectWeights: _asked,
+    m.Control: lambda now, link, message, _: ev.ControlAsked(now, link, message),
     m.Ping: lambda now, link, message, _: ev.Heard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.Heard(now, link, proof=message.at),
 }
@@ -215,6 +216,7 @@ _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = 
     m.WeightsLoaded: _answer,
     m.Restored: lambda now, link, message, _: ev.RestoreFailed(now, link, message.version, message.code, message.message),
     m.Inspected: _inspected,
+    m.Commanded: lambda now, link, message, _: ev.WorkerCommanded(now, link, message),
     m.Exiting: lambda now, link, message, _: ev.WorkerBye(
         now, link, message.reason, message.failed, message.permanent, message.out_of_memory
     ),

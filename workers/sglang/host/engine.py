@@ -40,6 +40,9 @@ from enginepool.workers.sglang.score.token_types import send_token_types
 from enginepool.workers.sglang.score.warmup import warm_up
 from enginepool.workers.sglang.weights.updates import EngineWeights
 
+#: how long SGLang may take to become idle, of which a worker that has no batch inside needs nothing
+FLUSH_S = 10.0
+
 
 class SglangEngine:
     """One SGLang engine behind the worker's engine interface.
@@ -263,6 +266,15 @@ class SglangEngine:
         """
         parts, forwards, cached = await self._end.unless_over(self._serving().score(batch))
         return BatchScores(parts, forwards, self.version, cached)
+
+    async def flush(self) -> None:
+        """Have SGLang empty its prefix cache; no batch is inside. Raises EngineError: it refused."""
+        scoring = self._serving()
+        answer = await self._end.unless_over(self._tm.flush_cache(timeout_s=FLUSH_S))
+        if not answer.success:
+            raise EngineError(f"SGLang did not flush its cache within {FLUSH_S:g} s")
+        if scoring.cached is not None:
+            scoring.cached.clear()
 
     # --- end -------------------------------------------------------------------------------------------------------
 

@@ -104,6 +104,7 @@ PRIVATE: tuple[Private, ...] = (
         "what the model is, and the longest row",
     ),
     *_read("host/tokenizer.py", TOKENIZER, "TokenizerManager", "tokenizer", "whether the model has one"),
+    Private("host/engine.py", TOKENIZER, "TokenizerManager.flush_cache", "called", "the command flush", ("self, timeout_s",)),
     Private("host/engine.py", TOKENIZER, "TokenizerManager.handle_loop", "called", "answers are read on our loop", ("self",)),
     Private(
         "host/engine.py",

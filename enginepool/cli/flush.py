@@ -1,0 +1,35 @@
+"""`enginepool flush`: engines forget the prefixes that they keep."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from enginepool.cli.cli_errors import CommandFailed
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
+
+
+def flush(
+    group: Annotated[str, typer.Argument(metavar="[GROUP]", help="A group; a pool of one group needs no name.")] = "",
+    connect: Address = DEFAULT_ADDRESS,
+) -> None:
+    """Have all workers of a group forget the prefixes that their engines keep.
+
+    An engine does it between two batches. Needs the role publisher. A line for each worker says whether it did. Exit code 1
+    if one did not.
+
+    \b
+    Examples:
+      enginepool flush
+      enginepool flush judge
+    """
+    asyncio.run(_flush(connect, group))
+
+
+async def _flush(address: str, group: str) -> None:
+    async with open_pool(address) as pool:
+        report = await pool.flush(group)
+    for worker in report.workers:
+        typer.echo(f"{worker.name}: {worker.message or 'flushed'}")
+    if failed := sum(bool(worker.code) for worker in report.workers):
+        raise CommandFailed(f"{failed} of {len(report.workers)} workers of {report.group} did not flush")
