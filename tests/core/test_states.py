@@ -8,6 +8,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core import states, transitions
+from enginepool.coordinator.core.request_state import NAMES, REQUEST_MEANING, REQUEST_TRANSITIONS
 from enginepool.coordinator.core.states import SLOT_MEANING, SLOT_TRANSITIONS, WORKER_MEANING, WORKER_TRANSITIONS
 from enginepool.coordinator.core.states import SlotState as Slot
 from enginepool.coordinator.core.states import WorkerState as State
@@ -18,7 +19,7 @@ COORDINATOR = Path(states.__file__).parents[1]
 WRITER = Path(transitions.__file__)
 #: attributes that `transitions` alone assigns, and what they are attributes of
 WRITTEN = {
-    "state": {"worker", "slot", "other"},
+    "state": {"worker", "slot", "other", "request"},
     "stage": {"worker"},
     "since": {"worker"},
     "epoch_confirmed": {"worker"},
@@ -41,6 +42,7 @@ EXTENDS = {("fleet/deadlines.py", "since"), ("fleet/deadlines.py", "restore_due"
 def test_every_state_has_a_meaning_and_a_row() -> None:
     assert list(WORKER_MEANING) == list(WORKER_TRANSITIONS) == list(State)
     assert list(SLOT_MEANING) == list(SLOT_TRANSITIONS) == list(Slot)
+    assert list(REQUEST_MEANING) == list(REQUEST_TRANSITIONS) == list(range(len(NAMES)))
 
 
 def test_a_lost_worker_never_comes_back_and_every_other_can_be_lost() -> None:

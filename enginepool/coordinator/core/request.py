@@ -88,7 +88,7 @@ class Request:
         #: bytes of its answer, and of the request and its answer together, as they are charged (`memory.py`)
         self.answer = answer
         self.held = held
-        self.state = QUEUED
+        self.state = TEXT if work.text else QUEUED
         # What most requests leave empty is a tuple until something comes: a list each would be memory to fetch again when
         # the request leaves a long queue.
         #: rows from `next` on were never given to a worker; `back` are ranges that came back, in order, with rows between them

@@ -1,4 +1,4 @@
-"""The one writer: nothing else changes the state of a worker or of a worker slot, a worker's tasks, or a hold of a group.
+"""The one writer: nothing else changes the state of a worker, a slot or a request, a worker's tasks, or a hold of a group.
 
 Each transition of a worker keeps the routing index right and wakes the queue of its group. `states` has the tables. A
 transition that the tables do not have is an internal error.
@@ -8,6 +8,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import GroupWeights
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request, RunningBatch
+from enginepool.coordinator.core.request_state import DONE, NAMES, REQUEST_TRANSITIONS, RUNNING
 from enginepool.coordinator.core.secondary import WorkerLost
 from enginepool.coordinator.core.states import SLOT_TRANSITIONS, WORKER_TRANSITIONS, SlotState, WorkerState
 from enginepool.coordinator.core.worker import Worker
@@ -223,6 +224,27 @@ def start_trial(trial: RunningBatch) -> None:
 def _end_trial(core: Context, worker: Worker) -> None:
     worker.group.trial = None
     facts_changed(core, worker)
+
+
+# --- requests ------------------------------------------------------------------------------------------------------------
+
+
+def enter_request(request: Request, state: int) -> None:
+    """A request is in another state; its group counts what waits and what runs."""
+    before, group = request.state, request.group
+    if state not in REQUEST_TRANSITIONS[before]:
+        raise AssertionError(f"{request!r} cannot go to {NAMES[state]}")
+    request.state = state
+    if before == RUNNING:
+        group.running -= 1
+        group.running_tokens -= request.work.tokens
+    else:
+        group.waiting -= 1
+    if state == RUNNING:
+        group.running += 1
+        group.running_tokens += request.work.tokens
+    elif state != DONE:
+        group.waiting += 1
 
 
 # --- worker slots --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request
-from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.memory import charge, too_large
 from enginepool.coordinator.requests.reply_cache import OVERHEAD
@@ -153,7 +152,6 @@ class Admission:
         if e.deadline is not None:
             core.deadlines.add(request, e.deadline)
         if work.text:
-            request.state = TEXT
             request.queue.push(request)
         else:
             queue = group.version_queue if e.min_version > group.version else group.queue

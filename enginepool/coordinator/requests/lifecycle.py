@@ -9,7 +9,7 @@ from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
-from enginepool.coordinator.core.transitions import end_text
+from enginepool.coordinator.core.transitions import end_text, enter_request
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.tokenize import with_ids
 from enginepool.coordinator.requests.memory import charge, too_large
@@ -59,7 +59,7 @@ class RequestLifecycle:
         if request.suspect:
             request.suspect = False
             self.core.levels.readmit(request)
-        request.state = QUEUED
+        enter_request(request, QUEUED)
         if self._classify(request):
             request.queue.push(request)
 
@@ -157,10 +157,7 @@ class RequestLifecycle:
         request.back = _joined([*request.back, *ranges])
         request.left = request.flying + request.waiting_rows()
         if request.state == RUNNING:
-            request.state = QUEUED
-            request.group.running -= 1
-            request.group.running_tokens -= request.work.tokens
-            request.group.waiting += 1
+            enter_request(request, QUEUED)
         request.queue.push(request)
 
     def lost(self, batch: RunningBatch, reason: str) -> None:
@@ -258,15 +255,10 @@ class RequestLifecycle:
         client = request.client
         group = request.group
         work = request.work
-        state = request.state
-        request.state = DONE
-        if state == RUNNING:
-            group.running -= 1
-            group.running_tokens -= work.tokens
-        else:
-            group.waiting -= 1
-            if request.lane is not None:
-                request.lane.forget()
+        waited = request.state != RUNNING
+        enter_request(request, DONE)
+        if waited and request.lane is not None:
+            request.lane.forget()
         group.tokens -= work.tokens
         del client.live[request.id]
         del group.live[request]

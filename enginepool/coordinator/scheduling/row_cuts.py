@@ -6,6 +6,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.request import Request, Slice
 from enginepool.coordinator.core.request_state import RUNNING
+from enginepool.coordinator.core.transitions import enter_request
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.scheduling.batch_limits import computed_once, even, heaviest, most_of
 from enginepool.protocol.packing import Packing
@@ -99,9 +100,6 @@ def take(core: Context, slice_: Slice) -> None:
         request.next = end
     request.flying += end - start
     if request.flying == request.left:
-        request.state = RUNNING
-        request.group.waiting -= 1
-        request.group.running += 1
-        request.group.running_tokens += request.work.tokens
+        enter_request(request, RUNNING)
     else:
         request.group.cut[request] = None
