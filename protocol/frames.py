@@ -1,6 +1,6 @@
-"""Frames: what stands around the messages. Reading frame 0, and holding payload frames to what their header says.
+"""Frames: reading frame 0 of a message, and comparing payload frames with what their header says.
 
-Everything here raises `WireError` with a code of `errors.CODES`; nothing else escapes, whatever the bytes are.
+For any bytes, the functions here raise `WireError` with a code of `errors.CODES`, and no other exception.
 """
 
 import re

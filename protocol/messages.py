@@ -99,7 +99,7 @@ class Hello(Message, tag="hello"):
 
     `client` is 16 random bytes made once per client object; `token` 16 secret bytes made with it, which prove on a later
     link that it is the same client; `incarnation` grows with each new link, and the highest wins. `max_message_bytes`: the
-    longest message, all frames together, that the client takes (0: whatever `welcome` says). `epoch`: the highest one that the
+    longest message, all frames together, that the client takes (0: as `welcome` says). `epoch`: the highest one that the
     client has heard (0: none).
     """
 
@@ -379,7 +379,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
 
 
 class Register(Message, tag="register"):
-    """First message of a worker on every link. `incarnation` names this process for ever; `epoch` is the last one it heard."""
+    """First message of a worker on every link. `incarnation` names this process alone; `epoch`: the last one it heard."""
 
     group: str
     incarnation: str

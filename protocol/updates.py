@@ -13,7 +13,7 @@ import msgspec
 
 from enginepool.protocol.basis import MAX_FRAMES, FrameSpec, Message, TaskId
 
-#: An hour: nobody drains a group, or is silent, for longer.
+#: An hour: the longest drain of a group, and the longest lease.
 MAX_MS = 3_600_000
 #: bytes of a seal
 SEAL_BYTES = 16
@@ -23,16 +23,16 @@ DESCRIPTOR = re.compile(r"/proc/([1-9][0-9]{0,9})/fd/[0-9]{1,9}", re.ASCII)
 MAX_REGIONS = 1024
 
 #: How new weights reach an engine.
-#: staged: broadcast into a stager beside each worker, which serves on meanwhile; handed over inside the device.
-#: direct: broadcast straight into the engines, which stand still meanwhile.
-#: handles: engines of the publisher's own host open memory that it lends, and copy out of it.
+#: staged: broadcast into a stager next to each worker, which serves meanwhile; handed over inside the device.
+#: direct: broadcast directly into the engines, which do not serve meanwhile.
+#: ipc: engines of the publisher's own host open memory that it lends, and copy out of it.
 #: checkpoint: each worker reads a directory that it can see.
 #: set_version: the weights stay; only their version changes.
 Transfer = Literal["staged", "direct", "ipc", "checkpoint", "set_version"]
 #: What happens to batches in flight when the group is held. drain: they finish, for at most `drain_ms`; then as abort.
 #: abort: they are put back into the queue at once, and run again on the new weights.
 InFlight = Literal["drain", "abort"]
-#: open: members are asked whether they can. join: the process group forms. transfer: rank 0 sends. staged: all members hold
+#: open: members answer `prepare`. join: the process group forms. transfer: rank 0 sends. staged: all members hold
 #: verified bytes and wait for `commit`. restart: engines that take weights only at their start are started on them. hold: no
 #: new work starts. load: engines take the new weights. Then `published`, or `error`.
 PhaseName = Literal["open", "join", "transfer", "staged", "restart", "hold", "load"]
@@ -43,7 +43,7 @@ class MemoryRegion(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: `file`, a path to map, often shared memory; `cuda`, memory of a GPU, opened by the CUDA IPC `handle`: the values of
     torch's `_share_cuda_` as a msgpack array. `nbytes`: of all of it. `gpu`: the UUID of the GPU; its index differs between
-    processes. `seal`: stands at the very end as long as the content is what it was; whoever copies out of lent memory looks for
+    processes. `seal`: is at the very end as long as the content is unchanged; a worker that copied out of lent memory checks
     it afterwards.
     """
 
@@ -59,7 +59,7 @@ class MemoryRegion(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Publish(Message, tag="publish"):
-    """Open a transaction. Answered by `join` and `phase`s, at last by `published` or `error`. Frame: `manifest` utf8, but for
+    """Open a transaction. Answered by `join` and `phase`s, then by `published` or `error`. Frame: `manifest` utf8, but for
     `checkpoint` and `set_version`.
 
     `address`: HOST:PORT of the publisher's TCP store, `peer`: a random name of the publisher's side of the process group, new
