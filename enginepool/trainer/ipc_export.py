@@ -1,7 +1,7 @@
-"""Memory that a publisher lends: all tensors laid out in one space of its own, out of which the engines of its host copy them.
+"""Memory that a publisher shares over IPC: all tensors laid out in one region, out of which the engines of its host copy them.
 
-The space has a seal as long as it is lent. Whatever ends an update here (the coordinator's last word, a deadline, the end of
-the link) breaks the seal before the memory is used again, so that an engine that is still copying knows.
+A shared region has a seal. When the update ends (committed, aborted, too late, or without a connection), the seal is broken
+before the memory is used again, so that an engine that is still copying notices.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import msgspec
 from enginepool.protocol.layout import ALIGNMENT, layout
 from enginepool.protocol.updates import MemoryRegion
 from enginepool.trainer.buffers import Buffers, cut_up
-from enginepool.trainer.streaming import Feed
+from enginepool.trainer.tensor_feed import TensorFeed
 from enginepool.trainer.tensors import SendPlan
 from enginepool.trainer.trainer_ranks import TrainerRanks
 from enginepool.transfer.digest import Digest
@@ -23,11 +23,11 @@ torch: Any = importlib.import_module("torch")
 
 
 class IpcExporter:
-    """What a publisher has for lending.
+    """The memory that a publisher shares.
 
     Args:
         buffers: of the publisher; its memory lies on the same device.
-        keep: memory stays for the next update; else it is given back after each.
+        keep: memory stays for the next update; else it is freed after each update.
     """
 
     def __init__(self, buffers: Buffers, *, keep: bool) -> None:
@@ -40,8 +40,8 @@ class IpcExporter:
         """The UUID of the GPU that its memory lies on; "" on none."""
         return gpu_uuid(self.buffers.device) if self.buffers.device.type == "cuda" else ""
 
-    def take(self, nbytes: int) -> Memory:
-        """Memory for one update. Raises OSError: no room."""
+    def allocate(self, nbytes: int) -> Memory:
+        """Memory for one update. Raises OSError: not enough memory."""
         spare, self._spare = self._spare, None
         if spare is not None and spare.nbytes >= nbytes:
             return spare
@@ -51,15 +51,15 @@ class IpcExporter:
         device = self.buffers.device
         return DeviceSpace(nbytes, [device]) if device.type == "cuda" else HostSpace(nbytes, lent=True)
 
-    def back(self, memory: Memory) -> None:
-        """It is lent no more."""
+    def release(self, memory: Memory) -> None:
+        """It is no longer shared."""
         if self._keep and self._spare is None:
             self._spare = memory
         else:
             memory.close()
 
     def close(self) -> None:
-        """Give back what is kept, and keep nothing from now on."""
+        """Free all memory, and keep none from now on."""
         self._keep = False
         if self._spare is not None:
             self._spare.close()
@@ -67,10 +67,10 @@ class IpcExporter:
 
 
 class IpcExport:
-    """What is lent for one update. A thread that is stuck in one does not touch what the next one lends."""
+    """The shared memory of one update. A thread that is stuck in one update does not touch the memory of the next one."""
 
-    def __init__(self, lender: IpcExporter) -> None:
-        self._lender = lender
+    def __init__(self, exporter: IpcExporter) -> None:
+        self._exporter = exporter
         self._memory: Memory | None = None
 
     def fill(
@@ -78,29 +78,36 @@ class IpcExport:
         plan: SendPlan,
         *,
         bucket_bytes: int,
-        lockstep: TrainerRanks,
+        ranks: TrainerRanks,
         stopped: Callable[[], bool],
         progress: Callable[[int], None],
         after: Any = None,
     ) -> tuple[str, int, list[MemoryRegion]]:
-        """Lay everything out; returns the digest, the bytes of the space, and where it is. Arguments are those of `Sending`.
+        """Lay all tensors out. Returns the digest, the bytes of the content, and the regions.
+
+        Args:
+            bucket_bytes: bytes that are copied at once.
+            ranks: the other trainer ranks.
+            stopped: whether the update was aborted.
+            progress: called with the bytes that are laid out so far.
+            after: a CUDA event to wait for before the source is read.
 
         Raises:
             BadRequest: the source does not give what was announced.
             RankFailed: another trainer rank does not.
-            OSError: there is no room.
-            Stopped: the update was given up.
+            OSError: not enough memory.
+            Stopped: the update was aborted.
         """
         # Behind the content there is a block for the seal.
-        memory = self._memory = self._lender.take(layout(plan.manifest).nbytes + ALIGNMENT)
+        memory = self._memory = self._exporter.allocate(layout(plan.manifest).nbytes + ALIGNMENT)
         content = memory.tensors[0]
-        with self._lender.buffers.aside(after):
+        with self._exporter.buffers.aside(after):
             if content.is_cuda:
-                # What used this memory before it was given back to torch may not be over.
+                # Earlier use of this memory, before torch reused it, may still be under way.
                 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             cut = cut_up(plan.manifest, bucket_bytes, lambda bucket: content[bucket.at : bucket.at + bucket.nbytes])
-            feed, digest, laid = Feed(plan, cut.expected, lockstep, stopped), Digest(), 0
-            lockstep.begin(plan)
+            feed, digest, laid = TensorFeed(plan, cut.expected, ranks, stopped), Digest(), 0
+            ranks.begin(plan)
             for filling in cut.fillings:
                 feed.fill(filling)
                 digest.add(filling.bytes, filling.at)
@@ -109,12 +116,12 @@ class IpcExport:
             feed.end()
             # It waits for what the device still has to do.
             seal = set_seal(content)
-            return digest.text(), laid, [msgspec.structs.replace(space, seal=seal) for space in memory.regions()]
+            return digest.text(), laid, [msgspec.structs.replace(region, seal=seal) for region in memory.regions()]
 
     def end(self) -> None:
-        """The update is over."""
+        """The update ended: break the seal."""
         memory, self._memory = self._memory, None
         if memory is not None:
-            with self._lender.buffers.aside():
+            with self._exporter.buffers.aside():
                 break_seal(memory.tensors[0])
-            self._lender.back(memory)
+            self._exporter.release(memory)

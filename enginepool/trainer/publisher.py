@@ -1,7 +1,7 @@
 """`WeightPublisher`: a trainer's side of weight updates. It opens the transaction, broadcasts the tensors as rank 0, commits.
 
-Decisions are in `updates.py` (pure); one update is `update.py`; `courier.py` moves its bytes in a thread, so that the event
-loop lives; `tensors.py` says what a source is.
+One update is an `UpdateHandle`, whose file says who holds what. `update_sender.py` moves its bytes in a thread. `tensors.py` says
+what a source is. The messages to the coordinator are decided in `client/session/updates.py` (pure).
 """
 
 import asyncio
@@ -15,10 +15,13 @@ from enginepool.client.metadata_update import publish_message
 from enginepool.client.session.events import CommittedWeightsLost
 from enginepool.errors import BadRequest, EnginepoolError
 from enginepool.protocol.layout import ALIGNMENT
+from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.updates import MAX_MS, InFlight, Publish, UpdateRecord
 from enginepool.trainer.buffers import Buffers
+from enginepool.trainer.follower_update import FollowerUpdate
 from enginepool.trainer.ipc_export import IpcExporter
 from enginepool.trainer.publisher_context import PublisherContext
+from enginepool.trainer.rank0_update import Rank0Update
 from enginepool.trainer.retries import Retries
 from enginepool.trainer.tensors import Described, Gather, Rename, SendPlan, Source, make_plan
 from enginepool.trainer.update_handle import UpdateHandle
@@ -109,16 +112,7 @@ class WeightPublisher:
         if not isinstance(cast("object", host), str) or not host:
             raise BadRequest(f"host: {host!r}; the address at which workers' hosts reach this one", field="host")
         utf8("host", host)
-        if trainer_group is not None and not hasattr(trainer_group, "rank"):
-            # An int is what torch.distributed.new_group gives to ranks that are not in the group.
-            allowed = "a torch process group that has this rank as a member, or None"
-            raise BadRequest(f"trainer_group: {kind(trainer_group)}; {allowed}", field="trainer_group")
-        self.rank: int = 0 if trainer_group is None else trainer_group.rank()
-        if pool is not None and not hasattr(cast("object", pool), "connection"):
-            wanted = "a Pool, awaited or entered; BlockingWeightPublisher takes a BlockingPool"
-            raise BadRequest(f"pool: {kind(pool)}; {wanted}", field="pool")
-        if (pool is None) != (self.rank > 0):
-            raise BadRequest("pool: rank 0 of the trainer has the pool, the other ranks have None", field="pool")
+        self.rank = _checked_rank(pool, trainer_group)
         self.group = check_group(group)
         self.wanted = asyncio.Event()
         self.wanted_version = 0
@@ -129,11 +123,10 @@ class WeightPublisher:
         self._lease_ms = int((check_timeout(lease, "lease", MAX_MS // 1000) or 10.0) * 1000)
         self._on_wanted = on_wanted
         buffers = Buffers(device_of(device))
-        self._desk = PublisherContext(
-            None if pool is None else pool.connection,
-            trainer_group,
-            buffers,
-            IpcExporter(buffers, keep=check_flag("keep_memory", keep_memory)),
+        self._context = PublisherContext(
+            trainer_group=trainer_group,
+            buffers=buffers,
+            exporter=IpcExporter(buffers, keep=check_flag("keep_memory", keep_memory)),
             host=host,
             bucket_bytes=bucket_bytes,
             timeout=check_timeout(timeout) or 600.0,
@@ -147,10 +140,10 @@ class WeightPublisher:
         if pool is not None:
             pool.connection.wanted.append(self._hear_wanted)
             # It may have been said before there was anybody to hear it.
-            self._asking = self._desk.loop.create_task(self._ask_whether_wanted(pool))
+            self._asking = self._context.loop.create_task(self._ask_whether_wanted(pool))
 
     def __repr__(self) -> str:
-        return f"<WeightPublisher group={self.group!r} rank={self.rank} {self._desk.open or 'idle'}>"
+        return f"<WeightPublisher group={self.group!r} rank={self.rank} {self._context.current or 'idle'}>"
 
     async def __aenter__(self) -> "WeightPublisher":
         return self
@@ -171,13 +164,13 @@ class WeightPublisher:
         """
         check_options("publish", options, UpdateOptions, "source", "version")
         retries = Retries(
-            0.0 if isinstance(source, Iterator) else self._retry_s, self._desk.loop.time, next_version=version is None
+            0.0 if isinstance(source, Iterator) else self._retry_s, self._context.loop.time, next_version=version is None
         )
         while True:
             publish, plan = self._prepared(source, version, **options)
-            handle = UpdateHandle(self._desk, version, retries.again)
+            handle = self._update(version, retries.again)
             try:
-                await self._begin(handle, publish, plan)
+                await handle.begin(publish, plan, self._next_version)
                 return await handle.finish()
             except EnginepoolError as error:
                 if handle.again_s is None:
@@ -240,8 +233,8 @@ class WeightPublisher:
             "manifest": manifest,
         }  # fmt: skip
         publish, plan = self._prepared(source, version, **options)
-        handle = UpdateHandle(self._desk, version)
-        await self._begin(handle, publish, plan)
+        handle = self._update(version)
+        await handle.begin(publish, plan, self._next_version)
         return handle
 
     def _prepared(
@@ -267,32 +260,31 @@ class WeightPublisher:
             new_run=new_run,
         )
         publish.partial = check_flag("partial", partial)
-        publish.lease_ms, publish.bucket_bytes = self._lease_ms, self._desk.bucket_bytes
+        publish.lease_ms, publish.bucket_bytes = self._lease_ms, self._context.bucket_bytes
 
         def plan() -> SendPlan:
             return make_plan(source, manifest=manifest, **self._hooks)
 
         return publish, plan
 
-    async def _begin(self, handle: UpdateHandle, publish: Publish, plan: Callable[[], SendPlan]) -> None:
-        if self.rank == 0:
-            await handle.begin(publish, plan, self._next_version)
-        else:
-            handle.follow(plan)
+    def _update(self, version: int | None, again: Callable[[ErrorReply], float | None] | None = None) -> UpdateHandle:
+        if self._pool is None:
+            return FollowerUpdate(self._context, version, again)
+        return Rank0Update(self._context, self._pool.connection, version, again)
 
     async def _next_version(self) -> int:
         assert self._pool is not None, "rank 0 has the pool"
-        return (await self._pool.weights(self.group, timeout=self._desk.timeout)).version + 1
+        return (await self._pool.weights(self.group, timeout=self._context.timeout)).version + 1
 
     async def close(self) -> None:
         """Give up what is under way, leave the process group, give memory back. Twice is once."""
-        if self._desk.open is not None and not self._desk.loop.is_closed():
-            await self._desk.open.abort("the publisher closed")
+        if self._context.current is not None and not self._context.loop.is_closed():
+            await self._context.current.abort("the publisher closed")
         if self._asking is not None:
             self._asking.cancel()
-        if self._desk.connection is not None and self._hear_wanted in self._desk.connection.wanted:
-            self._desk.connection.wanted.remove(self._hear_wanted)
-        await self._desk.leave()
+        if self._pool is not None and self._hear_wanted in self._pool.connection.wanted:
+            self._pool.connection.wanted.remove(self._hear_wanted)
+        await self._context.release()
 
     async def _ask_whether_wanted(self, pool: "Pool") -> None:
         try:
@@ -309,8 +301,23 @@ class WeightPublisher:
             self.wanted_version = wanted.version
             if self._on_wanted is not None:
                 # On its own: what it raises is the loop's to tell, and keeps no other publisher from hearing it.
-                self._desk.loop.call_soon(self._on_wanted, wanted.version)
+                self._context.loop.call_soon(self._on_wanted, wanted.version)
             self.wanted.set()
+
+
+def _checked_rank(pool: object, trainer_group: Any) -> int:
+    """This rank of the trainer. Raises BadRequest."""
+    if trainer_group is not None and not hasattr(trainer_group, "rank"):
+        # torch.distributed.new_group gives an int to ranks that are not in the group.
+        allowed = "a torch process group that has this rank as a member, or None"
+        raise BadRequest(f"trainer_group: {kind(trainer_group)}; {allowed}", field="trainer_group")
+    rank: int = 0 if trainer_group is None else trainer_group.rank()
+    if pool is not None and not hasattr(pool, "connection"):
+        allowed = "a Pool, awaited or entered; BlockingWeightPublisher takes a BlockingPool"
+        raise BadRequest(f"pool: {kind(pool)}; {allowed}", field="pool")
+    if (pool is None) != (rank > 0):
+        raise BadRequest("pool: rank 0 of the trainer has the pool, the other ranks have None", field="pool")
+    return rank
 
 
 def device_of(device: Any) -> Any:

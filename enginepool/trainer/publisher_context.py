@@ -1,78 +1,60 @@
-"""What a publisher and its updates share on one trainer rank: connection, memory, and this rank's side of the process group."""
+"""What the updates of one publisher share on one trainer rank: memory, endpoint, and time limits."""
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from enginepool.trainer.buffers import Buffers
 from enginepool.trainer.heartbeats import Heartbeats
 from enginepool.trainer.ipc_export import IpcExporter
+from enginepool.trainer.rank0_endpoint import Rank0Endpoint
 from enginepool.trainer.trainer_ranks import store_of
-from enginepool.trainer.update_sender import Side
-
-if TYPE_CHECKING:
-    from enginepool.client.connection import Connection
 
 
-class Open(Protocol):
-    """An update that is under way, to those who come after it."""
+class CurrentUpdate(Protocol):
+    """The update that is under way, as the next one and the publisher see it."""
 
     version: int | None
 
     def blocks(self) -> str:
-        """Why the next one cannot begin."""
+        """Why the next update cannot begin."""
         ...
 
     async def abort(self, reason: str = "") -> None:
-        """Give it up, unless it is too late. Returns when it has ended."""
+        """Abort it, unless it is too late. Returns when it has ended."""
 
 
+@dataclass(kw_only=True, eq=False)
 class PublisherContext:
-    """One for each publisher.
+    """One for each publisher, on its event loop. Times are in seconds.
 
     Attributes:
-        connection: to the coordinator; None on trainer ranks above 0.
-        trainer_group: the trainer's ranks, or None.
-        timeout: seconds for all waits without one of their own.
-        collective_timeout: seconds for the process group to form, and for each bucket.
-        rank_timeout: seconds in which all trainer ranks begin an update, and after which a silent one is lost.
+        trainer_group: the process group of the trainer's ranks, or None.
+        timeout: for all waits without a limit of their own.
+        collective_timeout: for the process group to form, and for each bucket.
+        rank_timeout: in which all trainer ranks begin an update, and after which a silent rank is lost.
         committed: called when an update is committed.
-        side: this rank's side of the process group, if there is one.
-        lender: this rank's memory for what is lent.
-        open: the update that is under way.
+        endpoint: rank 0 of the process group with the workers, if there is one.
+        current: the update that is under way.
     """
 
-    def __init__(
-        self,
-        connection: "Connection | None",
-        trainer_group: Any,
-        buffers: Buffers,
-        lender: IpcExporter,
-        *,
-        host: str,
-        bucket_bytes: int,
-        timeout: float,
-        collective_timeout: float,
-        rank_timeout: float,
-        committed: Callable[[], None],
-    ) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.connection = connection
-        self.trainer_group = trainer_group
-        self.buffers = buffers
-        self.lender = lender
-        self.host = host
-        self.bucket_bytes = bucket_bytes
-        self.timeout = timeout
-        self.collective_timeout = collective_timeout
-        self.rank_timeout = rank_timeout
-        self._store: Any = None
-        self.committed = committed
-        self.side: Side | None = None
-        self.open: Open | None = None
+    trainer_group: Any
+    buffers: Buffers
+    exporter: IpcExporter
+    host: str
+    bucket_bytes: int
+    timeout: float
+    collective_timeout: float
+    rank_timeout: float
+    committed: Callable[[], None]
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    endpoint: Rank0Endpoint | None = None
+    current: CurrentUpdate | None = None
+    _store: Any = None
 
     def heartbeats(self, version: int | None, lost: Callable[[Exception], None]) -> Heartbeats | None:
-        """Of the next update; None where there is one trainer rank. Raises BadRequest: the trainer's group has no store."""
+        """Heartbeats of the next update; None with one trainer rank. Raises BadRequest: the trainer's group has no store."""
         group = self.trainer_group
         if group is None or group.size() == 1:
             return None
@@ -80,21 +62,21 @@ class PublisherContext:
             self._store = store_of(group)
         return Heartbeats(self._store, group.rank(), group.size(), version, self.rank_timeout, lost)
 
-    async def have_side(self) -> Side:
-        """A side that can be used."""
-        if self.side is None or self.side.lost:
-            self.side = await asyncio.to_thread(Side, self.host, self.buffers.device)
-        return self.side
+    async def open_endpoint(self) -> Rank0Endpoint:
+        """An endpoint that can be used: the present one, or a new one."""
+        if self.endpoint is None or self.endpoint.lost:
+            self.endpoint = await asyncio.to_thread(Rank0Endpoint, self.host, self.buffers.device)
+        return self.endpoint
 
-    async def leave(self) -> None:
-        """Leave the process group, lend nothing, and give memory back."""
-        side, self.side = self.side, None
-        if side is not None:
-            await asyncio.to_thread(side.abort)
-        self.lender.close()
+    async def release(self) -> None:
+        """Leave the process group, and free all memory."""
+        endpoint, self.endpoint = self.endpoint, None
+        if endpoint is not None:
+            await asyncio.to_thread(endpoint.abort)
+        self.exporter.close()
         self.buffers.close()
 
     def post(self, call: Callable[..., None], *arguments: Any) -> None:
-        """From another thread to the loop. On one that is closed nobody waits."""
+        """Call from another thread on the event loop. A closed loop is ignored: nothing waits there."""
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(call, *arguments)

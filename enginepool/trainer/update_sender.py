@@ -1,128 +1,88 @@
-"""The thread of one update on a trainer rank: it reads the source and sends, so that the event loop lives.
+"""The thread of one update on a trainer rank: it reads the source and sends the bytes, so that the event loop stays free.
 
-The event loop gives orders (`Join`, transfer, the end) and hears notes. While the workers join, the thread fills the
-first buckets. It ends after the end, whatever happens: what may block it for long, a broadcast, has a limit of its own and is
-aborted from outside.
+The event loop gives orders: join, transfer, end. The thread reports to its update: planned, progress, sent, failed, left.
+
+- While the workers join the process group, the thread fills the first two buckets and computes their digests.
+- Two buffers take turns: one is broadcast while the other is filled. On a GPU all of it runs on a stream of its own, behind the
+  work of the caller's stream when the update began. Only a bucket that is two ahead waits for the device.
+- A broadcast, which may block the thread for long, has a time limit, and is aborted from outside.
 """
 
-import errno
 import importlib
-import os
 import queue
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
-from enginepool.errors import BadRequest
 from enginepool.protocol.messages import ErrorReply
-from enginepool.protocol.updates import Join, MemoryRegion, Published
-from enginepool.trainer import buffers
-from enginepool.trainer.buffers import Buffers, stand_behind
+from enginepool.protocol.updates import Join, MemoryRegion
+from enginepool.trainer.buffers import Buffers, Cut, stand_behind
 from enginepool.trainer.heartbeats import Heartbeats, RankFailed
 from enginepool.trainer.ipc_export import IpcExport
-from enginepool.trainer.streaming import Sending, Stopped
+from enginepool.trainer.rank0_endpoint import Rank0Endpoint
+from enginepool.trainer.tensor_feed import Stopped, TensorFeed
 from enginepool.trainer.tensors import SendPlan
 from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks, as_error, follow
 from enginepool.transfer import threads
-from enginepool.transfer.collective import Rendezvous
-from enginepool.transfer.process_group import CollectiveError, ProcessGroup
+from enginepool.transfer.digest import Digest
+from enginepool.transfer.process_group import Broadcast, ProcessGroup
 
 torch: Any = importlib.import_module("torch")
 
-Outcome = Published | ErrorReply
+#: Buckets that are filled before the first is sent: one for each buffer.
+_AHEAD = 2
 
 
-class Side:
-    """Rank 0's side of the process group: what `peer` names. It serves many updates, and is thrown away after any trouble."""
+class SenderReports(Protocol):
+    """What a sender reports, in this order; `failed` at most once, `left` always."""
 
-    def __init__(self, host: str, device: Any) -> None:
-        """Raises BadRequest: this machine cannot be reached at `host`."""
-        self.peer = os.urandom(8).hex()
-        self.backend: Any = "nccl" if device.type == "cuda" else "gloo"
-        self._device = device
-        try:
-            self._rendezvous = Rendezvous(host)
-        except OSError as error:
-            # A name that nobody knows has an error of the resolver, below 0.
-            if error.errno != errno.EADDRNOTAVAIL and (error.errno or 0) >= 0:
-                raise
-            text = f"host: {host!r} is no address of this machine: {error.strerror}"
-            raise BadRequest(text, field="host") from None
-        self.address = self._rendezvous.address
-        self._group: ProcessGroup | None = None
-        #: nobody may use it any more
-        self.lost = False
+    def planned(self, plan: SendPlan) -> None:
+        """The source can be read."""
 
-    def join(self, join: Join, timeout_s: float) -> ProcessGroup:
-        """The group that `join` describes: the one of last time, if it is that. Raises CollectiveError."""
-        group = self._group
-        if group is None or (group.name, group.world) != (join.rendezvous, join.world):
-            if group is not None:
-                group.abort()
-            self._group = None
-            group = self._rendezvous.join(
-                join.rendezvous,
-                join.world,
-                backend=self.backend,
-                device=self._device,
-                timeout_s=timeout_s,
-                copies=buffers.copied(self._device),
-            )
-            if self.lost:
-                group.abort()
-                raise CollectiveError(f"group {join.rendezvous} formed too late")
-            self._group = group
-        return group
+    def progress(self, sent_bytes: int) -> None:
+        """So many bytes are sent."""
 
-    def abort(self) -> None:
-        """Leave the group, whatever its other ranks do, and stop listening. Any thread; takes seconds at most."""
-        self.lost = True
-        if self._group is not None:
-            self._group.abort()
-        self._rendezvous.close()
+    def all_sent(self, digest: str, sent_bytes: int, regions: list[MemoryRegion]) -> None:
+        """All bytes are sent, or lie in `regions`."""
 
+    def failed(self, error: Exception) -> None:
+        """This rank cannot go on."""
 
-class SenderNotes:
-    """What a courier tells its update; each is called in the courier's thread."""
-
-    def __init__(
-        self,
-        planned: Callable[[SendPlan], None],
-        progress: Callable[[int], None],
-        sent: Callable[[str, int, list[MemoryRegion]], None],
-        failed: Callable[[Exception], None],
-        ended: Callable[[], None],
-    ) -> None:
-        self.planned, self.progress, self.sent, self.failed, self.ended = planned, progress, sent, failed, ended
+    def left(self) -> None:
+        """The thread ends."""
 
 
 class UpdateSender:
-    """One update's thread on rank 0.
+    """The thread of one update on rank 0.
 
     Args:
+        update: whose methods are called by way of `post`, which moves a call from the thread to the event loop.
         plan: makes the plan; may gather.
-        side: this rank's side of the process group, or the memory that is lent instead.
-        lockstep: the other trainer ranks.
-        notes: `planned` comes first, `sent` after the transfer, `failed` at most once, `ended` last, whatever happened.
+        transport: rank 0 of the process group, or the memory that is shared instead (`ipc`).
+        ranks: the other trainer ranks.
+        timeout_s: seconds for the group to form, and for each broadcast.
     """
 
     def __init__(
         self,
+        update: SenderReports,
+        post: Callable[..., None],
         plan: Callable[[], SendPlan],
-        side: Side | IpcExport,
+        transport: Rank0Endpoint | IpcExport,
         buffers: Buffers,
-        lockstep: TrainerRanks,
-        notes: SenderNotes,
+        ranks: TrainerRanks,
         *,
         bucket_bytes: int,
         timeout_s: float,
     ) -> None:
-        self._plan, self.side, self._buffers, self._lockstep, self._notes = plan, side, buffers, lockstep, notes
+        self._update, self._post, self._plan, self.transport = update, post, plan, transport
+        self._buffers, self._ranks = buffers, ranks
         self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
         self._orders: queue.SimpleQueue[Join | ProcessGroup | Exception | RoundEnd | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._forming = False
+        self._digest = Digest()
         self._after: Any = None
         if buffers.stream is not None:
             # The caller's stream may still have to compute what is sent.
@@ -131,151 +91,177 @@ class UpdateSender:
             # Tensors may lie on a GPU nevertheless.
             stand_behind()
 
+    # --- the event loop's side -----------------------------------------------------------------------------------------
+
     @property
     def stuck_at(self) -> str:
         """As `TrainerRanks.stuck_at`."""
-        return self._lockstep.stuck_at
+        return self._ranks.stuck_at
 
     def start(self) -> None:
+        """Start the thread."""
         threads.start(self._run, "weights")
 
     def join_group(self, join: Join) -> None:
-        """All have agreed: form the group, or keep it, and read what is sent first. Told again, it is doing so.
-
-        What is lent has no group.
-        """
-        if not self._forming and isinstance(self.side, Side):
+        """All members have agreed: form the group, or keep it, and fill the first buckets. Idempotent; ignored with `ipc`."""
+        if not self._forming and isinstance(self.transport, Rank0Endpoint):
             self._forming = True
             self._orders.put(join)
-            threads.start(partial(self._form, self.side, join), "weights-join")
+            threads.start(partial(self._form, self.transport, join), "weights-join")
 
     def transfer(self) -> None:
-        """All members have joined: send. What is lent is laid out now, once all have agreed."""
+        """All members have joined: send. With `ipc` the tensors are laid out in memory now."""
         self._orders.put(None)
 
     def end(self, end: RoundEnd) -> None:
-        """The update ended so. What is not sent is not sent any more."""
+        """The update ended so. No further bytes are sent."""
         self._stopped.set()
         self._orders.put(end)
+
+    # --- the thread ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             if self._buffers.stream is not None:
-                # A thread begins on device 0, and the source may mean the current one.
+                # A thread begins on device 0, and the source may use the current device.
                 torch.cuda.set_device(self._buffers.device)
             self._buffers.make_ready()
             with self._buffers.aside(self._after):
-                # What a source computes now is read on that stream, which would not wait for another one.
+                # The buckets are filled on that stream, which waits for no other stream.
                 plan = self._plan()
         except BaseException as error:
-            # Whatever it is, it is told: it is the caller's own code that raised, and the caller waits.
-            self._notes.failed(as_error(error))
+            # The caller's own code raised, and the caller waits: every kind of error is reported.
+            self._post(self._update.failed, as_error(error))
             plan = None
         else:
-            self._notes.planned(plan)
+            self._post(self._update.planned, plan)
         end = self._serve(plan)
         try:
             try:
-                if isinstance(self.side, IpcExport):
-                    self.side.end()
+                if isinstance(self.transport, IpcExport):
+                    self.transport.end()
             finally:
-                self._lockstep.end(end.outcome, end.again_s)
+                self._ranks.end(end.outcome, end.again_s)
         finally:
-            self._notes.ended()
+            self._post(self._update.left)
 
     def _serve(self, plan: SendPlan | None) -> RoundEnd:
+        """Follow orders until the end of the update."""
         group: ProcessGroup | None = None
-        sending: Sending | None = None
-        wanted = False
+        prepared: tuple[Cut, TensorFeed] | None = None
+        transfer = False
         while True:
             order = self._orders.get()
             if isinstance(order, RoundEnd):
                 return order
             if isinstance(order, Exception):
-                self._notes.failed(order)
+                self._post(self._update.failed, order)
             elif isinstance(order, Join):
-                sending = self._prepared(plan) if plan is not None else None
+                prepared = self._attempt(partial(self._prepare, plan)) if plan is not None else None
             elif order is None:
-                if isinstance(self.side, IpcExport) and plan is not None and not wanted:
-                    self._went_well(partial(self._lend, self.side, plan))
-                wanted = True
+                if isinstance(self.transport, IpcExport) and plan is not None and not transfer:
+                    self._attempt(partial(self._export, self.transport, plan))
+                transfer = True
             else:
                 group = order
-            if wanted and group is not None and sending is not None:
-                self._went_well(partial(self._send, sending, group))
-                sending = None
+            if transfer and group is not None and prepared is not None:
+                self._attempt(partial(self._send, *prepared, group))
+                prepared = None
 
-    def _prepared(self, plan: SendPlan) -> Sending | None:
-        """With its first buckets filled; None: it failed, which is told."""
-        sending = Sending(plan, self._buffers, self._bucket_bytes, self._lockstep, self._stopped.is_set, self._after)
-        return sending if self._went_well(sending.prepare) else None
+    def _attempt(self, work: Callable[[], Any]) -> Any:
+        """The result of `work`; None: it failed, which is reported, or the update was aborted meanwhile."""
+        try:
+            return work()
+        except Stopped:
+            return None
+        except BaseException as error:  # as in `_run`
+            if not self._stopped.is_set():
+                self._post(self._update.failed, as_error(error))
+            return None
 
-    def _form(self, side: Side, join: Join) -> None:
-        """On a thread of its own: the source is read meanwhile, and the update may end while the others are waited for."""
+    def _form(self, endpoint: Rank0Endpoint, join: Join) -> None:
+        """In a thread of its own: the source is read meanwhile, and the update may end while the group forms."""
         try:
             if self._buffers.stream is not None:
                 torch.cuda.set_device(self._buffers.device)
-            self._orders.put(side.join(join, self._timeout_s))
+            self._orders.put(endpoint.join(join, self._timeout_s))
         except Exception as error:
             self._orders.put(error)
 
-    def _send(self, sending: Sending, group: ProcessGroup) -> None:
-        self._notes.sent(*sending.send(group, self._timeout_s, self._notes.progress), [])
-
-    def _lend(self, loan: IpcExport, plan: SendPlan) -> None:
-        lent = loan.fill(
+    def _export(self, export: IpcExport, plan: SendPlan) -> None:
+        exported = export.fill(
             plan,
             bucket_bytes=self._bucket_bytes,
-            lockstep=self._lockstep,
+            ranks=self._ranks,
             stopped=self._stopped.is_set,
-            progress=self._notes.progress,
+            progress=partial(self._post, self._update.progress),
             after=self._after,
         )
-        self._notes.sent(*lent)
+        self._post(self._update.all_sent, *exported)
 
-    def _went_well(self, work: Callable[[], None]) -> bool:
-        """Do it; unless the update was given up meanwhile, a failure is told."""
-        try:
-            work()
-        except Stopped:
-            return False
-        except BaseException as error:  # as in `_run`
-            if not self._stopped.is_set():
-                self._notes.failed(as_error(error))
-            return False
-        return True
+    def _prepare(self, plan: SendPlan) -> tuple[Cut, TensorFeed]:
+        """Fill the buffers before the group has formed. Raises BadRequest, RankFailed and Stopped as `TensorFeed.fill`."""
+        with self._buffers.aside(self._after):
+            cut = self._buffers.cut(plan.manifest, self._bucket_bytes)
+            feed = TensorFeed(plan, cut.expected, self._ranks, self._stopped.is_set)
+            self._ranks.begin(plan)
+            for filling in cut.fillings[:_AHEAD]:
+                feed.fill(filling)
+                self._digest.add(filling.bytes, filling.at)
+        return cut, feed
+
+    def _send(self, cut: Cut, feed: TensorFeed, group: ProcessGroup) -> None:
+        """Broadcast all buckets, until no other rank needs this one. Raises CollectiveError, and what `_prepare` does."""
+        with self._buffers.aside():
+            digest, sent = self._broadcast(cut, feed, group)
+            if self._buffers.stream is not None:
+                self._buffers.stream.synchronize()
+        self._post(self._update.all_sent, digest, sent, [])
+
+    def _broadcast(self, cut: Cut, feed: TensorFeed, group: ProcessGroup) -> tuple[str, int]:
+        timeout_s = self._timeout_s
+        broadcasts: list[Broadcast] = []
+        sent = settled = 0
+
+        def settle(most: int) -> None:
+            """Wait until at most so many broadcasts are under way."""
+            nonlocal sent, settled
+            while len(broadcasts) - settled > most:
+                broadcasts[settled].wait(timeout_s)
+                sent += cut.fillings[settled].bytes.numel()
+                settled += 1
+                self._post(self._update.progress, sent)
+
+        for k, filling in enumerate(cut.fillings):
+            if k >= _AHEAD:
+                feed.fill(filling, lambda k=k: broadcasts[k - _AHEAD].order(timeout_s))
+            elif self._stopped.is_set():
+                raise Stopped
+            broadcasts.append(group.begin(filling.bytes))
+            if k >= _AHEAD:
+                self._digest.add(filling.bytes, filling.at)
+            # One more bucket is filled on the device while the last of these is sent.
+            settle(_AHEAD)
+        feed.end()
+        # The digest's stream waits for all broadcasts but the last two, so it is known before those are complete.
+        digest = self._digest.text()
+        settle(0)
+        group.finish(timeout_s)
+        return digest, sent
 
 
-class Follower:
-    """One update's thread on a trainer rank above 0."""
-
-    def __init__(
-        self,
-        plan: Callable[[], SendPlan],
-        version: int | None,
-        group: Any,
-        heartbeats: Heartbeats | None,
-        device: Any,
-        ended: Callable[[RoundEnd, Exception | None], None],
-    ) -> None:
-        self._plan, self._version, self._group, self._heartbeats = plan, version, group, heartbeats
-        self._device, self._ended = device, ended
-        # As in `UpdateSender`: a gather reads what this rank has.
-        stand_behind(device)
-
-    def start(self) -> None:
-        threads.start(self._run, "weights")
-
-    def _run(self) -> None:
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # as in `UpdateSender`
-            plan: SendPlan | Exception = self._plan()
-        except BaseException as error:  # as in `UpdateSender`
-            plan = as_error(error)
-        try:
-            end, own = follow(self._group, plan, self._version, self._heartbeats)
-        except RankFailed as error:
-            # Rank 0, most likely.
-            end, own = RoundEnd(ErrorReply("update_aborted", str(error))), error
-        self._ended(end, own)
+def follow_rank0(
+    plan: Callable[[], SendPlan], version: int | None, group: Any, heartbeats: Heartbeats | None, device: Any
+) -> tuple[RoundEnd, Exception | None]:
+    """The thread of one update on a trainer rank above 0. Returns how the update ended, and what failed on this rank."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # as in `UpdateSender`
+        made: SendPlan | Exception = plan()
+    except BaseException as error:  # as in `UpdateSender`
+        made = as_error(error)
+    try:
+        return follow(group, made, version, heartbeats)
+    except RankFailed as error:
+        # Rank 0, most likely.
+        return RoundEnd(ErrorReply("update_aborted", str(error))), error

@@ -18,11 +18,12 @@ from enginepool.host import host_identity
 from enginepool.protocol.layout import layout
 from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.updates import Finding, MemoryRegion, Published
+from enginepool.trainer.buffers import Buffers
 from enginepool.trainer.ipc_export import IpcExport, IpcExporter
-from enginepool.trainer.streaming import Buffers, Stopped
+from enginepool.trainer.tensor_feed import Stopped
 from enginepool.trainer.tensors import make_plan
 from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks
-from enginepool.trainer.update_sender import SenderNotes, UpdateSender
+from enginepool.trainer.update_sender import UpdateSender
 from enginepool.transfer import shared_memory as regions
 from enginepool.transfer.shared_memory import HostSpace, break_seal, open_space, sealed, set_seal, verified, visible_gpus
 from tests.open_files import lent_here, open_here
@@ -45,7 +46,7 @@ def lend(
     progress: list[int] = []
     plan = make_plan(source)
     digest, nbytes, (space,) = loan.fill(
-        plan, bucket_bytes=512, lockstep=TrainerRanks(), stopped=stopped, progress=progress.append
+        plan, bucket_bytes=512, ranks=TrainerRanks(), stopped=stopped, progress=progress.append
     )
     assert nbytes == progress[-1] == layout(plan.manifest).nbytes
     return loan, digest, space
@@ -317,7 +318,7 @@ def test_an_update_that_is_stuck_does_not_touch_what_the_next_one_lends() -> Non
     done: list[object] = []
 
     def run() -> None:
-        done.append(old.fill(plan, bucket_bytes=256, lockstep=TrainerRanks(), stopped=lambda: False, progress=lambda _: None))
+        done.append(old.fill(plan, bucket_bytes=256, ranks=TrainerRanks(), stopped=lambda: False, progress=lambda _: None))
         old.end()
 
     thread = threading.Thread(target=run)
@@ -344,17 +345,23 @@ def test_other_trainer_ranks_hear_how_an_update_ended_though_its_memory_is_beyon
         def end(self, outcome: Published | ErrorReply, again_s: float | None = None) -> None:
             said.append(outcome)
 
-    def note(*what: object) -> None:
-        said.append(what)
+    class Reports:
+        """What an update hears from its sender."""
 
-    notes = SenderNotes(planned=note, progress=note, sent=note, failed=note, ended=note)
-    courier = UpdateSender(
-        lambda: make_plan(SOURCE), Lost(lender), lender.buffers, Ranks(), notes, bucket_bytes=512, timeout_s=1.0
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *what: said.append(what)
+
+    def post(call: Callable[..., None], *what: object) -> None:
+        call(*what)
+
+    update: Any = Reports()
+    sender = UpdateSender(
+        update, post, lambda: make_plan(SOURCE), Lost(lender), lender.buffers, Ranks(), bucket_bytes=512, timeout_s=1.0
     )
     outcome = ErrorReply("update_aborted", "as a test")
-    courier.end(RoundEnd(outcome))
+    sender.end(RoundEnd(outcome))
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        courier._run()  # pyright: ignore[reportPrivateUsage]
+        sender._run()  # pyright: ignore[reportPrivateUsage]
     assert said[1:] == [outcome, ()]
 
 
@@ -378,7 +385,7 @@ def test_a_source_that_gives_something_else_and_one_that_is_given_up_lend_nothin
     plan = make_plan(iter([("a", torch.ones(3))]), manifest=[("a", torch.float32, (4,))])
     loan = IpcExport(lender)
     with pytest.raises(BadRequest, match="shape"):
-        loan.fill(plan, bucket_bytes=256, lockstep=TrainerRanks(), stopped=lambda: False, progress=lambda _: None)
+        loan.fill(plan, bucket_bytes=256, ranks=TrainerRanks(), stopped=lambda: False, progress=lambda _: None)
     loan.end()
 
 

@@ -32,7 +32,7 @@ class Lending:
         self._loan = IpcExport(IpcExporter(Buffers(torch.device(device)), keep=False))
         plan = make_plan(tensors)
         self.digest, _, regions = self._loan.fill(
-            plan, bucket_bytes=1 << 16, lockstep=TrainerRanks(), stopped=lambda: False, progress=lambda _: None
+            plan, bucket_bytes=1 << 16, ranks=TrainerRanks(), stopped=lambda: False, progress=lambda _: None
         )
         self.weights = NewWeights(tuple(plan.manifest), tuple(regions))
 

@@ -19,11 +19,11 @@ from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublis
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import GroupStatus
 from enginepool.protocol.updates import UpdateRecord
-from enginepool.trainer import trainer_ranks as lockstep
+from enginepool.trainer import trainer_ranks
 from enginepool.trainer import update_handle as update
 from enginepool.trainer.publisher_context import PublisherContext
+from enginepool.trainer.rank0_endpoint import Rank0Endpoint
 from enginepool.trainer.update_handle import UpdateHandle
-from enginepool.trainer.update_sender import Side
 from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
 from tests.wire.fake_updates import FakeUpdates, Receiver
 
@@ -492,7 +492,7 @@ def test_where_trainer_ranks_go_in_step_no_update_begins_while_the_source_of_the
         updates.fail("the lease lapsed")
         with monkeypatch.context() as patch:
             patch.setattr(update, "_LEAVE_S", 0.1)
-            patch.setattr(lockstep, "_LONG_S", 0.0)
+            patch.setattr(trainer_ranks, "_LONG_S", 0.0)
             where = "this publisher waits for .* from its source or gather"
             with pytest.raises(errors.UpdateAborted, match=f"the lease lapsed; {where}"):
                 await handle.finish()
@@ -578,17 +578,17 @@ def test_a_cancelled_publish_gives_the_update_up(updates: FakeUpdates) -> None:
 def test_closing_the_publisher_ends_an_update_that_has_just_begun(
     updates: FakeUpdates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    have_side = PublisherContext.have_side
+    open_endpoint = PublisherContext.open_endpoint
 
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
         listening, may = asyncio.Event(), asyncio.Event()
 
-        async def slow(desk: PublisherContext) -> Side:
+        async def slow(context: PublisherContext) -> Rank0Endpoint:
             listening.set()
             await may.wait()
-            return await have_side(desk)
+            return await open_endpoint(context)
 
-        monkeypatch.setattr(PublisherContext, "have_side", slow)
+        monkeypatch.setattr(PublisherContext, "open_endpoint", slow)
         starting = asyncio.create_task(publisher.start(model(1), 1))
         await listening.wait()
         closing = asyncio.create_task(publisher.close())
@@ -610,7 +610,7 @@ def test_after_a_restart_of_the_coordinator_its_journal_decides(updates: FakeUpd
         task = asyncio.create_task(publisher.publish(model(2), 2))
         while updates.published[-1].version != 2 or not updates.joined.is_set():
             await asyncio.sleep(0.01)
-        handle = publisher._desk.open  # pyright: ignore[reportPrivateUsage]
+        handle = publisher._context.current  # pyright: ignore[reportPrivateUsage]
         assert isinstance(handle, UpdateHandle)
         await handle.sent()
         while not updates.digest:

@@ -72,8 +72,8 @@ def main() -> None:
                 if fault == "manifest" and version == 1:
                     manifest = [(name, "float32", (40, 41 if "1" in name else 40)) for name in net.state_dict()]
                 if fault == "host" and rank == 0:
-                    # No address of this machine: the side of the first update cannot be made.
-                    publisher._desk.host = "192.0.2.1" if version == 1 else "127.0.0.1"  # pyright: ignore[reportPrivateUsage]
+                    # No address of this machine: the endpoint of the first update cannot be made.
+                    publisher._context.host = "192.0.2.1" if version == 1 else "127.0.0.1"  # pyright: ignore[reportPrivateUsage]
                 transfer = "ipc" if fault == "lent" else "staged"
                 # A rank that is ahead of the others by an update.
                 mine = None if fault == "next" else 2 if fault == "ahead" and rank == 1 else version
