@@ -24,7 +24,6 @@ from enginepool.client.session.events import (
     JoinProcessGroup,
     MessageReceived,
     OpenLink,
-    OpenUpdate,
     PhaseReached,
     Report,
     SendMessage,
@@ -32,6 +31,7 @@ from enginepool.client.session.events import (
     SessionEvent,
     SessionTick,
     Start,
+    UpdateBegin,
     UpdateDone,
     WeightsAnswer,
     Welcomed,
@@ -134,7 +134,7 @@ class Connection:
             raise AssertionError(f"{type(said).__name__} is no answer to this question")
         return said
 
-    def open_update(self, update: Callable[[int], OpenUpdate], hear: Callable[[UpdateEffect], None]) -> int:
+    def open_update(self, update: Callable[[int], UpdateBegin], hear: Callable[[UpdateEffect], None]) -> int:
         """Begin the update that `update` makes of a fresh id. `hear` is called with all that becomes of it; last comes
         UpdateDone or Fail. Returns the id, for the events that follow."""
         self._last_id += 1

@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, check_version
-from enginepool.client.session.events import Fail, OpenUpdate, UpdateAbort, UpdateCommit, UpdateDone
+from enginepool.client.session.events import Fail, UpdateAbort, UpdateBegin, UpdateCommit, UpdateDone
 from enginepool.protocol.updates import MAX_MS, InFlight, Publish, Transfer, UpdateRecord
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ async def publish_unsent(connection: "Connection", publish: Publish, seconds: fl
     deadline = None if seconds is None else now + seconds
     end: asyncio.Future[UpdateDone | Fail] = asyncio.get_running_loop().create_future()
 
-    def opening(id_: int) -> OpenUpdate:
+    def opening(id_: int) -> UpdateBegin:
         publish.id = id_
-        return OpenUpdate(now, publish, deadline=deadline)
+        return UpdateBegin(now, publish, deadline=deadline)
 
     def hear(effect: "UpdateEffect") -> None:
         if isinstance(effect, UpdateDone | Fail) and not end.done():

@@ -1,7 +1,7 @@
 """`WeightPublisher`: a trainer's side of weight updates. It opens the transaction, broadcasts the tensors as rank 0, commits.
 
-One update is an `UpdateHandle`, whose file says who holds what. `update_sender.py` moves its bytes in a thread. `tensors.py` says
-what a source is. The messages to the coordinator are decided in `client/session/updates.py` (pure).
+One update is an `UpdateHandle`, whose file says who holds what. `update_sender.py` moves its bytes in a thread. `tensors.py`
+says what a source is. The messages to the coordinator are decided in `client/session/updates.py` (pure).
 """
 
 import asyncio
@@ -179,18 +179,7 @@ class WeightPublisher:
             # The workers that were lost start meanwhile. Nothing says when another publisher is done.
             await asyncio.sleep(handle.again_s)
 
-    async def start(
-        self,
-        source: Source,
-        version: int | None = None,
-        *,
-        transfer: Literal["staged", "direct", "ipc"] = "staged",
-        in_flight: InFlight = "drain",
-        drain: float = 10.0,
-        partial: bool = False,
-        new_run: bool = False,
-        manifest: Described | None = None,
-    ) -> UpdateHandle:
+    async def start(self, source: Source, version: int | None = None, **options: Unpack[UpdateOptions]) -> UpdateHandle:
         """Begin an update. Returns when the workers have agreed to names and shapes; tensors flow while the pool serves.
 
         The source must not change until `await handle.sent()`, or `finish`, nor give one buffer again and again, filled anew.
@@ -205,15 +194,18 @@ class WeightPublisher:
                 callable without one is called twice.
             version: above the committed one; a pool that has lost its weights takes them again under their own. None: the
                 committed one + 1. All trainer ranks name the same.
-            transfer: `staged`: into memory beside each engine, which serves meanwhile; `direct`: straight into the engines,
-                which stand still from `finish` on, for when there is no room, and nobody looks for NaN before; `ipc`: into
-                memory on this publisher's `device`, as large as all tensors together, out of which the engines copy them. For
-                that the workers are on the same host, and their engines see that GPU: a trainer that shares GPUs with its
-                engines.
-            in_flight: before the engines load, batches in flight finish (`drain`), or run again on the new weights (`abort`).
-            drain: seconds that `drain` waits for at most; then as `abort`.
-            partial: names of the model may be missing.
-            new_run: versions begin again, for an operator who starts another training in the same pool.
+            transfer: where the bytes go.
+                - `staged`, the default: into staging memory of each worker, while the engines serve.
+                - `direct`: straight into the engines, which do not serve from `finish` on, and are not checked for NaN before.
+                  It needs no staging memory.
+                - `ipc`: into memory on this publisher's `device`, as large as all tensors together, out of which the engines
+                  copy. The workers must be on this host, and their engines must see that GPU: a trainer that shares GPUs with
+                  its engines.
+            in_flight: before the engines load, batches in flight finish (`drain`, the default), or run again on the new weights
+                (`abort`).
+            drain: seconds that `drain` waits at most; then batches run again. Default: 10.
+            partial: tensors of the model may be missing. Default: False.
+            new_run: the version may be any, for an operator who starts another training in the same pool. Default: False.
             manifest: (name, dtype, shape) of each tensor that comes out, in their order. Needed where `gather` gives another
                 shape than the tensor had (Megatron's shards).
 
@@ -228,10 +220,7 @@ class WeightPublisher:
             BadRequest: the source cannot be sent; `field` names the tensor. Or trainer ranks bring different versions, of which
                 all of them hear before anything is gathered.
         """
-        options: UpdateOptions = {
-            "transfer": transfer, "in_flight": in_flight, "drain": drain, "partial": partial, "new_run": new_run,
-            "manifest": manifest,
-        }  # fmt: skip
+        check_options("start", options, UpdateOptions, "source", "version")
         publish, plan = self._prepared(source, version, **options)
         handle = self._update(version)
         await handle.begin(publish, plan, self._next_version)
@@ -249,7 +238,7 @@ class WeightPublisher:
         new_run: bool = False,
         manifest: Described | None = None,
     ) -> tuple[Publish, Callable[[], SendPlan]]:
-        """The message of an update, and how its plan is made. Raises BadRequest."""
+        """The message that opens an update, and how its plan is made. Raises BadRequest."""
         check_choice("transfer", transfer, ("staged", "direct", "ipc"))
         publish = publish_message(
             0 if version is None else version,
@@ -261,11 +250,7 @@ class WeightPublisher:
         )
         publish.partial = check_flag("partial", partial)
         publish.lease_ms, publish.bucket_bytes = self._lease_ms, self._context.bucket_bytes
-
-        def plan() -> SendPlan:
-            return make_plan(source, manifest=manifest, **self._hooks)
-
-        return publish, plan
+        return publish, lambda: make_plan(source, manifest=manifest, **self._hooks)
 
     def _update(self, version: int | None, again: Callable[[ErrorReply], float | None] | None = None) -> UpdateHandle:
         if self._pool is None:

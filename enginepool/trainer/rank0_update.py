@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from enginepool.client.metadata_update import NAMES
 from enginepool.client.session.events import (
     JoinProcessGroup,
-    OpenUpdate,
     PhaseReached,
     SessionEvent,
     UpdateAbort,
+    UpdateBegin,
     UpdateCommit,
     UpdateDone,
     UpdateProgress,
@@ -164,9 +164,9 @@ class Rank0Update(UpdateHandle):
         publish.frames = [FrameSpec("manifest", "utf8", (len(text),))]
         self.total_bytes = plan.nbytes
 
-        def opening(id_: int) -> OpenUpdate:
+        def opening(id_: int) -> UpdateBegin:
             publish.id = self._id = id_
-            return OpenUpdate(now, publish, (text,), now + self._context.timeout)
+            return UpdateBegin(now, publish, (text,), now + self._context.timeout)
 
         self._connection.open_update(opening, self._hear)
 

@@ -14,7 +14,6 @@ from enginepool.client.session.events import (
     JoinProcessGroup,
     MessageReceived,
     OpenLink,
-    OpenUpdate,
     PhaseReached,
     SendMessage,
     SessionEffect,
@@ -22,6 +21,7 @@ from enginepool.client.session.events import (
     SessionTick,
     Start,
     UpdateAbort,
+    UpdateBegin,
     UpdateCommit,
     UpdateDone,
     UpdateProgress,
@@ -65,7 +65,7 @@ class Publisher(Driver):
 
     def open(self, id_: int = 1, *, timeout: float | None = None, transfer: Transfer = "staged") -> list[SessionEffect]:
         deadline = None if timeout is None else self.now + timeout
-        return self(OpenUpdate(self.now, publish(id_, transfer=transfer), MANIFEST, deadline))
+        return self(UpdateBegin(self.now, publish(id_, transfer=transfer), MANIFEST, deadline))
 
     def send_all(self, id_: int = 1) -> list[SessionEffect]:
         return self(UpdateSent(self.now, id_, DIGEST, 1000))
@@ -239,7 +239,7 @@ def test_weights_that_are_not_broadcast_are_known_by_their_version(publisher: Pu
 def test_the_digest_of_a_part_is_not_that_of_the_whole(publisher: Publisher):
     offer = publish(1)
     offer.partial = True
-    publisher(OpenUpdate(publisher.now, offer, MANIFEST))
+    publisher(UpdateBegin(publisher.now, offer, MANIFEST))
     publisher.send_all()
     publisher.commit()
     publisher.restart()
@@ -490,7 +490,7 @@ def test_every_update_ends_once_and_as_the_journal_says_whatever_the_network_doe
             if chance < 0.1 and not session.updates.by_id:
                 outcomes[next_id] = []
                 digests[next_id] = f"{next_id:032x}"
-                do(OpenUpdate(now, publish(next_id, version=next_id), MANIFEST, now + 20.0))
+                do(UpdateBegin(now, publish(next_id, version=next_id), MANIFEST, now + 20.0))
                 next_id += 1
             elif chance < 0.11 and next_id > 1:
                 do(UpdateAbort(now, next_id - 1, "enough"))

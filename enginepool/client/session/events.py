@@ -52,7 +52,7 @@ class Ask(SessionEvent, frozen=True):
     deadline: float | None = None
 
 
-class OpenUpdate(SessionEvent, frozen=True):
+class UpdateBegin(SessionEvent, frozen=True):
     """New weights for a group: `publish` has a fresh id of the same series, `frames` its manifest, if it has one.
 
     Past `deadline` the transaction is given up, and ends without the coordinator's word; the time is over once all is sent.

@@ -34,7 +34,6 @@ from enginepool.client.session.events import (
     Ended,
     Fail,
     MessageReceived,
-    OpenUpdate,
     SendMessage,
     SessionEffect,
     SessionEvent,
@@ -42,6 +41,7 @@ from enginepool.client.session.events import (
     Start,
     SubmitRequest,
     UpdateAbort,
+    UpdateBegin,
     UpdateCommit,
     UpdateProgress,
     UpdateSent,
@@ -101,7 +101,7 @@ class ClientSession:
             SubmitRequest: self._on_submit,
             AbandonRequest: self._on_abort,
             Ask: self._on_ask,
-            OpenUpdate: self._on_open_update,
+            UpdateBegin: self._on_open_update,
             UpdateProgress: lambda event: self.updates.progress(event.id, event.sent_bytes),
             UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, event.regions, self._out),
             UpdateCommit: lambda event: self.updates.allow(event.id, event.deadline, self._out),
@@ -145,7 +145,7 @@ class ClientSession:
         if self._take_id(event.question.id):
             self.questions.ask(event, self._now, self._out)
 
-    def _on_open_update(self, event: OpenUpdate) -> None:
+    def _on_open_update(self, event: UpdateBegin) -> None:
         if self._take_id(event.publish.id):
             self.updates.open(event, self._now, self._out)
 

@@ -21,11 +21,11 @@ from typing import Literal
 from enginepool.client.session.events import (
     Fail,
     JoinProcessGroup,
-    OpenUpdate,
     PhaseReached,
     SendMessage,
     SessionEffect,
     UpdateAbort,
+    UpdateBegin,
     UpdateDone,
 )
 from enginepool.client.session.settings import SessionSettings
@@ -56,7 +56,7 @@ class PublishedUpdate:
         "sent_bytes",
     )  # fmt: skip
 
-    def __init__(self, event: OpenUpdate) -> None:
+    def __init__(self, event: UpdateBegin) -> None:
         self.id = event.publish.id
         self.publish = event.publish
         self.frames = event.frames
@@ -99,7 +99,7 @@ class Updates:
 
     # --- the caller's side ---------------------------------------------------------------------------------------------
 
-    def open(self, event: OpenUpdate, now: float, out: list[SessionEffect]) -> None:
+    def open(self, event: UpdateBegin, now: float, out: list[SessionEffect]) -> None:
         update = self.by_id[event.publish.id] = PublishedUpdate(event)
         if self._open:
             self._say_all(update, now, out)
