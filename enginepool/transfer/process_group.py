@@ -1,38 +1,42 @@
-"""The ranks of an update, however bytes travel between them: rank 0 gives buckets, the others take them in the same order."""
+"""A group of ranks in which rank 0 broadcasts buckets, by torch or by copies: the interface of both."""
 
 from abc import ABC, abstractmethod
 from typing import Any
 
-#: Broadcasts that one may begin before one waits for the first of them: a GPU's queues are long, and not endless.
+#: Broadcasts that may be under way at once: the queues of a GPU are bounded.
 QUEUED = 32
 
 
 class CollectiveError(Exception):
-    """A peer is gone, late, or was never there. The group is of no more use. The message is one line."""
+    """A peer is lost, late, or never joined. The group cannot be used any more. The message is one line."""
 
 
 class Broadcast(ABC):
-    """One bucket on its way."""
+    """One bucket that is being broadcast."""
 
     @abstractmethod
     def order(self, timeout_s: float) -> None:
-        """What the current stream of a GPU does from now on comes after it; between CPUs it is `wait`.
+        """Make later work on the current stream of the GPU wait for this broadcast. Between CPUs it is `wait`.
 
-        Whether it went well `wait` says. Raises CollectiveError.
+        Only `wait` tells whether the broadcast succeeded. Raises CollectiveError.
         """
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Until its bytes are here, or sent. Raises CollectiveError: a peer is gone, the time is over, the group is aborted."""
+        """Wait until the bytes have arrived, or are sent.
+
+        Raises:
+            CollectiveError: a peer is lost, the time is over, or the group was aborted.
+        """
 
 
 class ProcessGroup(ABC):
     """A group in which rank 0 broadcasts.
 
     Attributes:
-        name: of the group, never used again.
-        world, rank: how many ranks it has, and which of them this is.
-        on_device: a GPU does the work: the processor has nothing to do with a bucket between `order` and `wait`.
+        name: of the group; a later group has another name.
+        world, rank: the number of ranks, and which of them this is.
+        on_device: a GPU does the work: the CPU does not wait between `order` and `wait`.
     """
 
     def __init__(self, name: str, world: int, rank: int, device: Any, *, on_device: bool) -> None:
@@ -44,20 +48,26 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def begin(self, bucket: Any) -> Broadcast:
-        """Begin to broadcast `bucket`, a contiguous uint8 tensor on the group's device: from rank 0, into it elsewhere.
+        """Begin to broadcast `bucket`, a contiguous uint8 tensor on the group's device. Rank 0 sends it, the others receive.
 
-        All ranks begin the same sizes in the same order. On a GPU what the current stream does before is waited for by the
-        broadcast, and what it does after `Broadcast.order` or `wait` comes after it. Raises CollectiveError.
+        All ranks begin the same sizes in the same order. On a GPU the broadcast waits for the earlier work of the current
+        stream. Later work waits for the broadcast after `Broadcast.order` or `wait`. Raises CollectiveError.
         """
 
     def broadcast(self, bucket: Any, timeout_s: float = 60.0) -> None:
-        """Broadcast `bucket` and wait until its bytes are here, or sent. Raises CollectiveError."""
+        """Broadcast `bucket` and wait until its bytes have arrived, or are sent. Raises CollectiveError."""
         self.begin(bucket).wait(timeout_s)
 
     @abstractmethod
     def finish(self, timeout_s: float) -> None:
-        """At rank 0: until the others need it no more for the broadcasts that it has waited for. Raises CollectiveError."""
+        """On rank 0, after its broadcasts: wait until no other rank needs this one for them. Raises CollectiveError."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Leave the group, whatever its other ranks do. Broadcasts that wait end with an error. Idempotent, any thread."""
+        """Leave the group, without waiting for other ranks. Waiting broadcasts end with an error. Idempotent, any thread."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -18,7 +18,7 @@ import pytest
 
 from enginepool.protocol.layout import buckets
 from enginepool.transfer.collective import Rendezvous
-from enginepool.transfer.peer_copy import Origin
+from enginepool.transfer.peer_copy import CopySource
 from enginepool.transfer.process_group import ProcessGroup
 from enginepool.transfer.shared_memory import make_space, open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
@@ -108,7 +108,7 @@ class Trainer:
                 self.group = self.rendezvous.join(
                     self.name, 2, backend=self.backend, device=self.device, timeout_s=PATIENCE_S, copies=self.copies
                 )
-                assert isinstance(self.group, Origin) == self.copies
+                assert isinstance(self.group, CopySource) == self.copies
             memory = make_space(given.space.numel(), self.device)
             space = memory.tensors[0].copy_(given.space)
             for bucket in buckets(given.manifest, BUCKET):

@@ -21,11 +21,10 @@ from typing import Any
 import pytest
 
 from enginepool.protocol.updates import SEAL_BYTES, MemoryRegion
-from enginepool.transfer import collective
-from enginepool.transfer import peer_copy as copies
-from enginepool.transfer import peer_probe as cards
+from enginepool.transfer import collective, peer_copy, peer_messages, peer_probe
 from enginepool.transfer.collective import Rendezvous, TorchBroadcast, TorchGroup, join
-from enginepool.transfer.peer_copy import Origin, Taker
+from enginepool.transfer.nccl_environment import nccl_environment
+from enginepool.transfer.peer_copy import CopyReceiver, CopySource
 from enginepool.transfer.process_group import CollectiveError, ProcessGroup
 from enginepool.transfer.shared_memory import make_space, open_space
 
@@ -130,13 +129,13 @@ def members(
 
 
 @contextmanager
-def pair() -> Generator[tuple[Origin, Taker]]:
+def pair() -> Generator[tuple[CopySource, CopyReceiver]]:
     """Both sides of a group that copies, in this process."""
-    made: list[Origin] = []
+    made: list[CopySource] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=lambda: made.append(Origin("pair", 2, "cpu", listener, "token", LONG_S)))
+        thread = threading.Thread(target=lambda: made.append(CopySource("pair", 2, "cpu", listener, "token", LONG_S)))
         thread.start()
-        taker = Taker("pair", 2, 1, "cpu", f"127.0.0.1:{listener.getsockname()[1]}", "token", LONG_S)
+        taker = CopyReceiver("pair", 2, 1, "cpu", f"127.0.0.1:{listener.getsockname()[1]}", "token", LONG_S)
         thread.join(LONG_S)
     try:
         yield made[0], taker
@@ -163,7 +162,7 @@ def filled(nbytes: int, value: int) -> Any:
 @pytest.mark.parametrize("copies", [False, True])
 def test_what_rank_0_broadcasts_arrives_at_every_rank(rendezvous: Rendezvous, copies: bool) -> None:
     with members(rendezvous, "first", 3, copies=copies) as (group, peers):
-        assert isinstance(group, Origin) == copies
+        assert isinstance(group, CopySource) == copies
         for nbytes in (256, 1 << 20):
             for one in peers:
                 one.receive(nbytes)
@@ -177,7 +176,7 @@ def test_what_rank_0_broadcasts_arrives_at_every_rank(rendezvous: Rendezvous, co
 
 def test_a_rank_whose_buckets_do_not_stay_is_the_last_that_copies(rendezvous: Rendezvous) -> None:
     with members(rendezvous, "two", 2, copies=True, stays=False) as (group, [one]):
-        assert isinstance(group, Origin)
+        assert isinstance(group, CopySource)
         one.receive(256)
         group.broadcast(filled(256, 1), LONG_S)
         assert one.hear() == 256
@@ -201,7 +200,7 @@ def test_ranks_that_do_not_reach_each_others_memory_do_not_copy(
         return b"x" * SEAL_BYTES
 
     # Every rank finds out for itself. This one's card leads to other memory.
-    monkeypatch.setattr(cards, "set_seal", another)
+    monkeypatch.setattr(peer_probe, "set_seal", another)
     with members(rendezvous, "apart", 2, copies=True) as (group, [one]):
         assert isinstance(group, TorchGroup)
         one.receive(256)
@@ -214,7 +213,7 @@ def test_a_rank_whose_rank_0_does_not_copy_waits_for_no_card(rendezvous: Rendezv
         return TorchGroup(None, "at once", 2, 0, "gloo", "cpu")
 
     monkeypatch.setattr(collective, "_formed", formed)
-    monkeypatch.setattr(cards, "CARDS_S", 2 * LONG_S)
+    monkeypatch.setattr(peer_probe, "PROBES_S", 2 * LONG_S)
     rendezvous.join("at once", 2, backend="gloo", timeout_s=SHORT_S)
     assert isinstance(join(rendezvous.address, "at once", 2, 1, backend="gloo", timeout_s=SHORT_S, copies=True), TorchGroup)
 
@@ -223,7 +222,7 @@ def test_a_rank_whose_rank_0_does_not_copy_waits_for_no_card(rendezvous: Rendezv
 def test_a_rank_of_another_program_is_waited_for_and_then_served_as_it_expects(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cards, "CARDS_S", 0.5)
+    monkeypatch.setattr(peer_probe, "PROBES_S", 0.5)
     with members(rendezvous, "stranger", 2, sglang=frozenset({1}), copies=True) as (group, [one]):
         assert isinstance(group, TorchGroup)
         one.receive(256)
@@ -263,14 +262,14 @@ def test_rank_0_stays_until_the_last_rank_has_what_it_heard_of_by_way_of_rank_0(
 def test_a_connection_without_the_token_takes_no_rank(rendezvous: Rendezvous) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        made: list[Origin] = []
-        thread = threading.Thread(target=lambda: made.append(Origin("t", 2, "cpu", listener, "right", LONG_S)))
+        made: list[CopySource] = []
+        thread = threading.Thread(target=lambda: made.append(CopySource("t", 2, "cpu", listener, "right", LONG_S)))
         thread.start()
-        wrong = Taker("t", 2, 1, "cpu", address, "wrong", LONG_S)
+        wrong = CopyReceiver("t", 2, 1, "cpu", address, "wrong", LONG_S)
         with pytest.raises(CollectiveError, match="group t has lost rank 0"):
             wrong.broadcast(filled(256, 0), LONG_S)
         assert not made
-        right = Taker("t", 2, 1, "cpu", address, "right", LONG_S)
+        right = CopyReceiver("t", 2, 1, "cpu", address, "right", LONG_S)
         thread.join(LONG_S)
         into = filled(256, 0)
         way = right.begin(into)
@@ -306,15 +305,15 @@ def test_a_bucket_is_copied_when_it_is_asked_for_and_not_before_it_is_there(rend
 
 
 def test_who_connects_and_talks_nonsense_or_not_at_all_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "HELLO_S", 1.5)  # for the one that says nothing, and for the taker too
+    monkeypatch.setattr(peer_messages, "HELLO_S", 1.5)  # for the one that says nothing, and for the taker too
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         with socket.create_connection(address), socket.create_connection(address) as other:
             other.sendall(b"\x03\x00\x00\x00GET")
-            made: list[Origin] = []
-            thread = threading.Thread(target=lambda: made.append(Origin("g", 2, "cpu", listener, "token", LONG_S)))
+            made: list[CopySource] = []
+            thread = threading.Thread(target=lambda: made.append(CopySource("g", 2, "cpu", listener, "token", LONG_S)))
             thread.start()
-            taker = Taker("g", 2, 1, "cpu", f"127.0.0.1:{address[1]}", "token", LONG_S)
+            taker = CopyReceiver("g", 2, 1, "cpu", f"127.0.0.1:{address[1]}", "token", LONG_S)
             thread.join(LONG_S)
             [origin] = made
             # Whoever waits hears of nonsense later, too.
@@ -326,8 +325,8 @@ def test_who_connects_and_talks_nonsense_or_not_at_all_holds_nobody_up(monkeypat
 
 
 def test_the_rank_that_cannot_be_told_is_the_one_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    say = copies._say  # pyright: ignore[reportPrivateUsage]
-    made: list[Origin] = []
+    say = peer_messages.send
+    made: list[CopySource] = []
 
     def deaf(peer: socket.socket, message: Any) -> None:
         if made and peer is made[0]._peers[2]:  # pyright: ignore[reportPrivateUsage]
@@ -336,11 +335,11 @@ def test_the_rank_that_cannot_be_told_is_the_one_that_is_lost(monkeypatch: pytes
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        thread = threading.Thread(target=lambda: made.append(Origin("g", 3, "cpu", listener, "token", LONG_S)))
+        thread = threading.Thread(target=lambda: made.append(CopySource("g", 3, "cpu", listener, "token", LONG_S)))
         thread.start()
-        takers = [Taker("g", 3, rank, "cpu", address, "token", LONG_S) for rank in (1, 2)]
+        takers = [CopyReceiver("g", 3, rank, "cpu", address, "token", LONG_S) for rank in (1, 2)]
         thread.join(LONG_S)
-    monkeypatch.setattr(copies, "_say", deaf)
+    monkeypatch.setattr(peer_copy, "send", deaf)
     way = takers[0].begin(filled(256, 0))
     with pytest.raises(CollectiveError, match="group g has lost rank 2: Broken pipe"):
         made[0].broadcast(filled(256, 1), LONG_S)
@@ -374,7 +373,7 @@ def test_when_a_group_is_left_nothing_is_copied_any_more(monkeypatch: pytest.Mon
         assert may.wait(LONG_S)
         return open_space(space, **options)
 
-    monkeypatch.setattr(copies, "open_space", slow)
+    monkeypatch.setattr(peer_copy, "open_space", slow)
     with pair() as (origin, taker):
         source, into = filled(256, 1), filled(256, 0)
         taker.begin(into)
@@ -430,7 +429,7 @@ def test_a_receiver_whose_rank_0_gives_up_hears_of_it(rendezvous: Rendezvous, co
 def test_a_group_that_nobody_else_joins_is_given_up_in_time(
     rendezvous: Rendezvous, copies: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cards, "CARDS_S", 0.5)
+    monkeypatch.setattr(peer_probe, "PROBES_S", 0.5)
     with pytest.raises(CollectiveError, match="group alone, rank 0 of 2"):
         rendezvous.join("alone", 2, backend="gloo", timeout_s=SHORT_S, copies=copies)
     with members(rendezvous, "next", 2) as (group, [one]):
@@ -490,11 +489,11 @@ def test_what_torch_is_told_of_nccl_is_for_this_group_alone(monkeypatch: pytest.
     monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     monkeypatch.delenv("TORCH_NCCL_ENABLE_MONITORING", raising=False)
     calm = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_DUMP_ON_TIMEOUT")
-    with collective._environment("nccl"):  # pyright: ignore[reportPrivateUsage]
+    with nccl_environment("nccl"):
         assert [os.environ.get(name) for name in calm] == ["0", "0", "0"]
     assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
     assert "TORCH_NCCL_ENABLE_MONITORING" not in os.environ
-    with collective._environment("gloo"):  # pyright: ignore[reportPrivateUsage]
+    with nccl_environment("gloo"):
         assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
@@ -505,7 +504,7 @@ def test_two_groups_that_form_at_once_leave_the_trainers_settings_of_nccl_as_the
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     for own in (None, "1"):
         monkeypatch.delenv(key, raising=False) if own is None else monkeypatch.setenv(key, own)
-        first, second = (collective._environment("nccl") for _ in range(2))  # pyright: ignore[reportPrivateUsage]
+        first, second = (nccl_environment("nccl") for _ in range(2))
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)

@@ -13,7 +13,7 @@ import pytest
 
 from enginepool.trainer import buffers
 from enginepool.transfer.collective import Rendezvous
-from enginepool.transfer.peer_copy import Origin
+from enginepool.transfer.peer_copy import CopySource
 from enginepool.transfer.process_group import ProcessGroup
 from tests.open_files import lent_here
 from tests.process.daemons import PATIENCE_S
@@ -37,8 +37,8 @@ def formed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ProcessGroup]]:
     monkeypatch.setattr(Rendezvous, "join", joined)
     before = lent_here()
     yield groups
-    assert isinstance(groups[0], Origin) and groups[0].world == 4
-    assert isinstance(groups[-1], Origin)
+    assert isinstance(groups[0], CopySource) and groups[0].world == 4
+    assert isinstance(groups[-1], CopySource)
     end = time.monotonic() + PATIENCE_S
     while not lent_here() <= before:  # threads that copied may have to notice first that nobody wants it any more
         assert time.monotonic() < end, "a publisher that is closed has given its memory back"
