@@ -61,7 +61,7 @@ class UpdateHandle(ABC):
         current = context.current
         if current is not None:
             raise Publishing(f"this publisher's update to version {current.version} is not over; {current.blocks()}")
-        self.version = version
+        self.version: int | None = version
         self.phase: PhaseName | Literal["committed", "failed"] = "open"
         self.members = self.done = self.sent_bytes = self.total_bytes = 0
         #: all trainer ranks try it again after so many seconds
