@@ -1,5 +1,6 @@
 """Payload frames to arrays and back: what stands between the wire and an engine."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
@@ -7,17 +8,10 @@ import msgspec
 import numpy as np
 
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.frames import check_frames
 from enginepool.protocol.messages import Batch, FrameSpec, Part, PartDone, TaskId, Tokenize
-from enginepool.workers.engine import BatchScores, EngineError, Lengths, ScoreBatch, ScorePart, Scores
+from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, read_rows
+from enginepool.workers.engine import BatchScores, EngineError, ScoreBatch, ScorePart, Scores
 from enginepool.workers.events import Frame
-
-_IDS_ITEMS = [("items", "int32"), ("item_lengths", "uint32")]
-_IDS = [("query", "int32"), ("items", "int32"), ("item_lengths", "uint32")]
-_IDS_PAIRED = [("query", "int32"), ("query_lengths", "uint32"), ("items", "int32"), ("item_lengths", "uint32")]
-_TEXT_ITEMS = [("items", "utf8"), ("item_lengths", "uint32")]
-_TEXT = [("query", "utf8"), ("items", "utf8"), ("item_lengths", "uint32")]
-_TEXT_PAIRED = [("query", "utf8"), ("query_lengths", "uint32"), ("items", "utf8"), ("item_lengths", "uint32")]
 
 #: by operation, the name of the frame with its rows
 _ROWS = {"score": "scores", "embed": "embeddings"}
@@ -52,7 +46,7 @@ def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> ScoreBatch:
     """The batch that an engine takes. The arrays are read-only views of `frames`.
 
     Raises:
-        WireError: `malformed`, when the frames are not what the header says.
+        WireError: when the frames are not what the header says.
     """
     parts: list[ScorePart] = []
     at = 0
@@ -71,24 +65,12 @@ def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> ScoreBatch:
 
 
 def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> ScorePart:
-    check_frames(part.frames, frames)
-    layout = [(spec.name, spec.dtype) for spec in part.frames]
-    query: Frame = b""
-    query_lengths = None
-    if layout == _IDS_ITEMS:
-        items, lengths = frames
-    elif layout == _IDS:
-        query, items, lengths = frames
-    elif layout == _IDS_PAIRED:
-        query, paired, items, lengths = frames
-        query_lengths = np.frombuffer(paired, np.uint32)
-    else:
-        raise WireError("malformed", f"parts[{i}].frames: {layout}: not the frames of token ids", field=f"parts[{i}].frames")
-    decoded = ScorePart(
+    query, query_lengths, items, lengths = _read(f"parts[{i}]", part.frames, frames, text=False)
+    return ScorePart(
         np.frombuffer(query, np.int32),
         np.frombuffer(items, np.int32),
         np.frombuffer(lengths, np.uint32),
-        query_lengths,
+        None if query_lengths is None else np.frombuffer(query_lengths, np.uint32),
         tuple(part.labels),
         part.softmax,
         part.item_first,
@@ -96,60 +78,40 @@ def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> ScorePart:
         part.dimensions,
         part.normalize,
     )
-    _check_lengths(f"parts[{i}].items", decoded.item_lengths, decoded.items.size)
-    if query_lengths is not None:
-        _check_lengths(f"parts[{i}].query", query_lengths, decoded.query.size)
-        _check_pairs(f"parts[{i}].query_lengths", query_lengths, decoded.item_lengths)
-    return decoded
 
 
-def _check_lengths(field: str, lengths: Lengths, size: int) -> None:
-    if int(lengths.sum(dtype=np.int64)) != size:
-        raise WireError("malformed", f"{field}: the lengths add up to {lengths.sum(dtype=np.int64)}, not {size}", field=field)
-
-
-def _check_pairs(field: str, query_lengths: Lengths, item_lengths: Lengths) -> None:
-    if query_lengths.size != item_lengths.size:
-        raise WireError("malformed", f"{field}: {query_lengths.size} queries for {item_lengths.size} items", field=field)
+def _read(
+    name: str, specs: Sequence[FrameSpec], frames: tuple[Frame, ...], *, text: bool
+) -> tuple[Frame, Frame | None, Frame, Frame]:
+    """(query, query lengths or None, items, item lengths) of rows, checked."""
+    try:
+        *_, is_text = read_rows(specs, frames, (ITEMS, SHARED, PAIRED), name)
+    except WireError as error:
+        # The coordinator has checked the request: only the message can be wrong.
+        raise WireError("malformed", f"{name}: {error.message}", field=f"{name}.{error.field}") from None
+    if is_text != text:
+        raise WireError(
+            "malformed", f"{name}: expected {'text' if text else 'token ids'}, got {specs[0].dtype}", field="frames"
+        )
+    *queries, items, lengths = frames
+    return queries[0] if queries else b"", queries[1] if len(queries) > 1 else None, items, lengths
 
 
 def decode_texts(task: Tokenize, frames: tuple[Frame, ...]) -> list[tuple[str, str]]:
     """The two texts of each row, in the order in which they are joined.
 
     Raises:
-        WireError: `malformed`, when the frames are not what the header says or a row is not UTF-8.
+        WireError: when the frames are not what the header says or a row is not UTF-8.
     """
-    check_frames(task.frames, frames)
-    layout = [(spec.name, spec.dtype) for spec in task.frames]
-    if layout == _TEXT_ITEMS:
-        items_of = _cut("items", *frames)
-        queries = [b""] * len(items_of)
-    elif layout == _TEXT:
-        query, items, lengths = frames
-        items_of = _cut("items", items, lengths)
-        queries = [bytes(query)] * len(items_of)
-    elif layout == _TEXT_PAIRED:
-        query, paired, items, lengths = frames
-        items_of = _cut("items", items, lengths)
-        queries = _cut("query", query, paired)
-        _check_pairs("query_lengths", np.frombuffer(paired, np.uint32), np.frombuffer(lengths, np.uint32))
-    else:
-        raise WireError("malformed", f"frames: {layout}: not the frames of text", field="frames")
-    pairs: list[tuple[str, str]] = []
-    for i, (head, item) in enumerate(zip(queries, items_of, strict=True)):
-        first, second = (item, head) if task.item_first else (head, item)
-        try:
-            pairs.append((first.decode(), second.decode()))
-        except UnicodeDecodeError as error:
-            raise WireError("malformed", f"items[{i}]: not UTF-8: {error.reason}", field=f"items[{i}]") from None
-    return pairs
+    query, query_lengths, items, lengths = _read("tokenize", task.frames, frames, text=True)
+    rows = _cut(items, lengths)
+    queries = [str(query, "utf-8")] * len(rows) if query_lengths is None else _cut(query, query_lengths)
+    return list(zip(rows, queries, strict=True)) if task.item_first else list(zip(queries, rows, strict=True))
 
 
-def _cut(field: str, data: Frame, lengths: Frame) -> list[bytes]:
-    sizes = np.frombuffer(lengths, np.uint32)
-    _check_lengths(field, sizes, len(data))
-    ends = [0, *np.cumsum(sizes, dtype=np.int64).tolist()]
-    return [bytes(data[start:end]) for start, end in pairwise(ends)]
+def _cut(data: Frame, lengths: Frame) -> list[str]:
+    ends = [0, *np.cumsum(np.frombuffer(lengths, np.uint32), dtype=np.int64).tolist()]
+    return [str(data[start:end], "utf-8") for start, end in pairwise(ends)]
 
 
 def encode_rows(rows: list[list[int]]) -> tuple[bytes, bytes]:

@@ -15,6 +15,7 @@ from enginepool.client.arguments import Ids, bad, kind, utf8
 from enginepool.errors import BadRequest
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import MAX_LABELS, FrameSpec
+from enginepool.protocol.ragged import MAX_TOKENS, locate
 
 if sys.byteorder != "little":
     raise ImportError("enginepool's Python client needs a little-endian machine: frames are sent as they lie in memory")
@@ -22,7 +23,7 @@ if sys.byteorder != "little":
 Ids32: TypeAlias = npt.NDArray[np.int32]
 Payload: TypeAlias = tuple[list[FrameSpec], tuple[Buffer, ...]]
 
-_MAX_TOKEN = 2**31 - 1
+_MAX_TOKEN = MAX_TOKENS - 1
 #: Below this a copy is cheaper than a view.
 _LARGE = 1 << 16
 
@@ -202,12 +203,7 @@ def _no_negative(name: str, flat: Ids32, lengths: npt.NDArray[np.uint32] | None)
     if not flat.size or int(flat.min()) >= 0:
         return
     at = int((flat < 0).argmax())
-    if lengths is None:
-        where = f"{name}[{at}]"
-    else:
-        ends = np.cumsum(lengths.astype(np.int64))
-        row = int(np.searchsorted(ends, at, side="right"))
-        where = f"{name}[{row}][{at - (int(ends[row - 1]) if row else 0)}]"
+    where = locate(name, at, lengths)
     raise bad(where, f"{where}: token id {int(flat[at])} is negative", "0")
 
 

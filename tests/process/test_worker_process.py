@@ -175,7 +175,7 @@ def batch(epoch: int, n: int, *, query: Sequence[int] = QUERY, hidden: bool = Fa
         FrameSpec("item_lengths", "uint32", (len(ITEMS),)),
     ]
     frames = [np.array(query, np.int32), np.array(ids, np.int32), np.array([len(item) for item in ITEMS], np.uint32)]
-    header = Batch((epoch, n), [Part(specs, labels=[7, 8])], hidden=hidden)
+    header = Batch((epoch, n), [Part(specs, labels=[7, 8], hidden=hidden)])
     return header, *(frame.tobytes() for frame in frames)  # pyright: ignore[reportReturnType]
 
 
@@ -273,7 +273,7 @@ def test_what_the_header_does_not_say_is_answered_malformed(coordinator: Coordin
     assert coordinator.expect(Done)[0].parts[0].code == "malformed"
     header, query, items, _ = batch(5, 3)
     coordinator.send(header, query, items, np.array([1, 1], np.uint32).tobytes())
-    assert "add up to 2, not 3" in coordinator.expect(Done)[0].parts[0].message
+    assert "sum 2; frame 'items' has 3" in coordinator.expect(Done)[0].parts[0].message
 
 
 @pytest.mark.parametrize("labels", [[0] * 1_100_000, "none"], ids=["header too long", "field of a wrong type"])
