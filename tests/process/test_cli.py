@@ -40,8 +40,24 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_every_command_has_help_with_examples() -> None:
-    ours = ["demo", "doctor", "serve", "ready", "keys", "score", "status", "restart", "tiny-model", "worker", "weights"]
+    ours = [
+        "demo",
+        "doctor",
+        "serve",
+        "ready",
+        "keys",
+        "score",
+        "embed",
+        "status",
+        "restart",
+        "flush",
+        "tiny-model",
+        "worker",
+        "weights",
+    ]
     assert commands() == ours
+    page = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    assert sorted(re.findall(r"^\| `enginepool ([\w-]+)` \|", page, re.MULTILINE)) == sorted(ours)
     about_weights = commands("weights")
     assert about_weights == ["versions", "history", "digest", "validate", "get", "publish", "set-version"]
     for name in [[name] for name in commands() if name != "weights"] + [["weights", name] for name in about_weights]:
