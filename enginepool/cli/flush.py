@@ -13,7 +13,7 @@ def flush(
     group: Annotated[str, typer.Argument(metavar="[GROUP]", help="A group; a pool of one group needs no name.")] = "",
     connect: Address = DEFAULT_ADDRESS,
 ) -> None:
-    """Have all workers of a group forget the prefixes that their engines keep.
+    """Let the engines of a group forget kept prefixes.
 
     An engine does it between two batches. Needs the role publisher. A line for each worker says whether it did. Exit code 1
     if one did not.
