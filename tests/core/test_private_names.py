@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from enginepool.workers.sglang.host.settings import SettingsError
-from enginepool.workers.sglang.patches.table import PRIVATE, Private, refuse_unknown, unknown
+from enginepool.workers.sglang.patches.signature_check import refuse_unknown, unknown
+from enginepool.workers.sglang.patches.table import PRIVATE, Private
 
 FOLDER = Path(__file__).parents[2] / "workers" / "sglang"
 #: Names of variables and attributes that hold an object, a class or a module of SGLang, in every file.

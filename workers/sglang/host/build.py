@@ -15,6 +15,7 @@ from enginepool.workers import cpu_bridge
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
 from enginepool.workers.sglang.host.settings import RequestedSettings, SettingsError, engine_kwargs
 from enginepool.workers.sglang.patches import table as patches
+from enginepool.workers.sglang.patches.signature_check import refuse_unknown
 from enginepool.workers.sglang.score.cross_encoder import use_all_positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
 from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damaged
@@ -76,7 +77,7 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> PreparedEngin
         refuse_wrong_sharing(wanted, msgspec.json.decode(config.read_bytes()))
     kwargs = engine_kwargs(wanted, _setting_names(module.ServerArgs))
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
-    patches.refuse_unknown(version, flashinfer=flashinfer)
+    refuse_unknown(version, flashinfer=flashinfer)
     use_all_positions(importlib.import_module(patches.MODEL).ModelConfig)
     engine_class = _with_our_entries(module.Engine, patches.FLASHINFER if flashinfer else "")
     return PreparedEngine(partial(engine_class, **kwargs), wanted, requests, version)
