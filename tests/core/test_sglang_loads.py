@@ -17,7 +17,8 @@ from enginepool.workers.engine import EngineError, MemoryRegion, NewWeights
 from enginepool.workers.sglang.host import process as sglang_process
 from enginepool.workers.sglang.patches import scheduler as sglang_scheduler
 from enginepool.workers.sglang.weights import loader as sglang_weights
-from enginepool.workers.sglang.weights.load_plan import LoadPlan, Unplannable
+from enginepool.workers.sglang.weights.load_plan import LoadPlan
+from enginepool.workers.sglang.weights.load_watch import Unplannable
 from enginepool.workers.sglang.weights.loader import ModelWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 from tests.core.test_sglang_updates import Engine
@@ -115,7 +116,7 @@ def test_a_load_that_keeps_what_comes_for_later_finds_it_whole(monkeypatch: pyte
     model, expected = Waits(), Waits()
     weights = ModelWeights(model)
     assert "computes" in weights.do_describe({})["plain"]
-    weights._group = Group(1)  # pyright: ignore[reportPrivateUsage]
+    weights._member.group = Group(1)  # pyright: ignore[reportPrivateUsage]
     weights.do_receive({"group": "g", "manifest": encode_manifest(TENSORS).decode(), "bucket_bytes": 256})
     expected.load_weights(drawn(1))
     assert same(state(model), state(expected))

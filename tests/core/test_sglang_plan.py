@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.sglang.weights.load_plan import LoadPlan, Unplannable
+from enginepool.workers.sglang.weights.load_plan import LoadPlan
+from enginepool.workers.sglang.weights.load_watch import Unplannable
 
 torch: Any = importlib.import_module("torch")
 

@@ -14,7 +14,8 @@ from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import MemoryRegion
 from enginepool.transfer import shared_memory as regions
 from enginepool.transfer.digest import views
-from enginepool.workers.sglang.weights.load_plan import Copy, LoadPlan
+from enginepool.workers.sglang.weights.load_plan import LoadPlan
+from enginepool.workers.sglang.weights.load_watch import Copy
 from enginepool.workers.sglang.weights.prepared_load import HostCopies, PreparedLoad, open_regions
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 

@@ -23,6 +23,7 @@ from enginepool.workers.sglang.host import process as sglang_process
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
 from enginepool.workers.sglang.patches import scheduler as sglang_scheduler
 from enginepool.workers.sglang.patches.scheduler import pass_tickets_of_refused_updates
+from enginepool.workers.sglang.weights import lent_memory
 from enginepool.workers.sglang.weights import loader as sglang_weights
 from enginepool.workers.sglang.weights import updates as sglang_updates
 from enginepool.workers.sglang.weights.load_plan import LoadPlan
@@ -244,8 +245,9 @@ def test_what_computes_digests_on_a_device_is_made_ready_before_it_is_wanted(
         done.append(f"verified on {space.device}")
         return "", []
 
-    monkeypatch.setattr(sglang_weights, "make_ready", lambda device: done.append(f"ready on {device}"))  # type: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr(sglang_weights, "verified", verified)
+    for module in (sglang_weights, lent_memory):
+        monkeypatch.setattr(module, "make_ready", lambda device: done.append(f"ready on {device}"))  # type: ignore[reportUnknownLambdaType]
+    monkeypatch.setattr(lent_memory, "verified", verified)
     engine, weights = make(1), Drawn(tmp_path, 1)
     assert done == ["ready on cpu"], "the model's own, before the engine serves"
     asyncio.run(engine.weights.verify(weights.weights))

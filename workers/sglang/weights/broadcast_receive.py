@@ -1,18 +1,63 @@
 """Weights that are broadcast straight into the engine's own processes, tensor by tensor as they come. No SGLang here."""
 
 import importlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.transfer.digest import Digest
+from enginepool.transfer.digest import Digest, make_ready
 from enginepool.transfer.process_group import QUEUED
+from enginepool.workers.sglang.weights.ticket_answers import write_answer
 
 torch: Any = importlib.import_module("torch")
 
 #: a bucket that takes longer never comes
 BUCKET_S = 60.0
+
+
+class GroupMember:
+    """This process's side of a process group. It joins on a thread, while the engine serves."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        #: of the latest group
+        self._ticket: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+
+    def join(self, ticket: dict[str, Any]) -> None:
+        """Begin to join; the thread writes the ticket's later answer."""
+        device = f"cuda:{torch.cuda.current_device()}" if ticket["backend"] == "nccl" else "cpu"
+        self._ticket = ticket
+        threading.Thread(target=self._join, args=(ticket, device), name="join", daemon=True).start()
+
+    def _join(self, ticket: dict[str, Any], device: str) -> None:
+        from enginepool.transfer.collective import join
+        from enginepool.transfer.process_group import CollectiveError
+
+        answer: dict[str, Any] = {}
+        with self._lock:
+            group, self.group = self.group, None
+        try:
+            if group is not None and group.name != ticket["group"]:
+                group.abort()
+                group = None
+            if device != "cpu":
+                torch.cuda.set_device(device)  # a thread begins on the first one
+                make_ready(device)
+            group = group or join(
+                ticket["address"], ticket["group"], ticket["world"], ticket["rank"], backend=ticket["backend"], device=device
+            )
+            with self._lock:
+                latest = self._ticket is ticket
+                self.group = group if latest else self.group
+            if not latest:
+                group.abort()
+                raise CollectiveError(f"group {ticket['group']}: another one is joined by now")
+        except (CollectiveError, RuntimeError, ValueError) as error:
+            answer = {"error": str(error)}
+        write_answer(ticket["later"], answer)
 
 
 def received(group: Any, manifest: list[Tensor], bucket_bytes: int, digest: Digest, own: bool) -> Iterator[tuple[str, Any]]:

@@ -10,8 +10,6 @@ its own takes longer than a flush. Where the first one is refused, for the sched
 
 import importlib
 import itertools
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,21 +19,22 @@ import msgspec
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import Digest, make_ready
-from enginepool.transfer.shared_memory import verified, visible_gpus
+from enginepool.transfer.shared_memory import visible_gpus
 from enginepool.workers.sglang.host.process import own_load
 from enginepool.workers.sglang.patches.scheduler import flush_caches, has_graphs
-from enginepool.workers.sglang.weights.broadcast_receive import received
+from enginepool.workers.sglang.weights.broadcast_receive import GroupMember, received
 from enginepool.workers.sglang.weights.completeness import incomplete_load, quantization
+from enginepool.workers.sglang.weights.lent_memory import LentMemory
 from enginepool.workers.sglang.weights.load_plan import (
     LoadPlan,
-    Unplannable,
-    Unrepeatable,
     addresses,
     rebound,
     refuse_rebinding,
 )
+from enginepool.workers.sglang.weights.load_watch import Unplannable, Unrepeatable
 from enginepool.workers.sglang.weights.model_inspection import digests, findings, part_of, why_not_comparable
-from enginepool.workers.sglang.weights.prepared_load import OpenedMemory, PreparedLoad, manifest_of, open_regions, sealed
+from enginepool.workers.sglang.weights.prepared_load import PreparedLoad, manifest_of, open_regions, sealed
+from enginepool.workers.sglang.weights.ticket_answers import first_line, write_answer
 from enginepool.workers.weights.checkpoint import checkpoint_files, checkpoint_tensors
 
 torch: Any = importlib.import_module("torch")
@@ -54,19 +53,8 @@ def load(model: Any, named_tensors: list[tuple[str, Any]], refused: str = "") ->
     try:
         answer: dict[str, Any] = getattr(weights, f"do_{ticket['do']}")(ticket) or {}
     except Exception as error:
-        answer = {"error": _line(error), "touched": weights.touched, "kind": type(error).__name__}
-    _leave(ticket["answer"], answer)
-
-
-def _line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
-
-
-def _leave(path: str, answer: dict[str, Any]) -> None:
-    with open(f"{path}.part", "wb") as file:
-        file.write(msgspec.msgpack.encode(answer))
-    os.replace(f"{path}.part", path)
+        answer = {"error": first_line(error), "touched": weights.touched, "kind": type(error).__name__}
+    write_answer(ticket["answer"], answer)
 
 
 class EngineBusy(Exception):
@@ -91,16 +79,11 @@ class ModelWeights:
         self._plain = "not looked at yet"
         #: what the model holds, as far as names and order go
         self._manifest: list[Tensor] = []
-        self._group: Any = None
-        #: the ticket of the group that is wanted
-        self._joining: dict[str, Any] | None = None
+        self._member = GroupMember()
         #: the plan was held against the model when that was joined, while the engine served: it takes a millisecond or two
         self._looked = False
         self._ready: PreparedLoad | None = None
-        #: the ticket of the latest examination; the regions that it has opened, by what the ticket says of them
-        self._examining: dict[str, Any] | None = None
-        self._opened: tuple[list[dict[str, Any]], OpenedMemory] | None = None
-        self._lock = threading.Lock()
+        self._lent = LentMemory()
 
     # --- what there is --------------------------------------------------------------------------------------------------
 
@@ -185,7 +168,7 @@ class ModelWeights:
         try:
             if regions is not None and (before is None or not before.serves(name, regions, ticket["manifest"])):
                 # The one before is there until this one is: memory that both use stays open.
-                self._ready = PreparedLoad(name, self._plan, regions, ticket["manifest"], self._verified(regions))
+                self._ready = PreparedLoad(name, self._plan, regions, ticket["manifest"], self._lent.opened(regions))
                 if before is not None:
                     before.close()
             if self._ready is None or self._ready.name != name:
@@ -199,8 +182,14 @@ class ModelWeights:
     def do_let_go(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Let go of what was made ready or verified, and of the memory that it refers to."""
         self._unready()
-        with self._lock:
-            self._examining = self._opened = None
+        self._lent.close()
+        return {}
+
+    def do_verify(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Begin to open a space and to read every byte of it; the other answer says what was found: the engine serves
+        meanwhile."""
+        self.do_let_go(ticket)
+        self._lent.verify(ticket)
         return {}
 
     def _unready(self) -> None:
@@ -213,7 +202,7 @@ class ModelWeights:
         if "regions" not in ticket:
             return self._take_ready(ticket["name"])
         manifest = manifest_of(ticket["manifest"])
-        opened = self._verified(ticket["regions"])
+        opened = self._lent.opened(ticket["regions"])
         if opened is None:
             opened = open_regions(ticket["regions"], layout(manifest).nbytes)
         times = self._load(manifest, lambda: opened.tensors(manifest))
@@ -227,41 +216,6 @@ class ModelWeights:
         times = self._exchange(ready.manifest, ready.copies.replay)
         _still(ready.sealed)
         return times
-
-    # --- memory that is lent --------------------------------------------------------------------------------------------
-
-    def _verified(self, regions: list[dict[str, Any]]) -> OpenedMemory | None:
-        """The bytes of regions that were verified and are still open, or None."""
-        opened = self._opened
-        return opened[1] if opened is not None and opened[0] == regions else None
-
-    def do_verify(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Begin to open a space and to look at every byte of it; the other answer says what was found: the engine serves
-        meanwhile."""
-        self.do_let_go(ticket)
-        self._examining = ticket
-        device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        threading.Thread(target=self._verify, args=(ticket, device), name="verify", daemon=True).start()
-        return {}
-
-    def _verify(self, ticket: dict[str, Any], device: int | None) -> None:
-        try:
-            if device is not None:
-                torch.cuda.set_device(device)  # a thread begins on the first one
-            manifest = manifest_of(ticket["manifest"])
-            opened = open_regions(ticket["regions"], layout(manifest).nbytes)
-            if not sealed(opened, ticket["regions"]):
-                raise ValueError("the memory does not end with its seal")
-            [space] = opened.parts
-            make_ready(space.device)  # it may be another one than the model's
-            digest, findings = verified(space, manifest, ticket["targets"])
-            answer: dict[str, Any] = {"digest": digest, "findings": msgspec.to_builtins(findings)}
-            with self._lock:
-                if self._examining is ticket:
-                    self._opened = ticket["regions"], opened
-        except Exception as error:
-            answer = {"error": _line(error)}
-        _leave(ticket["later"], answer)
 
     def do_checkpoint(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Read all tensors of a checkpoint directory."""
@@ -279,12 +233,13 @@ class ModelWeights:
     def do_receive(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Take all tensors as they are broadcast."""
         manifest = manifest_of(ticket["manifest"])
-        if self._group is None or self._group.name != ticket["group"]:
+        group = self._member.group
+        if group is None or group.name != ticket["group"]:
             raise ValueError(f"not in group {ticket['group']}")
         digest = Digest()
 
         def came(own: bool) -> Iterator[tuple[str, Any]]:
-            return received(self._group, manifest, ticket["bucket_bytes"], digest, own)
+            return received(group, manifest, ticket["bucket_bytes"], digest, own)
 
         times = self._load(manifest, lambda: came(False), lambda: came(True), looked=self._looked)
         return times | {"digest": digest.text()}
@@ -332,39 +287,9 @@ class ModelWeights:
 
     def do_join(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Begin to join a group; the other answer says when it is done: the engine serves meanwhile."""
-        device = f"cuda:{torch.cuda.current_device()}" if ticket["backend"] == "nccl" else "cpu"
         self._looked = self._plan is not None and self._plan.holds(())
-        self._joining = ticket
-        thread = threading.Thread(target=self._join, args=(ticket, device), name="join", daemon=True)
-        thread.start()
+        self._member.join(ticket)
         return {}
-
-    def _join(self, ticket: dict[str, Any], device: str) -> None:
-        from enginepool.transfer.collective import join
-        from enginepool.transfer.process_group import CollectiveError
-
-        answer: dict[str, Any] = {}
-        with self._lock:
-            group, self._group = self._group, None
-        try:
-            if group is not None and group.name != ticket["group"]:
-                group.abort()
-                group = None
-            if device != "cpu":
-                torch.cuda.set_device(device)  # a thread begins on the first one
-                make_ready(device)
-            group = group or join(
-                ticket["address"], ticket["group"], ticket["world"], ticket["rank"], backend=ticket["backend"], device=device
-            )
-            with self._lock:
-                wanted = self._joining is ticket
-                self._group = group if wanted else self._group
-            if not wanted:
-                group.abort()
-                raise CollectiveError(f"group {ticket['group']}: another one is joined by now")
-        except (CollectiveError, RuntimeError, ValueError) as error:
-            answer = {"error": str(error)}
-        _leave(ticket["later"], answer)
 
     # --- questions ------------------------------------------------------------------------------------------------------
 

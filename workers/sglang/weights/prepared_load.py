@@ -18,7 +18,8 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import MemoryRegion
 from enginepool.transfer import shared_memory as regions
-from enginepool.workers.sglang.weights.load_plan import Copy, LoadPlan
+from enginepool.workers.sglang.weights.load_plan import LoadPlan
+from enginepool.workers.sglang.weights.load_watch import Copy
 
 torch: Any = importlib.import_module("torch")
 
