@@ -22,7 +22,8 @@ from enginepool.transfer.digest import Digest
 from enginepool.transfer.process_group import ProcessGroup
 from enginepool.transfer.shared_memory import Memory, make_space
 from enginepool.workers.stager import receiving
-from enginepool.workers.stager.receiving import Reception, be_small
+from enginepool.workers.stager.memory import be_small
+from enginepool.workers.stager.receiving import Reception
 
 torch: Any = importlib.import_module("torch")
 

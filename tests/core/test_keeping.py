@@ -10,9 +10,8 @@ import pytest
 
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import MemoryRegion
-from enginepool.workers.stager import receiving
+from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager.link import StagerLink
-from enginepool.workers.stager.main import Stager
 from enginepool.workers.stager.messages import (
     AskHeld,
     BytesReceived,
@@ -26,6 +25,7 @@ from enginepool.workers.stager.messages import (
     StagerSpec,
 )
 from enginepool.workers.stager.snapshot import Footer, write_footer
+from enginepool.workers.stager.stager import Stager
 from enginepool.workers.stager.state import KeptUpdate, StagedUpdate
 
 PATIENCE_S = 60.0
@@ -235,8 +235,8 @@ def test_larger_room_on_a_device_takes_the_place_of_what_is_kept_there(tmp_path:
         assert await room(4, 512) != small
         assert await scene.holds() == NOTHING
 
-    monkeypatch.setattr(receiving, "gpus_of", gpus_of)
-    monkeypatch.setattr(receiving, "make_memory", make_memory)
+    monkeypatch.setattr(stager_memory, "gpus_of", gpus_of)
+    monkeypatch.setattr(stager_memory, "make_memory", make_memory)
     play(tmp_path, story)
 
 

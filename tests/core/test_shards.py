@@ -13,6 +13,7 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.shared_memory import verified
+from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager import receiving
 from enginepool.workers.stager.shards import cut_space, shard_sizes, whole_digest, whole_findings
 from enginepool.workers.stager.snapshot import Footer, read_footer
@@ -120,7 +121,7 @@ def test_what_lies_in_shards_is_kept_as_a_whole_snapshot(tmp_path: Any) -> None:
     manifest = [Tensor("a", "uint8", (1000,)), Tensor("b", "float32", (7,))]
     nbytes = layout(manifest).nbytes
     space = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
-    memory = receiving.DeviceMemory.__new__(receiving.DeviceMemory)
+    memory = stager_memory.DeviceMemory.__new__(stager_memory.DeviceMemory)
     memory.nbytes, memory.shards = 1536, 2
     memory.tensors = [space[:512].clone(), torch.cat([space[512:], torch.zeros(256, dtype=torch.uint8)])]
     path = tmp_path / f"g-{'0' * 32}"

@@ -22,8 +22,9 @@ from enginepool.transfer.peer_copy import CopySource
 from enginepool.transfer.process_group import ProcessGroup
 from enginepool.transfer.shared_memory import make_space, open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights
-from enginepool.workers.stager import receiving
+from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager.link import StagerLink
+from enginepool.workers.stager.memory import HostMemory
 from enginepool.workers.stager.messages import (
     AskHeld,
     BytesReceived,
@@ -35,7 +36,6 @@ from enginepool.workers.stager.messages import (
     Room,
     StagerHolds,
 )
-from enginepool.workers.stager.receiving import HostMemory
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models
 from tests.engine.test_sglang_lent import Lending
@@ -208,12 +208,12 @@ class Filled:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason=f"needs two CUDA GPUs: torch finds {torch.cuda.device_count()}")
-@pytest.mark.parametrize("least", [0, receiving.LEAST_ON_FIRST])
+@pytest.mark.parametrize("least", [0, stager_memory.LEAST_ON_FIRST])
 def test_an_engine_over_two_gpus_reads_an_update_out_of_shards(
     models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int
 ) -> None:
     """With `least` 0 each GPU holds half of the bytes; else the first one holds all of so small a model."""
-    monkeypatch.setattr(receiving, "LEAST_ON_FIRST", least)
+    monkeypatch.setattr(stager_memory, "LEAST_ON_FIRST", least)
     options = {
         "attention_backend": "triton", "sampling_backend": "pytorch", "mem_fraction_static": 0.2, "max_total_tokens": 32_768,
         "tp_size": 2, "disable_custom_all_reduce": True,
@@ -224,7 +224,7 @@ def test_an_engine_over_two_gpus_reads_an_update_out_of_shards(
     try:
         subject = Subject(engine.wait_until_started(), models.causal, tmp_path)
         nbytes = subject.drawn(0, torch.bfloat16).space.numel()
-        memory = receiving.DeviceMemory(nbytes, 2)
+        memory = stager_memory.DeviceMemory(nbytes, 2)
         sizes = [space.nbytes for space in memory.regions()]
         assert len(sizes) == memory.shards == (1 if least else 2) and sum(sizes) == nbytes
         for version in (1, 2, 3):

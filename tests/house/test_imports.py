@@ -289,8 +289,8 @@ def test_an_import_against_a_rule_is_found(path: str, source: str, rule: str) ->
 def test_a_second_file_with_collectives_is_found() -> None:
     lazy = "def join():\n    import torch.distributed as dist"
     other = "from torch import distributed"
-    assert violations({"workers/stager/main.py": lazy}) == []
-    assert len(violations({"workers/stager/main.py": lazy, "workers/loop.py": other})) == 1
+    assert violations({"workers/stager/stager.py": lazy}) == []
+    assert len(violations({"workers/stager/stager.py": lazy, "workers/loop.py": other})) == 1
 
 
 GOOD = {

@@ -56,11 +56,11 @@ from enginepool.workers.events import (
     WorkerEvent,
 )
 from enginepool.workers.sim.engine import SimEngine
-from enginepool.workers.stager import main as stager
+from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager import messages as staging
-from enginepool.workers.stager import receiving
+from enginepool.workers.stager import receiving, stager
 from enginepool.workers.stager.link import StagerLink
-from enginepool.workers.stager.receiving import HostMemory
+from enginepool.workers.stager.memory import HostMemory
 from enginepool.workers.stager.shards import shard_sizes
 from enginepool.workers.stager.snapshot import Footer, read_footer
 from enginepool.workers.weights.executor import WeightExecutor
@@ -233,13 +233,13 @@ class NotedEngine(SimEngine):
 #: a stager whose snapshots are written when the file of this name is there
 SLOW = """
 import os, sys, time
-from enginepool.workers.stager import main, receiving
-save = receiving.HostMemory.save
+from enginepool.workers.stager import main, memory as stager_memory
+save = stager_memory.HostMemory.save
 def slowly(*args):
     while not os.path.exists(sys.argv[1]):
         time.sleep(0.02)
     save(*args)
-receiving.HostMemory.save = slowly
+stager_memory.HostMemory.save = slowly
 main.main()
 """
 
@@ -561,7 +561,7 @@ def test_the_room_that_a_dead_worker_waited_for_is_not_its_successors(tmp_path: 
         await successor.close()
         server.close()
 
-    monkeypatch.setattr(receiving, "make_memory", make_memory)
+    monkeypatch.setattr(stager_memory, "make_memory", make_memory)
     asyncio.run(story())
 
 
@@ -583,7 +583,7 @@ class Shards:
         return receiving.ShardedReception(self.tensors, *arguments)
 
     def save(self, *arguments: Any) -> None:
-        receiving.DeviceMemory.save(cast(Any, self), *arguments)
+        stager_memory.DeviceMemory.save(cast(Any, self), *arguments)
 
 
 def test_an_update_in_shards_is_received_held_and_kept_as_one_in_a_space_is(
@@ -636,7 +636,7 @@ def test_an_update_in_shards_is_received_held_and_kept_as_one_in_a_space_is(
         server.close()
 
     monkeypatch.setattr("enginepool.transfer.collective.join", joined)
-    monkeypatch.setattr(receiving, "make_memory", make_memory)
+    monkeypatch.setattr(stager_memory, "make_memory", make_memory)
     asyncio.run(story())
 
 
@@ -934,8 +934,8 @@ def test_a_group_in_which_memory_was_to_stay_is_left_when_there_is_only_memory_t
         assert larger.peer not in ("", first.peer)
         assert one.group is None and left.wait(PATIENCE_S)
 
-    monkeypatch.setattr(receiving, "gpus_of", gpus_of)
-    monkeypatch.setattr(receiving, "make_memory", make_memory)
+    monkeypatch.setattr(stager_memory, "gpus_of", gpus_of)
+    monkeypatch.setattr(stager_memory, "make_memory", make_memory)
     asyncio.run(scene())
 
 
@@ -1038,16 +1038,16 @@ def test_an_update_that_is_forgotten_before_its_first_byte_leaves_what_is_kept_i
 
 
 def test_several_writers_leave_every_byte_of_a_space_in_its_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(receiving, "WRITTEN", 1000)
+    monkeypatch.setattr(stager_memory, "WRITTEN", 1000)
     space = torch.randint(0, 256, (10_240,), dtype=torch.uint8)
     with (tmp_path / "file").open("w+b") as file:
-        receiving.write_out(space, file.fileno())
+        stager_memory.write_out(space, file.fileno())
     assert (tmp_path / "file").read_bytes() == space.numpy().tobytes()
 
 
 def test_what_lies_on_a_device_is_kept_as_a_whole_snapshot(tmp_path: Path) -> None:
     manifest = [Tensor("a", "uint8", (1000,)), Tensor("b", "float32", (7,))]
-    memory = receiving.DeviceMemory.__new__(receiving.DeviceMemory)
+    memory = stager_memory.DeviceMemory.__new__(stager_memory.DeviceMemory)
     memory.nbytes = 4096
     memory.tensors = [torch.randint(0, 256, (4096,), dtype=torch.uint8)]
     path = str(tmp_path / f"g-{'0' * 32}")

@@ -102,7 +102,7 @@ class SimWeights:
 
     def _receive(self, weights: NewWeights) -> npt.NDArray[np.uint8]:
         from enginepool.transfer.process_group import CollectiveError
-        from enginepool.workers.stager.receiving import HostMemory
+        from enginepool.workers.stager.memory import HostMemory
 
         memory = HostMemory(layout(weights.tensors).nbytes)
         try:

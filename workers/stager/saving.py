@@ -9,7 +9,7 @@ from enginepool.workers.stager.snapshot import Footer, make_folder, remove_older
 from enginepool.workers.stager.state import KeptUpdate
 
 if TYPE_CHECKING:
-    from enginepool.workers.stager.receiving import Memory
+    from enginepool.workers.stager.memory import Memory
 
 
 class _Snapshot:

@@ -7,7 +7,7 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.workers.stager.messages import BytesReceived, Reserve
 
 if TYPE_CHECKING:
-    from enginepool.workers.stager.receiving import Memory
+    from enginepool.workers.stager.memory import Memory
 
 
 class StagedUpdate:

@@ -1,0 +1,305 @@
+"""What a stager does: it answers its worker, receives updates and keeps the committed weights."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from enginepool.protocol.layout import layout
+from enginepool.workers.log import report, say
+from enginepool.workers.stager.log import why
+from enginepool.workers.stager.messages import (
+    AskHeld,
+    BytesReceived,
+    Forget,
+    FromStager,
+    FromWorker,
+    InGroup,
+    JoinGroup,
+    Keep,
+    Reserve,
+    Reserved,
+    Room,
+    StagerHolds,
+    StagerSpec,
+    WorkerHello,
+    from_worker,
+    packet,
+)
+from enginepool.workers.stager.saving import Snapshots
+from enginepool.workers.stager.snapshot import remove_all
+from enginepool.workers.stager.state import KeptUpdate, StagedUpdate
+
+if TYPE_CHECKING:
+    from enginepool.transfer.process_group import ProcessGroup
+    from enginepool.workers.stager.memory import Memory
+
+#: the other ranks have this long to join
+JOIN_S = 60.0
+TICK_S = 1.0
+
+
+class Stager:
+    """Answers its worker. Everything runs on the loop, except what waits for torch, which runs on threads."""
+
+    def __init__(self, spec: StagerSpec) -> None:
+        self.spec = spec
+        self.loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[str] = self.loop.create_future()
+        self.update: StagedUpdate | None = None
+        self.kept: KeptUpdate | None = None
+        self.group: ProcessGroup | None = None
+        self.peer = ""
+        #: of the last update: the group was formed for memory of that kind, and for buckets that stay there or do not
+        self.staging = "", False
+        #: memory taken before the engine started, and after an update on a GPU: there is room for one
+        self.device_memory: Memory | None = None
+        #: the last snapshot in shared memory that this stager was asked for
+        self.memory_snapshot = ""
+        #: nobody will come back to what is committed here
+        self.unwanted = False
+        self._worker: asyncio.StreamWriter | None = None
+        self._making = asyncio.Lock()
+        self._friends = 0
+        self._alone_since = time.monotonic()
+        self._snapshots = Snapshots(say)
+        self._leaving: threading.Thread | None = None
+        self._listening: asyncio.Task[None] | None = None
+
+    async def listen(self) -> None:
+        """Listen at the socket, from now on."""
+        with contextlib.suppress(OSError):  # its folder is missing: tried again with the next tick
+            await asyncio.start_unix_server(self.serve, self.spec.socket)
+
+    # --- connections ----------------------------------------------------------------------------------------------------
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection, to its end."""
+        self._friends += 1
+        try:
+            while (message := await from_worker(reader)) is not None:
+                if isinstance(message, WorkerHello):
+                    if self._worker is not None:
+                        self._worker.close()
+                    self._worker = writer
+                elif self._worker is writer:
+                    await self._handle(message, writer)
+        except Exception as error:
+            # A worker that sends an invalid message loses its connection, not the weights that are kept here.
+            report(error, "the connection of a worker ends")
+        finally:
+            self._friends -= 1
+            self._alone_since = time.monotonic()
+            if self._worker is writer:
+                self._worker = None
+            writer.close()
+
+    def _say(self, message: FromStager, to: asyncio.StreamWriter | None) -> None:
+        """To the worker that asked; its successor waits for other answers."""
+        if to is not None and not to.is_closing():
+            to.write(packet(message))
+
+    def owner_gone(self) -> None:
+        """The program that embeds the pool ended: nobody will want the weights back."""
+        assert self.spec.lifeline_fd is not None
+        self.loop.remove_reader(self.spec.lifeline_fd)
+        if self.memory_snapshot:
+            remove_all(self.memory_snapshot)
+        if self.ended.done():
+            os._exit(0)  # from writing them
+        self.unwanted = True
+        self.ended.set_result("the process that owns this stager is gone")
+
+    def finish(self) -> None:
+        """Return when the snapshots are written that were asked for."""
+        self._snapshots.finish()
+
+    def tick(self) -> None:
+        """Called every TICK_S: whether somebody still needs this process."""
+        self.loop.call_later(TICK_S, self.tick)
+        if not os.path.exists(self.spec.socket) and not self.ended.done():
+            # The coordinator makes a folder again that was removed; the next worker looks for the socket there.
+            self._listening = self.loop.create_task(self.listen())
+        if not self._friends and time.monotonic() - self._alone_since > self.spec.orphan_s and not self.ended.done():
+            self.ended.set_result(f"neither an owner nor a worker for {self.spec.orphan_s:g} s")
+
+    # --- messages -------------------------------------------------------------------------------------------------------
+
+    async def _handle(self, message: FromWorker, worker: asyncio.StreamWriter) -> None:
+        if isinstance(message, Room | Reserve):
+            await self._make(message, worker)
+        elif isinstance(message, JoinGroup):
+            if self.update is None or self.update.id != message.update:
+                self._say(InGroup(message.update, "this update is not known here; the stager was started anew"), worker)
+                return
+            self.update.joining = True
+            thread = threading.Thread(target=self._run, args=(self.update, message), name="receive", daemon=True)
+            thread.start()
+        elif isinstance(message, Forget):
+            if self.update is not None and self.update.id == message.update:
+                self._forget()
+        elif isinstance(message, Keep):
+            self._keep(message)
+        elif isinstance(message, AskHeld):
+            self._say(self._held(message.digest), worker)
+
+    async def _make(self, message: Room | Reserve, worker: asyncio.StreamWriter) -> None:
+        """Memory, on a thread; its worker may die meanwhile, and the next one asks for some."""
+        async with self._making:
+            if isinstance(message, Room):
+                reserved = await asyncio.to_thread(self._room, message)
+            else:
+                self._forget()
+                reserved = await asyncio.to_thread(self._reserve, message, worker)
+            self._say(reserved, worker)
+
+    def _forget(self) -> None:
+        """Leave whatever was begun and is not committed."""
+        update, self.update = self.update, None
+        if update is None:
+            return
+        update.forgotten = True
+        if update.joining:
+            # The others may be waited for a long time yet, but not by the worker.
+            self._say(InGroup(update.id, "the update was given up meanwhile"), update.worker)
+        if update.received is None or update.received.message:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.peer = ""
+        group, self.group = self.group, None
+        if group is not None:
+            # It may wait for a peer that is stopped.
+            self._leaving = threading.Thread(target=group.abort, name="leave", daemon=True)
+            self._leaving.start()
+
+    def _held(self, digest: str) -> StagerHolds:
+        kept, update = self.kept, self.update
+        if update is not None and update.came_whole(digest):
+            return StagerHolds(0, digest, update.manifest, update.memory.regions(), update.memory.shards > 0)
+        if kept is None:
+            return StagerHolds()
+        return StagerHolds(kept.version, kept.digest, kept.manifest, kept.memory.regions(), kept.memory.shards > 0)
+
+    # --- memory ---------------------------------------------------------------------------------------------------------
+
+    def _room(self, message: Room) -> Reserved:
+        try:
+            from enginepool.workers.stager import memory as stager_memory
+        except ImportError as error:
+            return Reserved(message=f"no torch here: {error}")
+        gpus = stager_memory.gpus_of(self.spec.device, self.spec.gpus)
+        if not gpus:
+            return Reserved(staging="host")
+        try:
+            if self.device_memory is None or self.device_memory.nbytes < message.nbytes:
+                self.device_memory = None
+                self.device_memory = stager_memory.DeviceMemory(message.nbytes, gpus)
+        except OSError as error:
+            return Reserved(message=str(error))
+        return Reserved(staging="device", most=max(tensor.numel() for tensor in self.device_memory.tensors))
+
+    def _reserve(self, message: Reserve, worker: asyncio.StreamWriter | None = None) -> Reserved:
+        try:
+            from enginepool.workers.stager import memory as stager_memory
+        except ImportError as error:
+            return Reserved(message.update, message=f"no torch here: {error}")
+        gpus = stager_memory.gpus_of(self.spec.device, self.spec.gpus)
+        if not gpus:
+            stager_memory.be_small()
+        nbytes = layout(message.manifest).nbytes
+        memory = self.device_memory
+        try:
+            if memory is None or memory.nbytes < nbytes:
+                # What is held there goes: on a GPU there is room for one.
+                memory = self.device_memory = None
+                if self.kept is not None and self.kept.memory.kind == "device":
+                    self._snapshots.leave_memory()
+                    self.kept = None
+                memory = stager_memory.make_memory(nbytes, gpus=gpus)
+                if memory.kind == "device":
+                    self.device_memory = memory
+        except (OSError, RuntimeError) as error:
+            return Reserved(message.update, message=f"no room for {nbytes} bytes of weights: {error}")
+        staging = memory.kind, memory.shards > 1
+        if staging != self.staging:
+            self._leave()  # the others were told where buckets stay
+        if self.group is None:
+            self.peer = secrets.token_hex(8)
+        self.staging = staging
+        self.update = StagedUpdate(message, memory, worker)
+        return Reserved(message.update, memory.kind, self.peer, regions=memory.regions(), sharded=memory.shards > 0)
+
+    # --- receiving ------------------------------------------------------------------------------------------------------
+
+    def _run(self, update: StagedUpdate, message: JoinGroup) -> None:
+        """On a thread of its own: join, receive, say what came."""
+        from enginepool.transfer.collective import join
+        from enginepool.transfer.process_group import CollectiveError
+
+        group = self.group
+        device = "cuda:0" if message.backend == "nccl" else "cpu"
+        try:
+            if self._leaving is not None:
+                self._leaving.join()  # it may write to this memory until then
+            if group is None or group.name != message.rendezvous:
+                if group is not None:
+                    self.group = None
+                    group.abort()
+                group = join(
+                    message.address, message.rendezvous, message.world, message.rank,
+                    backend=message.backend, device=device, timeout_s=JOIN_S,
+                    copies=True, stays=update.memory.shards < 2 and (update.memory.kind == "device") == (device != "cpu"),
+                )  # fmt: skip
+                if update.forgotten:
+                    group.abort()
+                    return
+                self.group = group
+            # All that can be done before the first byte comes.
+            reception = update.memory.reception(update.manifest, update.bucket_bytes, device, update.targets)
+            regions = update.memory.regions()
+        except Exception as error:  # whatever it is: the worker waits for a word
+            self._soon(update, InGroup(update.id, why(error)))
+            return
+        if update.forgotten:
+            return  # no byte of it comes, and what lies in its memory stays
+        if self.kept is not None and self.kept.memory is update.memory:
+            self._snapshots.leave_memory()
+            self.kept = None
+        self._soon(update, InGroup(update.id))
+        try:
+            digest, findings = reception.receive(group)
+            received = BytesReceived(update.id, digest, findings, regions, sharded=update.memory.shards > 0)
+        except Exception as error:
+            received = BytesReceived(update.id, message=why(error), broken=isinstance(error, CollectiveError))
+        update.received = received
+        self._soon(update, received)
+
+    def _soon(self, update: StagedUpdate, message: FromStager) -> None:
+        def say() -> None:
+            if not update.forgotten:
+                update.joining = False
+                self._say(message, update.worker)
+
+        self.loop.call_soon_threadsafe(say)
+
+    # --- keeping --------------------------------------------------------------------------------------------------------
+
+    def _keep(self, message: Keep) -> None:
+        update, kept = self.update, self.kept
+        whole = update is not None and update.came_whole(message.digest)
+        if update is not None and (whole or update.id == message.update):
+            self.update = None
+            kept = KeptUpdate(message.version, message.digest, update.manifest, update.memory) if whole else None
+        elif kept is not None and kept.digest == message.digest:
+            kept.version = message.version
+        else:
+            kept = None  # the group moved on without this stager
+        self.kept = kept
+        if message.snapshot.startswith("/dev/shm/"):
+            self.memory_snapshot = message.snapshot
+        if kept is not None and message.snapshot:
+            self._snapshots.write(kept, message.snapshot)
