@@ -80,18 +80,7 @@ def make_engine(spec: WorkerSpec) -> Engine:
             f"engine {spec.engine!r} cannot be imported: {error}; pip install 'enginepool[{spec.engine}]'"
         ) from error
     try:
-        return Chosen(
-            spec.checkpoint or spec.model,
-            options=spec.options,
-            device=spec.device,
-            dtype=spec.dtype,
-            max_batch_tokens=spec.max_batch_tokens,
-            max_batch_rows=spec.max_batch_rows,
-            forwards_in_flight=spec.forwards_in_flight,
-            packed=spec.packed,
-            cached_query_tokens=spec.cached_query_tokens,
-            nccl_port=spec.nccl_port,
-        )
+        return Chosen(msgspec.structs.replace(spec, model=spec.checkpoint) if spec.checkpoint else spec)
     except ValueError as error:
         raise SpecError(str(error)) from None
 

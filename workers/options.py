@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.settings import FIXED
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.options import SimOptions
@@ -69,7 +70,7 @@ def _unknown(engine: str, options: Mapping[str, Any], known: Collection[str]) ->
 
 def _sim(options: Mapping[str, Any]) -> Wrong:
     try:
-        SimEngine("sim", options=dict(options))
+        SimEngine(EngineSettings(model="sim", options=dict(options)))
     except ValueError as error:
         return "", str(error)
     return "", ""

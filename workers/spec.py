@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
+
+from enginepool.workers.engine_settings import EngineSettings
 
 #: the environment variable that holds the JSON of a `WorkerSpec`
 VARIABLE = "ENGINEPOOL_WORKER"
@@ -16,21 +17,14 @@ class SpecError(Exception):
     """The worker cannot be configured from this. The message is one line that names the key and what is allowed."""
 
 
-class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The whole configuration of a worker. The environment keeps it off the command line, where other users could read it.
+class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole configuration of a worker, its engine's settings among it. The environment keeps it off the command line, where
+    other users could read it.
 
     endpoint: where the coordinator listens for workers (`tcp://…` or `ipc://…`).
     group: the group whose work this worker does.
-    incarnation: names this process for ever; a restarted worker gets a new one.
+    incarnation: names this process; a restarted worker gets a new one.
     engine: `sglang` or `sim`.
-    model: a checkpoint directory or a name that the engine can load; for `sim` any name.
-    device, dtype: as the engine names them; `auto` lets it choose.
-    packed: whether this worker joins rows of one query into sequences, and does nothing else.
-    cached_query_tokens: a query of so many tokens or more that rows share is computed once, ahead of them; none: never.
-    options: further settings for the engine, by its own names.
-    max_batch_tokens, max_batch_rows: caps on one batch, below what the engine's settings give.
-    forwards_in_flight: forwards of tokens that may be in flight at this worker.
-    nccl_port: port for the engine's own process group; none: the engine chooses.
     reserve_staging: whether device memory is taken for staged weight updates before the engine starts.
     checkpoint: the directory that the engine starts on in place of `model`, which are the weights of `version` if the digest of
         its files is `checkpoint_digest` once the engine has loaded them.
@@ -47,22 +41,12 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     group: str
     incarnation: str
     engine: str
-    model: str
-    device: str = "auto"
-    dtype: str = "auto"
-    packed: bool = False
-    cached_query_tokens: int | None = None
-    options: dict[str, Any] = {}
-    max_batch_tokens: int | None = None
-    max_batch_rows: int | None = None
-    forwards_in_flight: int = 2
-    nccl_port: int | None = None
     reserve_staging: bool = True
     checkpoint: str = ""
     checkpoint_digest: str = ""
     version: int = 0
     stager: str = ""
-    checkpoint_roots: list[str] = []
+    checkpoint_roots: tuple[str, ...] = ()
     keys: str = ""
     lifeline_fd: int | None = None
     external: bool = False

@@ -20,8 +20,9 @@ from bench.score.callers import Answer
 from bench.score.load import own_voice, serve
 from bench.score.workloads import Shape
 from enginepool.workers import cpu_bridge
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer
-from enginepool.workers.sglang.host.settings import RequestedSettings, engine_kwargs
+from enginepool.workers.sglang.host.settings import engine_kwargs
 
 
 class EngineCaller:
@@ -49,7 +50,7 @@ class EngineCaller:
         self._engine.shutdown()
 
 
-def start_engine(wanted: RequestedSettings) -> tuple[Any, dict[str, Any]]:
+def start_engine(wanted: EngineSettings) -> tuple[Any, dict[str, Any]]:
     """The engine and its settings. On a CPU its processes need the same bridge as those of a worker."""
     if wanted.device == "cpu":
         os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
@@ -71,7 +72,7 @@ def start_engine(wanted: RequestedSettings) -> tuple[Any, dict[str, Any]]:
 async def main() -> None:
     """Start the engine, then run the phases on stdin."""
     voice = own_voice()
-    wanted = msgspec.convert(msgspec.json.decode(sys.argv[1]), RequestedSettings)
+    wanted = msgspec.convert(msgspec.json.decode(sys.argv[1]), EngineSettings)
     engine, kwargs = start_engine(wanted)
     gc.collect()
     await serve(EngineCaller(engine), voice, {name: repr(value) for name, value in kwargs.items()})

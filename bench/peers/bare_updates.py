@@ -13,7 +13,7 @@ from bench.peers.bare_engine import start_engine
 from bench.score.load import own_voice
 from bench.score.workloads import Shape
 from bench.weights.obeying import obey
-from enginepool.workers.sglang.host.settings import RequestedSettings
+from enginepool.workers.engine_settings import EngineSettings
 
 _LOOK_S = 0.01
 
@@ -61,7 +61,7 @@ class Bare:
 def main() -> None:
     """Start the engine, then take orders."""
     voice = own_voice()
-    engine, kwargs = start_engine(msgspec.convert(msgspec.json.decode(sys.argv[1]), RequestedSettings))
+    engine, kwargs = start_engine(msgspec.convert(msgspec.json.decode(sys.argv[1]), EngineSettings))
     obey(voice, Bare(engine), {name: repr(value) for name, value in kwargs.items()})
 
 

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator
 
 import msgspec
 
-from enginepool.workers.sglang.host.settings import RequestedSettings, engine_kwargs
+from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.settings import engine_kwargs
 
 
 class AnySetting(Collection[str]):
@@ -25,5 +26,5 @@ class AnySetting(Collection[str]):
 
 
 if __name__ == "__main__":
-    wanted = msgspec.convert(msgspec.json.decode(sys.argv[1]), RequestedSettings)
+    wanted = msgspec.convert(msgspec.json.decode(sys.argv[1]), EngineSettings)
     sys.stdout.write(msgspec.json.encode(engine_kwargs(wanted, AnySetting())).decode() + "\n")

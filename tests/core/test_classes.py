@@ -30,6 +30,7 @@ from enginepool.protocol.messages import (
 )
 from enginepool.workers.codec import decode_batch, encode_scores
 from enginepool.workers.engine import ScoreBatch
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.scores import expected_scores
 from tests.core.machines import CAN, Pool, Sent, codes, config, failures, results, text, texts
@@ -634,7 +635,7 @@ class Engines:
         for name, wanted in can.items():
             options = {key: getattr(wanted, key) for key in ("vocab", "context", "batch_tokens", "batch_rows")}
             options |= {key: getattr(wanted, key) for key in ("inflight_tokens", "inflight_rows")}
-            engine = SimEngine("m", options=options, packed=wanted.packed)
+            engine = SimEngine(EngineSettings(model="m", options=options, packed=wanted.packed))
             declared = run(engine.start(lambda _stage, _detail: None))
             self.engines[pool.worker(name, can=declared)] = engine
 

@@ -26,6 +26,7 @@ from enginepool.workers.engine import (
     ScorePart,
     ran_out_of_memory,
 )
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sim.embeddings import expected_embeddings
 from enginepool.workers.sim.engine import BYTE_OFFSET, SimEngine
 from enginepool.workers.sim.scores import expected_scores, score_part
@@ -54,7 +55,7 @@ def part(
 
 
 def engine(**options: Any) -> SimEngine:
-    return SimEngine("model", options=options)
+    return SimEngine(EngineSettings(model="model", options=options))
 
 
 T = TypeVar("T")
@@ -213,13 +214,8 @@ def test_scores_lie_strictly_between_zero_and_one() -> None:
 
 def test_capabilities_follow_options_and_caps() -> None:
     reports: list[tuple[str, str]] = []
-    sim = SimEngine(
-        "m",
-        options={"kind": "classifier", "labels": 2, "hidden": 8, "batch_tokens": 100},
-        max_batch_tokens=40,
-        max_batch_rows=1000,
-        forwards_in_flight=3,
-    )
+    options: dict[str, Any] = {"kind": "classifier", "labels": 2, "hidden": 8, "batch_tokens": 100}
+    sim = SimEngine(EngineSettings(model="m", options=options, max_batch_tokens=40, max_batch_rows=1000, forwards_in_flight=3))
     held_by_type: Engine = sim
     c = work(held_by_type.start(lambda stage, detail: reports.append((stage, detail))))
     assert (c.kind, c.labels, c.hidden, c.model, c.engine) == ("classifier", 2, 8, "m", "sim")
@@ -245,7 +241,7 @@ def test_capabilities_follow_options_and_caps() -> None:
 )
 def test_impossible_options_are_refused_by_name(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match="options of engine sim") as refused:
-        SimEngine("m", options=options)
+        SimEngine(EngineSettings(model="m", options=options))
     assert says in str(refused.value)
 
 

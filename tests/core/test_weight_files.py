@@ -20,6 +20,7 @@ from enginepool.host import unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import digest_of
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.main import WorkerProcess, wants_room
 from enginepool.workers.sglang.host.build import prepare
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
@@ -181,7 +182,7 @@ def test_an_engine_is_not_started_on_a_truncated_file_which_is_named(tmp_path: P
     size = file.stat().st_size
     os.truncate(file, size - cut)
     with pytest.raises(SettingsError, match=rf"^{file}: truncated: {size - cut} bytes, but its header says {size}$"):
-        prepare(str(tmp_path), "cpu", {})
+        prepare(EngineSettings(model=str(tmp_path), device="cpu"))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
     refuse_damaged(tmp_path)  # a file that the index does not name is not loaded
@@ -194,9 +195,9 @@ def test_files_that_the_load_format_does_not_read_are_not_looked_at(tmp_path: Pa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     os.truncate(make_tiny_model(tmp_path) / "model.safetensors", 4)
     with pytest.raises(SettingsError, match="not a safetensors file"):
-        prepare(str(tmp_path), "cuda", {"options": {"load_format": "safetensors"}})
+        prepare(EngineSettings(model=str(tmp_path), device="cuda", options={"load_format": "safetensors"}))
     with pytest.raises(SettingsError, match="the device is cuda"):  # what is looked at next
-        prepare(str(tmp_path), "cuda", {"options": {"load_format": "dummy"}})
+        prepare(EngineSettings(model=str(tmp_path), device="cuda", options={"load_format": "dummy"}))
 
 
 def test_a_checkpoint_s_path_that_no_directory_can_have_here_is_refused_and_harms_no_worker(

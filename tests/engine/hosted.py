@@ -15,6 +15,7 @@ import psutil
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import BatchScores, EngineDied, EngineError, ScoreBatch
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
 
 #: An engine starts in 20 s where nothing else runs; tests share their machine.
@@ -248,10 +249,12 @@ async def _serve(pipe: Connection, model: str, settings: dict[str, Any], refused
 
     if refused is not None:
         try:
-            await SglangEngine(model, device=settings["device"], options=refused).start(lambda _stage, _detail: None)
+            await SglangEngine(EngineSettings(model=model, device=settings["device"], options=refused)).start(
+                lambda _stage, _detail: None
+            )
         except EngineDied as error:
             refusal = str(error)
-    engine = SglangEngine(model, **settings)
+    engine = SglangEngine(EngineSettings(model=model, **settings))
     host = _Host(engine)
     try:
         capabilities = await engine.start(report)

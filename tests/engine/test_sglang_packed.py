@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from enginepool.workers.engine import EngineError, ScorePart
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import join
-from enginepool.workers.sglang.host.settings import RequestedSettings, SettingsError
+from enginepool.workers.sglang.host.settings import SettingsError
 from enginepool.workers.sglang.score.packed import (
     DELIMITER,
     packed_head_scores,
@@ -203,11 +204,11 @@ def test_models_for_which_multi_item_scoring_is_wrong_are_refused_with_the_reaso
     "config", [{"architectures": ["BertForSequenceClassification"]}, {"text_config": {"model_type": "xlm-roberta"}}]
 )
 def test_queries_of_an_encoder_are_not_cached(config: dict[str, Any]) -> None:
-    wanted = RequestedSettings("model", "cpu", cached_query_tokens=64)
+    wanted = EngineSettings(model="model", device="cpu", cached_query_tokens=64)
     with pytest.raises(SettingsError, match=r"looks ahead.*unset cached_query_tokens"):
         refuse_wrong_sharing(wanted, config)
     refuse_wrong_sharing(wanted, {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"})
-    refuse_wrong_sharing(RequestedSettings("model", "cpu"), config)
+    refuse_wrong_sharing(EngineSettings(model="model", device="cpu"), config)
 
 
 REAL = """

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.workers.sglang.host.settings import RequestedSettings, Running, SettingsError, budgets, engine_kwargs, reserved
+from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.settings import (
+    Running,
+    SettingsError,
+    budgets,
+    engine_kwargs,
+    refuse_impossible,
+    reserved,
+)
 
 KNOWN = {
     "attention_backend",
@@ -56,8 +64,10 @@ ALL_KNOWN = KNOWN | {
 }
 
 
-def wanted(device: str = "cuda", **settings: Any) -> RequestedSettings:
-    return RequestedSettings(model="model", device=device, **settings)
+def wanted(device: str = "cuda", **fields: Any) -> EngineSettings:
+    settings = EngineSettings(model="model", device=device, **fields)
+    refuse_impossible(settings)
+    return settings
 
 
 def running(**facts: Any) -> Running:
@@ -358,7 +368,7 @@ def test_the_settings_that_are_read_from_its_source_are_those_that_sglang_takes(
     """`enginepool serve` asks the source, the worker asks the class."""
     code = (
         "from enginepool.workers import cpu_bridge, options\n"
-        "from enginepool.workers.sglang import build\n"
+        "from enginepool.workers.sglang.host import build\n"
         "cpu_bridge.install()\n"
         "from sglang.srt.server_args import ServerArgs\n"
         "takes = build._setting_names(ServerArgs)\n"

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from enginepool.workers.engine import EngineDied, EngineUnusable, ScoreBatch, ScorePart
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
 from tests.engine.hosted import CLOSE_S, HostedEngine
 
@@ -44,7 +45,7 @@ def test_the_workers_own_sigterm_handler_survives_the_engine(causal: HostedEngin
 
 def test_a_model_that_does_not_exist_is_said_in_one_line(tmp_path: Path) -> None:
     async def start(model: str) -> str:
-        engine = SglangEngine(model, device="cpu")
+        engine = SglangEngine(EngineSettings(model=model, device="cpu"))
         with pytest.raises(EngineUnusable) as caught:
             await engine.start(lambda _stage, _detail: None)
         await engine.close()
@@ -61,7 +62,7 @@ def test_a_gpu_that_is_not_there_is_said_in_one_line_and_not_looked_for_again(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     async def start() -> None:
-        engine = SglangEngine(str(tmp_path), device="cuda")
+        engine = SglangEngine(EngineSettings(model=str(tmp_path), device="cuda"))
         with pytest.raises(EngineUnusable, match=r"the device is cuda, and torch finds no CUDA GPU here$"):
             await engine.start(lambda _stage, _detail: None)
         await engine.close()

@@ -49,11 +49,12 @@ cpu_bridge.install()
 from sglang.srt.managers.scheduler import Scheduler
 Scheduler.is_disable_overlap_for_batch = lambda self, batch: False
 from enginepool.workers.engine import EngineUnusable
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
 
 async def start():
     try:
-        await SglangEngine(sys.argv[1], device="cpu").start(lambda stage, detail: None)
+        await SglangEngine(EngineSettings(model=sys.argv[1], device="cpu")).start(lambda stage, detail: None)
     except EngineUnusable as error:
         print(error)
 

@@ -43,6 +43,7 @@ from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.shared_memory import open_space
 from enginepool.workers.engine import EngineDied, EngineError, NewWeights, TakeTimes
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.events import (
     EngineLost,
     LoadPrepared,
@@ -203,7 +204,7 @@ class NotedEngine(SimEngine):
     """Notes what it is asked to have ready; an update waits for it until `may` is set."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        SimEngine.__init__(self, "sim", options=options)
+        SimEngine.__init__(self, EngineSettings(model="sim", options=options))
         self.asked: list[NewWeights | str] = []
         self.joining = asyncio.Event()
         self.may = asyncio.Event()

@@ -14,7 +14,8 @@ from msgspec.structs import replace
 
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine import ScorePart, Scores
-from enginepool.workers.sglang.host.settings import RequestedSettings, SettingsError
+from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.settings import SettingsError
 
 #: as in `torch.nn.functional.normalize`: a vector of zeros stays one
 _LEAST_LENGTH = 1e-12
@@ -31,7 +32,7 @@ def answer_raw(pooler: Any) -> None:
     pooling.__init__ = without_normalizing
 
 
-def refuse_partial_pooling(wanted: RequestedSettings, settings: Mapping[str, Any]) -> None:
+def refuse_partial_pooling(wanted: EngineSettings, settings: Mapping[str, Any]) -> None:
     """Raise SettingsError when an embedding model would pool less than its whole row, or cannot run like this.
 
     SGLang pools the tokens that a forward computes: with the radix cache that is not the beginning of a row.

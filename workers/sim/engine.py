@@ -10,7 +10,6 @@ import asyncio
 import heapq
 import random
 import time
-from typing import Any
 
 import msgspec
 
@@ -30,6 +29,7 @@ from enginepool.workers.engine import (
     ScorePart,
     TakeTimes,
 )
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sglang.host.settings import CACHED_ROOM
@@ -54,29 +54,17 @@ class SimEngine:
         ValueError: `options` has an unknown key or an impossible value; one line that names it.
     """
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        options: dict[str, Any] | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        max_batch_tokens: int | None = None,
-        max_batch_rows: int | None = None,
-        forwards_in_flight: int = 2,
-        packed: bool = False,
-        cached_query_tokens: int | None = None,
-        nccl_port: int | None = None,
-    ) -> None:
-        self.options = o = read_options(options or {})
+    def __init__(self, settings: EngineSettings) -> None:
+        self.options = o = read_options(settings.options)
         try:
             self._weights = SimWeights(o.tensors, o.version, o.held, only_at_start=o.only_at_start)
         except WireError as error:
             raise ValueError(f"options of engine sim: tensors: {error.message}") from None
         self._taken = self.flushes = 0
-        tokens = min(o.batch_tokens, max_batch_tokens or o.batch_tokens)
-        rows = min(o.batch_rows, max_batch_rows or o.batch_rows)
-        inflight_tokens = o.inflight_tokens or tokens * forwards_in_flight * (CACHED_ROOM if cached_query_tokens else 1)
+        tokens = min(o.batch_tokens, settings.max_batch_tokens or o.batch_tokens)
+        rows = min(o.batch_rows, settings.max_batch_rows or o.batch_rows)
+        cached = settings.cached_query_tokens or 0
+        inflight_tokens = o.inflight_tokens or tokens * settings.forwards_in_flight * (CACHED_ROOM if cached else 1)
         self._capabilities = Capabilities(
             kind=o.kind,
             vocab=o.vocab,
@@ -84,19 +72,19 @@ class SimEngine:
             batch_tokens=tokens,
             batch_rows=rows,
             inflight_tokens=inflight_tokens,
-            inflight_rows=o.inflight_rows or rows * forwards_in_flight,
+            inflight_rows=o.inflight_rows or rows * settings.forwards_in_flight,
             labels=o.labels if o.kind == "classifier" else 0,
             hidden=o.hidden,
             operations=OPERATIONS[o.kind == "embedding", o.embedding > 0],
             embedding=o.embedding,
-            model=model,
+            model=settings.model,
             engine="sim",
             device="none",
             text=o.vocab >= BYTE_OFFSET + 256,
-            max_item=MAX_ITEM if packed else 0,
-            cached_query=cached_query_tokens or 0,
+            max_item=MAX_ITEM if settings.packed else 0,
+            cached_query=cached,
             separator=o.separator,
-            cached_tokens=max(tokens, inflight_tokens // forwards_in_flight) if cached_query_tokens else 0,
+            cached_tokens=max(tokens, inflight_tokens // settings.forwards_in_flight) if cached else 0,
         )
         if any((o.forward_s, o.row_s, o.token_s)):
             self._capabilities = self._paced(o, self._capabilities)

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,9 @@ import msgspec
 
 from enginepool.host.model_folder import holds_model
 from enginepool.workers import cpu_bridge
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.process import BRIDGE_VARIABLE, run_detokenizer, run_scheduler
-from enginepool.workers.sglang.host.settings import RequestedSettings, SettingsError, engine_kwargs
+from enginepool.workers.sglang.host.settings import SettingsError, engine_kwargs, refuse_impossible
 from enginepool.workers.sglang.patches import table as patches
 from enginepool.workers.sglang.patches.signature_check import refuse_unknown
 from enginepool.workers.sglang.score.cross_encoder import use_all_positions
@@ -25,40 +26,36 @@ from enginepool.workers.weights.checkpoint import CheckpointError, refuse_damage
 class PreparedEngine:
     """An engine that is ready to be built.
 
-    build: starts its processes, blocks for as long as that takes and returns the `sglang.Engine`; wanted: what it was asked
-    for; requests: SGLang's module of request classes; version: SGLang's.
+    build: starts its processes, blocks for as long as that takes and returns the `sglang.Engine`; settings: with
+    its device; requests: SGLang's module of request classes; version: SGLang's.
     """
 
     build: Callable[[], Any]
-    wanted: RequestedSettings
+    settings: EngineSettings
     requests: Any
     version: str
 
 
-def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> PreparedEngine:
+def prepare(settings: EngineSettings) -> PreparedEngine:
     """Import SGLang, which takes seconds, and settle what the engine is started with.
-
-    Args:
-        model: a folder with a checkpoint, or a name on the model hub.
-        device: `auto` takes CUDA where there is some, else the CPU.
-        wishes: the other fields of `RequestedSettings`.
 
     Raises:
         SettingsError: there is no SGLang or one that is not supported, no such folder, no model in it, a safetensors file is
             truncated, no such device, or a setting is refused.
     """
-    folder = Path(os.path.expanduser(model))
-    if model.startswith(("/", ".", "~")) and not folder.is_dir():
+    model = os.path.expanduser(settings.model)
+    folder = Path(model)
+    if settings.model.startswith(("/", ".", "~")) and not folder.is_dir():
         raise SettingsError("there is no such folder")
     if folder.is_dir() and not holds_model(folder):
         raise SettingsError("that folder has no config.json")
-    if folder.is_dir() and wishes.get("options", {}).get("load_format", "auto") in ("auto", "safetensors"):
+    if folder.is_dir() and settings.options.get("load_format", "auto") in ("auto", "safetensors"):
         try:
             refuse_damaged(folder)
         except CheckpointError as error:
             raise SettingsError(str(error)) from None
     try:
-        device = _resolved(device)
+        device = _resolved(settings.device)
         if device == "cpu":
             os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
             # Threads that spin while they wait for work hold the cores that other processes of the engine need.
@@ -70,17 +67,18 @@ def prepare(model: str, device: str, wishes: Mapping[str, Any]) -> PreparedEngin
         version: str = importlib.import_module(patches.VERSION).__version__
     except ImportError as error:
         raise SettingsError(f"SGLang cannot be imported here ({error}); install enginepool[sglang]") from error
-    wanted = RequestedSettings(model=os.path.expanduser(model), device=device, **wishes)
-    config = Path(wanted.model) / "config.json"
+    settings = msgspec.structs.replace(settings, model=model, device=device)
+    refuse_impossible(settings)
+    config = folder / "config.json"
     if config.is_file():
         # Known before minutes of loading; a model from elsewhere is asked once it is there.
-        refuse_wrong_sharing(wanted, msgspec.json.decode(config.read_bytes()))
-    kwargs = engine_kwargs(wanted, _setting_names(module.ServerArgs))
+        refuse_wrong_sharing(settings, msgspec.json.decode(config.read_bytes()))
+    kwargs = engine_kwargs(settings, _setting_names(module.ServerArgs))
     flashinfer = device == "cuda" and kwargs.get("attention_backend") == "flashinfer"
     refuse_unknown(version, flashinfer=flashinfer)
     use_all_positions(importlib.import_module(patches.MODEL).ModelConfig)
     engine_class = _with_our_entries(module.Engine, patches.FLASHINFER if flashinfer else "")
-    return PreparedEngine(partial(engine_class, **kwargs), wanted, requests, version)
+    return PreparedEngine(partial(engine_class, **kwargs), settings, requests, version)
 
 
 def _resolved(device: str) -> str:

@@ -3,9 +3,10 @@
 from typing import Any
 
 from enginepool.protocol.messages import Capabilities
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import MAX_ITEM
 from enginepool.workers.sglang.embed import refuse_partial_pooling
-from enginepool.workers.sglang.host.settings import RequestedSettings, Running, budgets, reserved
+from enginepool.workers.sglang.host.settings import Running, budgets, reserved
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
 from enginepool.workers.sglang.score.cross_encoder import activation_of, is_cross_encoder, positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
@@ -28,7 +29,7 @@ async def what_runs(engine: Any) -> Running:
     )
 
 
-def capabilities_of(tm: Any, name: str, version: str, wanted: RequestedSettings, running: Running) -> Capabilities:
+def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, running: Running) -> Capabilities:
     """Capabilities from what the engine really runs with; `labels`, `hidden`, `embedding` and `pace` are measured by the
     warm-up.
 
@@ -40,13 +41,13 @@ def capabilities_of(tm: Any, name: str, version: str, wanted: RequestedSettings,
     Raises:
         SettingsError: whole batches cannot be run with these settings.
     """
-    if wanted.packed or wanted.cached_query_tokens is not None:
-        refuse_wrong_sharing(wanted, tm.model_config.hf_config.to_dict())
-    bounds = budgets(wanted, running)
+    if settings.packed or settings.cached_query_tokens is not None:
+        refuse_wrong_sharing(settings, tm.model_config.hf_config.to_dict())
+    bounds = budgets(settings, running)
     architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
     embeds = not tm.is_generation and not any(head in architectures[0] for head in _SCORING_HEADS)
     if embeds:
-        refuse_partial_pooling(wanted, running.settings)
+        refuse_partial_pooling(settings, running.settings)
     config = tm.model_config.hf_config
     crossing, tokenizer = is_cross_encoder(config), tokenizer_of(tm)
     return Capabilities(
@@ -61,9 +62,9 @@ def capabilities_of(tm: Any, name: str, version: str, wanted: RequestedSettings,
         page=bounds.page,
         model=name,
         engine=f"sglang {version}",
-        device=wanted.device,
+        device=settings.device,
         text=tokenizer is not None,
-        max_item=min(MAX_ITEM, bounds.context) if wanted.packed else 0,
+        max_item=min(MAX_ITEM, bounds.context) if settings.packed else 0,
         cached_query=bounds.cached_query,
         cached_tokens=bounds.cached_tokens,
         separator=getattr(tokenizer, "sep_token_id", None) if crossing else None,

@@ -7,7 +7,6 @@ What it is built from, what it can do, how it scores and how it takes new weight
 import asyncio
 import contextlib
 import signal
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from enginepool.workers.engine import (
     ScoreBatch,
     TakeTimes,
 )
+from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.build import PreparedEngine, prepare
 from enginepool.workers.sglang.host.capabilities import capabilities_of, what_runs
 from enginepool.workers.sglang.host.host import EngineHost
@@ -45,46 +45,10 @@ FLUSH_S = 10.0
 
 
 class SglangEngine:
-    """One SGLang engine behind the worker's engine interface.
+    """One SGLang engine behind the worker's engine interface."""
 
-    Args:
-        model: a folder with a checkpoint, or a name on the model hub.
-        options: further settings of `sglang.ServerArgs`; those with which a batch could be cut are refused at start.
-        device: `auto` takes CUDA where there is some, else the CPU.
-        dtype: `auto` is the checkpoint's own on a GPU and float32 on a CPU.
-        max_batch_tokens, max_batch_rows: bounds of one batch; without them they follow from the engine's settings.
-        forwards_in_flight: batches of full size that may be at this worker at once.
-        packed: join rows of one query into sequences, by SGLang's multi-item scoring, and take nothing else.
-        cached_query_tokens: compute a query of so many tokens or more, which rows share, once and ahead of them; none: never.
-        nccl_port: the one TCP port that SGLang opens; left out, it looks for a free one.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        *,
-        options: Mapping[str, Any] | None = None,
-        device: str = "auto",
-        dtype: str = "auto",
-        max_batch_tokens: int | None = None,
-        max_batch_rows: int | None = None,
-        forwards_in_flight: int = 2,
-        packed: bool = False,
-        cached_query_tokens: int | None = None,
-        nccl_port: int | None = None,
-    ) -> None:
-        self._model = model
-        self._device = device
-        self._wishes: dict[str, Any] = {
-            "dtype": dtype,
-            "options": dict(options or {}),
-            "max_batch_tokens": max_batch_tokens,
-            "max_batch_rows": max_batch_rows,
-            "forwards_in_flight": forwards_in_flight,
-            "packed": packed,
-            "cached_query_tokens": cached_query_tokens,
-            "nccl_port": nccl_port,
-        }
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
         self._prepared: PreparedEngine | None = None
         self._host: EngineHost | None = None
         #: SGLang's tokenizer manager: the one way to ask the engine anything
@@ -112,7 +76,7 @@ class SglangEngine:
             loop.add_signal_handler(signal.SIGQUIT, self._on_sigquit)
         except (ValueError, RuntimeError) as error:
             raise EngineDied("the engine must be started on the main thread: it learns of its end by a signal") from error
-        report("loading", self._model)
+        report("loading", self._settings.model)
 
         def lost(reason: str) -> None:
             loop.call_soon_threadsafe(self._end.lose, reason)
@@ -126,10 +90,10 @@ class SglangEngine:
             entries = Entries(self._tm, prepared.requests.unwrap_from_pickle)
             self._receive()
             running = await self._end.unless_over(what_runs(engine))
-            capabilities = capabilities_of(self._tm, self._model, prepared.version, prepared.wanted, running)
+            capabilities = capabilities_of(self._tm, self._settings.model, prepared.version, prepared.settings, running)
             capabilities = halved(capabilities, halvings)
             scoring = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
-            ranks = prepared.wanted.options.get("tp_size") or 1
+            ranks = prepared.settings.options.get("tp_size") or 1
             self._weights = EngineWeights(self._tm, prepared.requests, ranks, self._end.unless_over)
             # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.
             await self._weights.describe()
@@ -152,14 +116,15 @@ class SglangEngine:
 
     def _unstarted(self, error: Exception, reason: str) -> EngineDied:
         """What to raise: whether a later start may succeed, and where the model was looked for if that may have been it."""
-        remote = isinstance(error, OSError) and not Path(self._model).exists()
-        model = f"{self._model} (no folder here, so looked for on the model hub)" if remote else self._model
-        hopeless = isinstance(error, SettingsError) or unknown_model(error)
-        return (EngineUnusable if hopeless else EngineDied)(f"{model}: {reason}")
+        name = self._settings.model
+        remote = isinstance(error, OSError) and not Path(name).exists()
+        model = f"{name} (no folder here, so looked for on the model hub)" if remote else name
+        permanent = isinstance(error, SettingsError) or unknown_model(error)
+        return (EngineUnusable if permanent else EngineDied)(f"{model}: {reason}")
 
     def _build(self) -> Any:
         """On the host's thread: the `sglang.Engine`."""
-        self._prepared = prepare(self._model, self._device, self._wishes)
+        self._prepared = prepare(self._settings)
         if self._host is None or self._host.stopping:
             raise EngineDied("closed before it was started")
         return self._prepared.build()

@@ -12,8 +12,10 @@ and the second must not be cut either. Options that would let SGLang cut, drop o
 
 import difflib
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from enginepool.workers.engine_settings import EngineSettings
 
 #: What SGLang calls for new weights: `weights.load`, in its own processes.
 LOADER = "enginepool.workers.sglang.weights.loader.load"
@@ -51,55 +53,37 @@ class SettingsError(ValueError):
     """The engine cannot be started with these settings, or not run whole batches with them. The message is one line."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestedSettings:
-    """What the pool's config asks of one engine. `device` is resolved: never `auto`."""
+def refuse_impossible(settings: EngineSettings) -> None:
+    """Raise SettingsError for values that no engine can have. The device is resolved: never `auto`."""
+    for name in ("max_batch_tokens", "max_batch_rows", "forwards_in_flight", "cached_query_tokens"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise SettingsError(f"{name} is {value}; it must be at least 1")
+    if settings.packed and settings.cached_query_tokens is not None:
+        raise SettingsError("cached_query_tokens is for plain workers: a packed one computes a query once as it is")
+    if settings.packed and settings.device != "cuda":
+        raise SettingsError(f"packed scoring needs FlashInfer's attention, which runs on CUDA; the device is {settings.device}")
 
-    model: str
-    device: str
-    dtype: str = "auto"
-    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    max_batch_tokens: int | None = None
-    max_batch_rows: int | None = None
-    forwards_in_flight: int = 2
-    packed: bool = False
-    cached_query_tokens: int | None = None
-    nccl_port: int | None = None
 
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("max_batch_tokens", self.max_batch_tokens),
-            ("max_batch_rows", self.max_batch_rows),
-            ("forwards_in_flight", self.forwards_in_flight),
-            ("cached_query_tokens", self.cached_query_tokens),
-        ):
-            if value is not None and value < 1:
-                raise SettingsError(f"{name} is {value}; it must be at least 1")
-        if self.packed and self.cached_query_tokens is not None:
-            raise SettingsError("cached_query_tokens is for plain workers: a packed one computes a query once as it is")
-        if self.packed and self.device != "cuda":
-            raise SettingsError(f"packed scoring needs FlashInfer's attention, which runs on CUDA; the device is {self.device}")
+def token_room(settings: EngineSettings) -> int:
+    """Tokens that the engine should have room for: those of all batches, with every row in full."""
+    return inflight_tokens(settings) * (1 if settings.cached_query_tokens is None else CACHED_ROOM)
 
-    @property
-    def room(self) -> int:
-        """Tokens that the engine should have room for: those of all batches, with every row in full."""
-        return self.inflight_tokens * (1 if self.cached_query_tokens is None else CACHED_ROOM)
 
-    @property
-    def inflight_tokens(self) -> int:
-        """Tokens that this worker may have to compute for all its batches, if the engine has room."""
-        if self.max_batch_tokens is not None:
-            return self.max_batch_tokens * self.forwards_in_flight
-        return CPU_INFLIGHT_TOKENS if self.device == "cpu" else GPU_INFLIGHT_TOKENS
+def inflight_tokens(settings: EngineSettings) -> int:
+    """Tokens that this worker may have to compute for all its batches, if the engine has room."""
+    if settings.max_batch_tokens is not None:
+        return settings.max_batch_tokens * settings.forwards_in_flight
+    return CPU_INFLIGHT_TOKENS if settings.device == "cpu" else GPU_INFLIGHT_TOKENS
 
-    @property
-    def inflight_rows(self) -> int:
-        """Rows that this worker may hold in all its batches, if the engine has room."""
-        if self.max_batch_rows is not None:
-            return self.max_batch_rows * self.forwards_in_flight
-        if self.packed:
-            return PACKED_INFLIGHT_ROWS
-        return CPU_INFLIGHT_ROWS if self.device == "cpu" else GPU_INFLIGHT_ROWS
+
+def inflight_rows(settings: EngineSettings) -> int:
+    """Rows that this worker may hold in all its batches, if the engine has room."""
+    if settings.max_batch_rows is not None:
+        return settings.max_batch_rows * settings.forwards_in_flight
+    if settings.packed:
+        return PACKED_INFLIGHT_ROWS
+    return CPU_INFLIGHT_ROWS if settings.device == "cpu" else GPU_INFLIGHT_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,41 +114,41 @@ class Budgets:
     cached_tokens: int = 0
 
 
-def engine_kwargs(wanted: RequestedSettings, known: Collection[str]) -> dict[str, Any]:
+def engine_kwargs(settings: EngineSettings, known: Collection[str]) -> dict[str, Any]:
     """The keyword arguments of `sglang.Engine`.
 
     `known` are the settings that the installed SGLang has: defaults that it lacks are left out, options that it lacks are
     refused. The user's options win over the defaults.
     """
-    for name in wanted.options:
+    for name in settings.options:
         if name in FIXED:
             raise SettingsError(f"engine option {name!r} is not set here: it comes from {FIXED[name]}")
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise SettingsError(f"engine option {name!r} is not known to the installed SGLang{hint}")
-    kwargs = {name: value for name, value in _defaults(wanted).items() if name in known}
-    kwargs.update(wanted.options)
-    if wanted.packed:
+    kwargs = {name: value for name, value in _defaults(settings).items() if name in known}
+    kwargs.update(settings.options)
+    if settings.packed:
         if missing := [name for name in _PACKED if name not in known]:
             raise SettingsError(f"the installed SGLang cannot score packed: it has no setting {', '.join(missing)}")
-        refuse_unpacked(wanted.options)
+        refuse_unpacked(settings.options)
         kwargs.update(_PACKED)
-    refuse_splitting(kwargs, packed=wanted.packed)
-    if wanted.cached_query_tokens is not None:
+    refuse_splitting(kwargs, packed=settings.packed)
+    if settings.cached_query_tokens is not None:
         refuse_uncached(kwargs)
-    kwargs.update(model_path=wanted.model, device=wanted.device, dtype=wanted.dtype)
-    if wanted.device == "cpu" and wanted.dtype == "auto":
+    kwargs.update(model_path=settings.model, device=settings.device, dtype=settings.dtype)
+    if settings.device == "cpu" and settings.dtype == "auto":
         kwargs["dtype"] = "float32"
-    if wanted.nccl_port is not None:
-        kwargs["nccl_port"] = wanted.nccl_port
+    if settings.nccl_port is not None:
+        kwargs["nccl_port"] = settings.nccl_port
     return kwargs
 
 
-def _defaults(wanted: RequestedSettings) -> dict[str, Any]:
-    options = wanted.options
-    prefill = wanted.room + 1
-    rows = wanted.inflight_rows
+def _defaults(settings: EngineSettings) -> dict[str, Any]:
+    options = settings.options
+    prefill = token_room(settings) + 1
+    rows = inflight_rows(settings)
     defaults: dict[str, Any] = {
         "chunked_prefill_size": -1,
         "max_prefill_tokens": prefill,
@@ -175,14 +159,14 @@ def _defaults(wanted: RequestedSettings) -> dict[str, Any]:
         "disable_priority_preemption": True,
         "grammar_backend": "none",
         # Rows seldom begin alike, and each would be looked for and kept; long queries that rows share are asked for by name.
-        "disable_radix_cache": wanted.cached_query_tokens is None,
+        "disable_radix_cache": settings.cached_query_tokens is None,
         # Models with a sliding window keep a second pool; as large as the first, the one rule above covers both.
         "swa_full_tokens_ratio": 1.0,
         "log_level": "error",
         "custom_weight_loader": [LOADER],
-        **_graphs(wanted),
+        **_graphs(settings),
     }
-    if wanted.device == "cpu":
+    if settings.device == "cpu":
         page = options.get("page_size") or 1
         pool = max(prefill, options.get("max_prefill_tokens", 0))
         rows = max(rows, options.get("max_running_requests", 0) // 2)
@@ -197,11 +181,11 @@ def _defaults(wanted: RequestedSettings) -> dict[str, Any]:
     return defaults
 
 
-def _graphs(wanted: RequestedSettings) -> dict[str, Any]:
+def _graphs(settings: EngineSettings) -> dict[str, Any]:
     """A score is a prefill and never a decode, whose graphs would only cost start-up time and memory. Packed there are none."""
-    if wanted.device == "cpu" or wanted.packed:
+    if settings.device == "cpu" or settings.packed:
         return {"disable_cuda_graph": True, "disable_prefill_cuda_graph": True}
-    return {"disable_decode_cuda_graph": True, "cuda_graph_max_bs_prefill": min(GRAPH_TOKENS, wanted.room)}
+    return {"disable_decode_cuda_graph": True, "cuda_graph_max_bs_prefill": min(GRAPH_TOKENS, token_room(settings))}
 
 
 #: name -> (the values with which batches stay whole, why others are refused). What is absent has SGLang's default: fine.
@@ -289,46 +273,46 @@ def reserved(running: Running, context: int, length: int) -> int:
     return length - context if context == running.longest and running.kv_tokens >= length else 0
 
 
-def budgets(wanted: RequestedSettings, running: Running) -> Budgets:
+def budgets(settings: EngineSettings, running: Running) -> Budgets:
     """What may be sent to the started engine, from what it really runs with.
 
     Raises SettingsError when that is nothing, or when SGLang resolved its settings to something that cuts batches.
     """
-    settings = running.settings
-    if wanted.packed:
+    resolved = running.settings
+    if settings.packed:
         # SGLang says what it resolved: another backend, or no multi-item scoring, would be wrong without a word.
-        refuse_unpacked(settings)
-    refuse_splitting(settings, packed=wanted.packed)
-    if wanted.cached_query_tokens is not None:
-        refuse_uncached(settings)
-    page = max(1, settings.get("page_size") or 1)
-    slots = min(running.max_running, settings.get("pp_max_micro_batch_size") or running.max_running)
-    rows = min(wanted.inflight_rows, slots // 2)
+        refuse_unpacked(resolved)
+    refuse_splitting(resolved, packed=settings.packed)
+    if settings.cached_query_tokens is not None:
+        refuse_uncached(resolved)
+    page = max(1, resolved.get("page_size") or 1)
+    slots = min(running.max_running, resolved.get("pp_max_micro_batch_size") or running.max_running)
+    rows = min(inflight_rows(settings), slots // 2)
     # In a small pool the spare page of each row may take a quarter at most: better fewer rows than no tokens.
     rows = min(rows, running.kv_tokens // (4 * page))
     room = running.kv_tokens - (rows + 1) * page
-    tokens = min(wanted.room, settings["max_prefill_tokens"] - 1, room)
-    chunk = settings.get("chunked_prefill_size")
+    tokens = min(token_room(settings), resolved["max_prefill_tokens"] - 1, room)
+    chunk = resolved.get("chunked_prefill_size")
     if chunk is not None and chunk > 0:
         tokens = min(tokens, chunk)
     tokens = tokens // page * page
     if rows < 1 or tokens < 1:
         raise SettingsError(
             f"the engine has no room for one batch: max_running_requests={slots} (two for each row),"
-            f" max_prefill_tokens={settings['max_prefill_tokens']}, key-value pool {running.kv_tokens} tokens, page {page}"
+            f" max_prefill_tokens={resolved['max_prefill_tokens']}, key-value pool {running.kv_tokens} tokens, page {page}"
         )
-    cached_query = wanted.cached_query_tokens or 0
+    cached_query = settings.cached_query_tokens or 0
     if cached_query and 2 * (cached_query + 2 * page) > tokens:
         raise SettingsError(f"cached_query_tokens is {cached_query}; two rows of that have no room in {tokens} tokens")
-    cached_tokens = max(page, tokens // wanted.forwards_in_flight // page * page) if cached_query else 0
-    batch_tokens = min(tokens, wanted.inflight_tokens) // wanted.forwards_in_flight
-    batch_rows = rows // wanted.forwards_in_flight
-    if wanted.max_batch_tokens is not None:
-        batch_tokens = min(batch_tokens, wanted.max_batch_tokens)
-    if wanted.max_batch_rows is not None:
-        batch_rows = min(batch_rows, wanted.max_batch_rows)
+    cached_tokens = max(page, tokens // settings.forwards_in_flight // page * page) if cached_query else 0
+    batch_tokens = min(tokens, inflight_tokens(settings)) // settings.forwards_in_flight
+    batch_rows = rows // settings.forwards_in_flight
+    if settings.max_batch_tokens is not None:
+        batch_tokens = min(batch_tokens, settings.max_batch_tokens)
+    if settings.max_batch_rows is not None:
+        batch_rows = min(batch_rows, settings.max_batch_rows)
     return Budgets(
-        context=min(running.longest, tokens, wanted.inflight_tokens),
+        context=min(running.longest, tokens, inflight_tokens(settings)),
         page=page,
         batch_tokens=max(page, batch_tokens // page * page),
         batch_rows=max(1, batch_rows),

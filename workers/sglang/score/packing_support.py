@@ -4,7 +4,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
-from enginepool.workers.sglang.host.settings import RequestedSettings, SettingsError
+from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.sglang.host.settings import SettingsError
 
 _RECURRENT = ("linear", "mamba", "recurrent", "rwkv", "conv", "ssm", "kda", "gdn", "lightning")
 _RECURRENT_KEYS = (
@@ -34,11 +35,11 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield cast("Mapping[str, Any]", part)
 
 
-def refuse_wrong_sharing(wanted: RequestedSettings, config: Mapping[str, Any]) -> None:
-    """Raise SettingsError when rows of a model with this `config.json` cannot share a query as is wanted."""
-    if wanted.packed and (why := wrong_for_packing(config)):
+def refuse_wrong_sharing(settings: EngineSettings, config: Mapping[str, Any]) -> None:
+    """Raise SettingsError when rows of a model with this `config.json` cannot share a query as is settings."""
+    if settings.packed and (why := wrong_for_packing(config)):
         raise SettingsError(f"this model cannot be scored packed: {why}; let packed_workers of the group be 0")
-    if wanted.cached_query_tokens is not None and (why := wrong_for_caching(config)):
+    if settings.cached_query_tokens is not None and (why := wrong_for_caching(config)):
         raise SettingsError(f"queries of this model cannot be cached: {why}; unset cached_query_tokens of the group")
 
 

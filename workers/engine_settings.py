@@ -1,0 +1,31 @@
+"""What an engine is started with: one struct, from the worker's configuration to the engine."""
+
+from typing import Any
+
+import msgspec
+
+
+class EngineSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one engine.
+
+    model: a checkpoint directory or a name that the engine can load; for `sim` any name.
+    device, dtype: as the engine names them; `auto` lets it choose: CUDA where there is some, else the CPU; the checkpoint's own
+        dtype on a GPU, and float32 on a CPU.
+    packed: joins rows of one query into sequences, by SGLang's multi-item scoring, and takes nothing else.
+    cached_query_tokens: a query of so many tokens or more, which rows share, is computed once, ahead of them; none: never.
+    options: further settings for the engine, by its own names; those with which a batch could be cut are refused at start.
+    max_batch_tokens, max_batch_rows: caps on one batch, below what the engine's settings give.
+    forwards_in_flight: forwards of tokens, or batches of full size, that may be in flight at this worker.
+    nccl_port: the one TCP port that SGLang opens, for its own process group; none: it looks for a free one.
+    """
+
+    model: str
+    device: str = "auto"
+    dtype: str = "auto"
+    packed: bool = False
+    cached_query_tokens: int | None = None
+    options: dict[str, Any] = {}
+    max_batch_tokens: int | None = None
+    max_batch_rows: int | None = None
+    forwards_in_flight: int = 2
+    nccl_port: int | None = None
