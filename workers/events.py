@@ -156,6 +156,9 @@ class WeightsTaken(WorkerEvent, frozen=True):
     digest: str
 
 
+WeightsReport = WeightsAnswered | LoadPrepared | WeightsReceived | StagerLost | WeightsTaken
+
+
 class DrainWanted(WorkerEvent, frozen=True):
     """Somebody on this machine asks the worker to finish and end (SIGTERM)."""
 

@@ -28,8 +28,9 @@ from enginepool.protocol.messages import Accept, ErrorReply, Message, Ping, Pong
 from enginepool.workers.codec import name_task
 from enginepool.workers.events import Connected, Disconnected, Exit, Frame, FromCoordinator, LifelineClosed, WorkerEvent
 from enginepool.workers.log import say
-from enginepool.workers.machine import FINAL_REFUSALS, STALL_S
+from enginepool.workers.machine import FINAL_REFUSALS
 from enginepool.workers.process import end_process
+from enginepool.workers.silence import STALL_S
 from enginepool.workers.spec import SpecError
 
 #: frames over this are sent without a copy (below it, copying is cheaper)

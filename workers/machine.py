@@ -1,76 +1,41 @@
 """The worker's decisions as one function: `handle(event) -> list[Effect]`. No clock, socket, thread or engine in here.
 
-How it thinks. A worker serves one coordinator at a time, known by its epoch. On every new link, and when the coordinator is
-silent or asks for it, the worker says `register`; `accept` makes the link usable and carries the epoch:
+A worker serves one coordinator at a time, known by its epoch. It sends `register` on every new link, and when the coordinator
+is silent or asks for it. `accept` makes the link usable and carries the epoch:
 
     epoch of accept   what follows
-    higher            work of earlier epochs is dropped; send idle, then ready or stage
-    the same          the same again, since the first may have been lost with its link; then the answers that were finished
-                      while the link was unusable
+    higher            work of earlier epochs is dropped; idle is sent, then ready or stage
+    the same          the same messages again, since the first may be lost; then answers that were finished without a link
     lower             ignored: that coordinator has been replaced
 
-Work is taken only in the accepted epoch and only while `ready`. A dropped batch may still be inside the engine, where it takes
-room; work of the new epoch is therefore held back here until the last dropped one has left, or two batches could share a
-forward budget that was counted for one, and be cut. A batch that comes twice runs once: while it runs the copy is ignored,
-afterwards the kept answer is sent again.
+Work is accepted only in this epoch and only while `ready`. A dropped batch may still be inside the engine. Work of the new
+epoch waits until the last dropped batch has left: two batches in one forward would exceed the budget of one. A batch that is
+delivered twice runs once: its copy is ignored while it runs, and answered with the kept answer afterwards. While the engine
+loads weights (`updates`), and before that while it empties for them, work waits in the same way.
 
-A worker whose link was silent for too long is told `expired`. It drops its work as for a higher epoch, takes a new incarnation
-and registers again: the engine, and the weights in it, stay. An `external` worker, which no coordinator started, has an owner
-that ends it, and waits for a coordinator without a limit.
+A worker whose link was silent for too long receives `expired`. It drops its work as for a higher epoch, takes a new incarnation
+and registers again; the engine and its weights stay. An `external` worker, which no coordinator started, has an owner that ends
+it, and waits for a coordinator without a limit.
 
-What an update of the weights asks of a worker is in `updates`; while the engine takes weights, and before that while it empties
-for them, work is held back in the same way.
-
-    stage: starting -> loading -> compiling -> ready -> draining, and from each of them the end (`EndProcess`), after which
-    nothing has an effect.
+    stage: starting -> loading -> compiling -> ready -> draining; any of them -> the end (`EndProcess`), after which no event
+    has an effect.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
+from enginepool.protocol import messages as wire
 from enginepool.protocol.control import Command, Commanded
-from enginepool.protocol.messages import (
-    Accept,
-    Batch,
-    Capabilities,
-    Drain,
-    ErrorReply,
-    Exiting,
-    Expired,
-    Idle,
-    Ready,
-    Register,
-    Stage,
-    TaskId,
-    Tokenize,
-)
 from enginepool.workers import events as ev
 from enginepool.workers.engine import ran_out_of_memory
-from enginepool.workers.events import (
-    Asked,
-    EndProcess,
-    Exit,
-    Frame,
-    Note,
-    RunBatch,
-    RunCommand,
-    RunTokenize,
-    SendToCoordinator,
-    WorkerEffect,
-)
+from enginepool.workers.events import SendToCoordinator, WorkerEffect
 from enginepool.workers.ledger import Run, TaskLedger, scored, tokenized
+from enginepool.workers.silence import CoordinatorSilence
 from enginepool.workers.weights.machine import WorkerUpdates
 
 #: how often the shell sends `Tick`
 TICK_S = 0.25
-#: a registered worker that hears nothing for this long says `register` again
-SILENCE_S = 5.0
-#: a silence of the coordinator that is as long is a line in the worker's log, and so is its end
-NOTED_SILENCE_S = 10.0
-#: an unanswered `register` is repeated after this
-ASK_AGAIN_S = 1.0
-#: no event for this long, though ticks are due, means that this process stood still; the coordinator is not blamed for it
-STALL_S = 2.0
+OWNER_GONE = "the process that owns this worker is gone"
 #: refusals after which this incarnation can never be served
 FINAL_REFUSALS = frozenset({"superseded", "forbidden", "unauthorized", "protocol_version", "unknown_group"})
 
@@ -80,8 +45,7 @@ class WorkerMachine:
 
     Args:
         now: the clock at the start; silence is counted from here until a coordinator speaks.
-        orphan_s: seconds without a word from a coordinator before the process ends; `accept` replaces it.
-        external: `orphan_s` does not count.
+        orphan_s, external: as `CoordinatorSilence` has them.
         drain_s: how long begun work may take to finish once the worker drains.
     """
 
@@ -100,11 +64,9 @@ class WorkerMachine:
         #: the present one; the first one of this process, and how many it had
         self.incarnation = self.first_incarnation = incarnation
         self.incarnations = 1
-        self.external = external
         self.group = group
         self.pid = pid
         self.host = host
-        self.orphan_s = orphan_s
         self.drain_s = drain_s
         #: the latest time of any event; never goes back
         self.now = now
@@ -113,23 +75,20 @@ class WorkerMachine:
         self.linked = False
         #: `accept` came on the present link; implies linked
         self.registered = False
-        self.heard_at = now
-        #: the log has a line on the present silence
-        self.silence_noted = False
-        self.asked_at = -ASK_AGAIN_S
+        self.silence = CoordinatorSilence(now, orphan_s, external=external)
         self.stage = "starting"
         self.detail = ""
         #: how often an engine that is started now should halve its budgets
         self.halvings = 0
         #: set once the engine is loaded
-        self.capabilities: Capabilities | None = None
+        self.capabilities: wire.Capabilities | None = None
         #: the weights in the engine, and what is asked about them
         self.updates = WorkerUpdates()
         #: the batches and texts that it was given
         self.work = TaskLedger()
         self.drain_until: float | None = None
         self.drain_reason = ""
-        self.ended: EndProcess | None = None
+        self.ended: ev.EndProcess | None = None
         self._handlers: dict[type[ev.WorkerEvent], Callable[[Any], list[WorkerEffect]]] = {
             ev.FromCoordinator: self._received,
             ev.EngineBatchDone: lambda event: self._finished(event.batch, scored(event)),
@@ -142,13 +101,9 @@ class WorkerMachine:
             ev.EngineStage: self._engine_stage,
             ev.EngineReady: self._engine_ready,
             ev.EngineLost: self._engine_lost,
-            ev.WeightsAnswered: lambda event: self._weights_reported(self.updates.answered(event)),
-            ev.LoadPrepared: lambda event: self._weights_reported(self.updates.load_prepared(event)),
-            ev.WeightsReceived: lambda event: self._weights_reported(self.updates.received(event)),
-            ev.StagerLost: lambda event: self._weights_reported(self.updates.stager_lost(event.reason)),
-            ev.WeightsTaken: self._weights_taken,
+            **dict.fromkeys(get_args(ev.WeightsReport), self._weights_reported),
             ev.DrainWanted: lambda event: self._drain(event.reason),
-            ev.LifelineClosed: self._lifeline_closed,
+            ev.LifelineClosed: lambda _: self._end(ev.Exit.OWNER_GONE, OWNER_GONE, close=False),
         }
 
     def __repr__(self) -> str:
@@ -163,19 +118,12 @@ class WorkerMachine:
         if self.ended is not None:
             return []
         if event.now > self.now:
-            gap = event.now - self.now
-            if gap > STALL_S:
-                # A sum of differences is rounded, and may lie after the clock.
-                self.heard_at = min(self.heard_at + gap, event.now)
-                self.asked_at = min(self.asked_at + gap, event.now)
+            self.silence.pass_time(self.now, event.now)
             self.now = event.now
         return self._handlers[type(event)](event)
 
-    # --- the link -------------------------------------------------------------------------------------------------------
-
     def _connected(self, event: ev.Connected) -> list[WorkerEffect]:
-        self.linked = True
-        self.registered = False
+        self.linked, self.registered = True, False
         return self._register()
 
     def _disconnected(self, event: ev.Disconnected) -> list[WorkerEffect]:
@@ -183,54 +131,51 @@ class WorkerMachine:
         return []
 
     def _register(self) -> list[WorkerEffect]:
-        self.asked_at = self.now
-        me = Register(self.group, self.incarnation, pid=self.pid, host=self.host, epoch=self.epoch)
+        self.silence.asked_at = self.now
+        me = wire.Register(self.group, self.incarnation, pid=self.pid, host=self.host, epoch=self.epoch)
         return [SendToCoordinator(me)]
 
     def _ask(self) -> list[WorkerEffect]:
         """Register, unless the last one may still be answered."""
-        return self._register() if self.now - self.asked_at >= ASK_AGAIN_S else []
+        return self._register() if self.silence.may_ask(self.now) else []
 
     def _received(self, event: ev.FromCoordinator) -> list[WorkerEffect]:
-        silent, self.heard_at = self.now - self.heard_at, self.now
-        if self.silence_noted:
-            self.silence_noted = False
-            return [Note(f"the coordinator speaks again, after {silent:.0f} s"), *self._act_on(event)]
-        return self._act_on(event)
+        line = self.silence.end(self.now)
+        return [*([ev.Note(line)] if line else []), *self._act_on(event, event.message)]
 
-    def _act_on(self, event: ev.FromCoordinator) -> list[WorkerEffect]:
-        message = event.message
-        if isinstance(message, Batch):
-            return self._work(message.batch, len(message.parts), RunBatch(message, event.frames, event.unreadable))
-        if isinstance(message, Tokenize):
-            return self._work(message.task, None, RunTokenize(message, event.frames, event.unreadable))
-        if isinstance(message, Accept):
+    def _act_on(self, event: ev.FromCoordinator, message: wire.Message) -> list[WorkerEffect]:
+        if isinstance(message, wire.Batch):
+            return self._work(message.batch, len(message.parts), ev.RunBatch(message, event.frames, event.unreadable))
+        if isinstance(message, wire.Tokenize):
+            return self._work(message.task, None, ev.RunTokenize(message, event.frames, event.unreadable))
+        if isinstance(message, wire.Accept):
             return self._accept(message)
-        if isinstance(message, ErrorReply):
+        if isinstance(message, wire.ErrorReply):
             return self._refused(message)
-        if isinstance(message, Expired):
+        if isinstance(message, wire.Expired):
             return self._expired(message)
-        if isinstance(message, Drain):
+        if isinstance(message, wire.Drain):
             return self._drain("the coordinator asked for it")
         if isinstance(message, Command):
             return self._command(message)
-        if isinstance(message, Asked):
+        if isinstance(message, ev.Asked):
             return self._weights(message, event.frames)
         return []
 
-    def _accept(self, message: Accept) -> list[WorkerEffect]:
+    def _accept(self, message: wire.Accept) -> list[WorkerEffect]:
         if message.epoch < self.epoch:
-            return [Note(f"ignored: accept of epoch {message.epoch}, a coordinator of epoch {self.epoch} was heard")]
+            return [ev.Note(f"ignored: accept of epoch {message.epoch}, a coordinator of epoch {self.epoch} was heard")]
         self.linked = self.registered = True
-        self.orphan_s = message.orphan_s
+        self.silence.orphan_s = message.orphan_s
         self.halvings = message.halvings
         effects: list[WorkerEffect] = []
         if message.epoch > self.epoch:
             self.epoch = message.epoch
             effects += self._drop_all("a coordinator ended")
-            if self.ended:
-                return effects
-        effects += [SendToCoordinator(Idle(self.epoch)), self._say_stage(), *self.work.unsaid(), *self.updates.kept_answers()]
+        if self.ended:
+            return effects
+        effects += [SendToCoordinator(wire.Idle(self.epoch)), self._say_stage()]
+        effects += [*self.work.unsaid(), *self.updates.kept_answers()]
         return effects + self._end_if_drained()
 
     def _drop_all(self, why: str) -> list[WorkerEffect]:
@@ -239,10 +184,10 @@ class WorkerMachine:
         if self.updates.exposed:
             # The rest of what the engine receives, and whether it is committed, will never be known.
             reason = f"{why} while the engine took weights from its publisher"
-            return [SendToCoordinator(Exiting(reason, failed=True)), *self._end(Exit.ENGINE_DIED, reason, close=False)]
+            return [SendToCoordinator(wire.Exiting(reason, failed=True)), *self._end(ev.Exit.ENGINE_DIED, reason, close=False)]
         return list(self.updates.new_epoch())
 
-    def _expired(self, message: Expired) -> list[WorkerEffect]:
+    def _expired(self, message: wire.Expired) -> list[WorkerEffect]:
         """Only the link failed: go on under a new incarnation. A repeated message names an older one."""
         if message.incarnation != self.incarnation:
             return []
@@ -253,40 +198,38 @@ class WorkerMachine:
         self.incarnations += 1
         self.incarnation = f"{self.first_incarnation}+{self.incarnations}"
         line = f"{message.incarnation} was given up: {message.reason}; registering again as {self.incarnation}"
-        return [*effects, Note(line), *self._register()]
+        return [*effects, ev.Note(line), *self._register()]
 
-    def _refused(self, message: ErrorReply) -> list[WorkerEffect]:
+    def _refused(self, message: wire.ErrorReply) -> list[WorkerEffect]:
         if message.code == "hello_required":
             self.registered = False
             return self._ask()
         if message.code in FINAL_REFUSALS:
-            return self._end(Exit.REFUSED, f"refused by the coordinator: {message.code}: {message.message}", close=False)
-        return [Note(f"the coordinator reports {message.code}: {message.message}")]
+            return self._end(ev.Exit.REFUSED, f"refused by the coordinator: {message.code}: {message.message}", close=False)
+        return [ev.Note(f"the coordinator reports {message.code}: {message.message}")]
 
-    # --- work -----------------------------------------------------------------------------------------------------------
-
-    def _work(self, task: TaskId, parts: int | None, run: Run) -> list[WorkerEffect]:
+    def _work(self, task: wire.TaskId, parts: int | None, run: Run) -> list[WorkerEffect]:
         work = self.work
         if task in work.running or task in work.unsent:
             return []
         if task in work.answers:
             return [work.answers[task]] if self.registered else []
         if self.stage == "draining":
-            return [SendToCoordinator(ErrorReply("shutting_down", f"this worker drains and takes no work: {task}", id=task[1]))]
+            why = f"this worker drains and takes no work: {task}"
+            return [SendToCoordinator(wire.ErrorReply("shutting_down", why, id=task[1]))]
         if task[0] != self.epoch or self.stage != "ready":
             why = f"work {task} is refused: epoch {self.epoch} is accepted here, stage {self.stage}"
-            refusal: list[WorkerEffect] = [SendToCoordinator(ErrorReply("hello_required", why, id=task[1]))]
+            refusal: list[WorkerEffect] = [SendToCoordinator(wire.ErrorReply("hello_required", why, id=task[1]))]
             return refusal if self.registered else refusal + self._ask()
         return work.begin(task, parts, run, hold=self.updates.busy)
 
     def _command(self, message: Command) -> list[WorkerEffect]:
-        """A command that comes twice runs twice: the first answer may be lost with its link."""
+        """A command that is delivered twice runs twice: the first answer may be lost with its link."""
         if message.task[0] != self.epoch or self.stage != "ready":
-            failure = Commanded(message.task, "pool_down", f"not ready: {self.stage}")
-            return [SendToCoordinator(failure)] if self.registered else []
-        return [RunCommand(message)]
+            return self._allowed([SendToCoordinator(Commanded(message.task, "pool_down", f"not ready: {self.stage}"))])
+        return [ev.RunCommand(message)]
 
-    def _finished(self, task: TaskId, answer: SendToCoordinator) -> list[WorkerEffect]:
+    def _finished(self, task: wire.TaskId, answer: SendToCoordinator) -> list[WorkerEffect]:
         """`task` has left the engine. Its answer is sent, kept or, when its epoch is over, dropped."""
         work = self.work
         if task in work.leaving:
@@ -297,31 +240,25 @@ class WorkerMachine:
         return [answer, *self._end_if_drained()] if self.registered else self._end_if_drained()
 
     def _emptied(self) -> list[WorkerEffect]:
-        """Nothing that nobody waits for is inside the engine: weights first, then the work that was held back."""
+        """No dropped work is inside the engine: weights first, then the work that was held back."""
         effects = self._allowed(self.updates.load())
         if not self.updates.busy:
             effects += self.work.release()
         return effects
 
-    # --- weights --------------------------------------------------------------------------------------------------------
-
-    def _weights(self, message: Asked, frames: tuple[Frame, ...]) -> list[WorkerEffect]:
+    def _weights(self, message: ev.Asked, frames: tuple[ev.Frame, ...]) -> list[WorkerEffect]:
         effects = self._allowed(self.updates.asked(message, frames, self.epoch, ready=self.stage == "ready"))
         if self.updates.waiting is not None:
-            # Nobody waits for the answers of what is inside: it runs again on the new weights.
+            # The work inside runs again, elsewhere or on the new weights: its answers are not needed.
             self.work.drop()
         return effects + self._resumed()
 
     def _allowed(self, effects: list[WorkerEffect]) -> list[WorkerEffect]:
-        """Without a usable link nothing is said; what is owed then is said after `accept`."""
+        """Nothing is sent without a usable link; kept answers are sent after `accept`."""
         return effects if self.registered else [effect for effect in effects if not isinstance(effect, SendToCoordinator)]
 
-    def _weights_reported(self, effects: list[SendToCoordinator]) -> list[WorkerEffect]:
-        return self._allowed(list(effects)) + self._resumed()
-
-    def _weights_taken(self, event: ev.WeightsTaken) -> list[WorkerEffect]:
-        self.updates.restored(event)
-        return self._resumed()
+    def _weights_reported(self, event: ev.WeightsReport) -> list[WorkerEffect]:
+        return self._allowed(list(self.updates.reported(event))) + self._resumed()
 
     def _resumed(self) -> list[WorkerEffect]:
         """The engine may have other weights now, and be free again."""
@@ -331,18 +268,15 @@ class WorkerMachine:
         self.updates.changed = False
         return [self._say_stage(), *effects] if self.registered else effects
 
-    # --- the engine -----------------------------------------------------------------------------------------------------
-
     def _say_stage(self) -> SendToCoordinator:
-        if self.stage == "ready" and self.updates.busy:
-            # Work that is sent now would wait here, and run on weights that nobody expected.
-            self.updates.changed = True
-            return SendToCoordinator(Stage("loading", "takes weights"))
+        updates = self.updates
+        if self.stage == "ready" and updates.busy:
+            # Work that is sent now would wait here, and run on other weights than its sender expects.
+            updates.changed = True
+            return SendToCoordinator(wire.Stage("loading", "takes weights"))
         if self.stage == "ready" and self.capabilities is not None:
-            return SendToCoordinator(
-                Ready(self.capabilities, self.updates.version, self.updates.digest, self.updates.committed)
-            )
-        return SendToCoordinator(Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
+            return SendToCoordinator(wire.Ready(self.capabilities, updates.version, updates.digest, updates.committed))
+        return SendToCoordinator(wire.Stage(self.stage, self.detail))  # pyright: ignore[reportArgumentType]
 
     def _engine_stage(self, event: ev.EngineStage) -> list[WorkerEffect]:
         if self.stage in ("ready", "draining"):
@@ -361,21 +295,16 @@ class WorkerMachine:
     def _engine_lost(self, event: ev.EngineLost) -> list[WorkerEffect]:
         worked = self.stage in ("compiling", "ready", "draining") and not self.updates.busy
         memory = worked and ran_out_of_memory(event.reason)
-        bye = SendToCoordinator(Exiting(event.reason, failed=True, permanent=event.unusable, out_of_memory=memory))
-        code = Exit.UNUSABLE if event.unusable else Exit.OUT_OF_MEMORY if memory else Exit.ENGINE_DIED
+        bye = SendToCoordinator(wire.Exiting(event.reason, failed=True, permanent=event.unusable, out_of_memory=memory))
+        code = ev.Exit.UNUSABLE if event.unusable else ev.Exit.OUT_OF_MEMORY if memory else ev.Exit.ENGINE_DIED
         return [bye, *self._end(code, event.reason, close=False)]
-
-    # --- the end --------------------------------------------------------------------------------------------------------
 
     def _drain(self, reason: str) -> list[WorkerEffect]:
         if self.drain_until is not None:
             return []
-        self.drain_until = self.now + self.drain_s
-        self.drain_reason = reason
+        self.drain_until, self.drain_reason = self.now + self.drain_s, reason
         self.stage, self.detail = "draining", reason
-        if self.registered:
-            return [self._say_stage(), *self._end_if_drained()]
-        return self._end_if_drained()
+        return [*([self._say_stage()] if self.registered else []), *self._end_if_drained()]
 
     def _end_if_drained(self) -> list[WorkerEffect]:
         if self.drain_until is None:
@@ -386,35 +315,22 @@ class WorkerMachine:
         reason = f"drained: {self.drain_reason}"
         if owed:
             reason += f"; {owed} unfinished after {self.drain_s:g} s"
-        return [SendToCoordinator(Exiting(reason)), *self._end(Exit.DRAINED, reason, close=True)]
-
-    def _lifeline_closed(self, event: ev.LifelineClosed) -> list[WorkerEffect]:
-        return self._end(Exit.OWNER_GONE, "the process that owns this worker is gone", close=False)
+        return [SendToCoordinator(wire.Exiting(reason)), *self._end(ev.Exit.DRAINED, reason, close=True)]
 
     def _tick(self, event: ev.WorkerTick) -> list[WorkerEffect]:
-        silent = self.now - self.heard_at
-        if silent >= self.orphan_s and not self.external:
-            return self._end(Exit.ORPHANED, f"no word from a coordinator for {self.orphan_s:g} s", close=True)
-        return self._note_silence(silent) + self._keep_up()
+        silence = self.silence
+        if silence.orphaned(self.now):
+            reason = f"no word from a coordinator for {silence.orphan_s:g} s"
+            return self._end(ev.Exit.ORPHANED, reason, close=True)
+        line = silence.line(self.now)
+        effects: list[WorkerEffect] = [ev.Note(line)] if line else []
+        effects += self._end_if_drained()
+        if self.ended is None and self.linked and silence.must_ask(self.now, registered=self.registered):
+            effects += self._register()
+        return effects
 
-    def _note_silence(self, silent: float) -> list[WorkerEffect]:
-        if silent < NOTED_SILENCE_S or self.silence_noted:
-            return []
-        self.silence_noted = True
-        then = "keeps its model and waits" if self.external else f"ends after {self.orphan_s:g} s of silence"
-        return [Note(f"no word from a coordinator for {silent:.0f} s: this worker {then}")]
-
-    def _keep_up(self) -> list[WorkerEffect]:
-        """End what has drained; register where the coordinator is to be asked."""
-        effects = self._end_if_drained()
-        if effects or not self.linked:
-            return effects
-        wait = SILENCE_S if self.registered else ASK_AGAIN_S
-        since = self.now - (max(self.heard_at, self.asked_at) if self.registered else self.asked_at)
-        return self._register() if since >= wait else []
-
-    def _end(self, code: Exit, reason: str, *, close: bool) -> list[WorkerEffect]:
-        self.ended = EndProcess(code, reason, close)
+    def _end(self, code: ev.Exit, reason: str, *, close: bool) -> list[WorkerEffect]:
+        self.ended = ev.EndProcess(code, reason, close)
         return [self.ended]
 
     def check(self) -> None:
@@ -431,4 +347,4 @@ class WorkerMachine:
         assert self.stage != "ready" or self.capabilities is not None
         assert (self.stage == "draining") == (self.drain_until is not None)
         assert self.capabilities is not None or not work.running
-        assert self.heard_at <= self.now and self.asked_at <= self.now
+        assert self.silence.heard_at <= self.now and self.silence.asked_at <= self.now

@@ -21,7 +21,7 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import digest_of
 from enginepool.workers.engine_settings import EngineSettings
-from enginepool.workers.main import WorkerProcess, wants_room
+from enginepool.workers.loop import WorkerProcess, wants_room
 from enginepool.workers.sglang.host.build import prepare
 from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
 from enginepool.workers.sglang.host.settings import SettingsError

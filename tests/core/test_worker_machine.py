@@ -440,7 +440,7 @@ def test_accept_sets_the_time_after_which_a_worker_is_an_orphan() -> None:
 
 def test_pings_keep_a_worker_from_being_an_orphan() -> None:
     w = ready()
-    w.orphan_s = 3.0
+    w.silence.orphan_s = 3.0
     for t in range(1, 100):
         run(w, WorkerTick(t / 4))
         hear(w, Ping(t), now=t / 4)
@@ -451,7 +451,7 @@ def test_a_stall_of_the_worker_itself_is_not_held_against_the_coordinator() -> N
     w = ready()
     run(w, WorkerTick(1.0), WorkerTick(1000.0))
     assert w.ended is None
-    assert w.heard_at == 999.0
+    assert w.silence.heard_at == 999.0
 
 
 @pytest.mark.parametrize(("before", "after"), [(1.2, 3.4), (1.1227798168435628, 3.3924947949605495)])
@@ -459,7 +459,7 @@ def test_after_a_stall_nothing_was_heard_or_asked_later_than_now(before: float, 
     """`before + (after - before)` is more than `after` by a rounding."""
     w = ready()
     run(w, Connected(before), FromCoordinator(before, Accept(5)), Disconnected(after))
-    assert w.heard_at == w.asked_at == w.now == after
+    assert w.silence.heard_at == w.silence.asked_at == w.now == after
 
 
 def test_a_closed_lifeline_ends_the_process_at_once() -> None:

@@ -25,7 +25,8 @@ PURE_FOLDERS = (
 )
 #: Pure files elsewhere.
 PURE = {f"{COORDINATOR}shell/{name}.py" for name in ("adaptive_poll", "decode", "outbox", "peers")} | {
-    f"workers/{name}.py" for name in ("machine", "engine", "events", "ledger", "weights/machine", "weights/open_update")
+    f"workers/{name}.py"
+    for name in ("machine", "engine", "events", "ledger", "silence", "weights/machine", "weights/open_update")
 }
 
 #: What would let time, chance, other threads or the outside world into a decision.

@@ -46,12 +46,9 @@ from enginepool.workers.engine import EngineDied, EngineError, NewWeights, TakeT
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.events import (
     EngineLost,
-    LoadPrepared,
     RunWeights,
     SendToCoordinator,
-    StagerLost,
     WeightsAnswered,
-    WeightsReceived,
     WeightsTaken,
     WorkerEffect,
     WorkerEvent,
@@ -134,19 +131,9 @@ class Worker:
         return None if self.updates.update is None else self.updates.update.received
 
     def _feed(self, event: WorkerEvent) -> None:
-        said: Sequence[WorkerEffect] = ()
-        if isinstance(event, WeightsAnswered):
-            said = self.updates.answered(event)
-        elif isinstance(event, LoadPrepared):
-            said = self.updates.load_prepared(event)
-        elif isinstance(event, WeightsReceived):
-            said = self.updates.received(event)
-        elif isinstance(event, StagerLost):
-            said = self.updates.stager_lost(event.reason)
-        else:
+        said = [] if isinstance(event, EngineLost) else self.updates.reported(cast(Any, event))
+        if isinstance(event, EngineLost | WeightsTaken):
             self.events.put_nowait(event)
-        if isinstance(event, WeightsTaken):
-            self.updates.restored(event)
         self._perform([*said, *self.updates.load()])
 
     def _perform(self, effects: Sequence[WorkerEffect]) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import random
 import time
+from typing import Any
 
 import msgspec
 

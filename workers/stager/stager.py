@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from enginepool.protocol.layout import layout
 from enginepool.workers.log import report, say
-from enginepool.workers.stager.log import why
 from enginepool.workers.stager.messages import (
     AskHeld,
     BytesReceived,
@@ -303,3 +302,13 @@ class Stager:
             self.memory_snapshot = message.snapshot
         if kept is not None and message.snapshot:
             self._snapshots.write(kept, message.snapshot)
+
+
+def why(error: Exception) -> str:
+    """One line for the worker; an unforeseen error is told with its kind, and in full on stderr."""
+    from enginepool.transfer.process_group import CollectiveError
+
+    if isinstance(error, CollectiveError):
+        return str(error)
+    report(error, "an update")
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

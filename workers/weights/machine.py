@@ -47,8 +47,10 @@ from enginepool.workers.events import (
     LoadPrepared,
     RunWeights,
     SendToCoordinator,
+    StagerLost,
     WeightsAnswered,
     WeightsReceived,
+    WeightsReport,
     WeightsTaken,
     WorkerEffect,
 )
@@ -220,8 +222,20 @@ class WorkerUpdates:
 
     # --- reports of the executor ----------------------------------------------------------------------------------------
 
-    def answered(self, event: WeightsAnswered) -> list[SendToCoordinator]:
-        """A request was carried out, or could not be. Returns what the coordinator hears."""
+    def reported(self, event: WeightsReport) -> list[SendToCoordinator]:
+        """The executor reports. Returns what the coordinator hears."""
+        if isinstance(event, WeightsAnswered):
+            return self._answered(event)
+        if isinstance(event, LoadPrepared):
+            return self._load_prepared(event)
+        if isinstance(event, WeightsReceived):
+            return self._received(event)
+        if isinstance(event, StagerLost):
+            return self._stager_lost(event.reason)
+        return self._taken(event)
+
+    def _answered(self, event: WeightsAnswered) -> list[SendToCoordinator]:
+        """A request was carried out, or could not be."""
         answer = event.answer
         if isinstance(answer, Inspected):
             self.inspecting.discard(answer.task)
@@ -255,7 +269,7 @@ class WorkerUpdates:
         update.answers[type(answer)] = answer
         return [SendToCoordinator(answer)]
 
-    def load_prepared(self, event: LoadPrepared) -> list[SendToCoordinator]:
+    def _load_prepared(self, event: LoadPrepared) -> list[SendToCoordinator]:
         """The engine has prepared a load, or cannot."""
         update = self.open(event.update)
         if update is None:
@@ -263,7 +277,7 @@ class WorkerUpdates:
         update.prepared_s = event.seconds
         return self._staged(update)
 
-    def received(self, event: WeightsReceived) -> list[SendToCoordinator]:
+    def _received(self, event: WeightsReceived) -> list[SendToCoordinator]:
         """The stager has received all bytes, or cannot."""
         update = self.open(event.staged.update)
         if update is None:
@@ -280,7 +294,7 @@ class WorkerUpdates:
             return []
         return [] if update.prepared_s is None and not received.code else self._answer(update, received)
 
-    def stager_lost(self, reason: str) -> list[SendToCoordinator]:
+    def _stager_lost(self, reason: str) -> list[SendToCoordinator]:
         """The stager is gone. Bytes that it had received are lost too, unless the engine loads them already."""
         update, staged = self.update, None if self.update is None else self.update.answers.get(Staged)
         if update is None or update.prepare.transfer != "staged" or not update.succeeded(Joined):
@@ -290,13 +304,14 @@ class WorkerUpdates:
             return []
         return self._answer(update, Staged(update.prepare.update, code="update_aborted", message=reason))
 
-    def restored(self, event: WeightsTaken) -> None:
+    def _taken(self, event: WeightsTaken) -> list[SendToCoordinator]:
         """A restore was done."""
         if isinstance(self.loading, Restore):
             self.committed = self.loading.run, self.loading.version
         self.loading = None
         self.version, self.digest = event.version, event.digest
         self.changed = True
+        return []
 
     # --- links and epochs -----------------------------------------------------------------------------------------------
 

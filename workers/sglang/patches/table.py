@@ -163,7 +163,10 @@ PRIVATE: tuple[Private, ...] = (
         "score/cross_encoder.py", POOLER,
         ("get_cross_encoder_activation_function", "replaced", "the engine answers logits", "config"),
     ),
-    *_private("embed.py", POOLER, ("Pooler.__init__", "replaced", "embeddings are normalized here", "self, pooling_type, normalize")),
+    *_private(
+        "embed.py", POOLER,
+        ("Pooler.__init__", "replaced", "embeddings are normalized here", "self, pooling_type, normalize"),
+    ),
     *_private("host/build.py", POOLER, ("CrossEncodingPooler", "read", "its module has the function")),
     *_private("weights/updates.py", REQUESTS, ("UpdateWeightsFromTensorReqInput", "called", "carries a ticket")),
     *_private(

@@ -1,0 +1,318 @@
+"""The worker's loop: the machine decides, the link talks, the engine computes; events and effects are carried between them."""
+
+import asyncio
+import gc
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from enginepool.protocol.control import Command, Commanded
+from enginepool.protocol.errors import WireError
+from enginepool.protocol.messages import Exiting, TaskId
+from enginepool.workers.between_batches import BetweenBatches
+from enginepool.workers.codec import decode_batch, decode_texts, encode_rows, encode_scores
+from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights, ScoreBatch
+from enginepool.workers.events import (
+    CommandDone,
+    DrainWanted,
+    EndProcess,
+    EngineBatchDone,
+    EngineLost,
+    EngineReady,
+    EngineStage,
+    Exit,
+    Note,
+    RunBatch,
+    RunCommand,
+    RunTokenize,
+    RunWeights,
+    SendToCoordinator,
+    TextDone,
+    WorkerEffect,
+    WorkerEvent,
+    WorkerTick,
+    WorkFailed,
+)
+from enginepool.workers.link import WorkerLink
+from enginepool.workers.log import report, say
+from enginepool.workers.machine import TICK_S, WorkerMachine
+from enginepool.workers.sglang.host.model_size import UnknownSize, model_bytes, model_config, quantized
+from enginepool.workers.spec import WorkerSpec
+from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_under
+from enginepool.workers.weights.executor import WeightExecutor
+
+#: an engine may hold the main thread while it loads; a coordinator that is there has this long to be heard before
+ACCEPT_FIRST_S = 3.0
+#: the last message has this long to leave
+LINGER_S = 1.0
+#: an engine that is not closed by then is killed
+CLOSE_S = 20.0
+
+
+class WorkerProcess:
+    """Performs what the machine decides. Everything runs on the loop of the main thread, except the link's thread."""
+
+    def __init__(self, spec: WorkerSpec, engine: Engine) -> None:
+        self.spec = spec
+        self.engine = engine
+        self.machine = WorkerMachine(
+            spec.incarnation,
+            spec.group,
+            now=time.monotonic(),
+            pid=os.getpid(),
+            host=platform.node(),
+            orphan_s=spec.orphan_s,
+            external=spec.external,
+            drain_s=spec.drain_s,
+        )
+        self.loop = asyncio.get_running_loop()
+        self.link = WorkerLink(
+            spec.endpoint, self.take, self.after,
+            lifeline_fd=spec.lifeline_fd, orphan_s=float("inf") if spec.external else spec.orphan_s, keys=spec.keys,
+        )  # fmt: skip
+        self.end: asyncio.Future[EndProcess] = self.loop.create_future()
+        self.accepted = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+        #: commands run between batches
+        self.between = BetweenBatches()
+        self.weights = WeightExecutor(spec.stager, spec.incarnation, engine, self.feed, self._spawn, spec.checkpoint_roots)
+
+    async def run(self) -> Exit:
+        """Serve until the machine says that it is over; return the exit code."""
+        self.link.start()
+        self._listen_to_signals()
+        self.loop.call_later(TICK_S, self._tick)
+        self._spawn(self._load())
+        self._spawn(self._watch())
+        end = await self.end
+        say(f"the worker of {self.spec.group} ends: {end.reason}")
+        for task in self.tasks:
+            task.cancel()
+        if end.code not in (Exit.OWNER_GONE, Exit.REFUSED):
+            self.link.stop(LINGER_S)
+        if end.close:
+            try:
+                async with asyncio.timeout(CLOSE_S):
+                    await self.engine.close()
+            except TimeoutError:
+                say(f"the engine did not close within {CLOSE_S:g} s: killed")
+            except Exception as error:
+                # Engines raise what they like. The process ends now in any case, with the code it has; the log has the rest.
+                report(error, "the engine did not close")
+        return end.code
+
+    def take(self, event: WorkerEvent) -> None:
+        """Let the machine handle one event and perform its effects."""
+        try:
+            for effect in self.machine.handle(event):
+                self._perform(effect)
+        except Exception as error:
+            # A state that nobody foresaw, so of any kind: better no worker than one that answers by chance. The coordinator
+            # is told, and the log has the traceback.
+            report(error, f"at event {type(event).__name__}")
+            reason = f"the worker failed at {type(event).__name__}: {_one_line(error)}"
+            self.link.send(Exiting(reason, failed=True))
+            if not self.end.done():
+                self.end.set_result(EndProcess(Exit.ENGINE_DIED, reason, False))
+        self.link.stage = self.machine.stage
+
+    def _perform(self, effect: WorkerEffect) -> None:
+        if isinstance(effect, SendToCoordinator):
+            self.link.send(effect.message, effect.frames)
+        elif isinstance(effect, RunBatch):
+            self._run_batch(effect)
+        elif isinstance(effect, RunTokenize):
+            self._run_tokenize(effect)
+        elif isinstance(effect, RunCommand):
+            self._spawn(self._command(effect.command))
+        elif isinstance(effect, RunWeights):
+            self.weights.run(effect)
+        elif isinstance(effect, Note):
+            say(effect.line)
+        elif isinstance(effect, EndProcess) and not self.end.done():
+            self.end.set_result(effect)
+
+    def after(self) -> None:
+        """A run of events has been taken."""
+        if self.machine.epoch and not self.accepted.is_set():
+            self.accepted.set()
+        self.link.flush()
+
+    def feed(self, event: WorkerEvent) -> None:
+        """An event from this side of the link."""
+        self.take(event)
+        self.link.flush()
+
+    # --- timers and signals ---------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        self.loop.call_later(TICK_S, self._tick)
+        self.link.take_all()
+        self.feed(WorkerTick(time.monotonic()))
+
+    def _listen_to_signals(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self.loop.add_signal_handler(number, self._drain, signal.Signals(number).name)
+
+    def _drain(self, reason: str) -> None:
+        self.feed(DrainWanted(time.monotonic(), reason))
+
+    # --- the engine -----------------------------------------------------------------------------------------------------
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _load(self) -> None:
+        try:
+            async with asyncio.timeout(ACCEPT_FIRST_S):
+                await self.accepted.wait()
+        except TimeoutError:
+            say(f"no coordinator at {self.spec.endpoint} yet; loading {self.spec.model}")
+        if wants_room(self.spec):
+            making = self._make_room()
+            if self.spec.device != "cpu" and _has_gpu():
+                await making  # before the engine takes all memory that there is
+            else:
+                self._spawn(making)  # nothing to wait for, but the stager gets ready for its first update
+        try:
+            path = await asyncio.to_thread(self._checkpoint)
+            capabilities = await self.engine.start(self._report, self.machine.halvings)
+            if path:
+                await self._verify(path)
+                capabilities = msgspec.structs.replace(capabilities, model=self.spec.model)
+        except CheckpointError as error:
+            self.feed(EngineLost(time.monotonic(), str(error)))
+            return
+        except EngineDied as error:
+            self.feed(EngineLost(time.monotonic(), str(error), unusable=isinstance(error, EngineUnusable)))
+            return
+        except Exception as error:
+            # Engines raise what they like. The coordinator is told in one line, and the log has the traceback.
+            report(error, "the engine did not start")
+            self.feed(EngineLost(time.monotonic(), f"the engine did not start: {_one_line(error)}"))
+            return
+        # Engines install handlers of their own while they start.
+        self._listen_to_signals()
+        gc.collect()
+        gc.freeze()
+        self.feed(EngineReady(time.monotonic(), capabilities, self.engine.version, self.engine.digest))
+
+    def _checkpoint(self) -> str:
+        """The directory that the engine starts on in place of its model, or "". Raises CheckpointError."""
+        return checkpoint_under(self.spec.checkpoint, self.spec.checkpoint_roots) if self.spec.checkpoint else ""
+
+    async def _verify(self, path: str) -> None:
+        """What the engine has loaded is what was published: its files may have changed since. Raises CheckpointError."""
+        digest = await asyncio.to_thread(checkpoint_digest, path)
+        if digest != self.spec.checkpoint_digest:
+            raise CheckpointError(f"{path}: no longer holds version {self.spec.version}: its files have changed")
+        await self.engine.take(NewWeights(), self.spec.version, digest)
+
+    async def _make_room(self) -> None:
+        revision = self.spec.options.get("revision")
+        if quantized(self.spec.options, await asyncio.to_thread(model_config, self.spec.model, revision)):
+            return  # its engine takes weights only at its start
+        try:
+            nbytes = await asyncio.to_thread(model_bytes, self.spec.model, revision)
+        except UnknownSize as error:
+            say(f"no memory is reserved for weight updates before it is known how large they are: {error}")
+            return
+        if line := await self.weights.make_room(nbytes):
+            say(line)
+
+    def _report(self, stage: str, detail: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self.feed(EngineStage(time.monotonic(), stage, detail))
+        else:
+            self.loop.call_soon_threadsafe(self._report, stage, detail)
+
+    async def _watch(self) -> None:
+        reason = await self.engine.died()
+        self.feed(EngineLost(time.monotonic(), reason))
+
+    def _run_batch(self, run: RunBatch) -> None:
+        if run.unreadable:
+            self.feed(WorkFailed(time.monotonic(), run.batch.batch, run.unreadable))
+            return
+        try:
+            batch = decode_batch(run.batch, run.frames)
+        except WireError as error:
+            self.feed(WorkFailed(time.monotonic(), run.batch.batch, error.message, error.code))
+            return
+        self._spawn(self._score(run.batch.batch, batch))
+
+    async def _score(self, key: TaskId, batch: ScoreBatch) -> None:
+        began = time.monotonic()
+        try:
+            async with self.between.batch():
+                scores = await self.engine.score(batch)
+            now = time.monotonic()
+            parts, frames = encode_scores(scores, batch.operation)
+            event = EngineBatchDone(now, key, parts, frames, scores.version, scores.forwards, int((now - began) * 1e6))
+        except Exception as error:  # engines raise what they like, and every batch has an answer: this one's is the error
+            event = _failure(key, error)
+        self.feed(event)
+
+    async def _command(self, command: Command) -> None:
+        answer = Commanded(command.task)
+        try:
+            async with self.between.alone():
+                await self.engine.flush()
+        except EngineDied as error:
+            self.feed(EngineLost(time.monotonic(), str(error)))
+            return
+        except Exception as error:  # as in `_score`
+            answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else _one_line(error)
+        self.feed(CommandDone(time.monotonic(), answer))
+
+    def _run_tokenize(self, run: RunTokenize) -> None:
+        if run.unreadable:
+            self.feed(WorkFailed(time.monotonic(), run.task.task, run.unreadable))
+            return
+        try:
+            pairs = decode_texts(run.task, run.frames)
+        except WireError as error:
+            self.feed(WorkFailed(time.monotonic(), run.task.task, error.message, error.code))
+            return
+        self._spawn(self._tokenize(run.task.task, pairs, run.task.raw))
+
+    async def _tokenize(self, key: TaskId, pairs: list[tuple[str, str]], raw: bool) -> None:
+        try:
+            items, lengths = encode_rows(await self.engine.tokenize(pairs, raw))
+            event = TextDone(time.monotonic(), key, items, lengths)
+        except Exception as error:  # as in `_score`
+            event = _failure(key, error)
+        self.feed(event)
+
+
+def _failure(key: TaskId, error: Exception) -> WorkerEvent:
+    now = time.monotonic()
+    if isinstance(error, EngineDied):
+        return EngineLost(now, str(error))
+    if isinstance(error, EngineError):
+        return WorkFailed(now, key, str(error))
+    report(error, f"work {key}")
+    return WorkFailed(now, key, _one_line(error))
+
+
+def _one_line(error: Exception) -> str:
+    first = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+
+
+def wants_room(spec: WorkerSpec) -> bool:
+    """Whether memory is kept for staged updates before the engine starts."""
+    return bool(spec.stager) and spec.engine == "sglang" and spec.reserve_staging
+
+
+def _has_gpu() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
