@@ -9,7 +9,7 @@ from enginepool.protocol.control import Command, Commanded
 from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenize
 from enginepool.protocol.updates import Committed, Inspect, Inspected, MemoryRegion, ReleaseWeights, Restore, Restored, Staged
 from enginepool.workers.engine import NewWeights
-from enginepool.workers.weights.open_update import Answer, OpenUpdate, Request
+from enginepool.workers.weights.worker_update import Answer, Request, WorkerUpdate
 
 Frame = bytes | memoryview
 #: what a coordinator asks about weights, and what is answered
@@ -219,7 +219,7 @@ class RunWeights(WorkerEffect, frozen=True):
 
     message: Asked
     frames: tuple[Frame, ...] = ()
-    update: OpenUpdate | None = None
+    update: WorkerUpdate | None = None
 
 
 class Note(WorkerEffect, frozen=True):

@@ -11,7 +11,7 @@ from enginepool.workers.engine import Engine, NewWeights
 from enginepool.workers.events import EngineLost, LoadPrepared, RunWeights, WeightsAnswered, WorkerEvent
 from enginepool.workers.weights import executor as weights
 from enginepool.workers.weights.executor import WeightExecutor
-from enginepool.workers.weights.open_update import OpenUpdate
+from enginepool.workers.weights.worker_update import WorkerUpdate
 
 UPDATE, NEXT = (7, 1), (7, 2)
 SPACE = MemoryRegion("cuda", 8)
@@ -58,8 +58,8 @@ def heard(engine: HangingEngine, *, opens: bool = False) -> list[WorkerEvent]:
         def spawn(work: Coroutine[Any, Any, None]) -> None:
             tasks.add(asyncio.create_task(work))
 
-        def begin(prepare: Prepare) -> OpenUpdate:
-            update = OpenUpdate(prepare, "")
+        def begin(prepare: Prepare) -> WorkerUpdate:
+            update = WorkerUpdate(prepare, "")
             worker.run(RunWeights(prepare, (), update))
             return update
 

@@ -1,6 +1,6 @@
 """Weight updates in the worker's process: carries out the machine's `RunWeights` effects with the stager and the engine.
 
-Nothing is decided here and nothing is remembered of an update: its state is the machine's `OpenUpdate`, which each effect
+Nothing is decided here and nothing is remembered of an update: its state is the machine's `WorkerUpdate`, which each effect
 carries. Requests are carried out in the order in which they arrived, except for
 
 - a release, which takes effect at once;
@@ -17,11 +17,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from enginepool.host import host_identity
 from enginepool.protocol.basis import MAX_CHUNK, FrameSpec
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.layout import layout
-from enginepool.protocol.manifest import Tensor, decode_manifest, difference, worst
+from enginepool.protocol.manifest import worst
 from enginepool.protocol.updates import (
     Committed,
     Inspect,
@@ -52,24 +51,17 @@ from enginepool.workers.events import (
 from enginepool.workers.log import report
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import BytesReceived, Forget, InGroup, JoinGroup, Keep, Reserve, Reserved, Room
-from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_digest, checkpoint_tensors, checkpoint_under
+from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_under
 from enginepool.workers.weights.ipc_import import LentError
+from enginepool.workers.weights.offer import UpdateRefusal, offered_weights
 from enginepool.workers.weights.open_buffers import OpenBuffers
-from enginepool.workers.weights.open_update import OpenUpdate
 from enginepool.workers.weights.restoring import restore
+from enginepool.workers.weights.worker_update import WorkerUpdate
 
 #: the other ranks have this long to join
 JOIN_S = 90.0
 #: An engine that takes longer for a short step, for which no coordinator waits, hangs.
 ASIDE_S = 60.0
-
-
-class UpdateRefusal(Exception):
-    """This worker cannot take part in an update. `answer` says so."""
-
-    def __init__(self, answer: Prepared) -> None:
-        super().__init__(answer.message)
-        self.answer = answer
 
 
 class WeightExecutor:
@@ -169,17 +161,17 @@ class WeightExecutor:
         """The same weights, by the digest that the coordinator knows."""
         await _aside("take the name of its weights", self._engine.take, NewWeights(), message.version, message.digest)
 
-    def _close_buffers(self, update: OpenUpdate | None) -> None:
+    def _close_buffers(self, update: WorkerUpdate | None) -> None:
         """The update is committed or aborted."""
         if update is not None and not update.keeps_buffers:
             self._in_turn("letting go", _aside, "let go of an update's memory", self._buffers.close)
 
     # --- prepare --------------------------------------------------------------------------------------------------------
 
-    async def _prepare(self, update: OpenUpdate, frames: tuple[Frame, ...]) -> None:
+    async def _prepare(self, update: WorkerUpdate, frames: tuple[Frame, ...]) -> None:
         prepare = update.prepare
         try:
-            weights = await self._new_weights(prepare, frames)
+            weights = await offered_weights(self._engine, prepare, frames, self._roots)
             if prepare.transfer == "staged":
                 answer, weights = await self._reserve(prepare, weights)
             elif prepare.transfer == "direct":
@@ -195,30 +187,6 @@ class WeightExecutor:
             self._answer(Prepared(prepare.update, code="weights_refused", message=str(error)))
         else:
             self._answer(answer, weights=weights)
-
-    async def _new_weights(self, prepare: Prepare, frames: tuple[Frame, ...]) -> NewWeights:
-        """What the engine will load, as far as it is known now. Raises UpdateRefusal, and what `_prepare` catches."""
-        tensors: tuple[Tensor, ...] = ()
-        if prepare.transfer == "set_version":
-            return NewWeights()
-        if prepare.transfer == "checkpoint":
-            path = await asyncio.to_thread(checkpoint_under, prepare.path, self._roots)
-            if self._only_at_start():
-                digest = await asyncio.to_thread(checkpoint_digest, path)
-                raise UpdateRefusal(Prepared(prepare.update, restart=True, digest=digest))
-            tensors = tuple(await asyncio.to_thread(checkpoint_tensors, path))
-        else:
-            tensors = tuple(decode_manifest(frames[0] if frames else b""))
-        model = self._engine.model_tensors()
-        hints = prepare.transfer != "checkpoint"  # the publisher of a checkpoint has no such arguments
-        if why := difference(tensors, model.tensors, model.optional, partial=prepare.partial, hints=hints):
-            raise UpdateRefusal(Prepared(prepare.update, code="weights_refused", message=why))
-        if prepare.transfer == "ipc" and (why := self._out_of_reach(prepare)):
-            refusal = f"no transfer by handles: {why}"
-            raise UpdateRefusal(Prepared(prepare.update, code="unsupported", message=refusal))
-        if prepare.transfer == "checkpoint":
-            return NewWeights(tensors, checkpoint=prepare.path)
-        return NewWeights(tensors, bucket_bytes=prepare.bucket_bytes if prepare.transfer == "direct" else 0)
 
     async def _reserve(self, prepare: Prepare, weights: NewWeights) -> tuple[Prepared, NewWeights]:
         """Memory of the stager. Raises UpdateRefusal."""
@@ -243,25 +211,9 @@ class WeightExecutor:
         prepared = Prepared(prepare.update, peer=reserved.peer, staging=reserved.staging)
         return prepared, replace(weights, regions=tuple(reserved.regions), sharded=reserved.sharded)
 
-    def _only_at_start(self) -> bool:
-        try:
-            self._engine.model_tensors()
-        except OnlyAtStart:
-            return True
-        return False
-
-    def _out_of_reach(self, prepare: Prepare) -> str:
-        """Why the engine cannot open the publisher's memory, or ""."""
-        if prepare.host != host_identity():
-            return "the publisher is on another host than this worker, or in another container"
-        gpus = self._engine.model_tensors().gpus
-        if prepare.gpu and prepare.gpu not in gpus:
-            return f"the engine sees {' and '.join(gpus) or 'no GPU'}, and the publisher's memory is on {prepare.gpu}"
-        return ""
-
     # --- transfer -------------------------------------------------------------------------------------------------------
 
-    async def _join(self, update: OpenUpdate, message: Join) -> None:
+    async def _join(self, update: WorkerUpdate, message: Join) -> None:
         if update.prepare.transfer == "direct":
             self._spawn(self._unless_lost("joining", self._join_engine, message))
             return
@@ -281,13 +233,13 @@ class WeightExecutor:
             failed = str(error)
         self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
 
-    async def _prepare_load(self, update: OpenUpdate) -> None:
+    async def _prepare_load(self, update: WorkerUpdate) -> None:
         seconds = await self._buffers.get_ready(update.weights)
         self._feed(LoadPrepared(time.monotonic(), update.prepare.update, seconds))
         if update.closed:
             self._close_buffers(update)
 
-    async def _verify(self, update: OpenUpdate, message: VerifyWeights) -> None:
+    async def _verify(self, update: WorkerUpdate, message: VerifyWeights) -> None:
         try:
             weights = replace(update.weights, regions=self._buffers.hold(message.regions))
             digest, findings = await self._buffers.verify(weights)
@@ -315,7 +267,7 @@ class WeightExecutor:
 
     # --- load -----------------------------------------------------------------------------------------------------------
 
-    async def _load(self, update: OpenUpdate, message: LoadWeights) -> WeightsLoaded:
+    async def _load(self, update: WorkerUpdate, message: LoadWeights) -> WeightsLoaded:
         weights = update.weights
         digest = self._engine.digest if update.prepare.transfer == "set_version" else update.digest
         try:

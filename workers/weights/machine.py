@@ -54,7 +54,7 @@ from enginepool.workers.events import (
     WeightsTaken,
     WorkerEffect,
 )
-from enginepool.workers.weights.open_update import Answer, OpenUpdate
+from enginepool.workers.weights.worker_update import Answer, WorkerUpdate
 
 #: the answer to each request of an update
 _ANSWER: dict[type, type[Answer]] = {Prepare: Prepared, Join: Joined, VerifyWeights: Staged, LoadWeights: WeightsLoaded}
@@ -71,7 +71,7 @@ class WorkerUpdates:
         self.committed: tuple[int, int] = (0, 0)
         #: the coordinator has to hear by `ready` that `version` or `digest` changed
         self.changed = False
-        self.update: OpenUpdate | None = None
+        self.update: WorkerUpdate | None = None
         #: the request that waits for the engine to be empty; the one that the engine runs now
         self.waiting: LoadWeights | Restore | None = None
         self.loading: LoadWeights | Restore | None = None
@@ -94,7 +94,7 @@ class WorkerUpdates:
         """The engine receives bytes straight from the publisher: its content is unknown meanwhile."""
         return isinstance(self.loading, LoadWeights) and self.update is not None and self.update.prepare.transfer == "direct"
 
-    def open(self, update: TaskId) -> OpenUpdate | None:
+    def open(self, update: TaskId) -> WorkerUpdate | None:
         """The open update, if it is this one."""
         return self.update if self.update is not None and self.update.prepare.update == update else None
 
@@ -132,7 +132,7 @@ class WorkerUpdates:
                 effects = [RunWeights(Committed(before, self.version, self.digest), update=self._close())]
             else:
                 effects = self._release(before, "another update begins")
-        self.update, self.latest = OpenUpdate(message, self.peer), update
+        self.update, self.latest = WorkerUpdate(message, self.peer), update
         return [*effects, RunWeights(message, frames, self.update)]
 
     def _again(self, update: TaskId, kind: type[Answer]) -> list[WorkerEffect]:
@@ -176,7 +176,7 @@ class WorkerUpdates:
             return []
         return [RunWeights(ReleaseWeights(update, reason), update=self._close())]
 
-    def _close(self) -> OpenUpdate | None:
+    def _close(self) -> WorkerUpdate | None:
         """The update is committed or aborted."""
         update, self.update = self.update, None
         if update is not None:
@@ -265,7 +265,7 @@ class WorkerUpdates:
             said += self._staged(update)
         return said
 
-    def _answer(self, update: OpenUpdate, answer: Answer) -> list[SendToCoordinator]:
+    def _answer(self, update: WorkerUpdate, answer: Answer) -> list[SendToCoordinator]:
         update.answers[type(answer)] = answer
         return [SendToCoordinator(answer)]
 
@@ -287,7 +287,7 @@ class WorkerUpdates:
             update.weights = replace(update.weights, regions=event.regions, sharded=event.sharded)
         return self._staged(update)
 
-    def _staged(self, update: OpenUpdate) -> list[SendToCoordinator]:
+    def _staged(self, update: WorkerUpdate) -> list[SendToCoordinator]:
         """`staged`, as soon as it is so."""
         received = update.received
         if received is None or Staged in update.answers or not update.succeeded(Joined):

@@ -39,32 +39,32 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: S
             await engine.take(NewWeights(), 0, engine.digest)
         except OnlyAtStart as error:
             raise EngineDied(f"other weights are committed than those that it started on: {error}") from None
-        except (_Absent, StagerGone, SnapshotError, CheckpointError, EngineError) as error:
+        except (MissingWeights, StagerGone, SnapshotError, CheckpointError, EngineError) as error:
             # Its name has the digest, and clients read this.
             folder = f"the snapshot in {os.path.dirname(message.snapshot)}"
             reasons.append(str(error).replace(message.snapshot, folder) if message.snapshot else str(error))
     return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", "; ".join(reasons)))
 
 
-class _Absent(Exception):
+class MissingWeights(Exception):
     """The weights are not there. The message is one line."""
 
 
 async def _held(stager: StagerLink, digest: str) -> NewWeights:
-    """What the stager holds. Raises _Absent or StagerGone."""
+    """What the stager holds. Raises MissingWeights or StagerGone."""
     held = await stager.ask(AskHeld(digest), StagerHolds)
     if held.digest != digest:
-        raise _Absent(f"the stager holds version {held.version}" if held.digest else "the stager holds nothing")
+        raise MissingWeights(f"the stager holds version {held.version}" if held.digest else "the stager holds nothing")
     return NewWeights(tuple(held.manifest), tuple(held.regions), held.sharded)
 
 
 def _saved(path: str, digest: str) -> NewWeights:
-    """The snapshot at `path`, if it is what was committed. Raises _Absent or SnapshotError."""
+    """The snapshot at `path`, if it is what was committed. Raises MissingWeights or SnapshotError."""
     check_folder(path)
     footer = read_footer(path)
     nbytes = layout(footer.manifest).nbytes
     if digest_of_file(path, nbytes) != digest:
-        raise _Absent(f"{path}: its digest is not that of the committed weights")
+        raise MissingWeights(f"{path}: its digest is not that of the committed weights")
     return NewWeights(tuple(footer.manifest), (MemoryRegion("file", nbytes, path=path),))
 
 

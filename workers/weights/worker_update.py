@@ -7,7 +7,7 @@ Request = Prepare | Join | VerifyWeights | LoadWeights
 Answer = Prepared | Joined | Staged | WeightsLoaded
 
 
-class OpenUpdate:
+class WorkerUpdate:
     """One update, from its `prepare` until it is committed or aborted."""
 
     def __init__(self, prepare: Prepare, peer: str) -> None:
