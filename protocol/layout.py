@@ -9,7 +9,7 @@ The digest: the space, which is a whole number of words, as little-endian int32 
 attacker. Both sums are sums over buckets too, so that each side computes it as the bytes pass.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -80,6 +80,20 @@ def buckets(manifest: Manifest, bucket_bytes: int) -> Iterator[Bucket]:
 def layered(before: str, part: str) -> str:
     """The digest of weights of which an update brought only a part: the part's, over that of what was there before."""
     return blake2b(f"{before}+{part}".encode(), digest_size=16).hexdigest()
+
+
+def joined_digest(parts: Iterable[tuple[int, int, int]]) -> str:
+    """The digest of a space, of (number of the first word, both sums of the words from there on) for each of its parts."""
+    plain = weighted = 0
+    for first, own, from_one in parts:
+        plain += own
+        weighted += from_one + first * own
+    return digest_text(plain, weighted)
+
+
+def digest_sums(digest: str) -> tuple[int, int]:
+    """Both sums of a digest, modulo 2^64."""
+    return int(digest[16:], 16), int(digest[:16], 16)
 
 
 def digest_text(plain: int, weighted: int) -> str:

@@ -1,7 +1,8 @@
-"""The digest of an update's bytes, and what is wrong with its tensors, in torch on any device.
+"""The digest of an update's bytes, and what is wrong with its tensors, on any device.
 
-The digest is that of `protocol/layout.py`. On a GPU nothing here waits for the device before its result is asked for, and the
-digest reads each byte once, by a Triton kernel, where `make_ready` found that it can. `weight_scan.py` does both in one read.
+The digest is that of `protocol/layout.py`. There are two implementations: the reference of `checksum.py`, and a Triton kernel
+that reads each byte of a GPU once, where `make_ready` found that it gives the same. Nothing waits for a GPU then before the
+result is asked for. Without the kernel, bytes of a GPU go to the host. `weight_scan.py` finds digest and findings in one read.
 """
 
 import importlib
@@ -11,17 +12,14 @@ from collections.abc import Collection, Sequence
 from math import inf
 from typing import Any
 
-from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
+from enginepool.protocol.layout import ALIGNMENT, digest_text, joined_digest, layout
 from enginepool.protocol.manifest import SIZES, Manifest, Tensor, overflow
 from enginepool.protocol.updates import Finding
+from enginepool.transfer.checksum import word_sums
 
 torch: Any = importlib.import_module("torch")
 log = logging.getLogger("enginepool")
 
-#: Columns of the matrix that the words of a bucket are arranged in.
-_COLUMNS = 4096
-#: Words that are looked at together: torch widens them to int64 in memory.
-_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 24}
 #: words of one call of the kernel
 _KERNEL_CHUNK = 1 << 28
 #: Words on which the kernel is tried: several of its programs, the last one with less to do.
@@ -31,15 +29,15 @@ _HARD = (0.0, -0.0, 1.0, float("nan"), float("inf"), float("-inf"))
 #: dtypes with a norm of their own in torch
 _NORMED = ("float64", "float32", "float16", "bfloat16")
 
-#: by device, where `make_ready` was asked: the module of the kernels, or None where torch does it
+#: by device, where `make_ready` was called: the module of the kernels, or None where they cannot be used
 _ready: dict[str, Any] = {}
 _making = threading.Lock()
 
 
 def make_ready(device: Any) -> None:
-    """Have the kernels compiled for a device, and hold them against torch; once in a process. Before an update's clock runs.
+    """Have the kernels compiled for a device, and compared with the reference; once in a process, before an update begins.
 
-    Where Triton is missing or its kernels do not compile, torch does what they do, and one line of the log says so.
+    Where Triton is missing or its kernels do not compile, the host computes digests, and one line of the log says so.
     """
     device = torch.device(device)
     with _making:
@@ -53,18 +51,18 @@ def kernels_on(device: Any) -> Any:
 
 
 def _tried(device: Any) -> Any:
-    """The module of the kernels, if they give there what torch gives."""
+    """The module of the kernels, if they give there what the reference gives."""
     try:
         kernels = importlib.import_module("enginepool.transfer.digest_kernel")
         # Not drawn: a trainer's random numbers are its own.
         words = (torch.arange(_TRIED, device=device) * 2_654_435_761 % 2**32 - 2**31).to(torch.int32)
-        if kernels.sums(words).tolist() != _by_torch(words).tolist():
-            raise RuntimeError("it gives other sums than torch")
+        if digest_text(*kernels.sums(words).tolist()) != digest_text(*word_sums(words.cpu().numpy())):
+            raise RuntimeError("it gives other sums than the reference")
         _try_look(kernels, device)
     except Exception as error:
         # Whatever a compiler, its cache or its driver may raise: an update must not fail for it.
         why = str(error).strip().partition("\n")[0]
-        log.warning("digests take several passes: no Triton kernel on %s: %s: %s", device, type(error).__name__, why)
+        log.warning("digests are computed on the host: no Triton kernel on %s: %s: %s", device, type(error).__name__, why)
         return None
     return kernels
 
@@ -89,8 +87,8 @@ def _try_look(kernels: Any, device: Any) -> None:
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     levels = torch.zeros(len(manifest), dtype=torch.int32, device=device)
     kernels.look(space.to(device).view(torch.int32), rows.to(device), sums, levels)
-    if sums.tolist() != _by_torch(space.view(torch.int32)).tolist():
-        raise RuntimeError("it gives other sums than torch where it looks at tensors")
+    if digest_text(*sums.tolist()) != digest_of(space):
+        raise RuntimeError("it gives other sums than the reference where it scans tensors")
     batch = DigestBatch([tensor.name for tensor in manifest], tensors, targets)
     largest = zip(torch.cat(batch.largest()).tolist(), batch.limits, strict=True)
     most = dict(zip(batch.places, largest, strict=True))
@@ -113,50 +111,28 @@ class Digest:
     """The digest of a space whose buckets are given one after the other, in any order."""
 
     def __init__(self) -> None:
-        #: (the number of its first word, [sum, weighted sum] with words counted from 1) of each part
-        self._parts: list[tuple[int, Any]] = []
+        #: of each part: the number of its first word, the sum, and the weighted sum with words counted from 1
+        self._parts: list[tuple[int, int, int]] = []
+        #: of each part: the number of its first word, and a tensor of both sums on its GPU
+        self._on_gpu: list[tuple[int, Any]] = []
 
     def add(self, bucket: Any, at: int) -> None:
         """The bytes from `at` on, a contiguous uint8 tensor; both `at` and its size are multiples of 256."""
         words = bucket.view(torch.int32)
         kernels = kernels_on(words.device)
-        sums = kernels.sums if kernels else _by_torch
+        if not kernels:
+            self._parts.append((at // 4, *word_sums(words.cpu().numpy())))
+            return
         for start in range(0, words.numel(), _KERNEL_CHUNK):
-            self._parts.append((at // 4 + start, sums(words[start : start + _KERNEL_CHUNK])))
+            self._on_gpu.append((at // 4 + start, kernels.sums(words[start : start + _KERNEL_CHUNK])))
 
     def text(self) -> str:
         """The digest of what was added."""
-        plain = weighted = 0
-        if self._parts:
-            found = torch.stack([sums for _, sums in self._parts]).tolist()
-            for (first, _), (own, from_one) in zip(self._parts, found, strict=True):
-                plain += own
-                weighted += from_one + first * own
-        return digest_text(plain, weighted)
-
-
-def _by_torch(words: Any) -> Any:
-    """[Σ x[i], Σ x[i] × (i + 1)] modulo 2^64 of int32 words: int64, on their device."""
-    size = _CHUNK.get(words.device.type, 1 << 18)
-    parts: list[Any] = []
-    for start in range(0, words.numel(), size):
-        chunk = words[start : start + size]
-        whole = chunk.numel() // _COLUMNS * _COLUMNS
-        if whole:
-            parts.append(_sums(chunk[:whole].view(-1, _COLUMNS), start))
-        if whole < chunk.numel():
-            parts.append(_sums(chunk[whole:].view(1, -1), start + whole))
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
-
-
-def _sums(words: Any, first: int) -> Any:
-    """Word [r, c] counts first + r × columns + c + 1 times: rows give the one part of that, columns the other."""
-    rows, columns = words.shape
-    wide = words.to(torch.int64)
-    of_rows, of_columns = wide.sum(1), wide.sum(0)
-    by_row = of_rows * torch.arange(first, first + rows * columns, columns, device=words.device)
-    by_column = of_columns * torch.arange(1, columns + 1, device=words.device)
-    return torch.stack([of_rows.sum(), by_row.sum() + by_column.sum()])
+        parts = list(self._parts)
+        if self._on_gpu:
+            found: list[list[int]] = torch.stack([sums for _, sums in self._on_gpu]).tolist()
+            parts += [(first, plain, weighted) for (first, _), (plain, weighted) in zip(self._on_gpu, found, strict=True)]
+        return joined_digest(parts)
 
 
 def digest_of(space: Any) -> str:

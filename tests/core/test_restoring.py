@@ -14,11 +14,12 @@ from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import MemoryRegion, Restore, Restored
+from enginepool.transfer.checksum import digest_of_bytes
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
 from enginepool.workers.events import WeightsAnswered, WeightsTaken
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, StagerHolds
-from enginepool.workers.stager.snapshot import Footer, digest_of_bytes, write_footer
+from enginepool.workers.stager.snapshot import Footer, write_footer
 from enginepool.workers.weights.checkpoint import checkpoint_tensors
 from enginepool.workers.weights.restoring import restore
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
 from enginepool.protocol.updates import Finding, MemoryRegion
+from enginepool.transfer.checksum import digest_of_bytes
 from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights, OnlyAtStart
-from enginepool.workers.stager.snapshot import digest_of_bytes
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_space
 
 

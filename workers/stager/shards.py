@@ -8,7 +8,7 @@ here.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
+from enginepool.protocol.layout import ALIGNMENT, digest_sums, joined_digest, layout
 from enginepool.protocol.manifest import SIZES, Manifest, Tensor
 from enginepool.protocol.updates import Finding
 
@@ -69,12 +69,7 @@ def cut_space(manifest: Manifest, sizes: Sequence[int]) -> list[Shard]:
 
 def whole_digest(parts: Sequence[tuple[int, str]]) -> str:
     """The digest of a space, of (where a shard begins, the digest of its bytes as if they were a space)."""
-    plain = weighted = 0
-    for begin, text in parts:
-        own = int(text[16:], 16)
-        plain += own
-        weighted += int(text[:16], 16) + begin // 4 * own
-    return digest_text(plain, weighted)
+    return joined_digest((begin // 4, *digest_sums(digest)) for begin, digest in parts)
 
 
 def whole_findings(manifest: Manifest, parts: Sequence[Sequence[Finding]]) -> list[Finding]:

@@ -9,25 +9,20 @@ nor put another folder in its place.
 import contextlib
 import glob
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from enginepool.host import unnamed_file
 from enginepool.host.folders import OWNER, exposed, make_private
-from enginepool.protocol.layout import digest_text, layout
+from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
+from enginepool.transfer.checksum import digest_of_bytes
 
 _MAGIC = b"enginepool-weights-1\n"
 _TAIL = 8 + len(_MAGIC)
 _CHUNK = 16 << 20
-#: The words of a digest are summed by several threads, each with a matrix of this shape, which fits a processor's cache.
-_THREADS = 4
-_ROWS, _COLUMNS = 64, 4096
-_WORDS = _ROWS * _COLUMNS
 
 
 class SnapshotError(Exception):
@@ -193,36 +188,3 @@ def digest_of_file(path: str, nbytes: int) -> str:
         return digest_of_bytes(np.memmap(path, np.uint8, "r", shape=(nbytes,)))
     except (OSError, ValueError) as error:
         raise SnapshotError(f"{path}: {error}") from None
-
-
-def digest_of_bytes(space: npt.NDArray[np.uint8]) -> str:
-    """The digest of a whole space, without torch. By several threads: callers wait for the engine that takes a snapshot."""
-    words = space.view("<i4")
-    share = -(-len(words) // (_THREADS * _WORDS)) * _WORDS
-
-    def sums(thread: int) -> tuple[int, int]:
-        return _sums(words, thread * share, min((thread + 1) * share, len(words)))
-
-    with ThreadPoolExecutor(_THREADS) as threads:
-        parts = list(threads.map(sums, range(_THREADS)))
-    return digest_text(sum(plain for plain, _ in parts), sum(weighted for _, weighted in parts))
-
-
-def _sums(words: npt.NDArray[np.int32], start: int, stop: int) -> tuple[int, int]:
-    """Of these words: their sum, and that of each times its place in the space, counted from 1.
-
-    They are laid out as a matrix, so that the second sum needs no product for each word: the place of one is told by its row
-    and its column.
-    """
-    wide = np.zeros((_ROWS, _COLUMNS), np.int64)
-    before, places = _COLUMNS * np.arange(_ROWS), np.arange(1, _COLUMNS + 1)
-    plain = weighted = 0
-    for at in range(start, stop, _WORDS):
-        part = words[at : min(at + _WORDS, stop)]
-        wide.reshape(-1)[: len(part)] = part
-        wide.reshape(-1)[len(part) :] = 0
-        rows, columns = wide.sum(1), wide.sum(0)
-        total = int(rows.sum())
-        plain += total
-        weighted += at * total + int(rows @ before) + int(columns @ places)
-    return plain, weighted

@@ -20,7 +20,7 @@ import numpy as np
 
 from enginepool.host import SHARED
 from enginepool.host.folders import PrivateFolder
-from enginepool.protocol.layout import digest_text
+from enginepool.protocol.layout import digest_sums, joined_digest
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import (
@@ -239,13 +239,12 @@ class EngineWeights:
         answers = await self._ask({"do": "digest"})
         _raise_first(answers)
         parts = {name: digest for answer in answers for name, digest in answer["digests"]}
-        plain, weighted = (sum(int(digest[at : at + 16], 16) for digest in parts.values()) for at in (16, 0))
         why = next((answer["why"] for answer in answers if answer["why"]), "")
         # What one rank leaves to another is there.
         absent = set[str].intersection(*(set(answer["absent"]) for answer in answers))
         if absent and not why:
             why = f"the engine holds nothing of {min(absent)}"
-        return digest_text(plain, weighted), why
+        return joined_digest((0, *digest_sums(digest)) for digest in parts.values()), why
 
     async def tensor(self, name: str, offset: int, count: int) -> Chunk:
         """Elements of one weight by its checkpoint name, put together from all ranks. Raises EngineError."""
