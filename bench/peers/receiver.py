@@ -31,7 +31,7 @@ torch: Any = importlib.import_module("torch")
 class NoLook:
     """A look at nothing: nothing is ever wrong."""
 
-    def __init__(self, space: Any, manifest: list[Tensor], bounds: list[int], targets: list[str]) -> None:
+    def __init__(self, space: Any, manifest: list[Tensor], bounds: list[int], targets: list[str], arrivals: list[Any]) -> None:
         pass
 
     def begin(self) -> "NoLook":
@@ -46,7 +46,7 @@ class NoLook:
         return Digest().text(), []
 
 
-STAND_INS: StandIns = {"look": (receiving, "Look", NoLook)}
+STAND_INS: StandIns = {"look": (receiving, "WeightScan", NoLook)}
 
 
 class Receiver:

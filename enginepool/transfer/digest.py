@@ -217,12 +217,12 @@ class Findings:
         for batch in self._batches:
             own = zip(numbers[at : at + len(batch.places)], batch.limits, strict=True)
             for place, (most, limit) in sorted(zip(batch.places, own, strict=True)):
-                found += what_is_wrong(*batch.named[place], most, limit)
+                found += findings_of(*batch.named[place], most, limit)
             at += len(batch.places)
         return found
 
 
-def what_is_wrong(name: str, tensor: Any, most: float, limit: float = inf) -> list[Finding]:
+def findings_of(name: str, tensor: Any, most: float, limit: float = inf) -> list[Finding]:
     """Findings of one tensor with this largest magnitude, whose engine holds nothing from `limit` on."""
     if most == 0:
         return [Finding(name, "zero", tensor.numel())]

@@ -19,7 +19,7 @@ from enginepool.host import SHARED, unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import SEAL_BYTES, Finding, MemoryRegion
-from enginepool.transfer.weight_scan import Look
+from enginepool.transfer.weight_scan import WeightScan
 
 torch: Any = importlib.import_module("torch")
 
@@ -230,7 +230,7 @@ def _unpin(at: int) -> None:
 
 def verified(content: Any, manifest: Sequence[Tensor], targets: Sequence[str] = ()) -> tuple[str, list[Finding]]:
     """(digest, findings) of the bytes at the front of `content`, a space laid out by `protocol.layout`; on a GPU beside
-    whatever else runs there. `targets` as `Look` has them.
+    whatever else runs there. `targets` as `WeightScan` has them.
 
     Raises:
         ValueError: it is too small.
@@ -245,7 +245,7 @@ def verified(content: Any, manifest: Sequence[Tensor], targets: Sequence[str] = 
 
 
 def _verified(content: Any, manifest: Sequence[Tensor], nbytes: int, targets: Sequence[str]) -> tuple[str, list[Finding]]:
-    looking = Look(content, manifest, [nbytes], targets).begin()
+    looking = WeightScan(content, manifest, [nbytes], targets).begin()
     looking.add(0)
     return looking.result()
 

@@ -1,4 +1,4 @@
-"""One look at an update's bytes as they come: their digest, and what is wrong with their tensors, together where a GPU can.
+"""One scan of an update's bytes as they arrive: their digest, and what is wrong with their tensors, together where a GPU can.
 
 There the Triton kernels of `digest_kernel.py` read each byte once for both, if `make_ready` found them right; else `Digest` and
 `Findings` find the same in torch, one after the other.
@@ -7,55 +7,63 @@ There the Triton kernels of `digest_kernel.py` read each byte once for both, if 
 import importlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Protocol
 
 from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
 from enginepool.protocol.manifest import Manifest, overflow
 from enginepool.protocol.updates import Finding
-from enginepool.transfer.digest import Digest, DigestBatch, Findings, kernels_on, use_once, views, what_is_wrong
+from enginepool.transfer.digest import Digest, DigestBatch, Findings, findings_of, kernels_on, use_once, views
 
 torch: Any = importlib.import_module("torch")
 
 
-class Looking(Protocol):
-    """A look that has begun. On a GPU all of it is on one stream, the current one, and nothing waits for it before `result`."""
+class RunningScan(Protocol):
+    """A scan that has begun. On a GPU all of it is on one stream, the current one, and nothing waits for it before `result`."""
 
     def add(self, first: int, until: int | None = None) -> None:
-        """Look at part `first`, or at those from there until the one before `until`. Each part is looked at once."""
+        """Scan part `first`, or those from there until the one before `until`. Each part is scanned once."""
         ...
 
     def result(self) -> tuple[str, list[Finding]]:
-        """(digest, findings in the order of the tensors), when every part was looked at."""
+        """(digest, findings in the order of the tensors), when every part was scanned."""
         ...
 
 
-class Look:
+class WeightScan:
     """Made once for memory that stays, and begun for every update.
 
     Args:
         space: uint8, with `manifest` at its front as `protocol.layout` has it.
         bounds: where parts end: ascending multiples of ALIGNMENT, the last one the end of the tensors. They may cut tensors.
         targets: the dtype in which the engine holds each tensor, or "" where that is its own; without it, all are their own.
+        arrivals: for each part, the buffer through which its bytes arrive, if its digest is to be computed there; such a scan
+            runs on one update at a time.
 
     Raises:
         ValueError: the bounds are others.
     """
 
-    def __init__(self, space: Any, manifest: Manifest, bounds: Sequence[int], targets: Sequence[str] = ()) -> None:
+    def __init__(
+        self, space: Any, manifest: Manifest, bounds: Sequence[int], targets: Sequence[str] = (), arrivals: Sequence[Any] = ()
+    ) -> None:
         nbytes = layout(manifest).nbytes
         edges = [0, *bounds]
         if len(edges) < 2 or edges[-1] != nbytes or edges != sorted(edges) or any(edge % ALIGNMENT for edge in edges):
             raise ValueError(f"parts that end at {bounds}: ascending multiples of {ALIGNMENT}, the last one {nbytes}")
         kernels = kernels_on(space.device)
-        of: _Once | _InTurn
+        of: _KernelScan | _HostScan
         targets = targets or [""] * len(manifest)
         space = space[:nbytes]
-        of = _Once(kernels, space, manifest, bounds, targets) if kernels else _InTurn(space, manifest, edges, targets)
-        #: a look at what is there now; at any part when that has come
-        self.begin: Callable[[], Looking] = of.begin
+        if kernels and not arrivals:
+            of = _KernelScan(kernels, space, manifest, bounds, targets)
+        else:
+            of = _HostScan(space, manifest, edges, targets, arrivals)
+        #: begins a scan of the present content; of any part when that has arrived
+        self.begin: Callable[[], RunningScan] = of.begin
 
 
-class _Once:
+class _KernelScan:
     """A space of a GPU, and what its kernels do at each part."""
 
     def __init__(self, kernels: Any, space: Any, manifest: Manifest, bounds: Sequence[int], targets: Sequence[str]) -> None:
@@ -69,12 +77,12 @@ class _Once:
         #: nothing is wrong with an empty tensor
         self.filled = torch.tensor([tensor.nbytes > 0 for tensor in manifest], dtype=torch.bool)
 
-    def begin(self) -> Looking:
-        return _LookingOnce(self)
+    def begin(self) -> RunningScan:
+        return _RunningKernelScan(self)
 
 
-class _LookingOnce:
-    def __init__(self, of: _Once) -> None:
+class _RunningKernelScan:
+    def __init__(self, of: _KernelScan) -> None:
         self._of = of
         #: the two sums, and the levels of the tensors: together, since they go to the host together
         self._found = torch.zeros(4 + len(of.manifest), dtype=torch.int32, device=of.space.device)
@@ -97,15 +105,18 @@ class _LookingOnce:
             one = of.manifest[place]
             [tensor] = views(of.space[of.offsets[place] :], [one])
             most = 0 if levels[place] == of.kernels.ZERO.value else float("nan")
-            found += what_is_wrong(one.name, tensor, most, of.limits[place])
+            found += findings_of(one.name, tensor, most, of.limits[place])
         return digest_text(*sums.tolist()), found
 
 
-class _InTurn:
-    """A space anywhere, and the tensors that are looked at together: when all parts are there that any of them is in."""
+class _HostScan:
+    """A space anywhere, and the tensors that are scanned together: as soon as all parts have arrived that hold any of them."""
 
-    def __init__(self, space: Any, manifest: Manifest, edges: list[int], targets: Sequence[str]) -> None:
-        self.space, self.edges = space, edges
+    def __init__(
+        self, space: Any, manifest: Manifest, edges: list[int], targets: Sequence[str], arrivals: Sequence[Any]
+    ) -> None:
+        self.edges = edges
+        self.arrivals = arrivals or [space[at:end] for at, end in pairwise(edges)]
         names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
         if space.is_cuda:
             use_once(space.device, {tensor.dtype for tensor in tensors})
@@ -126,12 +137,12 @@ class _InTurn:
             self.batches.append(DigestBatch(names[first:until], tensors[first:until], targets[first:until]))
             first = until
 
-    def begin(self) -> Looking:
-        return _LookingInTurn(self)
+    def begin(self) -> RunningScan:
+        return _RunningHostScan(self)
 
 
-class _LookingInTurn:
-    def __init__(self, of: _InTurn) -> None:
+class _RunningHostScan:
+    def __init__(self, of: _HostScan) -> None:
         self._of = of
         self._missing = list(of.parts)
         self._digest, self._findings = Digest(), Findings()
@@ -139,8 +150,7 @@ class _LookingInTurn:
     def add(self, first: int, until: int | None = None) -> None:
         of = self._of
         for part in range(first, first + 1 if until is None else until):
-            at, end = of.edges[part : part + 2]
-            self._digest.add(of.space[at:end], at)
+            self._digest.add(of.arrivals[part], of.edges[part])
             for k in of.needed[part]:
                 self._missing[k] -= 1
                 if not self._missing[k]:

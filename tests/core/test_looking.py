@@ -14,7 +14,7 @@ from enginepool.protocol.manifest import SIZES, Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.transfer import digest as digests
 from enginepool.transfer.digest import Digest, DigestBatch, Findings, make_ready, views
-from enginepool.transfer.weight_scan import Look
+from enginepool.transfer.weight_scan import WeightScan
 from tests.core.interpreted import allow_runtime_bounds, run_interpreted
 
 torch: Any = importlib.import_module("torch")
@@ -104,7 +104,7 @@ def by_torch(space: Any, manifest: list[Tensor], targets: list[str]) -> tuple[st
     return digest.text(), findings.found()
 
 
-def received(chance: random.Random, look: Look, space: Any, bounds: list[int], sent: Any) -> tuple[str, list[Finding]]:
+def received(chance: random.Random, look: WeightScan, space: Any, bounds: list[int], sent: Any) -> tuple[str, list[Finding]]:
     """What a look finds whose parts come in any order, some of them together, each just before it is looked at."""
     space.fill_(255)
     edges = [0, *bounds]
@@ -130,7 +130,7 @@ def check(seed: int, device: str) -> list[Finding]:
     bounds = drawn_bounds(chance, nbytes)
     memory = torch.full((nbytes + 512,), 255, dtype=torch.uint8, device=device)
     targets = drawn_targets(chance, manifest)
-    look = Look(memory, manifest, bounds, targets)
+    look = WeightScan(memory, manifest, bounds, targets)
     every: list[Finding] = []
     for _ in range(2):
         sent = drawn_space(chance, manifest)
@@ -154,11 +154,11 @@ def test_torch_finds_what_is_specified_however_its_parts_come() -> None:
 @pytest.mark.parametrize("bounds", [[], [512], [256, 700, 768], [512, 256, 768], [768, 1024]])
 def test_bounds_that_are_not_those_of_parts_are_refused(bounds: list[int]) -> None:
     with pytest.raises(ValueError, match="ascending multiples of 256, the last one 768"):
-        Look(torch.zeros(1024, dtype=torch.uint8), [Tensor("a", "float32", (130,))], bounds)
+        WeightScan(torch.zeros(1024, dtype=torch.uint8), [Tensor("a", "float32", (130,))], bounds)
 
 
 def test_tensors_of_nothing_have_nothing_wrong_with_them() -> None:
-    looking = Look(torch.zeros(0, dtype=torch.uint8), [Tensor("a", "float32", (0, 4))], [0]).begin()
+    looking = WeightScan(torch.zeros(0, dtype=torch.uint8), [Tensor("a", "float32", (0, 4))], [0]).begin()
     looking.add(0)
     assert looking.result() == (digest_text(0, 0), [])
 
@@ -194,7 +194,7 @@ def test_on_a_gpu_nothing_waits_for_the_device_before_the_result() -> None:
     manifest = [Tensor("a", "bfloat16", (100_000,)), Tensor("b", "float64", (1000,))]
     space = drawn_space(random.Random(1), manifest)
     half = space.numel() // 2 // ALIGNMENT * ALIGNMENT
-    look = Look(space.to("cuda:0"), manifest, [half, space.numel()])
+    look = WeightScan(space.to("cuda:0"), manifest, [half, space.numel()])
     torch.cuda.set_sync_debug_mode("error")
     try:
         looking = look.begin()
@@ -219,7 +219,7 @@ def test_on_a_gpu_places_of_words_beyond_31_bits_count() -> None:
     for at, word in planted.items():
         words[at] = word
     for bounds in ([nbytes], [1 << 30, 3 << 30, nbytes]):
-        looking = Look(space, manifest, bounds).begin()
+        looking = WeightScan(space, manifest, bounds).begin()
         looking.add(0, len(bounds))
         digest = digest_text(sum(planted.values()), sum(word * (at + 1) for at, word in planted.items()))
         assert looking.result() == (digest, [Finding("a", "infinity", 1), Finding("b", "nan", 1)])

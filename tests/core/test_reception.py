@@ -11,7 +11,6 @@ from enginepool.protocol.updates import Finding
 from enginepool.transfer import weight_scan as looking
 from enginepool.transfer.digest import Digest, Findings, digest_of
 from enginepool.transfer.process_group import QUEUED
-from enginepool.workers.stager import receiving
 from enginepool.workers.stager.receiving import AHEAD, Reception
 
 BUCKET = 256
@@ -76,9 +75,8 @@ def received(monkeypatch: pytest.MonkeyPatch, count: int, backend: str, *, bounc
         def found(self) -> list[Finding]:
             return [] if bounced else super().found()
 
-    for where in (looking, receiving):
-        monkeypatch.setattr(where, "Digest", NotedDigest)
-        monkeypatch.setattr(where, "Findings", NotedFindings)
+    monkeypatch.setattr(looking, "Digest", NotedDigest)
+    monkeypatch.setattr(looking, "Findings", NotedFindings)
     memory = torch.empty(space.numel(), dtype=torch.uint8, device="meta" if bounced else "cpu")
     digest, findings = Reception([memory], manifest, BUCKET, "cpu").receive(group)  # type: ignore[arg-type]
     assert digest == digest_of(space)
@@ -131,8 +129,8 @@ def test_where_buffers_take_turns_or_the_processor_works_two_broadcasts_are_on_t
 def test_what_becomes_infinity_in_the_engine_is_found_on_each_way_into_the_memory() -> None:
     manifest = [Tensor("a", "float32", (64,)), Tensor("b", "float32", (64,))]
     space = torch.full((128,), 65520.0).view(torch.uint8)
-    came = [(0, space[:256]), (256, space[256:])]
-    bounced = receiving._Bounced(space, manifest, came, ["", "float16"]).begin()  # pyright: ignore[reportPrivateUsage]
+    came = [space[:256], space[256:]]
+    bounced = looking.WeightScan(space, manifest, [256, 512], ["", "float16"], came).begin()
     bounced.add(0, 2)
     memory = torch.empty(512, dtype=torch.uint8)
     in_place = Reception([memory], manifest, BUCKET, "cpu", ["", "float16"]).receive(Sent(space, "gloo"))  # type: ignore[arg-type]

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
-from enginepool.transfer.digest import Digest, DigestBatch, Findings, make_ready, views
+from enginepool.transfer.digest import make_ready
 from enginepool.transfer.process_group import QUEUED, ProcessGroup
-from enginepool.transfer.weight_scan import Look, Looking
+from enginepool.transfer.weight_scan import RunningScan, WeightScan
 from enginepool.workers.stager.shards import cut_space, whole_digest, whole_findings
 
 torch: Any = importlib.import_module("torch")
@@ -23,7 +23,7 @@ AHEAD = 2
 FOREVER_S = 24 * 3600.0
 #: A GPU looks at what has come twice: each look makes it leave off what its engine has it do. The first one comes when at least
 #: this part of the bytes is yet to come, so that it is over before they are here; the second, after the last byte, is short.
-LAST_LOOK = 1 / 8
+LAST_SCAN = 1 / 8
 
 
 class TensorPart(NamedTuple):
@@ -33,47 +33,13 @@ class TensorPart(NamedTuple):
     regions: list[Any]
 
 
-class _Bounced:
-    """The look at buckets that come by way of two buffers on a GPU: their digest is taken there, and findings where they end.
-
-    Args:
-        came: where each bucket begins in the space, and the buffer that it comes by.
-    """
-
-    def __init__(self, space: Any, manifest: Sequence[Tensor], came: list[tuple[int, Any]], targets: Sequence[str]) -> None:
-        self._came = came
-        ends = [*layout(manifest).offsets[1:], space.numel()]
-        names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
-        self._batches: list[DigestBatch] = []
-        looked = 0
-        for at, buffer in came:
-            until = bisect_right(ends, at + buffer.numel(), looked)
-            self._batches.append(DigestBatch(names[looked:until], tensors[looked:until], targets[looked:until]))
-            looked = until
-
-    def begin(self) -> "_Bounced":
-        """Another update. Only one is looked at at a time."""
-        self._digest, self._findings = Digest(), Findings()
-        return self
-
-    def add(self, first: int, until: int) -> None:
-        """As `Looking` has it; in their order."""
-        for (at, buffer), batch in zip(self._came[first:until], self._batches[first:until], strict=True):
-            self._digest.add(buffer, at)
-            self._findings.add(batch)
-
-    def result(self) -> tuple[str, list[Finding]]:
-        """As `Looking` has it."""
-        return self._digest.text(), self._findings.found()
-
-
 class Reception:
     """What is done with each bucket of an update: made before the first byte comes, and kept for the updates after it.
 
     Args:
         memory: a space on each device of the engine; bytes come into the first one, and go on from there.
         device: of the process group; where the memory is elsewhere, buckets come by way of two buffers there.
-        targets: as `Look` has them.
+        targets: as `WeightScan` has them.
     """
 
     def __init__(
@@ -86,34 +52,29 @@ class Reception:
         cuts = list(buckets(manifest, bucket_bytes))
         ends = [bucket.at + bucket.nbytes for bucket in cuts]
         bounce: list[Any] = []
-        self._look: Look | _Bounced
-        if space.device.type == torch.device(device).type:
-            self._look = Look(space, manifest, ends, targets)
-        else:
+        if space.device.type != torch.device(device).type:
             bounce = [torch.empty(min(bucket_bytes, nbytes), dtype=torch.uint8, device=device) for _ in range(AHEAD)]
-            turns = [bounce[k % AHEAD][: bucket.nbytes] for k, bucket in enumerate(cuts)]
-            self._look = _Bounced(
-                space, manifest, [(bucket.at, turn) for bucket, turn in zip(cuts, turns, strict=True)], targets
-            )
+        turns = [bounce[k % AHEAD][: bucket.nbytes] for k, bucket in enumerate(cuts)] if bounce else []
+        self._scan = WeightScan(space, manifest, ends, targets, turns)
         self._in_place = not bounce
         self._gpus = range(len(memory) if space.is_cuda or device != "cpu" else 0)
         self._parts: list[TensorPart] = []
         for k, (bucket, end) in enumerate(zip(cuts, ends, strict=True)):
             regions = [other[bucket.at : end] for other in memory]
-            into = bounce[k % AHEAD][: bucket.nbytes] if bounce else regions[0]
+            into = turns[k] if turns else regions[0]
             self._parts.append(TensorPart(into, regions))
-        #: after so many buckets a GPU looks at those that it has not looked at
-        self._looks = {bisect_right(ends, (1 - LAST_LOOK) * nbytes), len(ends)} - {0}
+        #: after so many buckets a GPU scans those that it has not scanned
+        self._scan_after = {bisect_right(ends, (1 - LAST_SCAN) * nbytes), len(ends)} - {0}
 
     def receive(self, group: ProcessGroup) -> tuple[str, list[Finding]]:
         """Broadcasts into the memory; (digest, findings). Raises CollectiveError.
 
         On a GPU all of it is put in order at once and nothing waits until the end, save for what is far ahead.
         """
-        looking, looked = self._look.begin(), 0
+        scan, scanned = self._scan.begin(), 0
         on_gpu = group.on_device and self._in_place
         # What the processor looks at it looks at once, while the next bucket comes.
-        looks = self._looks if on_gpu else range(1, len(self._parts) + 1)
+        scan_after = self._scan_after if on_gpu else range(1, len(self._parts) + 1)
         # A broadcast waits for what the stream had before it was begun. Where each bucket has memory of its own, and the device
         # does the work, no broadcast needs that, and many are begun before the first look at any bytes.
         ahead = QUEUED // 2 if on_gpu else AHEAD
@@ -127,9 +88,9 @@ class Reception:
                 part.regions[0].copy_(part.into, non_blocking=part.regions[0].is_cuda)
             for other in part.regions[1:]:
                 other.copy_(part.regions[0], non_blocking=True)
-            if k + 1 in looks:
-                looking.add(looked, k + 1)
-                looked = k + 1
+            if k + 1 in scan_after:
+                scan.add(scanned, k + 1)
+                scanned = k + 1
             following = k + ahead
             if following < len(self._parts):
                 if following >= QUEUED:
@@ -139,7 +100,7 @@ class Reception:
             way.wait(FOREVER_S)
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
-        return looking.result()
+        return scan.result()
 
 
 class ShardedReception:
@@ -152,7 +113,7 @@ class ShardedReception:
     Args:
         memory: the shards, in their order.
         device: of the process group.
-        targets: as `Look` has them.
+        targets: as `WeightScan` has them.
     """
 
     def __init__(
@@ -180,31 +141,31 @@ class ShardedReception:
                 if begin < end:
                     copies.append((part[begin - shard.begin : end - shard.begin], into[begin - bucket.at : end - bucket.at]))
             self._parts.append((into, copies))
-        self._looks: list[Look | None] = []
+        self._scans: list[WeightScan | None] = []
         #: after so many buckets a shard is complete
         self._complete: list[int] = []
         for shard, part in zip(self._shards, memory, strict=True):
             own, size = [targets[place] for place in shard.places] if targets else [], shard.end - shard.begin
             with _on(part.device):
-                self._looks.append(Look(part, shard.manifest, [size], own) if size else None)
+                self._scans.append(WeightScan(part, shard.manifest, [size], own) if size else None)
             self._complete.append(-(-shard.end // bucket_bytes))
 
     def receive(self, group: ProcessGroup) -> tuple[str, list[Finding]]:
         """Broadcasts into the memory; (digest, findings). Raises CollectiveError."""
-        looking: list[Looking] = []
-        looked = 0
+        running: list[RunningScan] = []
+        scanned = 0
         ways = [group.begin(into) for into, _ in self._parts[:AHEAD]]
         for k, (_, copies) in enumerate(self._parts):
             ways[k].wait(FOREVER_S)
             for into, source in copies:
                 into.copy_(source, non_blocking=into.is_cuda)
-            while looked < len(self._looks) and self._complete[looked] <= k + 1:
-                look = self._looks[looked]
-                with _on(self._devices[looked]):
-                    if look is not None:
-                        looking.append(look.begin())
-                        looking[-1].add(0)
-                looked += 1
+            while scanned < len(self._scans) and self._complete[scanned] <= k + 1:
+                scan = self._scans[scanned]
+                with _on(self._devices[scanned]):
+                    if scan is not None:
+                        running.append(scan.begin())
+                        running[-1].add(0)
+                scanned += 1
             # What was copied out of its buffer is copied before, for the device does both in this order.
             if k + AHEAD < len(self._parts):
                 ways.append(group.begin(self._parts[k + AHEAD][0]))
@@ -213,7 +174,7 @@ class ShardedReception:
                 torch.cuda.synchronize(device)
         shards = [(shard, device) for shard, device in zip(self._shards, self._devices, strict=True) if shard.end > shard.begin]
         found: list[tuple[str, list[Finding]]] = []
-        for one, (_, device) in zip(looking, shards, strict=True):
+        for one, (_, device) in zip(running, shards, strict=True):
             with _on(device):
                 found.append(one.result())
         digest = whole_digest([(shard.begin, digest) for (shard, _), (digest, _) in zip(shards, found, strict=True)])
