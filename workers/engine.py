@@ -168,7 +168,7 @@ class NewWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeTimes:
+class LoadTimes:
     """What taking weights cost inside the engine, in seconds: the load itself, and flushing the caches before and after."""
 
     load_s: float
@@ -219,28 +219,28 @@ class Engine(Protocol):
         """Be ranks `rank` to `rank + ranks - 1` of process group `name`; rank 0 listens at `address`. Raises EngineError."""
         ...
 
-    async def ready(self, weights: NewWeights) -> float:
-        """Get ready to `take` what will lie in the regions of `weights`, while the engine serves and they may be written to.
+    async def prepare_load(self, weights: NewWeights) -> float:
+        """Prepare the load of `weights` while the engine serves and their regions are still written to.
 
-        Returns for how many seconds that kept the engine from its work. The regions' memory is referred to from now on, until
-        `let_go` or the engine's end, also beyond a `take`. Raises EngineError when it cannot; `take` then does it all.
+        Returns for how many seconds that kept the engine from its work. From now on the engine refers to the regions' memory,
+        until `release_buffers` or its end, also after `load_weights`. Raises EngineError: `load_weights` then does it all.
         """
         ...
 
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open `weights.regions`, and look at every byte while the engine serves: (digest, findings). They stay open, also when
-        who made them is gone, until others are verified, or `let_go`. Raises EngineError."""
+        """Open `weights.regions`, and read every byte while the engine serves: (digest, findings). They stay open, also when
+        their owner is gone, until others are verified, or `release_buffers`. Raises EngineError."""
         ...
 
-    async def let_go(self) -> None:
-        """Refer to no memory of regions any more; what was made ready is not. Raises EngineError."""
+    async def release_buffers(self) -> None:
+        """Refer to no memory of regions any more, and forget a prepared load. Raises EngineError."""
         ...
 
-    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
         """Run on these weights from now on; called while the engine is empty.
 
-        Raises EngineError when the old weights are whole and stay, EngineDied when nobody knows what is loaded, also when a
-        space lost its seal meanwhile.
+        Raises EngineError when the old weights are whole and stay, EngineDied when the loaded weights are unknown, also when
+        a region lost its seal meanwhile.
         """
         ...
 

@@ -1,6 +1,6 @@
 """The link to the coordinator: a thread that owns the ZeroMQ socket and answers pings, whatever the main thread is doing.
 
-Messages go to the worker's loop through `take`, and from it through `send`. The thread is also the last resort: a
+Messages go to the worker's loop through `handle`, and from it through `send`. The thread is also the last resort: a
 main thread that stands still in an engine's code cannot notice that its owner or every coordinator is gone, or that a
 coordinator tells it to end, so the thread ends the process then.
 
@@ -49,7 +49,7 @@ class WorkerLink:
 
     Args:
         endpoint: where the coordinator listens for workers.
-        take: called on the loop for every event, in the order in which they happened.
+        handle: called on the loop for every event, in the order in which they happened.
         after: called on the loop when a run of events has been taken.
         lifeline_fd: read end of a pipe whose end of file means that the owner is gone.
         orphan_s: see `WorkerMachine`; `accept` replaces it, unless it is infinite.
@@ -59,7 +59,7 @@ class WorkerLink:
     def __init__(
         self,
         endpoint: str,
-        take: Callable[[WorkerEvent], None],
+        handle: Callable[[WorkerEvent], None],
         after: Callable[[], None],
         *,
         lifeline_fd: int | None = None,
@@ -70,7 +70,7 @@ class WorkerLink:
         self._keys = keys
         #: what a pong says; a plain attribute, written by the loop and read by the thread
         self.stage = "starting"
-        self._take = take
+        self._handle = handle
         self._after = after
         self._lifeline = lifeline_fd
         self._orphan_s = orphan_s
@@ -138,12 +138,12 @@ class WorkerLink:
 
     # --- on the loop ----------------------------------------------------------------------------------------------------
 
-    def take_all(self) -> None:
+    def deliver_all(self) -> None:
         """Hand over what has arrived. Also called before timers act, so that they judge by what was said."""
         self._taking = False
         inbox = self._inbox
         for _ in range(len(inbox)):
-            self._take(inbox.popleft())
+            self._handle(inbox.popleft())
         self._after()
 
     # --- in the thread --------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class WorkerLink:
         self._inbox.append(event)
         if not self._taking:
             self._taking = True
-            self._loop.call_soon_threadsafe(self.take_all)
+            self._loop.call_soon_threadsafe(self.deliver_all)
 
     def _run(self) -> None:
         poller = zmq.Poller()

@@ -74,7 +74,7 @@ class WorkerProcess:
         )
         self.loop = asyncio.get_running_loop()
         self.link = WorkerLink(
-            spec.endpoint, self.take, self.after,
+            spec.endpoint, self.handle, self.after,
             lifeline_fd=spec.lifeline_fd, orphan_s=float("inf") if spec.external else spec.orphan_s, keys=spec.keys,
         )  # fmt: skip
         self.end: asyncio.Future[EndProcess] = self.loop.create_future()
@@ -108,7 +108,7 @@ class WorkerProcess:
                 report(error, "the engine did not close")
         return end.code
 
-    def take(self, event: WorkerEvent) -> None:
+    def handle(self, event: WorkerEvent) -> None:
         """Let the machine handle one event and perform its effects."""
         try:
             for effect in self.machine.handle(event):
@@ -147,14 +147,14 @@ class WorkerProcess:
 
     def feed(self, event: WorkerEvent) -> None:
         """An event from this side of the link."""
-        self.take(event)
+        self.handle(event)
         self.link.flush()
 
     # --- timers and signals ---------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         self.loop.call_later(TICK_S, self._tick)
-        self.link.take_all()
+        self.link.deliver_all()
         self.feed(WorkerTick(time.monotonic()))
 
     def _listen_to_signals(self) -> None:
@@ -215,7 +215,7 @@ class WorkerProcess:
         digest = await asyncio.to_thread(checkpoint_digest, path)
         if digest != self.spec.checkpoint_digest:
             raise CheckpointError(f"{path}: no longer holds version {self.spec.version}: its files have changed")
-        await self.engine.take(NewWeights(), self.spec.version, digest)
+        await self.engine.load_weights(NewWeights(), self.spec.version, digest)
 
     async def _make_room(self) -> None:
         revision = self.spec.options.get("revision")

@@ -16,7 +16,7 @@ from enginepool.transfer.shared_memory import HostSpace, set_seal
 from enginepool.workers.main import located
 from enginepool.workers.spec import WorkerSpec
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_under
-from enginepool.workers.weights.ipc_import import LentError, hold
+from enginepool.workers.weights.ipc_import import LentMemoryError, pin
 
 SEAL = b"0123456789abcdef"
 CONTENT = b"x" * 1008 + SEAL
@@ -48,7 +48,7 @@ def test_what_a_publisher_lends_is_held_as_it_is() -> None:
     content.fill_(7)
     [space] = memory.regions()
     space = msgspec.structs.replace(space, seal=set_seal(content))
-    held, own = hold(space)
+    held, own = pin(space)
     try:
         memory.close()
         assert own.path == f"/proc/{os.getpid()}/fd/{held}", "what the publisher does to its descriptor changes nothing"
@@ -91,20 +91,20 @@ def test_other_memory_is_refused_without_a_word_of_what_is_in_it(stack: ExitStac
     before = len(os.listdir("/proc/self/fd"))
     for words, regions in wrong.items():
         for space in regions:
-            with pytest.raises(LentError, match=words) as refused:
-                hold(space)
+            with pytest.raises(LentMemoryError, match=words) as refused:
+                pin(space)
             assert "x" * 8 not in str(refused.value) and SEAL.decode() not in str(refused.value)
     assert len(os.listdir("/proc/self/fd")) == before, "nothing stays open"
 
 
 def test_memory_that_is_gone_is_an_error_of_the_system(stack: ExitStack) -> None:
     with pytest.raises(OSError, match="No such file"):
-        hold(at(987_654))
+        pin(at(987_654))
 
 
 def test_memory_shorter_than_its_seal_is_refused(stack: ExitStack) -> None:
-    with pytest.raises(LentError, match="has 3 bytes, not 3"):
-        hold(memfd(stack, b"abc"))
+    with pytest.raises(LentMemoryError, match="has 3 bytes, not 3"):
+        pin(memfd(stack, b"abc"))
 
 
 def test_a_checkpoint_lies_under_a_root_with_all_that_is_in_it(tmp_path: Path) -> None:

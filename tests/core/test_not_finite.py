@@ -62,7 +62,7 @@ def scored(
     def took(rows: list[str]) -> list[Any]:
         return [SimpleNamespace(time=1.0, cached=0) for _ in rows]
 
-    entries: Any = SimpleNamespace(expect=len, take=took)
+    entries: Any = SimpleNamespace(expect=len, pop=took)
     capabilities = Capabilities(
         kind=kind, vocab=64, context=32, batch_tokens=256, batch_rows=8, inflight_tokens=256, inflight_rows=8, hidden=4,
         operations=("embed",) if embeds else ("score",), embedding=2,

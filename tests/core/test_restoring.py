@@ -38,7 +38,7 @@ class FakeEngine:
         self.took: list[tuple[NewWeights, int, str]] = []
         self._checkpoint, self._fails = checkpoint, fails
 
-    async def take(self, weights: NewWeights, version: int, digest: str) -> None:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> None:
         self.took.append((weights, version, digest))
         for space in weights.regions:
             if space.path in self._fails:

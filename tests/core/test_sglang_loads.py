@@ -152,7 +152,7 @@ def test_what_one_rank_leaves_to_another_is_no_weight_that_an_update_may_lack(
         await engine.weights.describe()
         assert engine.weights.model_tensors().optional == {"skipped"}
         weights = NewWeights(tuple(whole), (MemoryRegion("file", space.numel(), path=str(path)),))
-        await engine.weights.take(weights, 1, digest_of(space))
+        await engine.weights.load_weights(weights, 1, digest_of(space))
         for name in ("q", "k", "norm"):
             chunk = await engine.weights.tensor(name, 0, given[name].numel())
             assert np.array_equal(chunk.values, given[name].numpy().reshape(-1))

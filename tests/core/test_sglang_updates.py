@@ -196,7 +196,7 @@ def test_an_engine_whose_updates_sglang_refuses_serves_without_updates(make: Cal
         with pytest.raises(OnlyAtStart, match=reason):
             engine.weights.model_tensors()
         with pytest.raises(OnlyAtStart, match=reason):
-            asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+            asyncio.run(engine.weights.load_weights(weights.weights, 1, weights.digest))
         assert not weights.is_in(engine)
 
 
@@ -213,7 +213,7 @@ def test_updates_that_sglang_refuses_later_leave_the_old_weights(make: Callable[
     before = state(engine.models[0])
     engine.refuses = REFUSES
     with pytest.raises(EngineError, match=engine.refuses):
-        asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+        asyncio.run(engine.weights.load_weights(weights.weights, 1, weights.digest))
     assert same(before, state(engine.models[0])) and engine.schedulers[0].flushed == 0
 
 
@@ -223,10 +223,10 @@ def test_what_was_made_ready_is_taken_by_one_ticket_that_names_it(make: Callable
 
         async def story(engine: Engine = engine, weights: Drawn = weights) -> None:
             before = state(engine.models[0])
-            assert await engine.weights.ready(weights.weights) > 0
+            assert await engine.weights.prepare_load(weights.weights) > 0
             assert same(before, state(engine.models[0])) and engine.schedulers[0].flushed == 0
-            assert engine.did() == ["ready"]
-            times = await engine.weights.take(weights.weights, 1, weights.digest)
+            assert engine.did() == ["prepare"]
+            times = await engine.weights.load_weights(weights.weights, 1, weights.digest)
             assert times.load_s > 0 and times.flush_s > 0
             assert [ticket.keys() for ticket in engine.tickets] == [{"do", "name", "answer"}]
             assert (engine.weights.version, engine.weights.digest) == (1, weights.digest)
@@ -302,7 +302,7 @@ def test_a_digest_is_said_of_weights_that_are_held_as_they_were_sent_and_of_no_o
     engine.idle = [True]
     checkpoint = tmp_path / "model.safetensors"
     library.save_file(dict(drawn(1)[:-1]), checkpoint)
-    asyncio.run(engine.weights.take(NewWeights(tuple(TENSORS[:-1]), checkpoint=str(tmp_path)), 1, ""))
+    asyncio.run(engine.weights.load_weights(NewWeights(tuple(TENSORS[:-1]), checkpoint=str(tmp_path)), 1, ""))
     assert len(engine.weights.digest) == 32, "workers that read one checkpoint are compared with each other"
 
 
@@ -338,7 +338,7 @@ def test_graphs_that_would_read_old_memory_are_never_left_to_serve(
             engine.weights.model_tensors()
         return
     assert engine.weights.model_tensors() and engine.weights.plain
-    take = engine.weights.take(weights.weights, 1, weights.digest)
+    take = engine.weights.load_weights(weights.weights, 1, weights.digest)
     if graphs and load is rebinding_by_value:
         with pytest.raises(EngineDied, match=why):
             asyncio.run(take)
@@ -371,7 +371,7 @@ def test_the_model_is_looked_through_when_a_group_is_joined_and_not_while_the_en
     async def story() -> None:
         await engine.weights.join("g", "address", 2, 1, "gloo")
         assert looks == ["whole"]
-        await engine.weights.take(NewWeights(tuple(TENSORS), group="g", bucket_bytes=512), 1, "")
+        await engine.weights.load_weights(NewWeights(tuple(TENSORS), group="g", bucket_bytes=512), 1, "")
 
     asyncio.run(story())
     assert looks == ["whole"] and given.is_in(engine) and engine.weights.digest == given.digest
@@ -383,12 +383,12 @@ def test_other_weights_than_those_that_were_made_ready_are_taken_unprepared(
     engine, one, other = make(1), Drawn(tmp_path, 1), Drawn(tmp_path, 2)
 
     async def story() -> None:
-        await engine.weights.ready(one.weights)
-        await engine.weights.take(other.weights, 1, other.digest)
+        await engine.weights.prepare_load(one.weights)
+        await engine.weights.load_weights(other.weights, 1, other.digest)
         assert other.is_in(engine)
-        assert engine.did() == ["ready", "take"]
+        assert engine.did() == ["prepare", "load"]
         # And what was ready for the one is not asked for again.
-        await engine.weights.take(one.weights, 2, one.digest)
+        await engine.weights.load_weights(one.weights, 2, one.digest)
         assert [ticket.keys() for ticket in engine.tickets] == [{"do", "regions", "manifest", "answer"}]
 
     asyncio.run(story())
@@ -400,14 +400,14 @@ def test_what_is_not_ready_any_more_is_taken_unprepared(make: Callable[[int], En
     engine, weights = make(2), Drawn(tmp_path, 1)
 
     async def story() -> None:
-        await engine.weights.ready(weights.weights)
+        await engine.weights.prepare_load(weights.weights)
         for model in engine.models:
             if lost == "moved":
                 model.norm.data = model.norm.data.clone()
             else:
-                sglang_weights._weights[id(model)].do_let_go({})  # pyright: ignore[reportPrivateUsage]
+                sglang_weights._weights[id(model)].do_release({})  # pyright: ignore[reportPrivateUsage]
         engine.did()
-        await engine.weights.take(weights.weights, 1, weights.digest)
+        await engine.weights.load_weights(weights.weights, 1, weights.digest)
         assert [sorted(ticket) for ticket in engine.tickets] == [
             ["answer", "do", "name"],
             ["answer", "do", "manifest", "regions"],
@@ -421,16 +421,16 @@ def test_nothing_of_a_space_stays_open_once_it_is_let_go_of(make: Callable[[int]
     engine, weights = make(1), Drawn(tmp_path, 1)
 
     async def story() -> None:
-        await engine.weights.ready(weights.weights)
+        await engine.weights.prepare_load(weights.weights)
         assert engine.holds_open(weights.path)
-        await engine.weights.let_go()
+        await engine.weights.release_buffers()
         assert not engine.holds_open(weights.path)
-        await engine.weights.ready(weights.weights)
-        await engine.weights.take(weights.weights, 1, weights.digest)
+        await engine.weights.prepare_load(weights.weights)
+        await engine.weights.load_weights(weights.weights, 1, weights.digest)
         assert engine.holds_open(weights.path)
-        await engine.weights.let_go()
+        await engine.weights.release_buffers()
         assert not engine.holds_open(weights.path)
-        await engine.weights.take(weights.weights, 2, weights.digest)
+        await engine.weights.load_weights(weights.weights, 2, weights.digest)
         assert not engine.holds_open(weights.path)
 
     asyncio.run(story())
@@ -441,13 +441,13 @@ def test_what_cannot_be_made_ready_is_refused_and_leaves_nothing(make: Callable[
     before = state(engine.models[0])
 
     async def story() -> None:
-        await engine.weights.ready(weights.weights)
+        await engine.weights.prepare_load(weights.weights)
         os.rename(weights.path, tmp_path / "gone")
         with pytest.raises(EngineError, match="space-1"):
-            await engine.weights.ready(weights.weights)
+            await engine.weights.prepare_load(weights.weights)
         assert not engine.holds_open(tmp_path)
         with pytest.raises(EngineError, match="space-1"):
-            await engine.weights.take(weights.weights, 1, weights.digest)
+            await engine.weights.load_weights(weights.weights, 1, weights.digest)
 
     asyncio.run(story())
     assert same(before, state(engine.models[0])) and engine.weights.version == 0
@@ -458,14 +458,14 @@ def test_a_preparation_that_another_one_overtakes_ends(
     make: Callable[[int], Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, one, other = make(1), Drawn(tmp_path, 1), Drawn(tmp_path, 2)
-    monkeypatch.setattr(sglang_weights, "READY_S", 0.0)
+    monkeypatch.setattr(sglang_weights, "PREPARE_S", 0.0)
 
     async def story() -> None:
-        ready = engine.weights.ready
+        ready = engine.weights.prepare_load
         overtaken, kept = await asyncio.gather(ready(one.weights), ready(other.weights), return_exceptions=True)
-        assert isinstance(overtaken, EngineError) and "let go of" in str(overtaken) and isinstance(kept, float)
+        assert isinstance(overtaken, EngineError) and "was released" in str(overtaken) and isinstance(kept, float)
         engine.tickets.clear()
-        await engine.weights.take(other.weights, 1, other.digest)
+        await engine.weights.load_weights(other.weights, 1, other.digest)
         assert [ticket.keys() for ticket in engine.tickets] == [{"do", "name", "answer"}]
 
     asyncio.run(story())
@@ -484,9 +484,9 @@ def test_an_engine_that_is_not_idle_is_asked_again_until_it_is(make: Callable[[i
         engine.idle[:] = [asked > 3] * 2
 
     async def story() -> None:
-        await engine.weights.ready(weights.weights)
+        await engine.weights.prepare_load(weights.weights)
         engine.before = work
-        await engine.weights.take(weights.weights, 1, weights.digest)
+        await engine.weights.load_weights(weights.weights, 1, weights.digest)
 
     asyncio.run(story())
     assert asked == 4 and weights.is_in(engine)
@@ -501,7 +501,7 @@ def test_an_engine_that_never_gets_idle_keeps_its_weights(
     engine.idle = [False]
     monkeypatch.setattr(sglang_updates, "IDLE_S", 0.02)
     with pytest.raises(EngineError, match="requests are running"):
-        asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+        asyncio.run(engine.weights.load_weights(weights.weights, 1, weights.digest))
     assert same(before, state(engine.models[0])) and engine.weights.version == 0
 
 
@@ -509,7 +509,7 @@ def test_ranks_that_differ_in_what_they_did_are_the_end_of_the_engine(make: Call
     engine, weights = make(2), Drawn(tmp_path, 1)
     engine.idle[1] = False
     with pytest.raises(EngineDied, match="requests are running"):
-        asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+        asyncio.run(engine.weights.load_weights(weights.weights, 1, weights.digest))
 
 
 def test_new_weights_with_caches_of_the_old_ones_are_the_end_of_the_engine(
@@ -519,7 +519,7 @@ def test_new_weights_with_caches_of_the_old_ones_are_the_end_of_the_engine(
     answers = iter([True, True, False, False])
     engine.schedulers[0].says = lambda: next(answers)
     with pytest.raises(EngineDied, match="caches of the old ones"):
-        asyncio.run(engine.weights.take(weights.weights, 1, weights.digest))
+        asyncio.run(engine.weights.load_weights(weights.weights, 1, weights.digest))
 
 
 def test_a_scheduler_that_cannot_be_told_what_to_empty_is_flushed_as_well() -> None:

@@ -375,7 +375,7 @@ def test_new_weights_may_be_slow_to_take_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("asyncio.sleep", sleep)
     sim = faulty("slow_on_take", at_take=2, seconds=7.0)
     for version in (1, 2, 3):
-        work(sim.take(NewWeights(), version, ""))
+        work(sim.load_weights(NewWeights(), version, ""))
     assert (slept, sim.version) == ([7.0], 3)
 
 
@@ -402,7 +402,7 @@ def test_a_broadcast_that_breaks_leaves_the_engine_on_its_old_weights(monkeypatc
 
     async def scenario() -> None:
         await sim.join("ring", "127.0.0.1:1", 2, 1, "gloo")
-        await sim.take(NewWeights((Tensor("norm", "float32", (4,)),), group="ring", bucket_bytes=256), 1, "")
+        await sim.load_weights(NewWeights((Tensor("norm", "float32", (4,)),), group="ring", bucket_bytes=256), 1, "")
 
     with pytest.raises(EngineError, match="rank 0 is gone"):
         work(scenario())

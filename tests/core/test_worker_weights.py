@@ -29,18 +29,18 @@ class HangingEngine:
         if call == self._hangs_in:
             await asyncio.Event().wait()
 
-    async def take(self, _weights: NewWeights, version: int, digest: str) -> None:
-        await self._maybe("take")
+    async def load_weights(self, _weights: NewWeights, version: int, digest: str) -> None:
+        await self._maybe("load_weights")
         self.version, self.digest = version, digest
 
     async def verify(self, _weights: NewWeights) -> tuple[str, list[Finding]]:
         return "d" * 32, []
 
-    async def ready(self, _weights: NewWeights) -> float:
+    async def prepare_load(self, _weights: NewWeights) -> float:
         return 0.0
 
-    async def let_go(self) -> None:
-        await self._maybe("let_go")
+    async def release_buffers(self) -> None:
+        await self._maybe("release_buffers")
 
 
 def heard(engine: HangingEngine, *, opens: bool = False) -> list[WorkerEvent]:
@@ -90,12 +90,12 @@ def heard(engine: HangingEngine, *, opens: bool = False) -> list[WorkerEvent]:
     return events
 
 
-@pytest.mark.parametrize(("opens", "said"), [(False, "take the name of its weights"), (True, "let go of an update's memory")])
+@pytest.mark.parametrize(("opens", "said"), [(False, "set the digest of its weights"), (True, "release an update's memory")])
 def test_an_engine_that_hangs_where_no_coordinator_waits_is_lost(
     monkeypatch: pytest.MonkeyPatch, opens: bool, said: str
 ) -> None:
     monkeypatch.setattr(weights, "ASIDE_S", 0.05)
-    lost = heard(HangingEngine("let_go" if opens else "take"), opens=opens)[0]
+    lost = heard(HangingEngine("release_buffers" if opens else "load_weights"), opens=opens)[0]
     assert isinstance(lost, EngineLost)
     assert lost.reason == f"the engine does not {said} within 0.05 s"
 

@@ -100,7 +100,7 @@ def test_scores_are_those_of_transformers_before_and_after_an_update(
         assert table()[name] == ("no" if wrong_for_packing(config) else "yes", "plain" if plain else "planned")
         for version, folder, expected in ((1, "other", after), (2, "model", first)):
             given = Given(tmp_path, checkpoint(tmp_path / folder))
-            engine.call("do", "take", given.weights, version, given.digest)
+            engine.call("do", "load_weights", given.weights, version, given.digest)
             found = scored(engine, family)
             assert_close(found, expected)
         assert found.tobytes() == first.tobytes(), "the old weights, bit for bit"

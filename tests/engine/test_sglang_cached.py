@@ -182,11 +182,11 @@ def test_queries_of_other_weights_are_forgotten(
     batch = ScoreBatch((long_request(engine, seed=37),))
     [old] = whole(engine.score(batch))
     before = engine.call("queries")
-    engine.call("do", "take", NewWeights(checkpoint=str(other)), 5, "")
+    engine.call("do", "load_weights", NewWeights(checkpoint=str(other)), 5, "")
     try:
         [new] = whole(engine.score(batch))
     finally:
-        engine.call("do", "take", NewWeights(checkpoint=str(getattr(models, head))), 0, "")
+        engine.call("do", "load_weights", NewWeights(checkpoint=str(getattr(models, head))), 0, "")
     [again] = whole(engine.score(batch))
     assert_right(Reference(Models(*((other, models.reward) if causal else (models.causal, other)))), batch, new)
     assert_right(reference, batch, old)

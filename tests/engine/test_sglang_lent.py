@@ -54,8 +54,8 @@ def test_what_is_lent_is_looked_at_beside_forwards_and_taken(subject: Subject, r
     assert subject.engine.call("do", "verify", lent.weights) == (lent.digest, [])
     for after, first in zip(subject.scores(*batches), before, strict=True):
         assert_close(after, first)
-    subject.take(lent.weights, 1, lent.digest)
-    subject.engine.call("do", "let_go")
+    subject.load_weights(lent.weights, 1, lent.digest)
+    subject.engine.call("do", "release_buffers")
     assert subject.holds() == (1, lent.digest)
     assert subject.engine.call("do", "inspect", "digest") == (lent.digest, [])
     assert_computed_with(subject, reference, lent.tensors, 4)
@@ -67,11 +67,11 @@ def test_what_was_looked_at_can_be_taken_when_its_owner_is_gone(
 ) -> None:
     subject.engine.call("do", "verify", lent.weights)
     if ready:
-        assert subject.get_ready(lent.weights) > 0
+        assert subject.prepare_load(lent.weights) > 0
     # A process that is killed breaks no seal.
     monkeypatch.setattr(lending, "break_seal", torch.numel)
     lent.end()
-    subject.take(lent.weights, 1, lent.digest)
+    subject.load_weights(lent.weights, 1, lent.digest)
     assert_computed_with(subject, reference, lent.tensors, 5)
 
 
@@ -81,19 +81,19 @@ def test_an_engine_that_copied_out_of_memory_that_was_used_again_has_to_end(
 ) -> None:
     subject.engine.call("do", "verify", lent.weights)
     if ready:
-        assert subject.get_ready(lent.weights) > 0
+        assert subject.prepare_load(lent.weights) > 0
     lent.end()
     with pytest.raises(EngineDied, match="given to something else meanwhile"):
-        subject.take(lent.weights, 1, lent.digest)
+        subject.load_weights(lent.weights, 1, lent.digest)
 
 
 def test_what_is_let_go_of_is_not_open_any_more(subject: Subject, lent: Lending) -> None:
     subject.engine.call("do", "verify", lent.weights)
-    assert subject.get_ready(lent.weights) > 0
-    subject.engine.call("do", "let_go")
+    assert subject.prepare_load(lent.weights) > 0
+    subject.engine.call("do", "release_buffers")
     lent.end()
     with pytest.raises(EngineError, match="refused the new weights"):
-        subject.take(lent.weights, 1, lent.digest)
+        subject.load_weights(lent.weights, 1, lent.digest)
 
 
 def test_what_is_wrong_with_it_is_said_and_the_engine_serves_on(subject: Subject, lent: Lending) -> None:

@@ -66,8 +66,8 @@ def test_the_times_of_rows_are_read_from_the_messages_that_answer_them() -> None
         await tm._handle_batch_output(SimpleNamespace(rids=["a", "other", "b"], time_stats=stats, cached_tokens=[4, 5, 6]))
         await tm._handle_batch_output(SimpleNamespace(rids=["c"], time_stats=None))
         assert tm.seen == [None, None], "what was unpacked here is not unpacked again"
-        assert entries.take(["b", "a", "c"]) == [(2.5, 6), (1.5, 4), (0.0, 0)]
-        assert entries.take(["a", "other"]) == [(0.0, 0), (0.0, 0)], "nothing is kept"
+        assert entries.pop(["b", "a", "c"]) == [(2.5, 6), (1.5, 4), (0.0, 0)]
+        assert entries.pop(["a", "other"]) == [(0.0, 0), (0.0, 0)], "nothing is kept"
 
     asyncio.run(answer())
 

@@ -17,7 +17,7 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.updates import Finding
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
-from enginepool.workers.engine import EngineError, MemoryRegion, ModelTensors, NewWeights, PartScores, ScoreBatch, TakeTimes
+from enginepool.workers.engine import EngineError, LoadTimes, MemoryRegion, ModelTensors, NewWeights, PartScores, ScoreBatch
 from enginepool.workers.weights.checkpoint import checkpoint_tensors
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine
@@ -81,11 +81,11 @@ class Subject:
         }
         return Given(self.directory, tensors)
 
-    def take(self, weights: NewWeights, version: int, digest: str = "") -> TakeTimes:
-        return self.engine.call("do", "take", weights, version, digest)
+    def load_weights(self, weights: NewWeights, version: int, digest: str = "") -> LoadTimes:
+        return self.engine.call("do", "load_weights", weights, version, digest)
 
-    def get_ready(self, weights: NewWeights) -> float:
-        return self.engine.call("do", "ready", weights)
+    def prepare_load(self, weights: NewWeights) -> float:
+        return self.engine.call("do", "prepare_load", weights)
 
     def holds(self) -> tuple[int, str]:
         return self.engine.call("do", "version"), self.engine.call("do", "digest")
@@ -105,8 +105,8 @@ def subject(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> I
     subject = Subject(engine, getattr(models, request.param), tmp_path)
     yield subject
     if not engine.ended:
-        subject.take(NewWeights(checkpoint=str(subject.model)), 0)
-        subject.take(NewWeights(), 0, "")
+        subject.load_weights(NewWeights(checkpoint=str(subject.model)), 0)
+        subject.load_weights(NewWeights(), 0, "")
 
 
 def expected(reference: Reference, batch: ScoreBatch, causal: bool) -> list[Any]:
@@ -142,7 +142,7 @@ def test_after_each_of_several_updates_scores_are_those_of_exactly_these_weights
 ) -> None:
     for version in (1, 2, 3):
         given = subject.drawn(version)
-        subject.take(given.weights, version, given.digest)
+        subject.load_weights(given.weights, version, given.digest)
         assert subject.holds() == (version, given.digest)
         assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
         assert_computed_with(subject, reference, given.tensors, version)
@@ -157,23 +157,23 @@ def test_an_engine_that_got_ready_serves_on_and_takes_what_came_meanwhile(subjec
         before = subject.scores(batch)
         given = subject.drawn(30 + version)
         given.arrives(False)
-        assert subject.get_ready(given.weights) > 0
+        assert subject.prepare_load(given.weights) > 0
         for still, first in zip(subject.scores(batch), before, strict=True):
             assert_close(still, first)
         given.arrives(True)
-        times = subject.take(given.weights, version, given.digest)
+        times = subject.load_weights(given.weights, version, given.digest)
         assert times.load_s > 0 and times.flush_s > 0
         assert subject.holds() == (version, given.digest)
         assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
         assert_computed_with(subject, reference, given.tensors, version)
     # Ready for one, it takes another one, too.
     ready, other = subject.drawn(33), subject.drawn(34)
-    subject.get_ready(ready.weights)
-    subject.take(other.weights, 3, other.digest)
+    subject.prepare_load(ready.weights)
+    subject.load_weights(other.weights, 3, other.digest)
     assert_computed_with(subject, reference, other.tensors, 3)
-    subject.get_ready(ready.weights)
-    subject.engine.call("do", "let_go")
-    subject.take(ready.weights, 4, ready.digest)
+    subject.prepare_load(ready.weights)
+    subject.engine.call("do", "release_buffers")
+    subject.load_weights(ready.weights, 4, ready.digest)
     assert_computed_with(subject, reference, ready.tensors, 4)
 
 
@@ -181,21 +181,21 @@ def test_the_first_weights_come_back_bit_by_bit(subject: Subject) -> None:
     batch = random_batch(random.Random(7), declared(subject.engine))
     before = subject.scores(batch)
     given = subject.drawn(4)
-    subject.take(given.weights, 1, given.digest)
+    subject.load_weights(given.weights, 1, given.digest)
     assert all(not np.array_equal(other, first) for other, first in zip(subject.scores(batch), before, strict=True))
     own = Given(subject.directory, subject.own)
-    subject.take(own.weights, 2, own.digest)
+    subject.load_weights(own.weights, 2, own.digest)
     for after, first in zip(subject.scores(batch), before, strict=True):
         np.testing.assert_array_equal(after, first)
 
 
 def test_other_dtypes_are_converted_and_a_part_changes_that_part_alone(subject: Subject, reference: Reference) -> None:
     half = subject.drawn(5, torch.bfloat16)
-    subject.take(half.weights, 1, half.digest)
+    subject.load_weights(half.weights, 1, half.digest)
     mixed = {name: tensor.float() for name, tensor in half.tensors.items()}
     assert_computed_with(subject, reference, mixed, 5)
     part = Given(subject.directory, {name: tensor * 0.5 for name, tensor in subject.own.items() if "k_proj" in name})
-    subject.take(part.weights, 2, part.digest)
+    subject.load_weights(part.weights, 2, part.digest)
     assert_computed_with(subject, reference, mixed | part.tensors, 6)
 
 
@@ -207,7 +207,7 @@ def test_a_checkpoint_directory_is_taken_and_has_the_digest_of_its_files(
     other = make_tiny_model(tmp_path / "other", head=head, labels=3, seed=11)  # pyright: ignore[reportArgumentType]
     tensors = safetensors.load_file(str(other / "model.safetensors"))
     in_order = {tensor.name: tensors[tensor.name] for tensor in checkpoint_tensors(str(other))}
-    subject.take(NewWeights(tuple(checkpoint_tensors(str(other))), checkpoint=str(other)), 3)
+    subject.load_weights(NewWeights(tuple(checkpoint_tensors(str(other))), checkpoint=str(other)), 3)
     assert subject.holds() == (3, Given(tmp_path, in_order).digest)
     assert_computed_with(subject, reference, in_order, 8)
 
@@ -227,19 +227,19 @@ def test_weights_are_received_straight_into_the_engine(subject: Subject, referen
     trainer = threading.Thread(target=send)
     trainer.start()
     subject.engine.call("do", "join", name, rendezvous.address, 2, 1, "gloo")
-    subject.take(NewWeights(given.manifest, group=name, bucket_bytes=BUCKET), 5)
+    subject.load_weights(NewWeights(given.manifest, group=name, bucket_bytes=BUCKET), 5)
     trainer.join()
     assert subject.holds() == (5, given.digest)
     assert_computed_with(subject, reference, given.tensors, 9)
     with pytest.raises(EngineError, match="not in group other"):
-        subject.take(NewWeights(given.manifest, group="other", bucket_bytes=BUCKET), 6)
+        subject.load_weights(NewWeights(given.manifest, group="other", bucket_bytes=BUCKET), 6)
     joined[0].abort()
     rendezvous.close()
 
 
 def test_a_weight_is_read_by_its_checkpoint_name(subject: Subject) -> None:
     given = subject.drawn(10)
-    subject.take(given.weights, 1, given.digest)
+    subject.load_weights(given.weights, 1, given.digest)
     for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.v_proj.weight", "model.layers.0.mlp.up_proj.weight"):
         chunk = subject.engine.call("do", "tensor", name, 0, 1 << 20)
         tensor, dtype = chunk.values.reshape(chunk.shape), chunk.dtype
@@ -256,7 +256,7 @@ def test_nan_and_zeros_in_the_engine_are_found_by_name(subject: Subject) -> None
     tensors["model.norm.weight"].zero_()
     wrong = Given(subject.directory, tensors)
     assert subject.engine.call("do", "inspect", "validate") == ("", [])
-    subject.take(wrong.weights, 1, wrong.digest)
+    subject.load_weights(wrong.weights, 1, wrong.digest)
     _, findings = subject.engine.call("do", "inspect", "validate")
     assert sorted(findings, key=lambda finding: finding.kind) == [
         Finding("model.layers.1.self_attn.k_proj.weight", "nan", 1),
@@ -273,9 +273,9 @@ def test_weights_that_cannot_be_read_leave_the_old_ones_whole(subject: Subject) 
         MemoryRegion("file", 256, path=given.weights.regions[0].path),
     ):
         with pytest.raises(EngineError, match="refused the new weights"):
-            subject.take(NewWeights(given.manifest, (space,)), 1, given.digest)
+            subject.load_weights(NewWeights(given.manifest, (space,)), 1, given.digest)
     with pytest.raises(EngineError, match="no such directory"):
-        subject.take(NewWeights(given.manifest, checkpoint=str(subject.directory / "gone")), 1)
+        subject.load_weights(NewWeights(given.manifest, checkpoint=str(subject.directory / "gone")), 1)
     assert subject.holds() == (0, "")
     for after, first in zip(subject.scores(batch), before, strict=True):
         assert_close(after, first)
@@ -284,7 +284,7 @@ def test_weights_that_cannot_be_read_leave_the_old_ones_whole(subject: Subject) 
 def test_a_set_version_changes_the_version_alone(subject: Subject) -> None:
     batch = random_batch(random.Random(14), declared(subject.engine))
     before = subject.scores(batch)
-    subject.take(NewWeights(), 9, "")
+    subject.load_weights(NewWeights(), 9, "")
     assert subject.holds() == (9, "")
     [outcome] = subject.engine.score(batch)
     assert not isinstance(outcome, Exception) and outcome.version == 9
@@ -304,9 +304,9 @@ def test_an_engine_of_two_ranks_takes_the_same_weights_and_is_asked_as_one(
         for version in (1, 2):
             given = subject.drawn(20 + version)
             if version == 2:
-                assert subject.get_ready(given.weights) > 0
+                assert subject.prepare_load(given.weights) > 0
             assert engine.call("do", "verify", given.weights) == (given.digest, [])
-            subject.take(given.weights, version, given.digest)
+            subject.load_weights(given.weights, version, given.digest)
             assert engine.call("do", "inspect", "digest") == (given.digest, [])
             assert_computed_with(subject, reference, given.tensors, version)
         for version in (3, 4):
@@ -316,8 +316,8 @@ def test_an_engine_of_two_ranks_takes_the_same_weights_and_is_asked_as_one(
             assert half not in layout(given.manifest).offsets
             weights = given.in_shards(half)
             if version == 4:
-                assert subject.get_ready(weights) > 0
-            subject.take(weights, version, given.digest)
+                assert subject.prepare_load(weights) > 0
+            subject.load_weights(weights, version, given.digest)
             assert engine.call("do", "inspect", "digest") == (given.digest, [])
             assert_computed_with(subject, reference, given.tensors, version)
         for name in ("lm_head.weight", "model.layers.1.self_attn.o_proj.weight", "model.layers.0.mlp.gate_proj.weight"):

@@ -161,7 +161,7 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             reserved = await link.ask(Reserve((1, version), list(given.manifest), BUCKET), Reserved, PATIENCE_S)
             assert reserved.staging == room
             ready = NewWeights(given.manifest, tuple(reserved.regions))
-            ready_s = subject.get_ready(ready)
+            ready_s = subject.prepare_load(ready)
             thread = trainer.begin(given)
             ask = JoinGroup((1, version), trainer.name, trainer.rendezvous.address, 2, 1, trainer.backend)
             joined = await link.ask(ask, InGroup, PATIENCE_S)
@@ -172,7 +172,7 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             thread.join()
             assert (came.message, came.digest, came.findings) == ("", given.digest, [])
             assert came.regions == reserved.regions
-            times = subject.take(ready, version, given.digest)
+            times = subject.load_weights(ready, version, given.digest)
             parts = {"ready": ready_s, "load": times.load_s, "flush": times.flush_s}
             print(f"{room} {way}:", ", ".join(f"{part} {s * 1e3:.2f} ms" for part, s in parts.items()))  # noqa: T201
             assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
@@ -183,9 +183,9 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             link.tell(Keep((1, version), version, given.digest, str(snapshot)))
             held = await link.ask(AskHeld(), StagerHolds)
             assert (held.version, held.digest) == (version, given.digest)
-            subject.take(NewWeights(given.manifest, tuple(held.regions)), version, given.digest)
+            subject.load_weights(NewWeights(given.manifest, tuple(held.regions)), version, given.digest)
             if room == "host":
-                subject.engine.call("do", "let_go")
+                subject.engine.call("do", "release_buffers")
             assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
 
     try:
@@ -230,14 +230,14 @@ def test_an_engine_over_two_gpus_reads_an_update_out_of_shards(
         for version in (1, 2, 3):
             given = subject.drawn(version, torch.bfloat16)
             weights = NewWeights(given.manifest, tuple(memory.regions()), sharded=True)
-            ready_s = subject.get_ready(weights) if version > 1 else 0.0
+            ready_s = subject.prepare_load(weights) if version > 1 else 0.0
             reception = memory.reception(list(given.manifest), 1 << 14, "cuda:0")
             came: Any = Filled(given.space.to("cuda:0"))
             assert reception.receive(came) == (given.digest, [])
-            times = subject.take(weights, version, given.digest)
+            times = subject.load_weights(weights, version, given.digest)
             print(f"shards of {sizes}: ready {ready_s * 1e3:.2f} ms, load {times.load_s * 1e3:.2f} ms")  # noqa: T201
             assert engine.call("do", "inspect", "digest") == (given.digest, [])
-        engine.call("do", "let_go")
+        engine.call("do", "release_buffers")
     finally:
         engine.end()
 
@@ -255,14 +255,14 @@ def test_memory_of_a_stager_that_died_is_free_once_the_engine_lets_go_of_it(
         assert (await link.ask(Room(nbytes), Reserved, PATIENCE_S)).staging == "device"
         for update in (1, 2):
             reserved = await link.ask(Reserve((1, update), list(given.manifest), BUCKET), Reserved, PATIENCE_S)
-            first_s = subject.get_ready(NewWeights(given.manifest, tuple(reserved.regions)))
+            first_s = subject.prepare_load(NewWeights(given.manifest, tuple(reserved.regions)))
             print(f"ready {first_s * 1e3:.2f} ms")  # noqa: T201
 
     stager = with_stager(processes, tmp_path, "cuda", story)
     stager.kill()
     stager.wait()
     held = free()
-    subject.engine.call("do", "let_go")
+    subject.engine.call("do", "release_buffers")
     assert free() >= held + nbytes
 
 
@@ -299,9 +299,9 @@ def test_lent_weights_are_in_the_engine_bit_by_bit_and_their_memory_comes_back(s
             return
         assert subject.engine.call("do", "verify", lent.weights) == (lent.digest, [])
         whole(subject.engine.score(batch))
-        times = subject.take(lent.weights, version, lent.digest)
+        times = subject.load_weights(lent.weights, version, lent.digest)
         print(f"lent on {lender}: load {times.load_s * 1e3:.1f} ms, flush {times.flush_s * 1e3:.1f} ms")  # noqa: T201
-        subject.engine.call("do", "let_go")
+        subject.engine.call("do", "release_buffers")
         lent.end()
         assert subject.engine.call("do", "inspect", "digest") == (lent.digest, [])
         del lent
@@ -313,10 +313,10 @@ def test_a_lender_on_a_gpu_that_uses_its_memory_again_is_noticed(subject: Subjec
     subject.engine.call("do", "verify", lent.weights)
     lent.end()
     with pytest.raises(EngineDied, match="given to something else meanwhile"):
-        subject.take(lent.weights, 4, lent.digest)
-    subject.engine.call("do", "let_go")
+        subject.load_weights(lent.weights, 4, lent.digest)
+    subject.engine.call("do", "release_buffers")
     given = subject.drawn(41, torch.bfloat16)
-    subject.take(given.weights, 5, given.digest)
+    subject.load_weights(given.weights, 5, given.digest)
     assert subject.engine.call("do", "inspect", "digest") == (given.digest, [])
 
 
@@ -326,7 +326,7 @@ def test_direct_weights_are_in_the_engine_bit_by_bit(subject: Subject, backend: 
         given = subject.drawn(10 + version, torch.bfloat16)
         thread = trainer.begin(given)
         subject.engine.call("do", "join", trainer.name, trainer.rendezvous.address, 2, 1, backend)
-        times = subject.take(NewWeights(given.manifest, group=trainer.name, bucket_bytes=BUCKET), version)
+        times = subject.load_weights(NewWeights(given.manifest, group=trainer.name, bucket_bytes=BUCKET), version)
         thread.join()
         print(f"direct {backend}: load {times.load_s * 1e3:.1f} ms, flush {times.flush_s * 1e3:.1f} ms")  # noqa: T201
         assert subject.holds() == (version, given.digest)
@@ -335,7 +335,7 @@ def test_direct_weights_are_in_the_engine_bit_by_bit(subject: Subject, backend: 
 
 
 def test_a_checkpoint_and_its_questions(subject: Subject) -> None:
-    subject.take(NewWeights(checkpoint=str(subject.model)), 3)
+    subject.load_weights(NewWeights(checkpoint=str(subject.model)), 3)
     name = random.Random(1).choice(sorted(subject.own))
     chunk = subject.engine.call("do", "tensor", name, 0, 1 << 20)
     tensor, dtype = chunk.values.reshape(chunk.shape), chunk.dtype

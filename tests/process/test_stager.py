@@ -42,7 +42,7 @@ from enginepool.protocol.updates import (
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.shared_memory import open_space
-from enginepool.workers.engine import EngineDied, EngineError, NewWeights, TakeTimes
+from enginepool.workers.engine import EngineDied, EngineError, LoadTimes, NewWeights
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.events import (
     EngineLost,
@@ -203,19 +203,19 @@ class NotedEngine(SimEngine):
         await self.may.wait()
         await SimEngine.join(self, name, address, world, rank, backend)
 
-    async def ready(self, weights: NewWeights) -> float:
+    async def prepare_load(self, weights: NewWeights) -> float:
         self.asked.append(weights)
         await self.may.wait()
         if self.fails is not None:
             raise self.fails
         return 0.002
 
-    async def let_go(self) -> None:
+    async def release_buffers(self) -> None:
         self.asked.append("let go")
 
-    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
         self.asked.append(weights)
-        return await SimEngine.take(self, weights, version, digest)
+        return await SimEngine.load_weights(self, weights, version, digest)
 
 
 #: a stager whose snapshots are written when the file of this name is there

@@ -23,12 +23,12 @@ from enginepool.workers.engine import (
     Chunk,
     EngineDied,
     EngineError,
+    LoadTimes,
     ModelTensors,
     NewWeights,
     Report,
     ScoreBatch,
     ScorePart,
-    TakeTimes,
 )
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.forward_time import forward_ms, pace
@@ -131,7 +131,7 @@ class SimEngine:
         """Join a process group. Raises EngineError."""
         await self._weights.join(name, address, world, rank, backend)
 
-    async def ready(self, weights: NewWeights) -> float:
+    async def prepare_load(self, weights: NewWeights) -> float:
         """It has nothing to get ready."""
         return 0.0
 
@@ -139,11 +139,11 @@ class SimEngine:
         """Open `weights.regions` and look at every byte. Raises EngineError."""
         return await self._weights.verify(weights)
 
-    async def let_go(self) -> None:
+    async def release_buffers(self) -> None:
         """Close what was verified."""
-        self._weights.let_go()
+        self._weights.release_buffers()
 
-    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
         """Take `take_s`, and read all bytes: what scores depend on is what really arrived."""
         self._must_live()
         self._taken += 1
@@ -152,8 +152,8 @@ class SimEngine:
         began = time.monotonic()
         if self.options.take_s:
             await asyncio.sleep(self.options.take_s)
-        await self._weights.take(weights, version, digest)
-        return TakeTimes(time.monotonic() - began, 0.0)
+        await self._weights.load_weights(weights, version, digest)
+        return LoadTimes(time.monotonic() - began, 0.0)
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """The digest of the bytes that it holds, and no findings."""

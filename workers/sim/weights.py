@@ -62,16 +62,16 @@ class SimWeights:
 
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
         """Open regions, and look at them. Raises EngineError."""
-        self.let_go()
+        self.release_buffers()
         self._opened = weights.regions, await asyncio.to_thread(_open, weights)
         limits = [overflow(tensor.dtype, self._held.get(tensor.name, "")) for tensor in weights.tensors]
         return await asyncio.to_thread(_verified, weights.tensors, self._opened[1], limits)
 
-    def let_go(self) -> None:
+    def release_buffers(self) -> None:
         """Close what was verified."""
         self._opened = None
 
-    async def take(self, weights: NewWeights, version: int, digest: str) -> None:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> None:
         """Hold these weights. Raises EngineError: the old ones stay; EngineDied: what was copied out of may have changed."""
         if self._only_at_start and (weights.regions or weights.checkpoint or weights.group):
             self.model_tensors()

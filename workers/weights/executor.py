@@ -52,7 +52,7 @@ from enginepool.workers.log import report
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import BytesReceived, Forget, InGroup, JoinGroup, Keep, Reserve, Reserved, Room
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_under
-from enginepool.workers.weights.ipc_import import LentError
+from enginepool.workers.weights.ipc_import import LentMemoryError
 from enginepool.workers.weights.offer import UpdateRefusal, offered_weights
 from enginepool.workers.weights.open_buffers import OpenBuffers
 from enginepool.workers.weights.restoring import restore
@@ -159,12 +159,12 @@ class WeightExecutor:
 
     async def _set_digest(self, message: Committed) -> None:
         """The same weights, by the digest that the coordinator knows."""
-        await _aside("take the name of its weights", self._engine.take, NewWeights(), message.version, message.digest)
+        await _aside("set the digest of its weights", self._engine.load_weights, NewWeights(), message.version, message.digest)
 
     def _close_buffers(self, update: WorkerUpdate | None) -> None:
         """The update is committed or aborted."""
         if update is not None and not update.keeps_buffers:
-            self._in_turn("letting go", _aside, "let go of an update's memory", self._buffers.close)
+            self._in_turn("releasing memory", _aside, "release an update's memory", self._buffers.close)
 
     # --- prepare --------------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class WeightExecutor:
         if update.prepare.transfer == "direct":
             self._spawn(self._unless_lost("joining", self._join_engine, message))
             return
-        self._spawn(self._unless_lost("getting ready", self._prepare_load, update))
+        self._spawn(self._unless_lost("preparing a load", self._prepare_load, update))
         ask = JoinGroup(message.update, message.rendezvous, message.address, message.world, message.rank, message.backend)
         try:
             failed = (await self._stager.ask(ask, InGroup, JOIN_S)).message
@@ -234,16 +234,16 @@ class WeightExecutor:
         self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
 
     async def _prepare_load(self, update: WorkerUpdate) -> None:
-        seconds = await self._buffers.get_ready(update.weights)
+        seconds = await self._buffers.prepare_load(update.weights)
         self._feed(LoadPrepared(time.monotonic(), update.prepare.update, seconds))
         if update.closed:
             self._close_buffers(update)
 
     async def _verify(self, update: WorkerUpdate, message: VerifyWeights) -> None:
         try:
-            weights = replace(update.weights, regions=self._buffers.hold(message.regions))
+            weights = replace(update.weights, regions=self._buffers.pin(message.regions))
             digest, findings = await self._buffers.verify(weights)
-        except LentError as error:
+        except LentMemoryError as error:
             self._answer(Staged(message.update, code="bad_request", message=str(error)))
         except OSError as error:
             text = f"regions: {error.filename} cannot be opened: {error.strerror}"
@@ -251,7 +251,7 @@ class WeightExecutor:
         except EngineError as error:
             self._answer(Staged(message.update, code="update_aborted", message=str(error)))
         else:
-            seconds = await self._buffers.get_ready(weights)
+            seconds = await self._buffers.prepare_load(weights)
             self._feed(LoadPrepared(time.monotonic(), message.update, seconds))
             self._answer(Staged(message.update, digest, worst(findings)), weights=weights)
 
@@ -262,7 +262,7 @@ class WeightExecutor:
 
     def _stager_lost(self, reason: str) -> None:
         # Its memory is of no use any more.
-        self._in_turn("letting go", _aside, "let go of an update's memory", self._buffers.close)
+        self._in_turn("releasing memory", _aside, "release an update's memory", self._buffers.close)
         self._feed(StagerLost(time.monotonic(), reason))
 
     # --- load -----------------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class WeightExecutor:
                 # Again: a link in it may lead elsewhere by now.
                 path = await asyncio.to_thread(checkpoint_under, weights.checkpoint, self._roots)
                 weights = replace(weights, checkpoint=path)
-            times = await self._engine.take(weights, message.version, digest)
+            times = await self._engine.load_weights(weights, message.version, digest)
         except (CheckpointError, EngineError) as error:
             return WeightsLoaded(message.update, code="engine_error", message=str(error))
         load_us, flush_us, prepare_us = (int(each * 1e6) for each in (times.load_s, times.flush_s, update.prepared_s or 0.0))

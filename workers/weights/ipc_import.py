@@ -16,31 +16,31 @@ import msgspec
 from enginepool.protocol.updates import DESCRIPTOR, SEAL_BYTES, MemoryRegion
 
 
-class LentError(Exception):
+class LentMemoryError(Exception):
     """This is not memory that a publisher lends. The message is one line, and says nothing of what is in it."""
 
 
-def hold(space: MemoryRegion) -> tuple[int, MemoryRegion]:
+def pin(space: MemoryRegion) -> tuple[int, MemoryRegion]:
     """(a descriptor of this process, the same memory as the engine opens it by that descriptor). Close it after the update.
 
     Raises:
-        LentError: it is something else.
+        LentMemoryError: it is something else.
         OSError: it is not there any more.
     """
     if len(space.seal) != SEAL_BYTES:
-        raise LentError(f"regions: a seal has {SEAL_BYTES} bytes, got {len(space.seal)}")
+        raise LentMemoryError(f"regions: a seal has {SEAL_BYTES} bytes, got {len(space.seal)}")
     if not DESCRIPTOR.fullmatch(space.path):
-        raise LentError("regions: a path must have the form /proc/PID/fd/N")
+        raise LentMemoryError("regions: a path must have the form /proc/PID/fd/N")
     pinned = os.open(space.path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not _is_memory(pinned):
-            raise LentError(f"regions: {space.path} is not a memfd")
+            raise LentMemoryError(f"regions: {space.path} is not a memfd")
         held = os.open(_own(pinned), os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(pinned)
     if wrong := _wrong(held, space):
         os.close(held)
-        raise LentError(f"regions: {space.path} {wrong}")
+        raise LentMemoryError(f"regions: {space.path} {wrong}")
     return held, msgspec.structs.replace(space, path=_own(held))
 
 

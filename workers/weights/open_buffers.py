@@ -1,6 +1,6 @@
-"""What a worker's engine has ready to take, and open for it: memory of others, which lives as long as it is open anywhere.
+"""The memory of other processes that a worker's engine has open for an update. It lives as long as it is open anywhere.
 
-the stager's one device space   stays open for the next update, until the stager is gone, or about to take a larger one
+the stager's one device space   stays open for the next update, until the stager is gone, or replaces it by a larger one
 any other                       is closed as soon as its update is over
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from enginepool.protocol.updates import Finding
 from enginepool.workers.engine import Engine, EngineError, MemoryRegion, NewWeights
-from enginepool.workers.weights.ipc_import import LentError, hold
+from enginepool.workers.weights.ipc_import import LentMemoryError, pin
 
 
 class OpenBuffers:
@@ -24,47 +24,47 @@ class OpenBuffers:
         #: of lent memory, which the engine opens by them
         self._descriptors: list[int] = []
 
-    async def get_ready(self, weights: NewWeights) -> float:
-        """Have the engine get ready to take these while it serves; for how many seconds that kept it from its work."""
+    async def prepare_load(self, weights: NewWeights) -> float:
+        """Have the engine prepare to load these while it serves; for how many seconds that kept it from its work."""
         self._regions, self._sharded = weights.regions, weights.sharded
-        with contextlib.suppress(EngineError):  # taking them takes longer then, and says what is wrong, if that is
-            return await self._engine.ready(weights)
+        with contextlib.suppress(EngineError):  # the load takes longer then, and reports what is wrong
+            return await self._engine.prepare_load(weights)
         return 0.0
 
-    def hold(self, regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
-        """Spaces that a publisher lends, as the engine may open them until `close`. Raises LentError, or OSError: gone."""
+    def pin(self, regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
+        """Regions that a publisher lends, as the engine may open them until `close`. Raises LentMemoryError or OSError."""
         self._close_descriptors()
         held: list[MemoryRegion] = []
         try:
             for space in regions:
                 if space.kind == "file":
-                    descriptor, space = hold(space)
+                    descriptor, space = pin(space)
                     self._descriptors.append(descriptor)
                 held.append(space)
-        except LentError:
+        except LentMemoryError:
             self._close_descriptors()
             raise
         return tuple(held)
 
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Have the engine open these and look at every byte, while it serves: (digest, findings). Raises EngineError."""
+        """Have the engine open these and read every byte, while it serves: (digest, findings). Raises EngineError."""
         self._regions, self._sharded = weights.regions, weights.sharded
         return await self._engine.verify(weights)
 
     async def close_smaller(self, nbytes: int) -> None:
-        """Close it if it is less: memory that somebody has open cannot make room for more."""
+        """Close them if they are smaller: memory that is open anywhere cannot be freed for a larger space."""
         sizes = [space.nbytes for space in self._regions]
         if sizes and (sum(sizes) if self._sharded else min(sizes)) < nbytes:
             await self.close()
 
     async def close(self) -> None:
-        """Have the engine let go of it."""
+        """Have the engine close them."""
         self._close_descriptors()
         if not self._regions:
             return
         self._regions = ()
         with contextlib.suppress(EngineError):  # it has refused to open it, too
-            await self._engine.let_go()
+            await self._engine.release_buffers()
 
     def _close_descriptors(self) -> None:
         for descriptor in self._descriptors:

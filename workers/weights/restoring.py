@@ -19,7 +19,7 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: S
     """What the machine hears of it, when one of them had the weights and the engine took them, or none. Raises EngineDied."""
     reasons: list[str] = []
     if engine.digest == message.digest:
-        await engine.take(NewWeights(), message.version, message.digest)
+        await engine.load_weights(NewWeights(), message.version, message.digest)
         return WeightsTaken(time.monotonic(), message.version, message.digest)
     if not message.digest:
         raise EngineDied("the committed weights are those of the checkpoint; the engine starts with them again")
@@ -31,12 +31,12 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: S
     for source in sources:
         try:
             weights = await source()
-            await engine.take(weights, message.version, "" if weights.checkpoint else message.digest)
+            await engine.load_weights(weights, message.version, "" if weights.checkpoint else message.digest)
             if engine.digest == message.digest:
                 return WeightsTaken(time.monotonic(), message.version, message.digest)
             reasons.append(f"{message.path} no longer holds the committed weights")
             # What is loaded is a checkpoint of no version.
-            await engine.take(NewWeights(), 0, engine.digest)
+            await engine.load_weights(NewWeights(), 0, engine.digest)
         except OnlyAtStart as error:
             raise EngineDied(f"other weights are committed than those that it started on: {error}") from None
         except (MissingWeights, StagerGone, SnapshotError, CheckpointError, EngineError) as error:

@@ -20,11 +20,11 @@ from enginepool.workers.engine import (
     EngineDied,
     EngineError,
     EngineUnusable,
+    LoadTimes,
     ModelTensors,
     NewWeights,
     Report,
     ScoreBatch,
-    TakeTimes,
 )
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.build import PreparedEngine, prepare
@@ -172,22 +172,22 @@ class SglangEngine:
         """Join a process group while the engine serves. Raises EngineError."""
         await self._updates().join(name, address, world, rank, backend)
 
-    async def ready(self, weights: NewWeights) -> float:
-        """Get ready to take what will lie in these regions; seconds that this kept it from forwards. Raises EngineError."""
-        return await self._updates().ready(weights)
+    async def prepare_load(self, weights: NewWeights) -> float:
+        """Prepare to load from these regions; seconds that this kept it from forwards. Raises EngineError."""
+        return await self._updates().prepare_load(weights)
 
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open `weights.regions` and look at every byte, while the engine serves. Raises EngineError."""
+        """Open `weights.regions` and read every byte, while the engine serves. Raises EngineError."""
         return await self._updates().verify(weights)
 
-    async def let_go(self) -> None:
+    async def release_buffers(self) -> None:
         """Refer to no memory of regions any more. Raises EngineError."""
-        await self._updates().let_go()
+        await self._updates().release_buffers()
 
-    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
         """Run on these weights from now on; the engine is empty. Raises EngineError: the old ones stay; EngineDied."""
         try:
-            return await self._updates().take(weights, version, digest)
+            return await self._updates().load_weights(weights, version, digest)
         finally:
             if self._scoring is not None and self._scoring.cached is not None:
                 self._scoring.cached.clear()

@@ -36,10 +36,10 @@ class Entries:
         tm._handle_batch_output = handle
 
     def expect(self, rows: Sequence[str]) -> None:
-        """These rows are about to be sent; each is taken with `take`."""
+        """These rows are about to be sent; each is read with `pop`."""
         self._entered.update(dict.fromkeys(rows, Entry()))
 
-    def take(self, rows: Sequence[str]) -> list[Entry]:
+    def pop(self, rows: Sequence[str]) -> list[Entry]:
         """How each row entered its forward."""
         return [self._entered.pop(row, Entry()) for row in rows]
 

@@ -154,7 +154,7 @@ class EngineScoring:
         except Exception as error:
             raise EngineError(f"the engine refused the batch: {one_line(error)}") from error
         finally:
-            entered = self._entries.take(rows)
+            entered = self._entries.pop(rows)
         refuse_aborted(answers)
         return answers, forward_count([entry.time for entry in entered]), [entry.cached for entry in entered]
 

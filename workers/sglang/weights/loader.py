@@ -39,8 +39,8 @@ from enginepool.workers.weights.checkpoint import checkpoint_files, checkpoint_t
 
 torch: Any = importlib.import_module("torch")
 
-#: what one ticket to get ready takes from the forwards, about
-READY_S = 0.001
+#: seconds that one ticket to prepare a load keeps a scheduler from its forwards, about
+PREPARE_S = 0.001
 
 Pairs = Callable[[], Iterable[tuple[str, Any]]]
 
@@ -61,8 +61,8 @@ class EngineBusy(Exception):
     """The scheduler has work in hand."""
 
 
-class NotReady(Exception):
-    """What was made ready is not there, or would not do any more."""
+class NotPrepared(Exception):
+    """The prepared load is not there, or the model has changed since."""
 
 
 class ModelWeights:
@@ -82,7 +82,7 @@ class ModelWeights:
         self._member = GroupMember()
         #: the plan was held against the model when that was joined, while the engine served: it takes a millisecond or two
         self._looked = False
-        self._ready: PreparedLoad | None = None
+        self._prepared: PreparedLoad | None = None
         self._lent = LentMemory()
 
     # --- what there is --------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class ModelWeights:
         if self.refused:
             return f"SGLang refuses: {self.refused}"
         if not own:
-            return "its weights were not loaded from a checkpoint's tensors, so nobody knows what an update consists of"
+            return "its weights were not loaded from a checkpoint's tensors, so it is unknown what an update consists of"
         for module in self._model.modules():
             method = getattr(module, "quant_method", None)
             if name := quantization(module):
@@ -160,47 +160,47 @@ class ModelWeights:
 
     # --- new weights ----------------------------------------------------------------------------------------------------
 
-    def do_ready(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Get ready to take all tensors out of regions, or go on with it: a moment of it, while the engine serves."""
+    def do_prepare(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Prepare to load all tensors from regions, or go on with that: for a moment, while the engine serves."""
         if self._plan is None:
             raise ValueError(f"updates are loaded plainly: {self._plain}")
-        name, regions, before = ticket["name"], ticket.get("regions"), self._ready
+        name, regions, before = ticket["name"], ticket.get("regions"), self._prepared
         try:
             if regions is not None and (before is None or not before.serves(name, regions, ticket["manifest"])):
                 # The one before is there until this one is: memory that both use stays open.
-                self._ready = PreparedLoad(name, self._plan, regions, ticket["manifest"], self._lent.opened(regions))
+                self._prepared = PreparedLoad(name, self._plan, regions, ticket["manifest"], self._lent.opened(regions))
                 if before is not None:
                     before.close()
-            if self._ready is None or self._ready.name != name:
-                raise NotReady(f"{name} was let go of meanwhile")
-            self._ready.go_on(READY_S)
+            if self._prepared is None or self._prepared.name != name:
+                raise NotPrepared(f"{name} was released meanwhile")
+            self._prepared.go_on(PREPARE_S)
         except (ValueError, OSError, RuntimeError):
-            self._unready()
+            self._release_prepared()
             raise
-        return {"done": self._ready.done, "seconds": self._ready.seconds}
+        return {"done": self._prepared.done, "seconds": self._prepared.seconds}
 
-    def do_let_go(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Let go of what was made ready or verified, and of the memory that it refers to."""
-        self._unready()
+    def do_release(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Forget what was prepared or verified, and refer to its memory no more."""
+        self._release_prepared()
         self._lent.close()
         return {}
 
     def do_verify(self, ticket: dict[str, Any]) -> dict[str, Any]:
         """Begin to open a space and to read every byte of it; the other answer says what was found: the engine serves
         meanwhile."""
-        self.do_let_go(ticket)
+        self.do_release(ticket)
         self._lent.verify(ticket)
         return {}
 
-    def _unready(self) -> None:
-        if self._ready is not None:
-            self._ready.close()
-        self._ready = None
+    def _release_prepared(self) -> None:
+        if self._prepared is not None:
+            self._prepared.close()
+        self._prepared = None
 
-    def do_take(self, ticket: dict[str, Any]) -> dict[str, Any]:
-        """Take what was made ready by that name, or all tensors out of regions."""
+    def do_load(self, ticket: dict[str, Any]) -> dict[str, Any]:
+        """Load what was prepared by that name, or all tensors from regions."""
         if "regions" not in ticket:
-            return self._take_ready(ticket["name"])
+            return self._load_prepared(ticket["name"])
         manifest = manifest_of(ticket["manifest"])
         opened = self._lent.opened(ticket["regions"])
         if opened is None:
@@ -209,12 +209,12 @@ class ModelWeights:
         _still(sealed(opened, ticket["regions"]))
         return times
 
-    def _take_ready(self, name: int) -> dict[str, Any]:
-        ready = self._ready
-        if ready is None or not ready.done or ready.name != name or self._plan is None or not self._plan.stays():
-            raise NotReady(f"{name} is not ready here, or not any more")
-        times = self._exchange(ready.manifest, ready.copies.replay)
-        _still(ready.sealed)
+    def _load_prepared(self, name: int) -> dict[str, Any]:
+        prepared = self._prepared
+        if prepared is None or not prepared.done or prepared.name != name or self._plan is None or not self._plan.stays():
+            raise NotPrepared(f"{name} is not prepared here, or not any more")
+        times = self._exchange(prepared.manifest, prepared.copies.replay)
+        _still(prepared.sealed)
         return times
 
     def do_checkpoint(self, ticket: dict[str, Any]) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def _still(sealed: bool) -> None:
-    """Raises ValueError: nobody knows what has been copied."""
+    """Raises ValueError: what has been copied is unknown."""
     if not sealed:
         raise ValueError("the memory that the weights came from was given to something else meanwhile")
 

@@ -2,7 +2,7 @@
 
 The recipe: nothing is in the engine; one `update_weights_from_tensor`, without a flush of SGLang's own, whose assertion would
 end the engine; our loader has the caches flushed before and after. Every answer is looked at. What can be done before the
-engine stands still is done by `ready`; the ticket to `take` is tiny then. No SGLang here.
+engine stands still is done by `ready`; the ticket to `load_weights` is tiny then. No SGLang here.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from enginepool.workers.engine import (
     Chunk,
     EngineDied,
     EngineError,
+    LoadTimes,
     ModelTensors,
     NewWeights,
     NotComparable,
     OnlyAtStart,
-    TakeTimes,
 )
 from enginepool.workers.sglang.host.settings import LOADER, SettingsError
 
@@ -70,8 +70,8 @@ class EngineWeights:
         shared = SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
         self._folder = PrivateFolder(shared, "enginepool-answers-")
         self._answers = self._folder.path
-        #: what the schedulers have ready to take, and its name
-        self._ready: tuple[NewWeights, int] | None = None
+        #: the load that the schedulers have prepared, and its name
+        self._prepared: tuple[NewWeights, int] | None = None
         self._model: ModelTensors | None = None
         self._refused = "not loaded yet"
         self.ranks = ranks
@@ -117,11 +117,11 @@ class EngineWeights:
         await self._ask_for_later(tickets, JOIN_S, f"group {name}: the engine did not join")
 
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open regions and look at them while the engine serves. Raises EngineError."""
+        """Open regions and read every byte while the engine serves. Raises EngineError."""
         ticket: dict[str, Any] = {"do": "verify", "manifest": encode_manifest(weights.tensors).decode()}
         ticket["targets"] = self.model_tensors().targets(weights.tensors)
         tickets = [ticket | {"regions": regions} for regions in self._of_each_rank(weights)]
-        answers = await self._ask_for_later(tickets, EXAMINE_S, "the engine did not look at the new weights")
+        answers = await self._ask_for_later(tickets, EXAMINE_S, "the engine did not verify the new weights")
         digests = {answer["digest"] for answer in answers}
         if len(digests) > 1:
             raise EngineError("the engine's processes see different weights")
@@ -131,14 +131,14 @@ class EngineWeights:
         """The regions for each rank, as a ticket says them: its own, or all shards of one. One space does for all: on a GPU
         they read it across. Raises EngineError."""
         if not weights.regions:
-            raise EngineError("nobody says where the new weights lie")
+            raise EngineError("regions: expected one or more, got none")
         regions: list[dict[str, Any]] = msgspec.to_builtins(list(weights.regions))
         if weights.sharded:
             return [regions] * self.ranks
         return [[space] for space in regions] if len(regions) == self.ranks else [regions[:1]] * self.ranks
 
     async def _ask_for_later(self, tickets: list[dict[str, Any]], seconds: float, late: str) -> list[dict[str, Any]]:
-        """The second answers to tickets that are carried out beside the engine's work. Raises EngineError."""
+        """The second answers to tickets that are carried out while the engine works. Raises EngineError."""
         paths = [self._answers / f"later-{next(self._numbers)}" for _ in tickets]
         _raise_first(await self._ask(*(ticket | {"later": str(path)} for ticket, path in zip(tickets, paths, strict=True))))
         try:
@@ -153,42 +153,42 @@ class EngineWeights:
         _raise_first(answers)
         return answers
 
-    async def ready(self, weights: NewWeights) -> float:
-        """Get ready to take what will lie in these regions, a moment at a time, while the engine serves.
+    async def prepare_load(self, weights: NewWeights) -> float:
+        """Prepare to load from these regions, a moment at a time, while the engine serves.
 
-        Returns for how many seconds that kept a scheduler from its forwards. Raises EngineError: `take` then does it all.
+        Returns for how many seconds that kept a scheduler from its forwards. Raises EngineError: `load_weights` does it all.
         """
-        self._ready = None
+        self._prepared = None
         name = next(self._numbers)
         manifest = encode_manifest(weights.tensors).decode()
-        asked: dict[str, Any] = {"do": "ready", "name": name}
+        asked: dict[str, Any] = {"do": "prepare", "name": name}
         tickets = [asked | {"regions": regions, "manifest": manifest} for regions in self._of_each_rank(weights)]
         while True:
             answers = await self._ask(*tickets)
             _raise_first(answers)
             if all(answer["done"] for answer in answers):
-                self._ready = weights, name
+                self._prepared = weights, name
                 return max(answer["seconds"] for answer in answers)
             tickets = [asked]
 
-    async def let_go(self) -> None:
-        """Let go of what was made ready or verified, and of the memory that it refers to. Raises EngineError."""
-        self._ready = None
-        await self._ask({"do": "let_go"})
+    async def release_buffers(self) -> None:
+        """Forget what was prepared or verified, and refer to its memory no more. Raises EngineError."""
+        self._prepared = None
+        await self._ask({"do": "release"})
 
-    async def take(self, weights: NewWeights, version: int, digest: str) -> TakeTimes:
-        """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: nobody knows."""
+    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
+        """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: what is loaded is unknown."""
         if not (weights.regions or weights.checkpoint or weights.group):
             # The tokenizer's side keeps the version; 0.5.17 to 0.5.23 have this method for it.
             self._tm._update_weight_version_if_provided(str(version))
             self.version, self.digest = version, digest
-            return TakeTimes(0.0, 0.0)
+            return LoadTimes(0.0, 0.0)
         self.model_tensors()  # raises, where it takes weights only at its start
-        ready, self._ready = self._ready, None
+        prepared, self._prepared = self._prepared, None
         answers: list[dict[str, Any]] = []
-        if ready is not None and ready[0] == weights:
-            answers = await self._exchange([{"do": "take", "name": ready[1]}], version)
-        if not answers or all(answer.get("kind") == "NotReady" for answer in answers):
+        if prepared is not None and prepared[0] == weights:
+            answers = await self._exchange([{"do": "load", "name": prepared[1]}], version)
+        if not answers or all(answer.get("kind") == "NotPrepared" for answer in answers):
             answers = await self._exchange(self._tickets(weights), version)
         failed = [answer for answer in answers if "error" in answer]
         if failed and (len(failed) < len(answers) or any(answer["touched"] for answer in failed)):
@@ -200,7 +200,7 @@ class EngineWeights:
         elif weights.group:
             digest = answers[0]["digest"]
         self.version, self.digest = version, digest
-        return TakeTimes(max(answer["load_s"] for answer in answers), max(answer["flush_s"] for answer in answers))
+        return LoadTimes(max(answer["load_s"] for answer in answers), max(answer["flush_s"] for answer in answers))
 
     async def _exchange(self, tickets: list[dict[str, Any]], version: int) -> list[dict[str, Any]]:
         """The answers to tickets that change weights, for which the engine must be idle."""
@@ -220,7 +220,7 @@ class EngineWeights:
             return [ticket | {"do": "checkpoint", "path": weights.checkpoint}]
         if weights.group:
             return [ticket | {"do": "receive", "group": weights.group, "bucket_bytes": weights.bucket_bytes}]
-        return [ticket | {"do": "take", "regions": regions} for regions in self._of_each_rank(weights)]
+        return [ticket | {"do": "load", "regions": regions} for regions in self._of_each_rank(weights)]
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, findings) of what is in all ranks together. Raises EngineError; NotComparable."""
