@@ -100,8 +100,8 @@ class ScorePart:
 
 @dataclass(frozen=True, slots=True)
 class ScoreBatch:
-    """Parts that must run as exactly one forward pass. `priority`: larger runs first, whatever the engine's own sign is.
-    `operation`: `score` or `embed`."""
+    """Parts that must run as exactly one forward pass. `priority`: larger runs first, in every engine. `operation`: `score` or
+    `embed`."""
 
     parts: tuple[ScorePart, ...]
     priority: int = 0
@@ -121,7 +121,7 @@ class PartScores:
 @dataclass(frozen=True, slots=True)
 class BatchScores:
     """The outcome of a batch: one entry for each part, in order; `forwards` of its rows as measured inside the engine;
-    `cached`: tokens of theirs that the engine had computed before."""
+    `cached`: tokens of the rows that the engine had computed before."""
 
     parts: tuple[PartScores | EngineError, ...]
     forwards: int

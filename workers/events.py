@@ -31,7 +31,7 @@ class Exit(IntEnum):
     OWNER_GONE = 72
     #: no coordinator was heard for `orphan_s`
     ORPHANED = 75
-    #: the coordinator refuses this incarnation for ever
+    #: the coordinator will never accept this incarnation
     REFUSED = 76
 
 
@@ -160,7 +160,7 @@ WeightsReport = WeightsAnswered | LoadPrepared | WeightsReceived | StagerLost | 
 
 
 class DrainWanted(WorkerEvent, frozen=True):
-    """Somebody on this machine asks the worker to finish and end (SIGTERM)."""
+    """A process on this host asks the worker to finish and end (SIGTERM)."""
 
     reason: str
 

@@ -1,6 +1,6 @@
 """How long the forwards of an engine are meant to take, from what a small one takes. Pure.
 
-A forward costs something whatever it holds. Where that is a tenth of it, short forwards cost a tenth of the throughput, and a
+A forward has a fixed cost. Where that is a tenth of it, short forwards cost a tenth of the throughput, and a
 request of high priority waits for no more than it must.
 """
 

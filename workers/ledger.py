@@ -31,7 +31,7 @@ class TaskLedger:
         self.running: dict[TaskId, int | None] = {}
         #: the part of `running` that is not yet given to the engine; empty when `leaving` is, and no weights are taken
         self.held: dict[TaskId, Run] = {}
-        #: work that nobody waits for any more and that is still inside the engine
+        #: dropped work that is still inside the engine
         self.leaving: set[TaskId] = set()
         #: answers of this epoch in the order they were finished; at most KEPT_ANSWERS and KEPT_BYTES
         self.answers: dict[TaskId, SendToCoordinator] = {}
@@ -44,7 +44,7 @@ class TaskLedger:
 
     @property
     def owed(self) -> int:
-        """Answers that somebody waits for."""
+        """Answers that the coordinator waits for."""
         return len(self.running) + len(self.unsent)
 
     def begin(self, task: TaskId, parts: int | None, run: Run, *, hold: bool) -> list[WorkerEffect]:
@@ -62,7 +62,7 @@ class TaskLedger:
         return held
 
     def finish(self, task: TaskId, answer: SendToCoordinator, *, said: bool) -> bool:
-        """`task` has left the engine, and its answer is kept. False: nobody waits for it."""
+        """`task` has left the engine, and its answer is kept. False: it was dropped."""
         if task not in self.running:
             return False
         del self.running[task]
@@ -83,7 +83,7 @@ class TaskLedger:
         return unsent.values()
 
     def drop(self) -> None:
-        """Nobody waits for any of it any more; what is inside the engine leaves it."""
+        """No answer is needed any more; the work inside the engine leaves it."""
         self.leaving |= self.running.keys() - self.held.keys()
         self.running.clear()
         self.held.clear()

@@ -1,4 +1,4 @@
-"""The link to the coordinator: a thread that owns the ZeroMQ socket and answers pings, whatever the main thread is doing.
+"""The link to the coordinator: a thread that owns the ZeroMQ socket and answers pings while the main thread is busy.
 
 Messages go to the worker's loop through `handle`, and from it through `send`. The thread is also the last resort: a
 main thread that stands still in an engine's code cannot notice that its owner or every coordinator is gone, or that a
@@ -180,7 +180,7 @@ class WorkerLink:
             self._write()
             now = time.monotonic()
             if now - looked_at > STALL_S:
-                # This process stood still, and maybe all others with it: nobody is to blame for the silence.
+                # This process stood still, and maybe all others with it: the coordinator was not silent.
                 self._heard_at = min(self._heard_at + now - looked_at, now)
             looked_at = now
             if self._doomed is not None and now > self._doomed[0]:

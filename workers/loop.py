@@ -114,7 +114,7 @@ class WorkerProcess:
             for effect in self.machine.handle(event):
                 self._perform(effect)
         except Exception as error:
-            # A state that nobody foresaw, so of any kind: better no worker than one that answers by chance. The coordinator
+            # An unforeseen state, so an error of any kind: no worker is better than one with wrong answers. The coordinator
             # is told, and the log has the traceback.
             report(error, f"at event {type(event).__name__}")
             reason = f"the worker failed at {type(event).__name__}: {_one_line(error)}"

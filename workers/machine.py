@@ -340,8 +340,8 @@ class WorkerMachine:
         self.updates.check()
         assert not self.registered or self.linked
         assert work.leaving or self.updates.busy or not work.held, "work is held back and nothing is leaving"
-        assert self.updates.loading is None or not work.leaving, "weights are taken beside work"
-        assert self.updates.loading is None or work.running.keys() == work.held.keys(), "weights are taken beside work"
+        assert self.updates.loading is None or not work.leaving, "weights are loaded during work"
+        assert self.updates.loading is None or work.running.keys() == work.held.keys(), "weights are loaded during work"
         assert self.updates.waiting is None or work.leaving or self.updates.loading, "weights wait for nothing"
         assert not self.registered or not work.unsent, "the link is usable and answers are not sent"
         assert self.stage != "ready" or self.capabilities is not None

@@ -15,7 +15,7 @@ def end_process(code: Exit) -> NoReturn:
     """Kill every process that belongs to this one and exit at once, without running destructors. Callable from any thread.
 
     An engine's children may be stuck or orphaned, so a worker that leads its process group kills the rest of the group, and
-    one that was started by hand, inside somebody else's group, its descendants.
+    one that was started by hand, inside another program's group, its descendants.
     """
     for _ in range(10):
         rest = _belonging()

@@ -1,4 +1,4 @@
-"""What one worker process is told: a JSON object in the environment, written by whoever starts it."""
+"""The configuration of one worker process: a JSON object in the environment, written by its launcher."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class WorkerSpec(EngineSettings, frozen=True, kw_only=True, forbid_unknown_field
     reserve_staging: whether device memory is taken for staged weight updates before the engine starts.
     checkpoint: the directory that the engine starts on in place of `model`, which are the weights of `version` if the digest of
         its files is `checkpoint_digest` once the engine has loaded them.
-    stager: path of the Unix socket of the stager beside this worker; empty: there is none.
+    stager: path of the Unix socket of this worker's stager; empty: there is none.
     checkpoint_roots: directories under which a published checkpoint may lie; empty: nowhere.
     keys: the file with this worker's key, for a coordinator on TCP; empty: none. The key itself stands nowhere here.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the worker ends at once.

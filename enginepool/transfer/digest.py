@@ -60,7 +60,7 @@ def _tried(device: Any) -> Any:
             raise RuntimeError("it gives other sums than the reference")
         _try_look(kernels, device)
     except Exception as error:
-        # Whatever a compiler, its cache or its driver may raise: an update must not fail for it.
+        # A compiler, its cache or its driver may raise anything: an update must not fail for it.
         why = str(error).strip().partition("\n")[0]
         log.warning("digests are computed on the host: no Triton kernel on %s: %s: %s", device, type(error).__name__, why)
         return None

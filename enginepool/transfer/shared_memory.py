@@ -229,8 +229,8 @@ def _unpin(at: int) -> None:
 
 
 def verified(content: Any, manifest: Sequence[Tensor], targets: Sequence[str] = ()) -> tuple[str, list[Finding]]:
-    """(digest, findings) of the bytes at the front of `content`, a space laid out by `protocol.layout`; on a GPU beside
-    whatever else runs there. `targets` as `WeightScan` has them.
+    """(digest, findings) of the bytes at the front of `content`, a space laid out by `protocol.layout`; on a GPU on
+    a stream of its own. `targets` as `WeightScan` has them.
 
     Raises:
         ValueError: it is too small.

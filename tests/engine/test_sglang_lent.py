@@ -107,7 +107,7 @@ def test_what_is_wrong_with_it_is_said_and_the_engine_serves_on(subject: Subject
     for bad in (wrong.weights.regions[0], small, MemoryRegion("cuda", 256, handle=b"\x90", gpu="a-b")):
         with pytest.raises(EngineError):
             subject.engine.call("do", "verify", NewWeights(lent.weights.tensors, (bad,)))
-    with pytest.raises(EngineError, match="nobody says where"):
+    with pytest.raises(EngineError, match="regions: expected one or more, got none"):
         subject.engine.call("do", "verify", NewWeights(lent.weights.tensors))
     assert subject.engine.call("do", "verify", lent.weights) == (lent.digest, [])
     subject.scores(random_batch(random.Random(6), declared(subject.engine)))

@@ -137,7 +137,7 @@ def _join(name: str, address: str, world: int, rank: int, backend: str) -> Any:
 
 def _open(weights: NewWeights) -> npt.NDArray[np.uint8]:
     if not weights.regions:
-        raise EngineError("sim engine: nobody says where the new weights lie")
+        raise EngineError("sim engine: regions: expected one or more, got none")
     space = weights.regions[0]
     try:
         opened = np.memmap(space.path, np.uint8, "r", shape=(space.nbytes,))

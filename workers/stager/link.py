@@ -1,4 +1,4 @@
-"""A worker's connection to the stager beside it."""
+"""A worker's connection to its stager."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from enginepool.workers.stager.messages import AskHeld, BytesReceived, FromStage
 CONNECT_S = 10.0
 #: Making room takes long where memory must be cleared.
 ANSWER_S = 60.0
-#: A stager answers beside whatever it does.
+#: A stager answers while it does other work.
 ALIVE_S = 10.0
 
 Answer = TypeVar("Answer")
@@ -78,7 +78,7 @@ class StagerLink:
             self._writer.write(packet(message))
 
     async def close(self) -> None:
-        """Leave the stager to whoever comes next."""
+        """Leave the stager to the next worker."""
         if self._writer is not None:
             self._writer.close()
         if self._reading is not None:

@@ -22,7 +22,7 @@ from enginepool.workers.stager.snapshot import Footer, copy_snapshot, link, writ
 
 torch: Any = importlib.import_module("torch")
 
-#: of a GPU's memory, left to whoever needs a little more
+#: of a GPU's memory, left for other allocations
 MARGIN = 256 << 20
 #: Bytes of a shard on GPU 0, if the space has as many: in a publisher's default buckets, what `ShardedReception` needs.
 LEAST_ON_FIRST = 2 << 30
@@ -170,5 +170,5 @@ def gpus_of(device: str, wanted: int) -> int:
 
 
 def be_small() -> None:
-    """An engine beside this process needs the cores."""
+    """Leave the cores of this host to the engine."""
     torch.set_num_threads(1)

@@ -26,7 +26,7 @@ class StagerSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The whole configuration of a stager.
 
     socket: path of the Unix socket that it listens at.
-    name: of the place beside which it stands, for the operator.
+    name: of its worker slot, for the operator.
     device: `cpu`; `cuda`: its regions are on the first `gpus` GPUs that it sees; `auto`: on those if there are some.
     lifeline_fd: read end of an inherited pipe; at its end of file the owner is gone and the stager ends at once.
     orphan_s: seconds without an owner or a worker before it ends.
@@ -62,7 +62,7 @@ def read_spec(environment: Mapping[str, str]) -> StagerSpec:
 
 
 class WorkerHello(Message, tag="worker"):
-    """The worker beside which the stager stands."""
+    """The worker that the stager serves from now on."""
 
     incarnation: str = ""
 

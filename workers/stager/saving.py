@@ -1,4 +1,4 @@
-"""Snapshots of committed weights, written one after the other, beside updates, and not in the way of the next one for long."""
+"""Snapshots of committed weights, written one after the other during updates, which they delay as little as possible."""
 
 import os
 import threading

@@ -101,8 +101,8 @@ def link(fd: int, path: str) -> bool:
 
 
 def remove_older(path: str) -> None:
-    """Remove what was kept of earlier versions and runs of the same group, beside the snapshot `path`, and what those who died
-    have left of theirs."""
+    """Remove snapshots of earlier versions and runs of the same group, in the folder of `path`, and unfinished files of stagers
+    that died."""
     run, newest = _group(path)[1], read_footer(path).version
     for other in _of_group(path):
         with contextlib.suppress(SnapshotError, FileNotFoundError):
@@ -134,7 +134,7 @@ def remove_all(path: str) -> None:
 
 
 def _of_group(path: str, more: str = "") -> list[str]:
-    """The files beside `path` with names as snapshots of its group have them, and `more`."""
+    """The files in the folder of `path` with names as snapshots of its group have them, and `more`."""
     name = glob.escape(os.path.join(os.path.dirname(path), _group(path)[0]))
     return [one for run in ("", "+[0-9]*") for one in glob.glob(f"{name}{run}-" + "[0-9a-f]" * 32 + more)]
 
@@ -146,7 +146,7 @@ def _group(path: str) -> tuple[str, int]:
 
 
 def copy_snapshot(fd: int, path: str) -> None:
-    """Copy the complete file `fd` to `path`, on whatever file system that lies, and make it last. Raises OSError."""
+    """Copy the complete file `fd` to `path`, on any file system, and flush it to the disk. Raises OSError."""
     target = Path(path)
     try:
         copy = unnamed_file(target.parent)

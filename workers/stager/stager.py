@@ -58,7 +58,7 @@ class Stager:
         self.device_memory: Memory | None = None
         #: the last snapshot in shared memory that this stager was asked for
         self.memory_snapshot = ""
-        #: nobody will come back to what is committed here
+        #: no worker will need the committed weights again
         self.unwanted = False
         self._worker: asyncio.StreamWriter | None = None
         self._making = asyncio.Lock()
@@ -102,7 +102,7 @@ class Stager:
             to.write(packet(message))
 
     def owner_gone(self) -> None:
-        """The program that embeds the pool ended: nobody will want the weights back."""
+        """The program that embeds the pool ended: no worker will need the weights again."""
         assert self.spec.lifeline_fd is not None
         self.loop.remove_reader(self.spec.lifeline_fd)
         if self.memory_snapshot:
@@ -117,7 +117,7 @@ class Stager:
         self._snapshots.finish()
 
     def tick(self) -> None:
-        """Called every TICK_S: whether somebody still needs this process."""
+        """Called every TICK_S: end when neither an owner nor a worker needs this process."""
         self.loop.call_later(TICK_S, self.tick)
         if not os.path.exists(self.spec.socket) and not self.ended.done():
             # The coordinator makes a folder again that was removed; the next worker looks for the socket there.
@@ -156,7 +156,7 @@ class Stager:
             self._say(reserved, worker)
 
     def _forget(self) -> None:
-        """Leave whatever was begun and is not committed."""
+        """Give up the update that is not committed."""
         update, self.update = self.update, None
         if update is None:
             return
@@ -235,7 +235,7 @@ class Stager:
     # --- receiving ------------------------------------------------------------------------------------------------------
 
     def _run(self, update: StagedUpdate, message: JoinGroup) -> None:
-        """On a thread of its own: join, receive, say what came."""
+        """On a thread of its own: join, receive, report."""
         from enginepool.transfer.collective import join
         from enginepool.transfer.process_group import CollectiveError
 
@@ -260,7 +260,7 @@ class Stager:
             # All that can be done before the first byte comes.
             reception = update.memory.reception(update.manifest, update.bucket_bytes, device, update.targets)
             regions = update.memory.regions()
-        except Exception as error:  # whatever it is: the worker waits for a word
+        except Exception as error:  # of any kind: the worker waits for an answer
             self._soon(update, InGroup(update.id, why(error)))
             return
         if update.forgotten:

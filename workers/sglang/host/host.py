@@ -37,7 +37,7 @@ class EngineHost:
     """The thread that builds an engine, waits for the end of any of its processes, and stops it.
 
     Args:
-        build: makes the engine; runs on the thread. Whatever it returns must have `shutdown()`.
+        build: makes the engine; runs on the thread. Its result must have `shutdown()`.
         lost: called on the thread with the reason, once, when a process of the engine ends by itself.
     """
 
@@ -69,7 +69,7 @@ class EngineHost:
         try:
             with _temporary_files_in(self._notes):
                 engine = self._build()
-        except BaseException as error:  # SGLang also exits; whoever waits for the engine gets it, whatever it is
+        except BaseException as error:  # SGLang also exits: the caller that waits for the engine gets any error
             self._built.set_exception(error)
             return
         children = self._children()
@@ -79,11 +79,11 @@ class EngineHost:
             gone = [child for child in children if child.sentinel in ended]
             self._lost(self._story(gone[0]))
             wait([self._woken])
-        atexit.unregister(engine.shutdown)  # it kills all children of this process, whatever they are by then
+        atexit.unregister(engine.shutdown)  # it kills all children of this process, also later ones
         engine.shutdown()
         loop: Any = getattr(engine, "loop", None)
         if isinstance(loop, asyncio.AbstractEventLoop) and not loop.is_running():
-            loop.close()  # the engine makes one for its blocking calls, which nobody uses here
+            loop.close()  # the engine makes one for its blocking calls, which are not used here
 
     def _story(self, child: BaseProcess) -> str:
         child.join(1.0)
@@ -93,7 +93,7 @@ class EngineHost:
             return f"the engine's {role} " + (f"failed: {error}" if error else f"(pid {child.pid}) ended with exit code {code}")
         how = f"was killed by {signal.Signals(-code).name}"
         if code == -signal.SIGKILL:
-            how += " (out of memory, or by somebody)"
+            how += " (out of memory, or by another process)"
         return f"the engine's {role} (pid {child.pid}) {how}" + (f"; its last error: {error}" if error else "")
 
     def _note(self, pid: int | None) -> tuple[str, str]:
@@ -113,7 +113,7 @@ class EngineHost:
         return ""
 
     def stop(self) -> None:
-        """Stop the engine and kill whatever it left, also when it was never built. Blocks for up to STOP_S + KILL_S."""
+        """Stop the engine and kill its processes, also when it was never built. Blocks for up to STOP_S + KILL_S."""
         self._stopping = True
         end = time.monotonic() + STOP_S
         self._wake.send(None)

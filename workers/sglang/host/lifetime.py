@@ -11,7 +11,7 @@ class EngineEnd:
     """An engine ends once: it is lost, or it is closed. All methods run on the engine's loop."""
 
     def __init__(self) -> None:
-        #: Its result is the reason why the engine was lost. Made by whoever asks first: futures belong to a running loop.
+        #: Its result is the reason why the engine was lost. Made at the first question: futures belong to a running loop.
         self._lost: asyncio.Future[str] | None = None
         #: Why no call can succeed any more.
         self._over: asyncio.Future[str] | None = None
@@ -47,7 +47,7 @@ class EngineEnd:
             raise EngineDied(over.result())
 
     async def unless_over(self, work: Awaitable[Any]) -> Any:
-        """The result of `work`, or EngineDied as soon as the engine is gone: the engine itself would wait for ever."""
+        """The result of `work`, or EngineDied as soon as the engine is gone: the engine itself would wait without a limit."""
         _, over = self._futures()
         task = asyncio.ensure_future(work)
         try:

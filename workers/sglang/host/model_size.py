@@ -57,14 +57,14 @@ def _of_hub(model: str, revision: str | None) -> int:
     try:
         hub: Any = importlib.import_module("huggingface_hub")
         errors: Any = importlib.import_module("huggingface_hub.errors")
-        # What is here is taken as it is, by the engine too, and nobody is asked.
+        # Local files are used as they are, by the engine too, and the hub is not asked.
         with contextlib.suppress(errors.LocalEntryNotFoundError):
             kept = hub.snapshot_download(model, revision=revision, local_files_only=True)
             if _whole(Path(kept)):
                 return _in_folder(Path(kept))
         files = hub.HfApi().model_info(model, revision=revision, files_metadata=True, timeout=_HUB_S).siblings
         sizes = [file.size for file in files or () if file.rfilename.endswith(".safetensors") and "/" not in file.rfilename]
-    except Exception as error:  # of the hub, of whatever it is reached by; the engine will say the same when it loads the model
+    except Exception as error:  # of the hub or its client; the engine will say the same when it loads the model
         raise UnknownSize(f"{model}: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}") from None
     return _room(model, sizes)
 

@@ -117,8 +117,8 @@ class Budgets:
 def engine_kwargs(settings: EngineSettings, known: Collection[str]) -> dict[str, Any]:
     """The keyword arguments of `sglang.Engine`.
 
-    `known` are the settings that the installed SGLang has: defaults that it lacks are left out, options that it lacks are
-    refused. The user's options win over the defaults.
+    `known` are the settings that the installed SGLang has: unknown defaults are left out, unknown options are refused.
+    The user's options win over the defaults.
     """
     for name in settings.options:
         if name in FIXED:
@@ -174,7 +174,7 @@ def _defaults(settings: EngineSettings) -> dict[str, Any]:
             "attention_backend": "torch_native",
             "sampling_backend": "pytorch",
             "disable_overlap_schedule": True,
-            # An idle scheduler polls without a pause: a core that a forward beside it needs.
+            # An idle scheduler polls without a pause: a core that a forward needs.
             "sleep_on_idle": True,
             "max_total_tokens": pool + (rows + 2) * page,
         }

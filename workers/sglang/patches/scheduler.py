@@ -148,7 +148,7 @@ def gather_logits_by_nccl(processor: Any) -> None:
 
     SGLang first tries memory with an NVLink multicast address, at the first forward and on every host. Where there is no
     multicast, to make such memory has ended schedulers (by SIGFPE: sglang #40485); where several engines start at a time, it
-    has stopped them for ever (#36110). A score needs one row of logits for each request, for which NCCL will do.
+    has stopped them without a limit (#36110). A score needs one row of logits for each request, for which NCCL will do.
     """
     memory = getattr(sys.modules[processor.__module__], "triton_symm_mem_ag", None)
     gatherer = getattr(memory, "MultimemAllGatherer", None)

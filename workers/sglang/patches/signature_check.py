@@ -23,7 +23,7 @@ def refuse_unknown(version: str, private: Iterable[Private] = PRIVATE, *, flashi
 
 
 def unknown(private: Iterable[Private]) -> Iterator[str]:
-    """Of each name that the installed SGLang lacks, or has with another signature: what is wrong with it."""
+    """Of each name that the installed SGLang does not have, or has with another signature: what is wrong with it."""
     for one in private:
         if one.how == "added":
             continue

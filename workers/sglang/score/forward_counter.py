@@ -49,7 +49,7 @@ class Entries:
             return
         times = self._unpack(packed)
         if not self._keep:
-            message.time_stats = None  # nobody else reads it, so it need not be unpacked again
+            message.time_stats = None  # it is not read again, so it need not be unpacked again
         # SGLang hands this on of causal models alone; the scheduler says it of all.
         cached = getattr(message, "cached_tokens", None) or [0] * len(times)
         for row, time, tokens in zip(message.rids, times, cached, strict=True):

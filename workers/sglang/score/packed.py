@@ -11,7 +11,7 @@ from enginepool.workers.engine import EngineError, PartScores, ScorePart
 from enginepool.workers.packed import Sequence, take_apart
 from enginepool.workers.sglang.score.outputs import head_scores, hidden_rows, label_shares
 
-#: Token id that SGLang itself puts between items. Positions are sent beside the ids, and no item attends to a delimiter.
+#: Token id that SGLang itself puts between items. Positions are sent with the ids, and no item attends to a delimiter.
 DELIMITER = 9999
 
 

@@ -1,8 +1,8 @@
 """Long queries that the engine computes once: which of them it has by now, and which batch waits for whom. No SGLang here.
 
 A query is sent alone, ahead of its rows, and stays in SGLang's radix cache; the rows that follow compute their items alone.
-SGLang looks for what it has when it puts a row into a forward, so the query must be answered before the rows are sent: beside
-it, in the same forward, they would find nothing. SGLang may drop what it has whenever it needs the memory. A row whose query is
+SGLang looks for what it has when it puts a row into a forward, so the query must be answered before the rows are sent: in
+the same forward they would find nothing. SGLang may drop what it has whenever it needs the memory. A row whose query is
 gone computes it again: as right as before, and counted in full by every budget. The worker reads off each answer how much was
 found, and believes no longer in a query that was not.
 """
@@ -43,8 +43,8 @@ class CachedQueries:
         return self._shortest <= part.shared <= self._capacity
 
     async def ensure(self, parts: Iterable[ScorePart], priority: int, compute: Compute) -> None:
-        """Return when the engine has the query of every part that shares one. Nobody computes what somebody else computes
-        already, unless at a lower priority, which could keep them waiting for ever."""
+        """Return when the engine has the query of every part that shares one. A query that another batch computes is
+        not computed again, unless that batch has a lower priority and could wait without a limit."""
         left = {part.query.tobytes(): part.query for part in parts if self.shared(part)}
         while left := {key: query for key, query in left.items() if not self._has(key)}:
             mine = [key for key in left if key not in self._pending or self._pending[key][0] < priority]

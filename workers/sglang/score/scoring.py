@@ -123,7 +123,7 @@ class EngineScoring:
         return scored, forwards, sum(cached)
 
     async def _send_ahead(self, priority: int, queries: list[list[int]]) -> None:
-        """Compute queries whose rows follow: one more row each, whose score nobody reads. Raises EngineError."""
+        """Compute queries whose rows follow: one more row each, whose score is not read. Raises EngineError."""
         causal = self._tm.is_generation
         part = ScorePart(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.uint32), labels=(0,) if causal else ())
         parts: Parts = [(part, queries)]

@@ -131,7 +131,7 @@ class CopyWatch(_Mode):
 
 
 class DryRun(_Mode):
-    """Runs a load to its end on tensors without memory, whatever it computes, and writes nothing to real ones."""
+    """Runs a load to its end on tensors without memory, and writes nothing to real ones."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

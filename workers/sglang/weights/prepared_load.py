@@ -197,7 +197,7 @@ class PreparedLoad:
 
     def serves(self, name: int, described: list[dict[str, Any]], text: str) -> bool:
         """Whether another update with the same tensors in the same memory can use it; it then has that name, and is looked at
-        again. A GPU's handle names one piece of memory for ever; of a file only the path is known."""
+        again. A GPU's handle always names the same memory; of a file only the path is known."""
         if not self.done or any(space["kind"] != "cuda" for space in described) or self._source != (described, text):
             return False
         self.name, self.done, self.seconds = name, False, 0.0
