@@ -1,7 +1,7 @@
 """What runs between two batches of an engine: later batches wait until it is done, earlier ones are finished before."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 
@@ -18,7 +18,7 @@ class BetweenBatches:
         self._turn = asyncio.Lock()
 
     @asynccontextmanager
-    async def batch(self) -> AsyncIterator[None]:
+    async def batch(self) -> AsyncGenerator[None]:
         """Meanwhile nothing is alone."""
         while not self._open.is_set():
             await self._open.wait()
@@ -32,7 +32,7 @@ class BetweenBatches:
                 self._empty.set()
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
+    async def alone(self) -> AsyncGenerator[None]:
         """Meanwhile no batch is inside."""
         async with self._turn:
             self._open.clear()
