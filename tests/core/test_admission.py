@@ -5,6 +5,7 @@ import pytest
 from enginepool.config import Limits
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.requests import lifecycle as requests
+from enginepool.coordinator.requests import texts as request_texts
 from enginepool.coordinator.requests.memory import charge
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.messages import FrameSpec, Tokenize
@@ -176,7 +177,7 @@ def test_an_answer_that_finds_no_memory_is_busy_and_the_next_attempt_is_answered
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(requests, "_join", join)
+        patch.setattr(requests, "join_pieces", join)
         assert codes(pool.submit(link, 1, work(20))) == []
         (failure,) = failures(pool.finish_all()).values()
     assert (failure.id, failure.code, failure.retry_after_ms) == (1, "busy", requests.NO_MEMORY_MS)
@@ -193,7 +194,7 @@ def test_text_whose_ids_find_no_memory_is_busy(monkeypatch: pytest.MonkeyPatch) 
     def with_ids(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(requests, "with_ids", with_ids)
+    monkeypatch.setattr(request_texts, "with_ids", with_ids)
     (asked,) = texts(pool.submit(link, 1, text("q", ["x"])))
     assert isinstance(asked.message, Tokenize)
     sent = pool.do(ev.TextTokenized(0, worker, asked.message.task, [], []))

@@ -52,7 +52,7 @@ def rows_in_any_order(patch: pytest.MonkeyPatch) -> None:
         whole = [spec.__class__(spec.name, spec.dtype, (request.work.rows, *spec.shape[1:])) for spec in specs]
         return whole, frames
 
-    patch.setattr(requests, "_join", join)
+    patch.setattr(requests, "join_pieces", join)
 
 
 def rows_without_a_separator_pass(patch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from enginepool.coordinator.core.secondary import WorkerLoaded
 from enginepool.coordinator.core.transitions import confirm_epoch, end_batch, end_text, report_stage
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.workers import WorkerRegistry, failed_to_start, put_text_back
+from enginepool.coordinator.requests import texts
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import shrink
@@ -126,7 +127,7 @@ class WorkerReports:
         """A worker answered a tokenizing task."""
         worker = self.workers.of(e.link)
         if worker is not None:
-            self.requests.tokenized(worker, e)
+            texts.tokenized(self.requests, worker, e)
 
     def refused(self, e: ev.WorkerRefused) -> None:
         """A worker did not take a batch or a text: that goes elsewhere, and the worker registers again before it gets more."""

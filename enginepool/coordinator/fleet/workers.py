@@ -18,6 +18,7 @@ from enginepool.coordinator.core.transitions import end_batch, end_text, lose_wo
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.coordinator.requests.texts import texts_lost
 from enginepool.coordinator.scheduling.oom_backoff import halve
 from enginepool.protocol.messages import Drain, ErrorReply, Expired
 
@@ -132,7 +133,7 @@ class WorkerRegistry:
         lose_worker(core, worker, reason)
         batches = list(worker.batches.values())
         group.counts.lost_batches += len(batches)
-        self.requests.texts_lost(worker, reason)
+        texts_lost(self.requests, worker, reason)
         for batch in batches:
             end_batch(core, batch)
             self.requests.lost(batch, reason)

@@ -1,4 +1,4 @@
-"""Requests that were admitted, to their one final answer: text, outcomes, cancel, deadlines."""
+"""Requests that were admitted, to their one final answer: outcomes, cancel, deadlines; `texts` has those of text."""
 
 from collections.abc import Sequence
 
@@ -9,13 +9,11 @@ from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
-from enginepool.coordinator.core.transitions import end_text, enter_request
-from enginepool.coordinator.core.worker import Worker
-from enginepool.coordinator.operations.tokenize import with_ids
+from enginepool.coordinator.core.transitions import enter_request
 from enginepool.coordinator.requests.memory import charge, too_large
+from enginepool.coordinator.requests.parts import join_pieces, join_ranges
 from enginepool.coordinator.scheduling.queue import ANY
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN, classes_of
-from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, Timings, Usage
 
 #: when a request that found no memory is sent again
@@ -28,42 +26,7 @@ class RequestLifecycle:
     def __init__(self, core: Context) -> None:
         self.core = core
 
-    # --- text ----------------------------------------------------------------------------------------------------------
-
-    def tokenized(self, worker: Worker, e: ev.TextTokenized) -> None:
-        """The ids of a text request, or why there are none."""
-        oldest = next(iter(worker.texts), None) == e.task
-        request = end_text(self.core, worker, e.task)
-        if oldest and worker.texts:
-            # A tokenizer takes one after the other: the next one's time begins now, however many came together.
-            task, (text, due) = next(iter(worker.texts.items()))
-            worker.texts[task] = text, max(due, self.core.now + self.core.config.timing.forward_s)
-        if request is None or request.state == DONE:
-            return
-        if e.message:
-            self.fail(request, "engine_error", e.message)
-            return
-        group = request.group
-        old = request.work
-        try:
-            work = with_ids(old, e.specs, e.frames)
-        except MemoryError:
-            self._no_memory(request)
-            return
-        except WireError as error:
-            self.fail(request, "engine_error", error.message)
-            return
-        request.work = work
-        group.tokens += work.tokens - old.tokens
-        # Its text is harmless; what its ids do to a worker is another question.
-        if request.suspect:
-            request.suspect = False
-            self.core.levels.readmit(request)
-        enter_request(request, QUEUED)
-        if self._classify(request):
-            request.queue.push(request)
-
-    def _classify(self, request: Request) -> bool:
+    def classify(self, request: Request) -> bool:
         """Which classes can serve it, as far as is known now. When none can, that is its answer, and this is False."""
         group = request.group
         classes = classes_of(request.work, group.plain, group.packed, group.expected)
@@ -89,23 +52,6 @@ class RequestLifecycle:
         self.core.live_bytes += more
         self.core.levels.recharge(request, more)
         request.held = held
-
-    def texts_lost(self, worker: Worker, reason: str) -> None:
-        """A worker is lost with texts: the one that it tokenized runs alone from now on, the others wait again.
-
-        The worker may have begun with the second one, and the answer to the first one be lost with it. So a text that waited
-        there is a suspect when it is lost with a second worker.
-        """
-        trial = worker.group.trial
-        for place, task in enumerate(list(worker.texts)):
-            request = end_text(self.core, worker, task)
-            if request is None or request.state == DONE:
-                continue
-            request.suspect = request.suspect or place == 0 or request.bystander
-            request.bystander = True
-            request.queue.push(request)
-            if trial is not None and trial.id == task:
-                self.died_alone(request, reason)
 
     # --- outcomes ------------------------------------------------------------------------------------------------------
 
@@ -139,9 +85,9 @@ class RequestLifecycle:
                 request.pieces = [piece]
             if not request.left:
                 try:
-                    specs, frames = _join(request)
+                    specs, frames = join_pieces(request)
                 except MemoryError:
-                    self._no_memory(request)
+                    self.no_memory(request)
                     continue
                 self._answer(request, e.version, specs, frames)
 
@@ -154,7 +100,7 @@ class RequestLifecycle:
 
     def put_back(self, request: Request, ranges: list[tuple[int, int]]) -> None:
         """Rows of a live request wait again, in their old place. The caller has taken flying rows off `flying`."""
-        request.back = _joined([*request.back, *ranges])
+        request.back = join_ranges([*request.back, *ranges])
         request.left = request.flying + request.waiting_rows()
         if request.state == RUNNING:
             enter_request(request, QUEUED)
@@ -234,7 +180,7 @@ class RequestLifecycle:
             self.core.effects.append(ToClient(request.client.link, failure))
         self.core.wake(request.group)
 
-    def _no_memory(self, request: Request) -> None:
+    def no_memory(self, request: Request) -> None:
         """The process has no memory for what this request needs now; its client sends it again."""
         text = "buffer_bytes: the coordinator has no memory for this request"
         self.shed(request, ErrorReply("busy", text, request.id, field="buffer_bytes", retry_after_ms=NO_MEMORY_MS))
@@ -325,7 +271,7 @@ class RequestLifecycle:
         for request in list(group.live):
             before = request.classes
             if request.state != RUNNING:
-                self._classify(request)
+                self.classify(request)
             elif isinstance(classes := classes_of(request.work, group.plain, group.packed, group.expected), int):
                 group.classify(request, classes)
             moved = moved or request.classes != before
@@ -339,7 +285,7 @@ class RequestLifecycle:
         for ever should it come back."""
         self.recheck(group)
         for request in [request for request in group.live if request.state == RUNNING]:
-            self._classify(request)
+            self.classify(request)
 
     def reweigh(self, group: Group, before: int) -> None:
         """Other weights than those of version `before` are committed: requests that waited for them may run.
@@ -375,26 +321,3 @@ def _unmet(request: Request) -> str:
     if not any(worker.able for worker in group.workers.values()):
         return f"; no worker of group {group.name} is ready"
     return ""
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of rows in order, those that touch each other as one: there are no more than there are gaps between them."""
-    ranges.sort()
-    out: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if out and out[-1][1] == start:
-            out[-1] = out[-1][0], end
-        else:
-            out.append((start, end))
-    return out
-
-
-def _join(request: Request) -> tuple[list[FrameSpec], list[Buffer]]:
-    """The pieces of a request that was cut, put together in row order. Rows are concatenated, bytes as they came."""
-    pieces = sorted(request.pieces, key=lambda piece: piece[0])
-    specs: list[FrameSpec] = []
-    frames: list[Buffer] = []
-    for i, spec in enumerate(pieces[0][1]):
-        specs.append(FrameSpec(spec.name, spec.dtype, (request.work.rows, *spec.shape[1:])))
-        frames.append(b"".join(piece[2][i] for piece in pieces))
-    return specs, frames

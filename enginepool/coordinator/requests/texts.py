@@ -1,0 +1,61 @@
+"""Requests of text: a worker tokenizes them, or is lost with them. Pure."""
+
+from enginepool.coordinator.core import events as ev
+from enginepool.coordinator.core.request_state import DONE, QUEUED
+from enginepool.coordinator.core.transitions import end_text, enter_request
+from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.operations.tokenize import with_ids
+from enginepool.coordinator.requests.lifecycle import RequestLifecycle
+from enginepool.protocol.errors import WireError
+
+
+def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -> None:
+    """The ids of a text request, or why there are none."""
+    oldest = next(iter(worker.texts), None) == e.task
+    request = end_text(requests.core, worker, e.task)
+    if oldest and worker.texts:
+        # A tokenizer takes one after the other: the next one's time begins now, however many came together.
+        task, (text, due) = next(iter(worker.texts.items()))
+        worker.texts[task] = text, max(due, requests.core.now + requests.core.config.timing.forward_s)
+    if request is None or request.state == DONE:
+        return
+    if e.message:
+        requests.fail(request, "engine_error", e.message)
+        return
+    group = request.group
+    old = request.work
+    try:
+        work = with_ids(old, e.specs, e.frames)
+    except MemoryError:
+        requests.no_memory(request)
+        return
+    except WireError as error:
+        requests.fail(request, "engine_error", error.message)
+        return
+    request.work = work
+    group.tokens += work.tokens - old.tokens
+    # Its text is harmless; what its ids do to a worker is another question.
+    if request.suspect:
+        request.suspect = False
+        requests.core.levels.readmit(request)
+    enter_request(request, QUEUED)
+    if requests.classify(request):
+        request.queue.push(request)
+
+
+def texts_lost(requests: RequestLifecycle, worker: Worker, reason: str) -> None:
+    """A worker is lost with texts: the one that it tokenized runs alone from now on, the others wait again.
+
+    The worker may have begun with the second one, and the answer to the first one be lost with it. So a text that waited
+    there is a suspect when it is lost with a second worker.
+    """
+    trial = worker.group.trial
+    for place, task in enumerate(list(worker.texts)):
+        request = end_text(requests.core, worker, task)
+        if request is None or request.state == DONE:
+            continue
+        request.suspect = request.suspect or place == 0 or request.bystander
+        request.bystander = True
+        request.queue.push(request)
+        if trial is not None and trial.id == task:
+            requests.died_alone(request, reason)
