@@ -1,19 +1,19 @@
 """Embeddings of the real engine equal those of `transformers`: pooled by the model's rule, cut, normalized or not."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
+from tests.engine.embedders import Embedder, last_token_model
 from tests.engine.families import VOCAB, torch, transformers
 from tests.engine.hosted import HostedEngine
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 ROWS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16], [5, 6, 7, 8]]
 BUDGETS: dict[str, Any] = {"max_batch_tokens": 256, "max_batch_rows": 24}
@@ -36,31 +36,9 @@ def rows_of(outcome: PartScores | EngineError) -> npt.NDArray[np.float32]:
     return outcome.scores
 
 
-class Embedder:
-    """A checkpoint, and `transformers` in float32 on it: each row alone, pooled at one place."""
-
-    def __init__(self, folder: Path, place: int) -> None:
-        self.folder = folder
-        self._model: Any = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
-        self._place = place
-
-    def pooled(self, rows: list[list[int]], dimensions: int = 0, normalize: bool = True) -> npt.NDArray[np.float64]:
-        with torch.no_grad():
-            found = [self._model(torch.tensor([row])).last_hidden_state[0, self._place].double().numpy() for row in rows]
-        vectors = np.stack(found)[:, : dimensions or None]
-        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True) if normalize else vectors
-
-
-def edit(folder: Path, **values: object) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | values))
-
-
 @pytest.fixture(scope="module")
 def last_token(tmp_path_factory: pytest.TempPathFactory) -> Embedder:
-    folder = make_tiny_model(tmp_path_factory.mktemp("last"), seed=5)
-    edit(folder, is_matryoshka=True)
-    return Embedder(folder, -1)
+    return last_token_model(tmp_path_factory.mktemp("last"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.fan_out import FanOut, ready_workers
-from enginepool.protocol.control import Command, Commanded, Control, ControlReport, WorkerOutcome
+from enginepool.protocol.control import Command, Commanded, CommandName, Control, ControlReport, WorkerOutcome
 from enginepool.protocol.messages import Message, TaskId
 
 
@@ -26,7 +26,7 @@ class Commands:
 
     def __init__(self, group: Group, message: Control) -> None:
         self.id = message.id
-        self._command = message.command
+        self._command: CommandName = message.command
         ready = set(ready_workers(group))
         others = [
             WorkerOutcome(worker.name, "pool_down", f"not ready: {worker.stage}")
