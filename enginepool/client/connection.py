@@ -45,7 +45,7 @@ from enginepool.protocol.messages import ErrorReply, ToClient
 log = logging.getLogger("enginepool")
 
 T = TypeVar("T", Answer, Report, WeightsAnswer, ControlAnswer)
-#: What an update hears: where it stands, and at last one of the second line.
+#: What an update hears: its progress, and finally UpdateDone or Fail.
 UpdateEffect = JoinProcessGroup | PhaseReached | UpdateDone | Fail
 
 _NO_POOL = "; is a pool running there? `enginepool serve` starts one"
@@ -144,7 +144,7 @@ class Connection:
         return id_
 
     def tell(self, event: SessionEvent) -> None:
-        """An event about an update, or another one that nobody answers."""
+        """An event about an update, or another event without an answer."""
         self._handle(event)
 
     def failed(self, failure: ErrorReply, names: Mapping[str, str] | None = None) -> EnginepoolError:
@@ -215,7 +215,7 @@ class Connection:
         except OSError as error:
             failure = ErrorReply("connect", f"cannot connect: {error.strerror or error}")
             if self._lookup is not None:
-                # It is no address, whatever names it has.
+                # The address is invalid, so its name does not matter.
                 self._lookup.cancel()
             self._loop.call_soon(self.abort, failure)
 

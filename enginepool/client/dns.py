@@ -1,6 +1,6 @@
-"""Whether the name in an address can be resolved; asked beside the connection, to say why nobody answers.
+"""Whether the name in an address can be resolved; looked up while the connection opens, to explain why no coordinator answers.
 
-ZeroMQ resolves names itself, again and again, and says nothing of it. A name that nobody knows yet may be that of a coordinator
+ZeroMQ resolves names itself, again and again, and says nothing of it. An unknown name may be that of a coordinator
 that is still to be started, so that this decides nothing.
 """
 
@@ -8,7 +8,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 
-#: a name that nobody knew is asked for again after this, in seconds
+#: seconds until an unknown name is looked up again
 AGAIN_S = 1.0
 
 

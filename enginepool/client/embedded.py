@@ -1,6 +1,6 @@
 """The coordinator as a child of this process: started, watched, started again, and ended with it.
 
-The child inherits the read end of a pipe, the lifeline. Nobody but this process holds the write end, so however this process
+The child inherits the read end of a pipe, the lifeline. Only this process holds the write end, so however this process
 ends, the pipe closes, and the coordinator ends its workers and itself. A coordinator that dies, or that SIGUSR1 ends alone, is
 started again with the same endpoints and the same state directory, where it finds its journal and its living workers; the
 client's session sends again what was not answered. A coordinator that SIGTERM ends with its workers is not started again.
@@ -119,7 +119,7 @@ class EmbeddedCoordinator:
         self._gone = asyncio.Event()
         read, write = os.pipe()
         self._lifeline = read
-        # Also when this object is forgotten with its loop: then nobody is left who could ask the coordinator for anything.
+        # Also when this object is garbage-collected with its loop: then the coordinator has no client left.
         self._cut = weakref.finalize(self, _close, read, write)
         _living.add(self)
         self._spawn()
@@ -230,7 +230,7 @@ def _remove(folder: PrivateFolder, owner: int) -> None:
 
 
 def _forget(directory: Path) -> None:
-    """A program was killed with all of its pool, which kept its state here: nobody wants its weights in memory any more."""
+    """A program was killed with all of its pool, which kept its state here: its weights in memory are not needed any more."""
     shutil.rmtree(snapshot_folders(directory)["memory"], ignore_errors=True)
 
 

@@ -49,7 +49,7 @@ class ClientLink:
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        #: the open one, for the day when this object is forgotten with its loop: a context waits for ever for its sockets
+        #: the open one, closed when this object is garbage-collected with its loop: a context waits for its sockets without end
         self._left: list[zmq.Socket[bytes]] = []
         self._forgotten = weakref.finalize(self, _leave, self._context, self._left)
         self._forgotten.atexit = False
@@ -77,7 +77,7 @@ class ClientLink:
             socket.close(0)
             raise OSError(error.errno, error.strerror or str(error)) from None
         except BaseException:
-            # Whatever it is: a socket that stays open keeps `close` waiting for ever. It is raised again.
+            # A socket that stays open would block `close` without end. The error is raised again.
             socket.close(0)
             raise
         self._socket = socket
@@ -109,7 +109,7 @@ class ClientLink:
                 if self._socket is not socket:
                     return
         except BaseException:
-            # Whatever a callback raises, and it is raised again, must not swallow the edge: what is left in the socket would
+            # An error of a callback, which is raised again, must not lose the edge: what is left in the socket would
             # wait for the next message.
             self._loop.call_soon(self.drain)
             raise

@@ -87,8 +87,8 @@ class Pool(ScoreCalls, EmbedCalls, WeightCalls, ControlCalls):
         Raises:
             ConfigError: `keys` cannot be read, or can be read by others.
             BadRequest: an argument is none; `field` names it.
-            ConnectError: nobody answered within `connect_timeout` seconds, perhaps because nobody knows the host's name; the
-                message says so, and names the address.
+            ConnectError: no coordinator answered within `connect_timeout` seconds, perhaps because the host's name is unknown;
+                the message says so, and names the address.
         """
         address, connect_timeout = check_address(address), check_timeout(connect_timeout, "connect_timeout")
         key = key_for(address, keys)
@@ -166,7 +166,7 @@ class Pool(ScoreCalls, EmbedCalls, WeightCalls, ControlCalls):
     async def _open(self, within: float | None) -> None:
         try:
             await self._connection.open(within)
-        except BaseException:  # also when cancelled: whoever awaited this has no pool to close; it is raised again
+        except BaseException:  # also when cancelled: the caller has no pool to close; it is raised again
             await self.close()
             raise
 

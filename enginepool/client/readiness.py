@@ -47,7 +47,7 @@ async def wait_until_ready(ask: Ask, within: float | None, group: str, say: Call
 
 
 def _is_ready(status: GroupStatus) -> bool:
-    """What needs weights would wait for ever for somebody who waits for it before he publishes them."""
+    """A group that needs weights counts as ready: its publisher may wait for this call before it publishes them."""
     return bool(status.needs_weights) or any(worker.stage == "ready" for worker in status.workers)
 
 

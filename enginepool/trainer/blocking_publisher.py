@@ -94,7 +94,7 @@ class BlockingWeightPublisher(BlockingFacade):
         try:
             self._run(self._async.close())
         except PoolClosed:
-            # The loop is gone; what is held on this side can still be given back.
+            # The loop is gone; the memory of this publisher can still be freed.
             thread = LoopThread()
             try:
                 thread.call(self._async.close())

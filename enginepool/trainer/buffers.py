@@ -108,7 +108,7 @@ class Buffers:
         make_ready(self.device)
 
     def close(self) -> None:
-        """Give their memory back, whoever else knows this object."""
+        """Free their memory, also while other code refers to this object."""
         self._cut = None
         self._pair.clear()
         self._regions.clear()

@@ -275,7 +275,7 @@ class WeightPublisher:
         try:
             report = await pool.status(timeout=None)
         except EnginepoolError:
-            # The pool is closed: its weights are nobody's concern.
+            # The pool is closed: no weights are needed.
             return
         for status in report.groups:
             if status.needs_weights and not self.wanted.is_set():

@@ -34,7 +34,7 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 class SendPlan:
     """What an update sends: its description, and its tensors in the same order. `tensors` may be called once.
 
-    `sharded`: a digest of those that a collective of all ranks makes whole, which has to be the same on each; 0: nobody knows.
+    `sharded`: a digest of those that a collective of all ranks makes whole, which has to be the same on each; 0: unknown.
     """
 
     manifest: list[Tensor]
@@ -123,7 +123,7 @@ def _untied(pairs: list[tuple[str, Any]], tied: set[str]) -> list[tuple[str, Any
 
 
 def _place(value: Any) -> tuple[Any, ...] | None:
-    """Where a tensor's bytes are, and how it sees them. None: nowhere, or nobody knows.
+    """Where a tensor's bytes are, and how it sees them. None: nowhere, or unknown.
 
     The storage and not the address: a rank's shard may be empty, and all ranks have to come to the same end.
     """
@@ -158,7 +158,7 @@ def _checked(pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 class HeldTensors:
     """Tensors that a source has given and that are still needed: memory that it gives again must be what it was.
 
-    A source that uses one buffer for all its tensors would send the last one under every name, and nobody would know.
+    A source that uses one buffer for all its tensors would send the last tensor under every name, without an error.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class HeldTensors:
 
 
 def _memory(tensor: Any) -> tuple[int, int]:
-    """Where a tensor is, and how often it was written to; (0, 0): nobody knows."""
+    """Where a tensor is, and how often it was written to; (0, 0): unknown."""
     local = getattr(tensor, "_local_tensor", tensor)
     try:
         return (local.data_ptr(), local._version) if local.numel() else (0, 0)

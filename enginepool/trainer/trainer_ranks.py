@@ -1,6 +1,6 @@
 """Trainer ranks in step: before the collectives of a gather rank 0 says whether they come, and then all say how it went.
 
-So nobody enters a collective that others have left: an update that rank 0 gives up ends on every rank before the next one, and
+So no rank enters a collective that others have left: an update that rank 0 aborts ends on every rank before the next one, and
 a rank that fails makes all of them give up. The group is a torch process group that the caller made for this alone.
 
 A rank whose source fails while the others are in the collective of that very tensor leaves their threads there for as long as
@@ -63,7 +63,7 @@ class TrainerRanks:
 
     @property
     def alone(self) -> bool:
-        """Nobody else takes tensors when this rank does."""
+        """No other rank takes tensors when this rank does."""
         return self._group is None
 
     @contextmanager
@@ -115,7 +115,7 @@ class TrainerRanks:
             try:
                 step()
             except BaseException as error:
-                # Whatever it is, and it is raised again, the other ranks wait for this one's word.
+                # The other ranks wait for this rank. The error is raised again.
                 if self._heartbeats is not None:
                     self._heartbeats.fail(as_error(error))
                 _failures(self._group, error)
@@ -196,7 +196,7 @@ def _follow(
                 for _ in range(count):
                     next(source, None)
         except BaseException as error:
-            # Whatever it is, rank 0 waits for this one's word. It is raised when all ranks have left the update.
+            # Rank 0 waits for this rank. The error is raised when all ranks have left the update.
             own = as_error(error)
             if heartbeats is not None:
                 heartbeats.fail(own)
@@ -286,7 +286,7 @@ def _named(heartbeats: Heartbeats | None) -> Generator[None]:
 
 @contextmanager
 def _unheard(mine: BaseException | None) -> Generator[None]:
-    """Until the others have heard of it, nobody else can tell the caller what went wrong here."""
+    """Log the error of this rank if the other ranks are not told of it soon: no other code reports it to the caller."""
     if mine is None:
         yield
         return

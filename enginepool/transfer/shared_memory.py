@@ -1,8 +1,8 @@
 """The memory that an update's bytes lie in: made by a stager or a publisher, opened by engines. Both ends of a `MemoryRegion`.
 
 On a host it is an unnamed file in shared memory, on a GPU memory that torch shares by CUDA IPC. A *seal* makes it possible to
-lend it: random bytes at its end, which are gone before its content changes. Whoever has copied out of it and still finds the
-seal there has copied what was there when it was lent.
+lend it: random bytes at its end, which are gone before its content changes. A reader that still finds the seal after
+its copy has copied the content that was shared.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ torch: Any = importlib.import_module("torch")
 
 #: of `cudaHostRegister`: memory that a GPU only reads, which is pinned in two thirds of the time
 _READ_ONLY = 8
-#: of a file with torch's counts of users, which does not exist: whoever opens a space is not counted
+#: name of a file with torch's counts of users, which does not exist: processes that open a region are not counted
 _UNCOUNTED = b"/enginepool-uncounted"
 
 
@@ -62,7 +62,7 @@ class HostSpace:
         return [MemoryRegion("file", self.nbytes, path=f"/proc/{os.getpid()}/fd/{self.fd}")]
 
     def close(self) -> None:
-        """Nobody can open it any more; the memory goes with its last mapping, here or elsewhere."""
+        """No process can open it any more; the memory is freed with its last mapping, here or elsewhere."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -110,7 +110,7 @@ class DeviceSpace:
         """As other processes open them.
 
         Torch counts a user for each time that something is shared, keeps the memory until that one has opened and closed it,
-        and for ever if two have, or none. So it is shared once, and the user that it waits for is `close`.
+        and never frees it if two have, or none. So it is shared once, and the user that it waits for is `close`.
         """
         self._shared = self._shared or [tensor.untyped_storage()._share_cuda_() for tensor in self.tensors]
         return [
@@ -119,7 +119,7 @@ class DeviceSpace:
         ]
 
     def close(self) -> None:
-        """Nobody is to open it any more; the memory goes with the last reference to it here."""
+        """No process is to open it any more; the memory is freed with the last reference to it here."""
         shared, self._shared = self._shared, []
         for one in shared:
             torch.UntypedStorage._release_ipc_counter(one[4], one[5], device=torch.device("cuda", one[0]))
@@ -175,7 +175,7 @@ def visible_gpus() -> list[str]:
 
 
 def open_space(space: MemoryRegion, *, across: bool = False, by_current: bool = False, pinned: bool = False) -> Any:
-    """Its bytes, in this process: a uint8 tensor. They stay for as long as it lives, whatever becomes of who made them.
+    """Its bytes, in this process: a uint8 tensor. They stay while the tensor lives, also after their maker ended.
 
     Args:
         across: on a GPU that is not visible here they are opened by way of the current one, which can copy them.

@@ -20,7 +20,7 @@ class SessionEvent(msgspec.Struct, frozen=True, gc=False):
 
 
 class Start(SessionEvent, frozen=True):
-    """The first event: find the coordinator. Past `connect_by` without a Welcome the session ends; None waits for ever."""
+    """The first event: find the coordinator. Past `connect_by` without a Welcome the session ends; None: without a limit."""
 
     connect_by: float | None = None
 
@@ -55,7 +55,7 @@ class Ask(SessionEvent, frozen=True):
 class UpdateBegin(SessionEvent, frozen=True):
     """New weights for a group: `publish` has a fresh id of the same series, `frames` its manifest, if it has one.
 
-    Past `deadline` the transaction is given up, and ends without the coordinator's word; the time is over once all is sent.
+    Past `deadline` the transaction is aborted without an answer of the coordinator. The deadline ends when all is sent.
     """
 
     publish: Publish
@@ -182,7 +182,7 @@ class PhaseReached(SessionEffect, frozen=True):
 
 
 class UpdateDone(SessionEffect, frozen=True):
-    """The final answer of update `id`: it is committed. (Fail: it is not, or nobody knows; the message says which.)"""
+    """The final answer of update `id`: it is committed. (Fail: it is not, or that is unknown; the message says which.)"""
 
     id: int
     published: Published

@@ -3,7 +3,7 @@
 Part of the pure machine in `session.py`, which says what a lost link means for everything else. How it thinks:
 
 The link goes new → greeting → welcomed, and back to greeting whenever the coordinator does not know this client (it answers
-`hello_required`, or speaks of a higher epoch) or says nothing for `silence_s`; at last it is ended. Silence counts from the
+`hello_required`, or speaks of a higher epoch) or says nothing for `silence_s`; finally it is ended. Silence counts from the
 first ping without an answer, and a tick that comes late forgives it, so a client that was itself stopped does not take its own
 pause for the coordinator's. Each Hello has a higher incarnation than the one before. Silence also opens a new socket: what is
 queued on the old one would otherwise arrive some day. What a coordinator of a lower epoch says does not count;
@@ -18,7 +18,7 @@ from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.messages import Hello, Ping, Welcome
 
 State = Literal["new", "greeting", "welcomed", "ended"]
-#: what a tick finds: nobody ever answered; nobody answers on this socket; nobody answered the Hello yet; nothing
+#: what a tick finds: no answer ever; silence on this socket; no answer to the Hello yet; nothing
 Due = Literal["never_answered", "silent", "hello", ""]
 
 #: strikes are counted together when each is within this many seconds of the one before

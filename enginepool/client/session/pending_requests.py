@@ -214,7 +214,7 @@ class PendingRequests:
 
     def pump(self, now: float, out: list[SessionEffect]) -> None:
         """Send what waits, in order, while the window has room. A request that does not fit holds up those behind it: small
-        ones must not overtake it for ever."""
+        ones must not overtake it without end."""
         waiting = self._waiting
         while waiting and self.open and not self.paused:
             call = self.by_id.get(waiting[0][1])

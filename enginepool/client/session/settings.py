@@ -12,7 +12,7 @@ class SessionSettings(msgspec.Struct, frozen=True):
     hello_s: float = 1.0
     #: pings to a coordinator that has said that it ends come this often: the first one that the next coordinator hears finds it
     seek_s: float = 0.25
-    #: at least this much between two Hellos, whatever the coordinator answers
+    #: at least this much between two Hellos, for any answer of the coordinator
     hello_gap_s: float = 0.1
     #: a sent request fails here so long after its deadline
     grace_s: float = 1.0
@@ -25,7 +25,7 @@ class SessionSettings(msgspec.Struct, frozen=True):
     status_s: float = 1.0
     #: an unanswered question about weights, which workers may have to work on, is asked again after this
     question_s: float = 30.0
-    #: an update that was given up is waited for so long: the coordinator may have committed it
+    #: an aborted update is waited for so long: the coordinator may have committed it
     abort_wait_s: float = 10.0
     ack_batch: int = 64
     ack_delay_s: float = 0.1
