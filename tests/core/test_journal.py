@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.shell import journal as under_test
 from enginepool.coordinator.shell.journal import BLOCK, ROOM, Journal, Record, prepare_state_dir
 from enginepool.errors import ConfigError

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Batch, Result
 from enginepool.protocol.updates import Committed, Prepare, Prepared, Published, ReleaseWeights
 from tests.core.machines import CAN, EPOCH, failures, results, work

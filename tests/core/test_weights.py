@@ -6,7 +6,7 @@ import pytest
 
 from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
-from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.fleet.fan_out import AGAIN_MS, OPEN, OPEN_EACH
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_HEADER_BYTES

@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from enginepool.config import RestartConfig
-from enginepool.coordinator.core.events import DrainAsked, GroupWeights, LiveProcess, WorkerExited
+from enginepool.coordinator.core.events import DrainAsked, WorkerExited
+from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.launchers.base import Launcher, LauncherContext
 from enginepool.coordinator.shell.daemon import Daemon
 from tests.process.daemons import PATIENCE_S, sim_pool

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 
-from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.shell.journal import Journal
 from enginepool.host.folders import snapshot_folders
 from enginepool.protocol.frames import encode_header

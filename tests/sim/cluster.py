@@ -7,7 +7,8 @@ process group has ended.
 from collections import Counter
 from typing import Protocol
 
-from enginepool.coordinator.core.events import GroupWeights, LiveProcess, WorkerExited
+from enginepool.coordinator.core.events import WorkerExited
+from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.launchers.exit_reasons import failed_by_itself
 from enginepool.workers.events import Exit
 from tests.sim.network import Network

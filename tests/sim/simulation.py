@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Message
 from enginepool.protocol.updates import Phase, Published, Restore
 from tests.sim.cluster import Cluster

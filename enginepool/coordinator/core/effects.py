@@ -8,7 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from enginepool.coordinator.core.events import Buffer, GroupWeights, Link
+from enginepool.coordinator.core.events import Buffer, Link
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Message
 from enginepool.protocol.updates import UpdateRecord
 

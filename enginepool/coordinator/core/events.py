@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.control import Commanded, Control
 from enginepool.protocol.frames import Buffer as Buffer
@@ -36,33 +37,6 @@ class Event(msgspec.Struct, gc=False):
     """Base of all events."""
 
     now: float
-
-
-# --- the pool itself ---------------------------------------------------------------------------------------------------
-
-
-class LiveProcess(msgspec.Struct, frozen=True):
-    """A worker process of an earlier coordinator that the supervisor found alive."""
-
-    group: str
-    index: int
-    incarnation: str
-
-
-class GroupWeights(msgspec.Struct, frozen=True):
-    """The committed weights of a group, as the journal keeps them.
-
-    `digest`: "" for those of the checkpoint that engines start with. `snapshot`: the file that holds them, `path`: the
-    checkpoint that they came from, where there is one. `run`: grows with each new run; versions grow within one. `restart`:
-    engines take them only at their start, on `path`.
-    """
-
-    version: int = 0
-    digest: str = ""
-    snapshot: str = ""
-    path: str = ""
-    run: int = 0
-    restart: bool = False
 
 
 class Started(Event):
@@ -333,9 +307,8 @@ class WorkerBroken(Event):
 
 
 class WorkerExited(Event):
-    """A worker's process and all its children have ended. `permanent`: starting it again cannot help. `failed`: it ended by
-    itself, with an error. `unstarted`: the host could not make the process, which says nothing of the worker.
-    `out_of_memory`: of a batch, as `WorkerBye` says too, which may come later or not at all."""
+    """A worker's process and all its children have ended. `failed`: by itself, with an error. `unstarted`: the host could not
+    start the process. `permanent` and `out_of_memory`: as in `WorkerBye`, which may arrive later or never."""
 
     incarnation: str
     reason: str

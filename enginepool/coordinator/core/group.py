@@ -7,8 +7,8 @@ reply cache. Each attribute that has an invariant says it in a `#:` comment, and
 from collections import deque
 
 from enginepool.config import GroupConfig
-from enginepool.coordinator.core.events import GroupWeights
 from enginepool.coordinator.core.group_counts import GroupCounts, RecentSpeed
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker

@@ -13,6 +13,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import Drained, Effect, ToClient
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Client
 from enginepool.coordinator.core.request_state import QUEUED, RUNNING
 from enginepool.coordinator.core.secondary import SecondaryEvent, WorkerLoaded, WorkerLost, WorkerReturned
@@ -61,10 +62,9 @@ class Machine:
         self.weights = weights = Transactions(core, self.ending)
         publishers = Publishers(core, weights)
         self.questions = FanOut(core)
-        self._next_watch = 0.0
+        self._next_watch, self._drained = 0.0, False
         #: an event after this time comes after a stall of the coordinator
         self._punctual_until = self._drain_until = self._kill_at = float("inf")
-        self._drained = False
         self._on: dict[type[ev.Event], Callable[[Any], None]] = {
             ev.Started: self._started,
             ev.Tick: self._tick,
@@ -144,7 +144,7 @@ class Machine:
         core.started = e.now
         self._punctual_until = e.now + WATCH_S + STALL_S
         for name, config in core.config.groups.items():
-            group = core.groups[name] = Group(name, config, e.weights.get(name, ev.GroupWeights()))
+            group = core.groups[name] = Group(name, config, e.weights.get(name, GroupWeights()))
             group.history.extend(e.history.get(name, ()))
             self.slots.open(group, list(e.alive))
         self.ending.snapshots = e.snapshots

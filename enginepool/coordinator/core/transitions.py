@@ -5,8 +5,8 @@ transition that the tables do not have is an internal error.
 """
 
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.events import GroupWeights
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Request, RunningBatch
 from enginepool.coordinator.core.request_state import DONE, NAMES, REQUEST_TRANSITIONS, RUNNING
 from enginepool.coordinator.core.secondary import WorkerLost

@@ -5,7 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.states import SlotState
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.epochs import RAISES_BY_WORKERS, rise_above
 from enginepool.coordinator.core.events import Link
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.secondary import WorkerReturned
 from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.transitions import confirm_epoch
@@ -81,7 +82,7 @@ class Registration:
         if group is None:
             self._unknown_group(e.link, e.group)
             return
-        weights = group.weights if group.weights.restart else ev.GroupWeights()
+        weights = group.weights if group.weights.restart else GroupWeights()
         settings = msgspec.json.encode(group.config).decode()
         drain_s = self.core.config.timing.drain_s
         answer = WorkerSettings(group.name, settings, drain_s, weights.path, weights.digest, weights.version)

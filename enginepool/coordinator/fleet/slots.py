@@ -6,10 +6,10 @@ cannot mend, and by two failures in a row that are the same, as long as none of 
 host, which could not make a process, retires no slot.
 """
 
-from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KillWorker, StartWorker
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_weights import LiveProcess
 from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.transitions import back_off, end_slot, retire, start_slot
 from enginepool.coordinator.core.worker_slot import WorkerSlot
@@ -32,7 +32,7 @@ class WorkerSlots:
         self.core = core
         self.requests = requests
 
-    def open(self, group: Group, alive: list[ev.LiveProcess]) -> None:
+    def open(self, group: Group, alive: list[LiveProcess]) -> None:
         """Make the group's slots; a process that survived an earlier coordinator has time to register."""
         core = self.core
         for index in range(group.config.workers):

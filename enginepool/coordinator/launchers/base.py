@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from enginepool.config import PoolConfig
-from enginepool.coordinator.core.events import GroupWeights, LiveProcess, WorkerExited
+from enginepool.coordinator.core.events import WorkerExited
+from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import msgspec
 import psutil
 
 from enginepool.config import GroupConfig, gpus_per_worker
-from enginepool.coordinator.core.events import GroupWeights, LiveProcess, WorkerExited
+from enginepool.coordinator.core.events import WorkerExited
+from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.launchers.base import LauncherContext
 from enginepool.coordinator.launchers.exit_reasons import OUT_OF_MEMORY, PERMANENT, failed_by_itself, how_it_ended, last_line
 from enginepool.coordinator.launchers.gpus import allocate_gpus, visible_gpus

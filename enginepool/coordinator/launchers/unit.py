@@ -18,7 +18,8 @@ from typing import IO
 import msgspec
 
 from enginepool.config import GroupConfig, PoolConfig, Timing, check_config, check_models
-from enginepool.coordinator.core.events import GroupWeights, WorkerExited
+from enginepool.coordinator.core.events import WorkerExited
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.launchers.base import Launcher, LauncherContext, MakeLauncher
 from enginepool.coordinator.launchers.gpus import check_gpus
 from enginepool.coordinator.launchers.local import LocalLauncher

@@ -23,7 +23,7 @@ from typing import IO
 
 import msgspec
 
-from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.errors import ConfigError
 from enginepool.host.folders import exposed, make_private
 

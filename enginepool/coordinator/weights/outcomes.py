@@ -5,7 +5,7 @@
 
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
-from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.transitions import commit_weights, have_weights, release, stay
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry

@@ -14,7 +14,7 @@ A member on its way is `leaving` (it finishes what it has), `starting` (its slot
 """
 
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.events import GroupWeights
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.transitions import leave
 from enginepool.coordinator.core.worker import Worker

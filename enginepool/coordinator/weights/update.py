@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Final, Literal
 
-from enginepool.coordinator.core.events import GroupWeights, PublishAsked
+from enginepool.coordinator.core.events import PublishAsked
 from enginepool.coordinator.core.group import Group
+from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
