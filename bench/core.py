@@ -16,7 +16,7 @@ import statistics
 from bench.core_load import Load
 from bench.core_steps import COMMIT, HOLD, LEAVE, steps
 from bench.table import Row, Target, parser, show, write
-from enginepool.coordinator.shell.daemon import GC_THRESHOLDS
+from enginepool.coordinator.shell.process_memory import GC_THRESHOLDS
 
 QUEUED = (10, 1_000, 100_000)
 WORKERS = (1, 100, 1_000)

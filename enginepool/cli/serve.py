@@ -69,7 +69,7 @@ def serve(
     check_roots(pool, where)
     _check_options(pool, where)
     check_gpus(pool, where)
-    from enginepool.coordinator.shell.daemon import check_host
+    from enginepool.coordinator.shell.startup import check_host
 
     check_host(pool)
     if check:

@@ -1,10 +1,12 @@
 """Which keys may connect over TCP, and as what: ZAP, answered by pyzmq's authenticator in a thread of its own.
 
-libzmq asks it at each handshake, and names the key with every message of that link (`User-Id`). So the role of a link is looked
-up by what is proved of the very message: no table of links can be out of date, and a key that is taken out of `authorized` says
-nothing more that is heard, also on links that stand.
+libzmq asks it at each handshake, and names the key with every message of that link (`User-Id`). The role is looked up for each
+message: no table of links can be out of date. Messages of a key that is removed from `authorized` are refused at once, also on
+established links.
 """
 
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import zmq
@@ -20,6 +22,8 @@ DOMAIN = "enginepool"
 #: unknown keys that are named to the operator until `authorized` changes: strangers must not fill the log
 NAMED = 16
 _NO_ROLES = Peer()
+#: seconds between two looks at the file of authorized keys
+KEYS_S = 1.0
 
 
 def read_keys(folder: Path) -> tuple[Key, dict[str, Peer]]:
@@ -47,6 +51,7 @@ class Authenticator:
         self.key, self._peers = read_keys(folder)
         #: keys that were refused, and whether the operator was told
         self._refused: dict[str, bool] = {}
+        self._timer: asyncio.TimerHandle | None = None
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(DOMAIN, self)
@@ -92,6 +97,14 @@ class Authenticator:
         self._refused = {}
         return f"keys: {self._path} has changed: {len(self._peers)} keys may connect"
 
+    def watch(self, loop: asyncio.AbstractEventLoop, log: Callable[[str, str], None]) -> None:
+        """Look at the file of authorized keys from now on; `log` gets a line and its kind."""
+        for line in self.refused():
+            log(line, "refused")
+        if line := self.reload():
+            log(line, "")
+        self._timer = loop.call_later(KEYS_S, self.watch, loop, log)
+
     def _signature(self) -> tuple[int, int, int, int]:
         try:
             status = self._path.stat()
@@ -101,4 +114,6 @@ class Authenticator:
 
     def close(self) -> None:
         """No key may connect any more. Idempotent."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._authenticator.stop()
