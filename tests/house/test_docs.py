@@ -142,7 +142,7 @@ def test_the_commands_on_a_page_run_in_order(processes: Processes, name: str, tm
     assert typed, f"{name}: a console block without a line that begins with '$ '"
     script = ["set -euo pipefail", "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT"]
     script += [RUN_AS.get(command, command) for command in typed if command not in NOT_RUN_HERE]
-    run(processes, ["bash", "-c", "\n".join(script)], tmp_path, ENGINEPOOL_ADDRESS=address)
+    run(processes, ["bash", "-c", "\n".join(script)], tmp_path, ENGINEPOOL_ADDRESS=address, PYTHONPATH=str(ROOT))
 
 
 def test_every_block_says_its_language() -> None:
