@@ -25,9 +25,9 @@ from bench.weights.raw import BUCKET_S, broadcast
 from enginepool import Pool, WeightPublisher
 from enginepool.errors import UpdateAborted
 from enginepool.protocol.manifest import Tensor
-from enginepool.trainer import streaming
+from enginepool.trainer import bucket_stream
+from enginepool.trainer.bucket_stream import BucketStream
 from enginepool.trainer.buffers import Buffers, Cut
-from enginepool.trainer.streaming import Sending
 from enginepool.trainer.tensors import SendPlan, make_plan
 from enginepool.trainer.trainer_ranks import TrainerRanks
 from enginepool.transfer.collective import Rendezvous
@@ -68,7 +68,7 @@ def unfilled(buffers: Buffers, manifest: Sequence[Tensor], bucket_bytes: int) ->
     return cut._replace(fillings=[filling._replace(copies=[], gaps=[]) for filling in cut.fillings])
 
 
-STAND_INS: StandIns = {"digest": (streaming, "Digest", NoDigest), "filling": (Buffers, "cut", unfilled)}
+STAND_INS: StandIns = {"digest": (bucket_stream, "Digest", NoDigest), "filling": (Buffers, "cut", unfilled)}
 
 
 class Gate:
@@ -153,7 +153,7 @@ class Trainer:
         digests: list[str] = []
         with left_out(without, STAND_INS):
             for _ in range(times):
-                sending = Sending(make_plan(self._weights["first"]), buffers, bucket_bytes, TrainerRanks(), lambda: False)
+                sending = BucketStream(make_plan(self._weights["first"]), buffers, bucket_bytes, TrainerRanks(), lambda: False)
                 sending.prepare()
                 if buffers.stream is not None:
                     buffers.stream.synchronize()  # a pool's workers join meanwhile

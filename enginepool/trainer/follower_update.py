@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable
 
-from enginepool.protocol.updates import Publish
+from enginepool.protocol.messages.weights import Publish
 from enginepool.trainer.buffers import stand_behind
 from enginepool.trainer.tensors import SendPlan
 from enginepool.trainer.trainer_ranks import RoundEnd

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from enginepool.protocol.layout import ALIGNMENT, layout
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.trainer.buffers import Buffers, cut_up
 from enginepool.trainer.tensor_feed import TensorFeed
 from enginepool.trainer.tensors import SendPlan

@@ -16,7 +16,8 @@ from enginepool.client.session.events import CommittedWeightsLost
 from enginepool.errors import BadRequest, EnginepoolError
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.messages import ErrorReply
-from enginepool.protocol.updates import MAX_MS, InFlight, Publish, UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
+from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish
 from enginepool.trainer.buffers import Buffers
 from enginepool.trainer.follower_update import FollowerUpdate
 from enginepool.trainer.ipc_export import IpcExporter

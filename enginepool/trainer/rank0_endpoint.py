@@ -5,7 +5,7 @@ import os
 from typing import Any
 
 from enginepool.errors import BadRequest
-from enginepool.protocol.updates import Join
+from enginepool.protocol.messages.weights import Join
 from enginepool.trainer import buffers
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.process_group import CollectiveError, ProcessGroup

@@ -20,7 +20,7 @@ from enginepool.errors import EnginepoolError
 from enginepool.host import host_identity
 from enginepool.protocol.manifest import encode_manifest
 from enginepool.protocol.messages import ErrorReply, FrameSpec
-from enginepool.protocol.updates import MemoryRegion, Publish, Published
+from enginepool.protocol.messages.weights import MemoryRegion, Publish, Published
 from enginepool.trainer.ipc_export import IpcExport
 from enginepool.trainer.publisher_context import PublisherContext
 from enginepool.trainer.rank0_endpoint import Rank0Endpoint

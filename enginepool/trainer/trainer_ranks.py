@@ -20,7 +20,7 @@ import msgspec
 
 from enginepool.errors import BadRequest
 from enginepool.protocol.messages import ErrorReply
-from enginepool.protocol.updates import Published
+from enginepool.protocol.messages.weights import Published
 from enginepool.trainer.heartbeats import Heartbeats, RankFailed
 from enginepool.trainer.tensors import SendPlan
 

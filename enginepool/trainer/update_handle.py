@@ -24,7 +24,8 @@ from enginepool.client.arguments import check_timeout
 from enginepool.client.metadata_update import NAMES
 from enginepool.errors import EnginepoolError, Publishing, error_from
 from enginepool.protocol.messages import ErrorReply
-from enginepool.protocol.updates import PhaseName, Publish, Published, UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
+from enginepool.protocol.messages.weights import PhaseName, Publish, Published
 from enginepool.trainer.heartbeats import RankFailed
 from enginepool.trainer.publisher_context import PublisherContext
 from enginepool.trainer.tensors import SendPlan

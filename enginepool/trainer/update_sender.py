@@ -2,9 +2,7 @@
 
 The event loop gives orders: join, transfer, end. The thread reports to its update: planned, progress, sent, failed, left.
 
-- While the workers join the process group, the thread fills the first two buckets and computes their digests.
-- Two buffers take turns: one is broadcast while the other is filled. On a GPU all of it runs on a stream of its own, behind the
-  work of the caller's stream when the update began. Only a bucket that is two ahead waits for the device.
+- While the workers join the process group, the thread fills the first two buckets: see `bucket_stream.py`.
 - A broadcast, which may block the thread for long, has a time limit, and is aborted from outside.
 """
 
@@ -16,22 +14,19 @@ from functools import partial
 from typing import Any, Protocol
 
 from enginepool.protocol.messages import ErrorReply
-from enginepool.protocol.updates import Join, MemoryRegion
-from enginepool.trainer.buffers import Buffers, Cut, stand_behind
+from enginepool.protocol.messages.weights import Join, MemoryRegion
+from enginepool.trainer.bucket_stream import BucketStream
+from enginepool.trainer.buffers import Buffers, stand_behind
 from enginepool.trainer.heartbeats import Heartbeats, RankFailed
 from enginepool.trainer.ipc_export import IpcExport
 from enginepool.trainer.rank0_endpoint import Rank0Endpoint
-from enginepool.trainer.tensor_feed import Stopped, TensorFeed
+from enginepool.trainer.tensor_feed import Stopped
 from enginepool.trainer.tensors import SendPlan
 from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks, as_error, follow
 from enginepool.transfer import threads
-from enginepool.transfer.digest import Digest
-from enginepool.transfer.process_group import Broadcast, ProcessGroup
+from enginepool.transfer.process_group import ProcessGroup
 
 torch: Any = importlib.import_module("torch")
-
-#: Buckets that are filled before the first is sent: one for each buffer.
-_AHEAD = 2
 
 
 class SenderReports(Protocol):
@@ -82,7 +77,6 @@ class UpdateSender:
         self._orders: queue.SimpleQueue[Join | ProcessGroup | Exception | RoundEnd | None] = queue.SimpleQueue()
         self._stopped = threading.Event()
         self._forming = False
-        self._digest = Digest()
         self._after: Any = None
         if buffers.stream is not None:
             # The caller's stream may still have to compute what is sent.
@@ -148,7 +142,7 @@ class UpdateSender:
     def _serve(self, plan: SendPlan | None) -> RoundEnd:
         """Follow orders until the end of the update."""
         group: ProcessGroup | None = None
-        prepared: tuple[Cut, TensorFeed] | None = None
+        prepared: BucketStream | None = None
         transfer = False
         while True:
             order = self._orders.get()
@@ -165,7 +159,7 @@ class UpdateSender:
             else:
                 group = order
             if transfer and group is not None and prepared is not None:
-                self._attempt(partial(self._send, *prepared, group))
+                self._attempt(partial(self._send, prepared, group))
                 prepared = None
 
     def _attempt(self, work: Callable[[], Any]) -> Any:
@@ -199,55 +193,17 @@ class UpdateSender:
         )
         self._post(self._update.all_sent, *exported)
 
-    def _prepare(self, plan: SendPlan) -> tuple[Cut, TensorFeed]:
-        """Fill the buffers before the group has formed. Raises BadRequest, RankFailed and Stopped as `TensorFeed.fill`."""
-        with self._buffers.aside(self._after):
-            cut = self._buffers.cut(plan.manifest, self._bucket_bytes)
-            feed = TensorFeed(plan, cut.expected, self._ranks, self._stopped.is_set)
-            self._ranks.begin(plan)
-            for filling in cut.fillings[:_AHEAD]:
-                feed.fill(filling)
-                self._digest.add(filling.bytes, filling.at)
-        return cut, feed
+    def _prepare(self, plan: SendPlan) -> BucketStream:
+        """Fill the buffers before the group has formed."""
+        stream = BucketStream(
+            plan, self._buffers, self._bucket_bytes, self._ranks, stopped=self._stopped.is_set, after=self._after
+        )
+        stream.prepare()
+        return stream
 
-    def _send(self, cut: Cut, feed: TensorFeed, group: ProcessGroup) -> None:
-        """Broadcast all buckets, until no other rank needs this one. Raises CollectiveError, and what `_prepare` does."""
-        with self._buffers.aside():
-            digest, sent = self._broadcast(cut, feed, group)
-            if self._buffers.stream is not None:
-                self._buffers.stream.synchronize()
+    def _send(self, stream: BucketStream, group: ProcessGroup) -> None:
+        digest, sent = stream.send(group, self._timeout_s, partial(self._post, self._update.progress))
         self._post(self._update.all_sent, digest, sent, [])
-
-    def _broadcast(self, cut: Cut, feed: TensorFeed, group: ProcessGroup) -> tuple[str, int]:
-        timeout_s = self._timeout_s
-        broadcasts: list[Broadcast] = []
-        sent = settled = 0
-
-        def settle(most: int) -> None:
-            """Wait until at most so many broadcasts are under way."""
-            nonlocal sent, settled
-            while len(broadcasts) - settled > most:
-                broadcasts[settled].wait(timeout_s)
-                sent += cut.fillings[settled].bytes.numel()
-                settled += 1
-                self._post(self._update.progress, sent)
-
-        for k, filling in enumerate(cut.fillings):
-            if k >= _AHEAD:
-                feed.fill(filling, lambda k=k: broadcasts[k - _AHEAD].order(timeout_s))
-            elif self._stopped.is_set():
-                raise Stopped
-            broadcasts.append(group.begin(filling.bytes))
-            if k >= _AHEAD:
-                self._digest.add(filling.bytes, filling.at)
-            # One more bucket is filled on the device while the last of these is sent.
-            settle(_AHEAD)
-        feed.end()
-        # The digest's stream waits for all broadcasts but the last two, so it is known before those are complete.
-        digest = self._digest.text()
-        settle(0)
-        group.finish(timeout_s)
-        return digest, sent
 
 
 def follow_rank0(

@@ -1,7 +1,7 @@
 """On which stream of a GPU the source of an update is read, and behind what: nothing is sent that is not computed yet."""
 
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,17 +9,46 @@ import pytest
 import torch
 
 from enginepool.protocol.messages import ErrorReply
-from enginepool.trainer.buffers import Buffers
+from enginepool.protocol.messages.weights import MemoryRegion
+from enginepool.trainer.buffers import Buffers, stand_behind
 from enginepool.trainer.ipc_export import IpcExport, IpcExporter
 from enginepool.trainer.tensors import SendPlan, make_plan
 from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks
-from enginepool.trainer.update_sender import Follower, SenderNotes, UpdateSender
+from enginepool.trainer.update_sender import UpdateSender
 
 PATIENCE_S = 60.0
 
 
-def ignore(*_: Any) -> None:
-    """Nobody listens."""
+class Reports:
+    """The update of a sender: what it was told."""
+
+    def __init__(self) -> None:
+        self.answered, self.ended = threading.Event(), threading.Event()
+
+    def planned(self, plan: SendPlan) -> None:
+        self.answered.set()
+
+    def progress(self, sent_bytes: int) -> None:
+        """Not awaited."""
+
+    def all_sent(self, digest: str, sent_bytes: int, regions: list[MemoryRegion]) -> None:
+        """Not awaited."""
+
+    def failed(self, error: Exception) -> None:
+        self.answered.set()
+
+    def left(self) -> None:
+        self.ended.set()
+
+
+def sender(plan: Callable[[], SendPlan], buffers: Buffers, reports: Reports) -> UpdateSender:
+    """Its thread calls the reports itself."""
+
+    def post(call: Callable[..., None], *args: Any) -> None:
+        call(*args)
+
+    transport = IpcExport(IpcExporter(buffers, keep=False))
+    return UpdateSender(reports, post, plan, transport, buffers, TrainerRanks(), bucket_bytes=4096, timeout_s=1.0)
 
 
 class Watched(Buffers):
@@ -38,7 +67,6 @@ class Watched(Buffers):
 def test_a_source_that_is_read_at_once_is_computed_on_the_stream_that_sends_it() -> None:
     buffers = Watched(torch.device("cpu"))
     read: list[bool] = []
-    planned, ended = threading.Event(), threading.Event()
 
     def plan() -> SendPlan:
         def pairs() -> Generator[tuple[str, torch.Tensor]]:
@@ -47,13 +75,12 @@ def test_a_source_that_is_read_at_once_is_computed_on_the_stream_that_sends_it()
 
         return make_plan(pairs())
 
-    notes = SenderNotes(lambda _: planned.set(), ignore, ignore, lambda _: planned.set(), ended.set)
-    side = IpcExport(IpcExporter(buffers, keep=False))
-    courier = UpdateSender(plan, side, buffers, TrainerRanks(), notes, bucket_bytes=4096, timeout_s=1.0)
-    courier.start()
-    assert planned.wait(PATIENCE_S)
-    courier.end(RoundEnd(ErrorReply("update_aborted", "enough")))
-    assert ended.wait(PATIENCE_S)
+    reports = Reports()
+    running = sender(plan, buffers, reports)
+    running.start()
+    assert reports.answered.wait(PATIENCE_S)
+    running.end(RoundEnd(ErrorReply("update_aborted", "enough")))
+    assert reports.ended.wait(PATIENCE_S)
     assert read == [True]
 
 
@@ -87,14 +114,10 @@ def test_what_the_caller_still_computes_comes_before_what_any_rank_reads_of_it(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "default_stream", default_stream)
-    cpu = torch.device("cpu")
-    buffers = Buffers(cpu)
-    notes = SenderNotes(ignore, ignore, ignore, ignore, ignore)
-    UpdateSender(
-        plan, IpcExport(IpcExporter(buffers, keep=False)), buffers, TrainerRanks(), notes, bucket_bytes=4096, timeout_s=1.0
-    )
-    Follower(plan, 1, None, None, cpu, ignore)
+    sender(plan, Buffers(torch.device("cpu")), Reports())
+    # As on a rank above 0, and in the blocking publisher, whose device is known.
+    stand_behind(torch.device("cpu"))
     first = "cuda:1 waits for what cuda:1 aside had to do"
     assert events == ([first, first] if current else [])
-    Follower(plan, 1, None, None, torch.device("cuda", 2), ignore)
+    stand_behind(torch.device("cuda", 2))
     assert events[-1] == "cuda:2 waits for what cuda:2 aside had to do"

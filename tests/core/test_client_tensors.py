@@ -10,9 +10,10 @@ import torch
 from enginepool.errors import BadRequest
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, difference
-from enginepool.trainer import streaming
+from enginepool.trainer import bucket_stream
+from enginepool.trainer.bucket_stream import BucketStream
 from enginepool.trainer.buffers import Buffers
-from enginepool.trainer.streaming import Sending, Stopped
+from enginepool.trainer.tensor_feed import Stopped
 from enginepool.trainer.tensors import SendPlan, Source, make_plan
 from enginepool.trainer.trainer_ranks import TrainerRanks
 from enginepool.transfer.digest import Digest, digest_of, views
@@ -238,7 +239,7 @@ def send(
 ) -> tuple[str, int]:
     told: list[int] = []
     buffers = buffers or Buffers(torch.device("cpu"))
-    sending = Sending(plan, buffers, bucket_bytes, TrainerRanks(), stopped=lambda: len(tape.buckets) >= stop)
+    sending = BucketStream(plan, buffers, bucket_bytes, TrainerRanks(), stopped=lambda: len(tape.buckets) >= stop)
     sending.prepare()
     assert tape.buckets == []
     sent = sending.send(tape, 5.0, told.append if progress is None else progress.append)  # type: ignore[arg-type]
@@ -353,7 +354,7 @@ def test_no_more_is_read_ahead_than_two_buckets_hold() -> None:
 
     plan = make_plan(source(), manifest=[(f"t{i}", "float32", [64]) for i in range(6)])
     tape = Tape()
-    sending = Sending(plan, Buffers(torch.device("cpu")), 256, TrainerRanks(), stopped=lambda: False)
+    sending = BucketStream(plan, Buffers(torch.device("cpu")), 256, TrainerRanks(), stopped=lambda: False)
     sending.prepare()
     assert read == ["t0", "t1"]
     sending.send(tape, 5.0, lambda _sent: None)  # type: ignore[arg-type]
@@ -388,7 +389,7 @@ def test_a_broadcast_waits_for_no_digest_but_those_that_the_next_filling_stands_
             late = super().begin(bucket)
             return Way(self, late.place, bucket)
 
-    monkeypatch.setattr(streaming, "Digest", Noted)
+    monkeypatch.setattr(bucket_stream, "Digest", Noted)
     plan = make_plan({f"t{i}": torch.full((64,), float(i + 1)) for i in range(4)})
     tape = Group()
     digest, _ = send(plan, 256, tape)
@@ -409,19 +410,19 @@ def test_an_update_that_was_given_up_sends_no_further_bucket() -> None:
 
 
 def test_an_update_that_is_given_up_while_its_source_is_read_leaves_the_buffers_to_the_next_one() -> None:
-    buffers, over = Buffers(torch.device("cpu")), list[Sending]()
+    buffers, over = Buffers(torch.device("cpu")), list[BucketStream]()
     weights = {f"t{i}": torch.full((64,), float(i + 2)) for i in range(4)}
 
     def stuck() -> Iterator[tuple[str, Any]]:
         yield "t0", torch.ones(64)
         # Nobody waits any longer for what comes now: the next update has begun.
-        over.append(Sending(make_plan(weights), buffers, 256, TrainerRanks(), stopped=lambda: False))
+        over.append(BucketStream(make_plan(weights), buffers, 256, TrainerRanks(), stopped=lambda: False))
         over[0].prepare()
         yield "t1", torch.ones(64)
 
     plan = make_plan(stuck, manifest=[(f"t{i}", "float32", [64]) for i in range(2)])
     with pytest.raises(Stopped):
-        Sending(plan, buffers, 256, TrainerRanks(), stopped=lambda: bool(over)).prepare()
+        BucketStream(plan, buffers, 256, TrainerRanks(), stopped=lambda: bool(over)).prepare()
     tape = Tape()
     over[0].send(tape, 5.0, lambda _sent: None)  # type: ignore[arg-type]
     assert torch.equal(torch.cat(tape.buckets), torch.cat([in_bytes(tensor) for tensor in weights.values()]))
