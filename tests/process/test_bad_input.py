@@ -64,6 +64,8 @@ class Vandal(threading.Thread):
         self.endpoint = endpoint
         self.sources = [frames_of(v) for v in VECTORS if v["direction"] == direction]
         self.sources = [frames for frames in self.sources if sum(map(len, frames)) < 10_000]
+        # A higher epoch makes a coordinator start again above it: `test_epochs.py`. Here no process would start it again.
+        self.sources = [frames for frames in self.sources if b"epoch" not in frames[0]]
         self.count = count
         self.enough = enough
         self.chance = random.Random(seed)
