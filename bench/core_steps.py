@@ -15,7 +15,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.operations.score import SCORE
 from enginepool.protocol.messages import Batch, FrameSpec, Score
-from enginepool.protocol.updates import Commit, Prepared, Publish, WeightsLoaded
+from enginepool.protocol.messages.weights import Commit, Prepared, Publish, WeightsLoaded
 
 #: seconds of one step, by its name
 Times = Iterator[tuple[str, float]]

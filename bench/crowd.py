@@ -20,7 +20,8 @@ import zmq
 
 from bench.processes import Child
 from bench.table import Row, parser, show, write
-from enginepool.config import GroupConfig, Limits, PoolConfig, encode_config
+from enginepool.config import GroupConfig, Limits, PoolConfig
+from enginepool.config_loader import encode_config
 
 CLIENTS = 20
 LABELS = list(range(4096))

@@ -22,7 +22,8 @@ import psutil
 
 from bench.table import Row, parser, show, write
 from enginepool import Pool
-from enginepool.config import GroupConfig, PoolConfig, Timing, encode_config
+from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.config_loader import encode_config
 from enginepool.errors import EnginepoolError
 
 LABELS = [5, 6]

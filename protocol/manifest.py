@@ -12,7 +12,7 @@ import msgspec
 
 from enginepool.protocol.basis import MAX_FINDINGS
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 
 #: bytes of one element
 SIZES = {

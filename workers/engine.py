@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from enginepool.protocol.manifest import Tensor, overflow
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.updates import Finding, MemoryRegion
+from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import MemoryRegion
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.uint32]

@@ -5,9 +5,10 @@ from enum import IntEnum
 import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
-from enginepool.protocol.control import Command, Commanded
 from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenize
-from enginepool.protocol.updates import Committed, Inspect, Inspected, MemoryRegion, ReleaseWeights, Restore, Restored, Staged
+from enginepool.protocol.messages.control import Command, Commanded
+from enginepool.protocol.messages.weight_reports import Inspect, Inspected
+from enginepool.protocol.messages.weights import Committed, MemoryRegion, ReleaseWeights, Restore, Restored, Staged
 from enginepool.workers.engine import NewWeights
 from enginepool.workers.weights.worker_update import Answer, Request, WorkerUpdate
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from enginepool.protocol.control import Command, Commanded
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Exiting, TaskId
+from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers.between_batches import BetweenBatches
 from enginepool.workers.codec import decode_batch, decode_texts, encode_rows, encode_scores
 from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights, ScoreBatch

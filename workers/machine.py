@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from enginepool.protocol import messages as wire
-from enginepool.protocol.control import Command, Commanded
+from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers import events as ev
 from enginepool.workers.engine import ran_out_of_memory
 from enginepool.workers.events import SendToCoordinator, WorkerEffect

@@ -8,7 +8,8 @@ from pathlib import Path
 from bench.peers import Contestant, Peer, begin
 from bench.processes import Child, free_port, tree
 from bench.workers import GROUP
-from enginepool.config import GroupConfig, PoolConfig, encode_config
+from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config_loader import encode_config
 
 WHO = "enginepool"
 

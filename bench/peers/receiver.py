@@ -16,7 +16,7 @@ from bench.weights.parts import StandIns, left_out
 from bench.weights.raw import broadcast
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.collective import join
 from enginepool.transfer.digest import Digest
 from enginepool.transfer.process_group import ProcessGroup

@@ -20,7 +20,8 @@ import psutil
 
 from bench.processes import Child, free_port
 from bench.score.callers import START_S
-from enginepool.config import Device, GroupConfig, PoolConfig, encode_config
+from enginepool.config import Device, GroupConfig, PoolConfig
+from enginepool.config_loader import encode_config
 
 #: Settings of the engine that every contestant has on a GPU, by their names in Python. What the pool's worker and the bare
 #: engine set beyond these is printed with them.

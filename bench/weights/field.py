@@ -19,7 +19,8 @@ from bench.score.contestants import watch
 from bench.score.workloads import Shape
 from bench.table import Row
 from bench.weights.figures import OURS_STAGED, Answer, Update
-from enginepool.config import Device, GroupConfig, PoolConfig, encode_config
+from enginepool.config import Device, GroupConfig, PoolConfig
+from enginepool.config_loader import encode_config
 
 #: seconds for engines to start, and for one order to be carried out
 START_S, ORDER_S = 300.0, 60.0

@@ -10,7 +10,8 @@ import signal
 import sys
 import time
 
-from enginepool.config import PoolConfig, encode_config
+from enginepool.config import PoolConfig
+from enginepool.config_loader import encode_config
 from enginepool.coordinator.shell.log import log
 from enginepool.host.child_process import ChildProcess
 from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, RESTART, RestartPolicy, exit_text

@@ -54,9 +54,8 @@ def serve(
       enginepool serve --model Qwen/Qwen3-Reranker-0.6B --workers 2
       enginepool serve --engine sim --workers 4      (no model and no GPU: a dry run)
     """
-    from enginepool.config import check_models, check_roots, load_config
+    from enginepool.config_loader import check_models, check_roots, load_config
     from enginepool.coordinator.launchers.gpus import check_gpus
-    from enginepool.net.address import default_address, is_in_use
 
     flags = {"model": model, "workers": workers, "engine": engine, "device": device, "listen": listen, "state_dir": state_dir}
     given = [f"--{name.replace('_', '-')}" for name, value in flags.items() if value is not None]
@@ -73,21 +72,27 @@ def serve(
 
     check_host(pool)
     if check:
-        groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
-        address = pool.listen or default_address()
-        now = ", where a pool runs now" if is_in_use(address) else ""
-        typer.echo(f"{where}: good; groups: {groups}; listens on {address}{now}")
+        typer.echo(f"{where}: good; {_summary(pool)}")
         return
     from enginepool.cli.coordinator_process import keep_running
 
     raise typer.Exit(keep_running(pool))
 
 
+def _summary(pool: "PoolConfig") -> str:
+    from enginepool.net.address import default_address, is_in_use
+
+    groups = ", ".join(f"{name} ({group.workers} x {group.engine})" for name, group in pool.groups.items())
+    address = pool.listen or default_address()
+    now = ", where a pool runs now" if is_in_use(address) else ""
+    return f"groups: {groups}; listens on {address}{now}"
+
+
 def _from_flags(flags: dict[str, Any]) -> "PoolConfig":
     """A pool of one group, `default`, from the flags that were given."""
     import msgspec
 
-    from enginepool.config import decode_config
+    from enginepool.config_loader import decode_config
 
     if flags["model"] is None and flags["engine"] is not EngineName.sim:
         raise CommandFailed("serve needs --config POOL.TOML or --model MODEL (or --engine sim, which needs neither)", BAD_USAGE)

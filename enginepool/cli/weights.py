@@ -12,7 +12,7 @@ from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
-    from enginepool.protocol.updates import UpdateRecord, WeightsReport, WorkerWeights
+    from enginepool.protocol.messages.weight_reports import UpdateRecord, WeightsReport, WorkerWeights
 
 T = TypeVar("T")
 

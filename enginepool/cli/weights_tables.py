@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from enginepool.protocol.updates import UpdateRecord, WeightsReport, WorkerWeights
+from enginepool.protocol.messages.weight_reports import UpdateRecord, WeightsReport, WorkerWeights
 
 #: phases in which the pool serves; in `hold`, of which others are parts, the group stands still
 _SERVING = ("open", "join", "transfer", "staged")

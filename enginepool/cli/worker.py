@@ -18,19 +18,14 @@ def _check_address(address: str) -> str:
 
 def worker(
     connect: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS", callback=_check_address, help="Where the pool listens for workers: its listen_workers."
-        ),
+        str, typer.Option(metavar="ADDRESS", callback=_check_address, help="The pool's address for workers: listen_workers.")
     ],
     group: Annotated[
         str, typer.Option(metavar="NAME", help="The group to work for.  [default: the only group of the pool]")
     ] = "",
     keys: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", envvar="ENGINEPOOL_KEYS", help="A key of role worker, for TCP: made by `enginepool keys`."
-        ),
+        typer.Option(metavar="FILE", envvar="ENGINEPOOL_KEYS", help="A key of role worker, for TCP (`enginepool keys`)."),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=4096, metavar="N", help="How many to start.")] = 1,
     packed_workers: Annotated[
@@ -45,9 +40,7 @@ def worker(
     ] = "",
     state_dir: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Logs and sockets of this command alone.  [default: ~/.local/state/enginepool/external/NAME]"
-        ),
+        typer.Option(metavar="DIR", help="Its own logs and sockets.  [default: ~/.local/state/enginepool/external/NAME]"),
     ] = None,
 ) -> None:
     """Run workers on this host for a pool elsewhere.

@@ -3,7 +3,7 @@
 from enginepool.client.arguments import check_group, check_timeout
 from enginepool.client.connection import Connection
 from enginepool.client.session.events import Ask, ControlAnswer
-from enginepool.protocol.control import Control, ControlReport
+from enginepool.protocol.messages.control import Control, ControlReport
 
 
 class ControlCalls:

@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 from enginepool.client.arguments import meant
-from enginepool.config import GroupConfig, PoolConfig, check_models, check_roots, checked_config, encode_config
+from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config_loader import check_models, check_roots, checked_config, encode_config
 from enginepool.coordinator.launchers.gpus import check_gpus
 from enginepool.errors import ConfigError
 from enginepool.host import LONGEST_PATH, os_error

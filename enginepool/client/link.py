@@ -18,7 +18,7 @@ from enginepool.net.keys import Key
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer, check_frames, decode_header, encode_header
 from enginepool.protocol.messages import ErrorReply, FrameSpec, Message, Result, ToClient
-from enginepool.protocol.updates import WeightsReport
+from enginepool.protocol.messages.weight_reports import WeightsReport
 
 #: Frames over this many bytes are handed to libzmq, and taken from it, without a copy; below it a copy is cheaper.
 _LARGE = 1 << 16

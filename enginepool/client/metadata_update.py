@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, check_version
 from enginepool.client.session.events import Fail, UpdateAbort, UpdateBegin, UpdateCommit, UpdateDone
-from enginepool.protocol.updates import MAX_MS, InFlight, Publish, Transfer, UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
+from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish, Transfer
 
 if TYPE_CHECKING:
     from enginepool.client.connection import Connection, UpdateEffect

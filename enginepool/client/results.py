@@ -11,7 +11,7 @@ import numpy.typing as npt
 from enginepool.errors import EngineFailed, Malformed
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Result
-from enginepool.protocol.updates import WeightsReport
+from enginepool.protocol.messages.weight_reports import WeightsReport
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 #: times that a weight is read again from its start because another version was committed meanwhile

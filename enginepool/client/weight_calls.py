@@ -7,7 +7,8 @@ from enginepool.client.connection import Connection
 from enginepool.client.metadata_update import publish_message, publish_unsent
 from enginepool.client.results import Floats, WeightReader
 from enginepool.client.session.events import Ask, WeightsAnswer
-from enginepool.protocol.updates import InFlight, InspectWeights, UpdateRecord, WeightsReport
+from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
+from enginepool.protocol.messages.weights import InFlight
 
 
 class WeightCalls:

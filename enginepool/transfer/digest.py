@@ -14,7 +14,7 @@ from typing import Any
 
 from enginepool.protocol.layout import ALIGNMENT, digest_text, joined_digest, layout
 from enginepool.protocol.manifest import SIZES, Manifest, Tensor, overflow
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.checksum import word_sums
 
 torch: Any = importlib.import_module("torch")

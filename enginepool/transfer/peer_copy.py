@@ -16,7 +16,7 @@ import threading
 from contextlib import nullcontext
 from typing import Any
 
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.transfer import threads
 from enginepool.transfer.peer_messages import BucketReady, PeerHello, greeted, hang_up, prepare, receive, send
 from enginepool.transfer.process_group import Broadcast, CollectiveError, ProcessGroup, one_line

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 
 #: Seconds for a new connection to send its `PeerHello`.
 HELLO_S = 2.0

@@ -15,7 +15,7 @@ import msgspec
 
 from enginepool.host import host_identity
 from enginepool.protocol.layout import ALIGNMENT
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.transfer.shared_memory import make_space, open_space, sealed, set_seal
 
 torch: Any = importlib.import_module("torch")

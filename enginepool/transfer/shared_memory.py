@@ -18,7 +18,8 @@ import msgspec
 from enginepool.host import SHARED, unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import SEAL_BYTES, Finding, MemoryRegion
+from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import SEAL_BYTES, MemoryRegion
 from enginepool.transfer.weight_scan import WeightScan
 
 torch: Any = importlib.import_module("torch")

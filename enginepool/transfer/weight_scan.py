@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
 from enginepool.protocol.manifest import Manifest, overflow
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.digest import Digest, DigestBatch, Findings, findings_of, kernels_on, use_once, views
 
 torch: Any = importlib.import_module("torch")

@@ -11,9 +11,9 @@ from enginepool.coordinator.weights.update import Update
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages import FrameSpec, Message
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weight_reports import Finding, UpdateRecord
+from enginepool.protocol.messages.weights import (
     Commit,
-    Finding,
     Join,
     Joined,
     LoadWeights,
@@ -23,7 +23,6 @@ from enginepool.protocol.updates import (
     Renew,
     Sent,
     Staged,
-    UpdateRecord,
     WeightsLoaded,
 )
 from tests.core.machines import Pool, config

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.config import ConfigError, GroupConfig, PoolConfig, check_config
+from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config_loader import check_config
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.operations.limits import limits_of
 from enginepool.coordinator.operations.score import SCORE, ScoreWork
 from enginepool.coordinator.scheduling.worker_kinds import PACKED as PACKED_CLASS
 from enginepool.coordinator.scheduling.worker_kinds import PLAIN, classes_of
+from enginepool.errors import ConfigError
 from enginepool.protocol.messages import (
     Batch,
     Capabilities,

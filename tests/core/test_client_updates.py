@@ -30,22 +30,10 @@ from enginepool.client.session.events import (
 )
 from enginepool.client.session.machine import ClientSession
 from enginepool.client.session.settings import SessionSettings
-from enginepool.protocol import updates
 from enginepool.protocol.messages import Ack, ErrorReply, Goodbye, Hello, Message, Ping, Pong, ToClient, Welcome
-from enginepool.protocol.updates import (
-    Commit,
-    InspectWeights,
-    Join,
-    Phase,
-    Publish,
-    Published,
-    Renew,
-    Sent,
-    Transfer,
-    UpdateRecord,
-    WeightsNeeded,
-    WeightsReport,
-)
+from enginepool.protocol.messages import weights as updates
+from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
+from enginepool.protocol.messages.weights import Commit, Join, Phase, Publish, Published, Renew, Sent, Transfer, WeightsNeeded
 from tests.core.test_client_session import Driver
 
 DIGEST = "d" * 32

@@ -6,7 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from enginepool.config import GroupConfig, PoolConfig, check_config, check_models, decode_config, encode_config, load_config
+from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config_loader import check_config, check_models, decode_config, encode_config, load_config
 from enginepool.errors import ConfigError
 
 GOOD = '[groups.a]\nmodel = "m"\nengine = "sim"\n'

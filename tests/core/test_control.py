@@ -6,7 +6,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.fan_out import OPEN_EACH
-from enginepool.protocol.control import Command, Commanded, Control, ControlReport, WorkerOutcome
+from enginepool.protocol.messages.control import Command, Commanded, Control, ControlReport, WorkerOutcome
 from enginepool.protocol.roles import FROM_CLIENT
 from enginepool.workers.between_batches import BetweenBatches
 from tests.core.machines import Pool, Sent, codes, config, failures

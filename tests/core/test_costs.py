@@ -17,8 +17,8 @@ from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.operations.score import SCORE
 from enginepool.protocol import ragged
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Score
+from enginepool.protocol.messages.weights import Commit, Prepared, Publish, WeightsLoaded
 from enginepool.protocol.ragged import Offsets, cut, row_lengths
-from enginepool.protocol.updates import Commit, Prepared, Publish, WeightsLoaded
 from tests.core.counting import Cost, cost_of
 from tests.core.machines import CAN, text, work
 

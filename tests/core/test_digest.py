@@ -9,7 +9,7 @@ import pytest
 
 from enginepool.protocol.layout import buckets, digest_text, layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.digest import Digest, DigestBatch, Findings, digest_of, use_once, views
 
 torch: Any = importlib.import_module("torch")

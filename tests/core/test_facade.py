@@ -7,7 +7,7 @@ import pytest
 
 from enginepool import BlockingPool, Pool, ScoreResult
 from enginepool.protocol.messages import StatusReport
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.trainer.blocking_publisher import BlockingUpdateHandle, BlockingWeightPublisher
 from enginepool.trainer.publisher import WeightPublisher
 from enginepool.trainer.update_handle import UpdateHandle

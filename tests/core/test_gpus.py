@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from enginepool.config import GroupConfig, PoolConfig, check_config
+from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config_loader import check_config
 from enginepool.coordinator.launchers.gpus import allocate_gpus, visible_gpus
 from enginepool.errors import ConfigError
 

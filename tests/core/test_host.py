@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from enginepool.client.embedded import EmbeddedCoordinator
-from enginepool.config import GroupConfig, PoolConfig, check_config
+from enginepool.config import GroupConfig, PoolConfig
+from enginepool.config_loader import check_config
 from enginepool.coordinator.shell.router import Router
 from enginepool.errors import ConfigError
 from enginepool.host import LONGEST_PATH

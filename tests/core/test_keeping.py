@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.messages import (

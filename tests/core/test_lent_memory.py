@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from enginepool.host import unnamed_file
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.transfer.shared_memory import HostSpace, set_seal
 from enginepool.workers.main import located
 from enginepool.workers.spec import WorkerSpec

@@ -8,10 +8,10 @@ from enginepool.client.session.events import UpdateSent
 from enginepool.coordinator.core import events as ev
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Message
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import (
     Commit,
     Committed,
-    Finding,
     Join,
     LoadWeights,
     MemoryRegion,

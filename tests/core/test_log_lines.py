@@ -5,7 +5,7 @@ import re
 from enginepool.config import Limits, RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.group_weights import GroupWeights
-from enginepool.protocol.updates import AbortUpdate, Restored
+from enginepool.protocol.messages.weights import AbortUpdate, Restored
 from tests.core.machines import CAN, EPOCH, Pool, codes, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool
 

@@ -11,7 +11,7 @@ import pytest
 
 from enginepool.protocol.layout import ALIGNMENT, digest_text, layout
 from enginepool.protocol.manifest import SIZES, Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer import digest as digests
 from enginepool.transfer.digest import Digest, DigestBatch, Findings, make_ready, views
 from enginepool.transfer.weight_scan import WeightScan

@@ -7,7 +7,7 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.status import report
 from enginepool.protocol.messages import Idle, Ready
-from enginepool.protocol.updates import Prepare, Restore, WeightsNeeded
+from enginepool.protocol.messages.weights import Prepare, Restore, WeightsNeeded
 from tests.core.machines import CAN, EPOCH, codes, failures, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 from tests.core.test_weights import ready, refusal, to_transfer

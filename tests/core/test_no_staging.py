@@ -8,7 +8,7 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.states import WorkerState
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.updates import Committed, Join, LoadWeights, Prepared, Published, ReleaseWeights, Restore
+from enginepool.protocol.messages.weights import Committed, Join, LoadWeights, Prepared, Published, ReleaseWeights, Restore
 from tests.core.machines import CAN, failures, results, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 

@@ -7,7 +7,7 @@ import torch
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer import weight_scan as looking
 from enginepool.transfer.digest import Digest, Findings, digest_of
 from enginepool.transfer.process_group import QUEUED

@@ -28,7 +28,7 @@ from enginepool.protocol.messages import (
     Tokenize,
     Welcome,
 )
-from enginepool.protocol.updates import InspectWeights
+from enginepool.protocol.messages.weight_reports import InspectWeights
 from tests.core.machines import CAN, EPOCH, Pool, codes, config, failures, results, text, texts, work
 
 #: what a request takes with its answer

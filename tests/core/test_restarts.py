@@ -7,7 +7,7 @@ import pytest
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Batch, Result
-from enginepool.protocol.updates import Committed, Prepare, Prepared, Published, ReleaseWeights
+from enginepool.protocol.messages.weights import Committed, Prepare, Prepared, Published, ReleaseWeights
 from tests.core.machines import CAN, EPOCH, failures, results, work
 from tests.core.machines import Sent as Message_
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
@@ -223,7 +223,7 @@ def test_an_aborted_restart_turns_back() -> None:
     pool = RestartPool(2)
     pool.offer()
     pool.end()
-    from enginepool.protocol.updates import AbortUpdate
+    from enginepool.protocol.messages.weights import AbortUpdate
 
     sent = pool.trainer.say(AbortUpdate(1, "as a test"))
     assert len(of_type(sent, ReleaseWeights)) == 1

@@ -13,7 +13,7 @@ import pytest
 from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import MemoryRegion, Restore, Restored
+from enginepool.protocol.messages.weights import MemoryRegion, Restore, Restored
 from enginepool.transfer.checksum import digest_of_bytes
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
 from enginepool.workers.events import WeightsAnswered, WeightsTaken

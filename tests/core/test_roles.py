@@ -12,8 +12,9 @@ from enginepool.protocol.basis import Message
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import FromClient, FromWorker
+from enginepool.protocol.messages.weight_reports import InspectWeights
+from enginepool.protocol.messages.weights import MemoryRegion, Publish, Sent
 from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES, Role
-from enginepool.protocol.updates import InspectWeights, MemoryRegion, Publish, Sent
 from tests.wire.make_vectors import VALID
 
 SEAL = b"0123456789abcdef"

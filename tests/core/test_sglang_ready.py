@@ -11,7 +11,7 @@ import pytest
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, encode_manifest
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.transfer import shared_memory as regions
 from enginepool.transfer.digest import views
 from enginepool.workers.sglang.weights.load_plan import LoadPlan

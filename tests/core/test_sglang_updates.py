@@ -15,7 +15,7 @@ import pytest
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer import collective
 from enginepool.transfer.digest import digest_of, views
 from enginepool.workers.engine import EngineDied, EngineError, MemoryRegion, NewWeights, NotComparable, OnlyAtStart

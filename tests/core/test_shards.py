@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 from enginepool.protocol.layout import ALIGNMENT, layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.shared_memory import verified
 from enginepool.workers.stager import memory as stager_memory

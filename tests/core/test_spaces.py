@@ -17,7 +17,8 @@ from enginepool.errors import BadRequest
 from enginepool.host import host_identity
 from enginepool.protocol.layout import layout
 from enginepool.protocol.messages import ErrorReply
-from enginepool.protocol.updates import Finding, MemoryRegion, Published
+from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import MemoryRegion, Published
 from enginepool.trainer.buffers import Buffers
 from enginepool.trainer.ipc_export import IpcExport, IpcExporter
 from enginepool.trainer.tensor_feed import Stopped
@@ -57,7 +58,7 @@ def test_another_process_sees_what_was_laid_out(lender: IpcExporter) -> None:
     code = (
         "import sys, msgspec\n"
         "from enginepool.protocol.manifest import Tensor\n"
-        "from enginepool.protocol.updates import MemoryRegion\n"
+        "from enginepool.protocol.messages.weights import MemoryRegion\n"
         "from enginepool.transfer.shared_memory import verified, open_space, sealed\n"
         "space, manifest = msgspec.json.decode(sys.argv[1], type=tuple[MemoryRegion, list[Tensor]])\n"
         "opened = open_space(space)\n"

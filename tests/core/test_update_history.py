@@ -15,7 +15,8 @@ from enginepool.coordinator.shell.journal import Journal
 from enginepool.coordinator.shell.journal_writer import JournalWriter
 from enginepool.coordinator.shell.update_history import UpdateHistory
 from enginepool.coordinator.weights.outcomes import RECORD_TEXT
-from enginepool.protocol.updates import AbortUpdate, UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
+from enginepool.protocol.messages.weights import AbortUpdate
 from tests.core.machines import work
 from tests.core.publishers import UpdatePool
 from tests.core.test_weights import ready, to_transfer

@@ -8,7 +8,7 @@ import pytest
 from enginepool.client.results import RESTARTS, WeightReader
 from enginepool.errors import EngineFailed, Malformed
 from enginepool.protocol.messages import FrameSpec
-from enginepool.protocol.updates import WeightsReport, WorkerWeights
+from enginepool.protocol.messages.weight_reports import WeightsReport, WorkerWeights
 
 WHOLE = np.arange(12, dtype=np.float32)
 

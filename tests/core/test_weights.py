@@ -14,14 +14,10 @@ from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import worst
 from enginepool.protocol.messages import Batch, Capabilities, ErrorReply, Ready, Stage
-from enginepool.protocol.updates import (
-    HELD,
+from enginepool.protocol.messages.weight_reports import HELD, Finding, Inspect, Inspected, InspectWeights, WeightsReport
+from enginepool.protocol.messages.weights import (
     AbortUpdate,
     Committed,
-    Finding,
-    Inspect,
-    Inspected,
-    InspectWeights,
     Join,
     Joined,
     LoadWeights,
@@ -36,7 +32,6 @@ from enginepool.protocol.updates import (
     Staged,
     WeightsLoaded,
     WeightsNeeded,
-    WeightsReport,
 )
 from tests.core.machines import CAN, EPOCH, codes, failures, results, text, texts, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type

@@ -6,10 +6,9 @@ import pytest
 
 from enginepool.protocol.layout import layered
 from enginepool.protocol.messages import Accept, Batch, Capabilities, Exiting, Idle, Message, Part, Ready, Stage
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weight_reports import Inspect, Inspected
+from enginepool.protocol.messages.weights import (
     Committed,
-    Inspect,
-    Inspected,
     Join,
     Joined,
     LoadWeights,

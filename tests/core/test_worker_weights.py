@@ -6,7 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from enginepool.protocol.updates import Committed, Finding, MemoryRegion, Prepare, Prepared, ReleaseWeights, VerifyWeights
+from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import Committed, MemoryRegion, Prepare, Prepared, ReleaseWeights, VerifyWeights
 from enginepool.workers.engine import Engine, NewWeights
 from enginepool.workers.events import EngineLost, LoadPrepared, RunWeights, WeightsAnswered, WorkerEvent
 from enginepool.workers.weights import executor as weights

@@ -18,7 +18,7 @@ from enginepool import Pool, WeightPublisher, errors
 from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.config import GroupConfig, PoolConfig, Timing
 from enginepool.protocol.messages import WorkerStatus
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 from tests.engine.reference import Models, Reference
 from tests.engine.test_pool_weights import CLIENTS, LABELS, Load
 from tests.engine.test_sglang_cuda import BFLOAT16

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from enginepool.protocol.updates import Finding, MemoryRegion
+from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.trainer import ipc_export as lending
 from enginepool.trainer.buffers import Buffers
 from enginepool.trainer.ipc_export import IpcExport, IpcExporter

@@ -14,7 +14,7 @@ import pytest
 from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.workers.engine import EngineError, LoadTimes, MemoryRegion, ModelTensors, NewWeights, PartScores, ScoreBatch

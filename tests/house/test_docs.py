@@ -15,7 +15,7 @@ from typing import get_type_hints
 import pytest
 
 from enginepool.cli.tiny_model_files import make_tiny_model
-from enginepool.config import load_config
+from enginepool.config_loader import load_config
 from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
 from tests.house import markdown
 from tests.house.markdown import Block

@@ -145,7 +145,7 @@ def test_a_wheel_built_from_the_sdist_holds_the_same(source: Path, wheel: Path, 
 
 def test_a_wheel_is_imported_from_any_folder(installed: Path, tmp_path: Path) -> None:
     found = json.loads(python(IMPORT_ALL, installed, cwd=tmp_path))
-    places = ["__init__.py", "protocol/messages.py", "workers/engine.py"]
+    places = ["__init__.py", "protocol/messages/__init__.py", "workers/engine.py"]
     assert found["rooms"] == [str(installed / "enginepool" / place) for place in places]
 
 
@@ -159,7 +159,8 @@ def test_an_editable_install_runs_the_checkout_and_no_file_twice(links: bool, in
     zipfile.ZipFile(editable).extractall(tmp_path / "site")
     found = json.loads(python(IMPORT_ALL, tmp_path / "site", cwd=source if inside else tmp_path))
     real = [os.path.realpath(file) for file in found["rooms"]]
-    assert real == [str(source / place) for place in ("enginepool/__init__.py", "protocol/messages.py", "workers/engine.py")]
+    places = ("enginepool/__init__.py", "protocol/messages/__init__.py", "workers/engine.py")
+    assert real == [str(source / place) for place in places]
     assert found["twice"] == 0
 
 

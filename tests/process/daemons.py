@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing, encode_config
+from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing
+from enginepool.config_loader import encode_config
 from enginepool.host.folders import snapshot_folders
 from tests.process.processes import Processes
 

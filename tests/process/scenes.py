@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from enginepool import Pool, WeightPublisher, errors
-from enginepool.protocol.updates import HELD, UpdateRecord
+from enginepool.protocol.messages.weight_reports import HELD, UpdateRecord
 from enginepool.trainer.update_handle import UpdateHandle
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes

@@ -11,7 +11,7 @@ import time
 import msgspec
 import zmq
 
-from enginepool.config import decode_config
+from enginepool.config_loader import decode_config
 from enginepool.protocol.messages import ErrorReply, FromClient, Hello, Score, Welcome
 
 

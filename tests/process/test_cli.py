@@ -15,7 +15,8 @@ import pytest
 from enginepool import __version__
 from enginepool.cli import doctor_checks as examination
 from enginepool.cli.connect import DEFAULT_ADDRESS
-from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing, load_config
+from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing
+from enginepool.config_loader import load_config
 from enginepool.net.address import default_address
 from tests.process.commands import LIMIT_S, ROOT, call
 

@@ -12,7 +12,7 @@ from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariable
 
 from enginepool import BlockingPool
 from enginepool.cli import weights
-from enginepool.protocol.updates import WeightsReport, WorkerWeights
+from enginepool.protocol.messages.weight_reports import WeightsReport, WorkerWeights
 from tests.process.commands import call
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes

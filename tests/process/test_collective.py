@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.protocol.updates import SEAL_BYTES, MemoryRegion
+from enginepool.protocol.messages.weights import SEAL_BYTES, MemoryRegion
 from enginepool.transfer import collective, peer_copy, peer_messages, peer_probe
 from enginepool.transfer.collective import Rendezvous, TorchBroadcast, TorchGroup, join
 from enginepool.transfer.nccl_environment import nccl_environment

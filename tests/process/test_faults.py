@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from enginepool import Pool
-from enginepool.config import encode_config
+from enginepool.config_loader import encode_config
 from enginepool.coordinator.shell.log import say
 from enginepool.errors import EnginepoolError, RequestCancelled
 from enginepool.host.child_process import created_at, lives
@@ -281,7 +281,7 @@ def test_sigterm_answers_what_was_begun_and_leaves_no_process(processes: Process
 #: a coordinator that is sent a signal when it has just started its first worker, and says which process that is
 SIGNALLED_EARLY = """
 import os, sys
-from enginepool.config import decode_config
+from enginepool.config_loader import decode_config
 from enginepool.coordinator.launchers.local import LocalLauncher
 from enginepool.coordinator.shell import daemon
 class EarlySignal(LocalLauncher):

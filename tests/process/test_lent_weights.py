@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from enginepool import Pool, WeightPublisher, errors
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.trainer import ipc_export as lending
 from enginepool.trainer import update_handle as update
 from enginepool.transfer.digest import Digest

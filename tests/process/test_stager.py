@@ -23,10 +23,9 @@ import pytest
 
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor, encode_manifest
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weight_reports import Inspect, Inspected
+from enginepool.protocol.messages.weights import (
     Committed,
-    Inspect,
-    Inspected,
     Join,
     Joined,
     LoadWeights,

@@ -13,7 +13,8 @@ import msgspec
 import psutil
 import pytest
 
-from enginepool.config import PoolConfig, encode_config
+from enginepool.config import PoolConfig
+from enginepool.config_loader import encode_config
 from enginepool.host.folders import snapshot_folders
 from tests.process.daemons import PATIENCE_S, Daemon, sim_pool
 from tests.process.processes import Processes
@@ -134,7 +135,7 @@ def test_workers_that_take_no_updates_have_no_stager(processes: Processes, tmp_p
 EMBEDDED = """
 import asyncio, sys, torch
 from enginepool import Pool, WeightPublisher
-from enginepool.config import decode_config
+from enginepool.config_loader import decode_config
 
 async def main():
     async with Pool.start(config=decode_config(sys.argv[1].encode())) as pool, WeightPublisher(pool, device="cpu") as publisher:

@@ -27,7 +27,7 @@ from enginepool.protocol.messages import (
     ToWorker,
     Welcome,
 )
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weights import (
     Commit,
     Committed,
     LoadWeights,

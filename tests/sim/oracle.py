@@ -9,7 +9,7 @@ from typing import NamedTuple
 from enginepool.client.session.events import Answer, Fail
 from enginepool.config import Limits
 from enginepool.protocol.messages import ErrorReply, Result
-from enginepool.protocol.updates import Published
+from enginepool.protocol.messages.weights import Published
 from tests.sim.leases import Leases
 from tests.sim.offers import Offer
 from tests.sim.traffic import Call

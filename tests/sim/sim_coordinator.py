@@ -14,7 +14,7 @@ from enginepool.coordinator.shell.decode import client_event, refusal, worker_ev
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Accept, ErrorReply, Expired, Message, Welcome
-from enginepool.protocol.updates import Published
+from enginepool.protocol.messages.weights import Published
 from tests.core.checked_machine import CheckedMachine
 from tests.sim.cluster import Cluster
 from tests.sim.network import Link, Network

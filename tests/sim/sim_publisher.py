@@ -7,12 +7,11 @@ import msgspec
 from enginepool.protocol.frames import Buffer, decode_header
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages import ErrorReply, FrameSpec, Goodbye, Hello, Message, Ping, ToClient, Welcome
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weight_reports import Finding, InspectWeights, WeightsReport
+from enginepool.protocol.messages.weights import (
     SEAL_BYTES,
     AbortUpdate,
     Commit,
-    Finding,
-    InspectWeights,
     Join,
     MemoryRegion,
     Phase,
@@ -21,7 +20,6 @@ from enginepool.protocol.updates import (
     Renew,
     Sent,
     WeightsNeeded,
-    WeightsReport,
 )
 from tests.sim.network import Dealer, Network
 from tests.sim.offers import Offer

@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING
 from enginepool.protocol.basis import TaskId
 from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import Tensor, decode_manifest, difference
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weight_reports import Finding, Inspect, Inspected
+from enginepool.protocol.messages.weights import (
     Committed,
-    Finding,
-    Inspect,
-    Inspected,
     Join,
     Joined,
     LoadWeights,

@@ -13,7 +13,7 @@ import msgspec
 
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Message
-from enginepool.protocol.updates import Phase, Published, Restore
+from enginepool.protocol.messages.weights import Phase, Published, Restore
 from tests.sim.cluster import Cluster
 from tests.sim.faults import Faults
 from tests.sim.network import Network

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from enginepool.coordinator.core import events as ev
-from enginepool.protocol.updates import Publish, Renew
+from enginepool.protocol.messages.weights import Publish, Renew
 from tests.sim.leases import Leases
 from tests.sim.plan import Plan
 from tests.sim.simulation import Failed, simulate

@@ -26,7 +26,7 @@ from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Transactions
 from enginepool.coordinator.weights.update import Member, Phase, Update
 from enginepool.coordinator.weights.verification import Verifying
-from enginepool.protocol.updates import Sent
+from enginepool.protocol.messages.weights import Sent
 from enginepool.workers.events import SendToCoordinator
 from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.weights.machine import WorkerUpdates

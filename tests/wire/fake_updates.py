@@ -12,19 +12,17 @@ import msgspec
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.manifest import Tensor, decode_manifest
 from enginepool.protocol.messages import ErrorReply, FromClient, Message
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
+from enginepool.protocol.messages.weights import (
     AbortUpdate,
     Commit,
-    InspectWeights,
     Join,
     Phase,
     Publish,
     Published,
     Renew,
     Sent,
-    UpdateRecord,
     WeightsNeeded,
-    WeightsReport,
 )
 from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
 

@@ -14,7 +14,7 @@ import torch
 
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import decode_manifest
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.transfer.collective import join
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.process_group import CollectiveError, ProcessGroup

@@ -18,7 +18,7 @@ import torch
 from enginepool import BlockingPool, BlockingWeightPublisher, Pool, WeightPublisher, errors
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import GroupStatus
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.trainer import trainer_ranks
 from enginepool.trainer import update_handle as update
 from enginepool.trainer.publisher_context import PublisherContext

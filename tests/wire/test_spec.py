@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import msgspec
 import pytest
 
-from enginepool.protocol import frames, messages, updates
+from enginepool.protocol import frames, messages
 from enginepool.protocol.errors import CODES
 from enginepool.protocol.messages import FrameSpec, Message, TaskId
 from enginepool.protocol.roles import FROM_CLIENT
@@ -40,7 +40,7 @@ SHORT = {
 def structs() -> "list[type[msgspec.Struct]]":
     found = {
         value: None
-        for module in (messages, updates)
+        for module in (messages,)
         for _, value in inspect.getmembers(module, inspect.isclass)
         if issubclass(value, msgspec.Struct)
     }

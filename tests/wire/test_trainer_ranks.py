@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 from tests.wire.fake_coordinator import FakeCoordinator
 from tests.wire.fake_updates import ROOT, FakeUpdates, Receiver
 from tests.wire.trainer import GONE

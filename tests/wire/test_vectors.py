@@ -16,7 +16,7 @@ from enginepool.protocol import messages
 from enginepool.protocol.errors import CODES, WireError
 from enginepool.protocol.frames import check_frames, decode_header, encode_header
 from enginepool.protocol.messages import Batch, Capabilities, Done, Embed, FrameSpec, Message, Score
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 from tests.wire.golden import unpieced
 from tests.wire.make_vectors import PATH, document
 

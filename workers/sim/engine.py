@@ -17,7 +17,7 @@ import msgspec
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import (
     BatchScores,
     Chunk,

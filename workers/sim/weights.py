@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
-from enginepool.protocol.updates import Finding, MemoryRegion
+from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.transfer.checksum import digest_of_bytes
 from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights, OnlyAtStart
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_space

@@ -13,7 +13,7 @@ import msgspec
 from enginepool.host import SHARED, unnamed_file
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.transfer.digest import make_ready
 from enginepool.transfer.shared_memory import DeviceSpace, HostSpace
 from enginepool.workers.stager.receiving import Reception, ShardedReception

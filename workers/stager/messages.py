@@ -13,7 +13,7 @@ import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import MemoryRegion
 
 #: the environment variable that holds the JSON of a `StagerSpec`

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.digest import make_ready
 from enginepool.transfer.process_group import QUEUED, ProcessGroup
 from enginepool.transfer.weight_scan import RunningScan, WeightScan

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from enginepool.protocol.layout import ALIGNMENT, digest_sums, joined_digest, layout
 from enginepool.protocol.manifest import SIZES, Manifest, Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 
 
 class Shard(NamedTuple):

@@ -21,10 +21,9 @@ from enginepool.protocol.basis import MAX_CHUNK, FrameSpec
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import worst
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weight_reports import Inspect, Inspected
+from enginepool.protocol.messages.weights import (
     Committed,
-    Inspect,
-    Inspected,
     Join,
     Joined,
     LoadWeights,

@@ -13,7 +13,7 @@ import os
 
 import msgspec
 
-from enginepool.protocol.updates import DESCRIPTOR, SEAL_BYTES, MemoryRegion
+from enginepool.protocol.messages.weights import DESCRIPTOR, SEAL_BYTES, MemoryRegion
 
 
 class LentMemoryError(Exception):

@@ -26,9 +26,9 @@ from dataclasses import replace
 
 from enginepool.protocol.basis import TaskId
 from enginepool.protocol.layout import layered
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.weight_reports import Inspected
+from enginepool.protocol.messages.weights import (
     Committed,
-    Inspected,
     Join,
     Joined,
     LoadWeights,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from enginepool.host import host_identity
 from enginepool.protocol.manifest import decode_manifest, difference
-from enginepool.protocol.updates import Prepare, Prepared
+from enginepool.protocol.messages.weights import Prepare, Prepared
 from enginepool.workers.engine import Engine, NewWeights, OnlyAtStart
 from enginepool.workers.events import Frame
 from enginepool.workers.weights.checkpoint import checkpoint_digest, checkpoint_tensors, checkpoint_under

@@ -8,7 +8,7 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import Engine, EngineError, MemoryRegion, NewWeights
 from enginepool.workers.weights.ipc_import import LentMemoryError, pin
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from enginepool.protocol.layout import layout
-from enginepool.protocol.updates import Restore, Restored
+from enginepool.protocol.messages.weights import Restore, Restored
 from enginepool.workers.engine import Engine, EngineDied, EngineError, MemoryRegion, NewWeights, OnlyAtStart
 from enginepool.workers.events import WeightsAnswered, WeightsTaken, WorkerEvent
 from enginepool.workers.stager.link import StagerGone, StagerLink

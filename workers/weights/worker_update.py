@@ -1,6 +1,15 @@
 """All that a worker knows of the update that it prepares for. Pure: the machine writes it, the executor reads it."""
 
-from enginepool.protocol.updates import Join, Joined, LoadWeights, Prepare, Prepared, Staged, VerifyWeights, WeightsLoaded
+from enginepool.protocol.messages.weights import (
+    Join,
+    Joined,
+    LoadWeights,
+    Prepare,
+    Prepared,
+    Staged,
+    VerifyWeights,
+    WeightsLoaded,
+)
 from enginepool.workers.engine import NewWeights
 
 Request = Prepare | Join | VerifyWeights | LoadWeights

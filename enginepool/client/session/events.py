@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from enginepool.protocol.control import Control, ControlReport
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import ErrorReply, Message, RestartWorker, Result, RowRequest, Status, StatusReport, ToClient
-from enginepool.protocol.updates import InspectWeights, Join, MemoryRegion, Phase, Publish, Published, WeightsReport
+from enginepool.protocol.messages.control import Control, ControlReport
+from enginepool.protocol.messages.weight_reports import InspectWeights, WeightsReport
+from enginepool.protocol.messages.weights import Join, MemoryRegion, Phase, Publish, Published
 
 
 class SessionEvent(msgspec.Struct, frozen=True, gc=False):

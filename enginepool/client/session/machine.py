@@ -62,7 +62,8 @@ from enginepool.protocol.messages import (
     Result,
     Welcome,
 )
-from enginepool.protocol.updates import Join, Phase, Published, WeightsNeeded, WeightsReport
+from enginepool.protocol.messages.weight_reports import WeightsReport
+from enginepool.protocol.messages.weights import Join, Phase, Published, WeightsNeeded
 
 _CLOSED = ErrorReply("closed", "the pool is closed")
 

@@ -9,10 +9,10 @@ from math import inf
 
 from enginepool.client.session.events import Ask, ControlAnswer, Fail, Report, SendMessage, SessionEffect, WeightsAnswer
 from enginepool.client.session.settings import SessionSettings
-from enginepool.protocol.control import Control, ControlReport
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import ErrorReply, RestartWorker, Status, StatusReport
-from enginepool.protocol.updates import InspectWeights, WeightsReport
+from enginepool.protocol.messages.control import Control, ControlReport
+from enginepool.protocol.messages.weight_reports import InspectWeights, WeightsReport
 
 Question = Status | RestartWorker | InspectWeights | Control
 

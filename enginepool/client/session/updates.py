@@ -30,19 +30,8 @@ from enginepool.client.session.events import (
 )
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.messages import ErrorReply
-from enginepool.protocol.updates import (
-    AbortUpdate,
-    Commit,
-    InspectWeights,
-    Join,
-    MemoryRegion,
-    Phase,
-    Published,
-    Renew,
-    Sent,
-    UpdateRecord,
-    WeightsReport,
-)
+from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
+from enginepool.protocol.messages.weights import AbortUpdate, Commit, Join, MemoryRegion, Phase, Published, Renew, Sent
 
 #: Transfers in which the publisher broadcasts nothing, so that it has no digest to tell.
 _UNSENT = ("checkpoint", "set_version")

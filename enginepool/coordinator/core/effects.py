@@ -11,7 +11,7 @@ import msgspec
 from enginepool.coordinator.core.events import Buffer, Link
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.protocol.messages import Message
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 
 
 class Effect(msgspec.Struct, gc=False):

@@ -11,22 +11,20 @@ import msgspec
 
 from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.operations.base import Work
-from enginepool.protocol.control import Commanded, Control
 from enginepool.protocol.frames import Buffer as Buffer
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import Capabilities, FrameSpec
-from enginepool.protocol.updates import (
+from enginepool.protocol.messages.control import Commanded, Control
+from enginepool.protocol.messages.weight_reports import Inspected, InspectWeights, UpdateRecord
+from enginepool.protocol.messages.weights import (
     AbortUpdate,
     Commit,
-    Inspected,
-    InspectWeights,
     Joined,
     Prepared,
     Publish,
     Renew,
     Sent,
     Staged,
-    UpdateRecord,
     WeightsLoaded,
 )
 

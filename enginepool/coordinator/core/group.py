@@ -19,7 +19,7 @@ from enginepool.coordinator.scheduling.version_queue import VersionQueue
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.protocol.messages import MAX_PRIORITY, Capabilities
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 
 #: transactions of a group that its history remembers
 HISTORY = 64

@@ -17,7 +17,8 @@ from typing import IO
 
 import msgspec
 
-from enginepool.config import GroupConfig, PoolConfig, Timing, check_config, check_models
+from enginepool.config import GroupConfig, PoolConfig, Timing
+from enginepool.config_loader import check_config, check_models
 from enginepool.coordinator.core.events import WorkerExited
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.launchers.base import Launcher, LauncherContext, MakeLauncher

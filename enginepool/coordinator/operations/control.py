@@ -8,8 +8,8 @@ from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.fan_out import FanOut, ready_workers
-from enginepool.protocol.control import Command, Commanded, CommandName, Control, ControlReport, WorkerOutcome
 from enginepool.protocol.messages import Message, TaskId
+from enginepool.protocol.messages.control import Command, Commanded, CommandName, Control, ControlReport, WorkerOutcome
 
 
 def control(core: Context, fan_out: FanOut, e: ev.ControlAsked) -> None:

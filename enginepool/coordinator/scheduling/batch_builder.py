@@ -94,9 +94,7 @@ def _add_followers(
     """
     can, pace = worker.capabilities, worker.pace
     assert can is not None
-    cost, rows, weight = filled
-    free_tokens, free_rows = free
-    head = slices[0][0]
+    (cost, rows, weight), (free_tokens, free_rows), head = filled, free, slices[0][0]
     extra, least = can.page - 1, row_share(can)
     each = 0.0 if pace is None else pace.row
     header = 0

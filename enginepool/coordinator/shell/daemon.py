@@ -3,8 +3,7 @@
     python -m enginepool.coordinator.shell.daemon
 
 reads its whole configuration as JSON from ENGINEPOOL_CONFIG; `enginepool serve` calls `run` with the same struct. In embedded
-use ENGINEPOOL_LIFELINE names the read end of a pipe that the embedding program holds: when it closes, this process and its
-workers end.
+use ENGINEPOOL_LIFELINE names the read end of a pipe of the embedding program: this process and its workers end when it closes.
 """
 
 import asyncio
@@ -16,7 +15,8 @@ import time
 import msgspec
 import uvloop
 
-from enginepool.config import PoolConfig, check_endpoint, decode_config, resolve_roots
+from enginepool.config import PoolConfig
+from enginepool.config_loader import check_endpoint, decode_config, resolve_roots
 from enginepool.coordinator.core import effects as ef
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import Link

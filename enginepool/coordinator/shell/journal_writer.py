@@ -12,7 +12,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.shell.journal import Journal
 from enginepool.coordinator.shell.update_history import UpdateHistory
 from enginepool.host import os_error
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 
 #: how often the paths of the state directory are looked at
 LOOK_S = 1.0

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from enginepool.host import write_file
-from enginepool.protocol.updates import UpdateRecord
+from enginepool.protocol.messages.weight_reports import UpdateRecord
 
 
 class UpdateHistory:

@@ -12,7 +12,7 @@ from enginepool.coordinator.fleet.fan_out import FanOut, ready_workers
 from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_ID
 from enginepool.protocol.manifest import worst
 from enginepool.protocol.messages import Message, TaskId
-from enginepool.protocol.updates import Inspect, Inspected, InspectWeights, WeightsReport, WorkerWeights
+from enginepool.protocol.messages.weight_reports import Inspect, Inspected, InspectWeights, WeightsReport, WorkerWeights
 
 
 def inspect_weights(core: Context, fan_out: FanOut, e: ev.WeightsAsked) -> None:

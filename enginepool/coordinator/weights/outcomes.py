@@ -16,7 +16,8 @@ from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.update import Member, Update, failures, zero_matrices
 from enginepool.protocol.layout import layered
 from enginepool.protocol.messages import ErrorReply, Message
-from enginepool.protocol.updates import HELD, Committed, Published, ReleaseWeights, UpdateRecord
+from enginepool.protocol.messages.weight_reports import HELD, UpdateRecord
+from enginepool.protocol.messages.weights import Committed, Published, ReleaseWeights
 
 #: characters that the history keeps of a message
 RECORD_TEXT = 1000

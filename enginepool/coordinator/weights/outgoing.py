@@ -4,7 +4,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
 from enginepool.coordinator.weights.update import JOIN, JOURNAL, LOAD, OPEN, TRANSFER, Member, Update
 from enginepool.protocol.messages import Message
-from enginepool.protocol.updates import Join, LoadWeights, Phase, Prepare, VerifyWeights
+from enginepool.protocol.messages.weights import Join, LoadWeights, Phase, Prepare, VerifyWeights
 
 
 def tell(core: Context, update: Update, message: Message) -> None:

@@ -8,7 +8,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import check_frames
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor, decode_manifest
-from enginepool.protocol.updates import DESCRIPTOR, MAX_MS, SEAL_BYTES, MemoryRegion, Publish
+from enginepool.protocol.messages.weights import DESCRIPTOR, MAX_MS, SEAL_BYTES, MemoryRegion, Publish
 
 #: transfers whose bytes are broadcast in a process group
 BROADCAST = ("staged", "direct")

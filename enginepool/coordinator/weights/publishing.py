@@ -15,7 +15,7 @@ from enginepool.coordinator.weights.outgoing import say_join, say_phase
 from enginepool.coordinator.weights.publish_validation import outside
 from enginepool.coordinator.weights.transaction import Transactions
 from enginepool.coordinator.weights.update import Member, Update
-from enginepool.protocol.updates import AbortUpdate, Commit, Publish, Sent
+from enginepool.protocol.messages.weights import AbortUpdate, Commit, Publish, Sent
 
 
 class Publishers:

@@ -21,7 +21,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
-from enginepool.protocol.updates import Committed, Restore, WeightsNeeded
+from enginepool.protocol.messages.weights import Committed, Restore, WeightsNeeded
 
 
 class Restoring:

@@ -20,7 +20,7 @@ from enginepool.coordinator.weights.update import (
     Member,
     Update,
 )
-from enginepool.protocol.updates import Joined, Prepared, ReleaseWeights, Sent, Staged, WeightsLoaded
+from enginepool.protocol.messages.weights import Joined, Prepared, ReleaseWeights, Sent, Staged, WeightsLoaded
 
 #: codes with which a member may refuse, that are the publisher's to hear; all others become `update_aborted`
 _TOLD = frozenset({"weights_refused", "unsupported", "bad_request"})

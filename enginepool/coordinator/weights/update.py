@@ -10,7 +10,8 @@ from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
 from enginepool.protocol.messages import TaskId
-from enginepool.protocol.updates import Finding, MemoryRegion, PhaseName
+from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import MemoryRegion, PhaseName
 
 OPEN: Final = "open"
 JOIN: Final = "join"

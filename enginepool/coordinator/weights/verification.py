@@ -6,7 +6,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.update import TRANSFER, Update, zero_matrices
 from enginepool.protocol.basis import MAX_FINDINGS
-from enginepool.protocol.updates import Inspect, Inspected
+from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 
 _WRONG = {
     "nan": "are nan",

@@ -13,7 +13,7 @@ from typing import Any
 
 from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import (
     BatchScores,
     Chunk,

@@ -10,7 +10,7 @@ from typing import Any
 
 from enginepool.protocol.layout import ALIGNMENT
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.digest import Digest, DigestBatch, Findings
 from enginepool.workers.sglang.weights.load_plan import LoadPlan
 

@@ -16,7 +16,7 @@ import msgspec
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.updates import MemoryRegion
+from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.transfer import shared_memory as regions
 from enginepool.workers.sglang.weights.load_plan import LoadPlan
 from enginepool.workers.sglang.weights.load_watch import Copy

@@ -22,7 +22,7 @@ from enginepool.host import SHARED
 from enginepool.host.folders import PrivateFolder
 from enginepool.protocol.layout import digest_sums, joined_digest
 from enginepool.protocol.manifest import Tensor, encode_manifest
-from enginepool.protocol.updates import Finding
+from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import (
     Chunk,
     EngineDied,

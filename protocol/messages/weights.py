@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from enginepool.protocol.basis import MAX_FRAMES, FrameSpec, Message, TaskId
+from enginepool.protocol.messages.weight_reports import Finding, UpdateRecord
 
 #: An hour: the longest drain of a group, and the longest lease.
 MAX_MS = 3_600_000
@@ -119,22 +120,6 @@ class AbortUpdate(Message, tag="abort"):
     broken: bool = False
 
 
-class InspectWeights(Message, tag="inspect_weights"):
-    """Ask about weights; answered by `weights_report`.
-
-    versions: what each worker holds, and the history. digest: of every worker's weights as they are in its engine. validate:
-    NaN, infinity and all-zero tensors in every engine. tensor: of the weight with the checkpoint name `name`, from one
-    worker, the elements from `offset` on, at most `count` (0: as many as one answer has, MAX_CHUNK at most).
-    """
-
-    id: int
-    group: str = ""
-    what: Literal["versions", "digest", "validate", "tensor"] = "versions"
-    name: str = ""
-    offset: int = 0
-    count: int = 0
-
-
 # --- coordinator to client ---------------------------------------------------------------------------------------------
 
 
@@ -145,45 +130,6 @@ class Phase(Message, tag="phase"):
     phase: PhaseName
     members: int = 0
     done: int = 0
-
-
-#: The parts of `UpdateRecord.phases["hold"]`, one after the other.
-HELD = ("drain", "load", "journal")
-
-
-class UpdateRecord(msgspec.Struct, omit_defaults=True):
-    """One transaction in the history. `outcome`: `committed`, or the error's code.
-
-    `phases`: microseconds (µs), by name. A name is missing where the transaction had no such phase. One after the other:
-
-        open        until every member said that it can take the weights
-        join        until the process group stood; in `direct`, until `commit` as well
-        transfer    until every member had staged and verified all bytes
-        staged      until `commit`
-        hold        the whole time in which the group started no work: drain + load + journal, exactly
-
-    Parts of `hold`, one after the other, never to be added to it:
-
-        drain       until batches in flight were answered or put back
-        load   until every engine had taken the weights; in `direct` the bytes are broadcast here
-        journal     until the commit was on the disk
-
-    Parts of `load`, of the member that took longest in each: `copy` (the engine took the weights), `flush` (its caches).
-    Outside of these: `prepare`, work before the hold that kept the engine from its requests, of the slowest member;
-    `first_answer`, from the end of `load` to the first answer of the new weights, which overlaps `journal`.
-    """
-
-    version: int
-    outcome: str
-    transfer: str = "staged"
-    message: str = ""
-    at: float = 0.0
-    members: int = 0
-    committed: int = 0
-    sent_bytes: int = 0
-    digest: str = ""
-    phases: dict[str, int] = {}
-    aborted_batches: int = 0
 
 
 class Published(Message, tag="published"):
@@ -199,43 +145,6 @@ class WeightsNeeded(Message, tag="weights_needed"):
 
     group: str
     version: int
-
-
-class Finding(msgspec.Struct, omit_defaults=True):
-    """Something about one tensor: `kind` is nan, infinity, overflow or zero, `count` its elements.
-
-    Overflow: they are finite, and infinity in the dtype in which the engine holds them.
-    """
-
-    name: str
-    kind: Literal["nan", "infinity", "overflow", "zero"]
-    count: int = 0
-
-
-class WorkerWeights(msgspec.Struct, omit_defaults=True):
-    """One worker in a weights report. `digest`: as was asked; `code`, `message`: why it could not say."""
-
-    name: str
-    version: int = 0
-    digest: str = ""
-    findings: list[Finding] = []
-    code: str = ""
-    message: str = ""
-
-
-class WeightsReport(Message, tag="weights_report"):
-    """The answer to `inspect_weights`. Elements of a tensor come as the frame `tensor` float32, one-dimensional; `dtype` and
-    `shape` are those of the whole tensor in the engine."""
-
-    id: int
-    group: str
-    version: int = 0
-    digest: str = ""
-    workers: list[WorkerWeights] = []
-    history: list[UpdateRecord] = []
-    dtype: str = ""
-    frames: list[FrameSpec] = []
-    shape: list[int] = []
 
 
 # --- coordinator to publisher and to worker ----------------------------------------------------------------------------
@@ -324,16 +233,6 @@ class Restore(Message, tag="restore"):
     run: int = 0
 
 
-class Inspect(Message, tag="inspect"):
-    """A question about this worker's weights, as in `inspect_weights`. Answered by `inspected`."""
-
-    task: TaskId
-    what: Literal["digest", "validate", "tensor"]
-    name: str = ""
-    offset: int = 0
-    count: int = 0
-
-
 # --- worker to coordinator ---------------------------------------------------------------------------------------------
 
 
@@ -396,16 +295,3 @@ class Restored(Message, tag="restored"):
     version: int
     code: str
     message: str
-
-
-class Inspected(Message, tag="inspected"):
-    """The answer to `inspect`; elements of a tensor come as in `weights_report`."""
-
-    task: TaskId
-    digest: str = ""
-    findings: list[Finding] = []
-    dtype: str = ""
-    code: str = ""
-    message: str = ""
-    frames: list[FrameSpec] = []
-    shape: list[int] = []

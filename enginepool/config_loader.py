@@ -1,0 +1,252 @@
+"""The one loader of configurations, and the checks that go past types.
+
+Unknown keys and impossible values are refused with the key's name.
+"""
+
+import difflib
+import ipaddress
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias, get_args, get_type_hints
+
+import msgspec
+
+from enginepool.config import GPU_SIZES, GroupConfig, Limits, PoolConfig, RestartConfig, Timing, gpus_per_worker, uses_gpus
+from enginepool.conversion import TOML, located, value_at, wrong_type
+from enginepool.errors import ConfigError
+from enginepool.host.model_folder import holds_model
+from enginepool.net.address import wrong_address
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+_HUB_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`")
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+_NO_CHOICE = re.compile(r"Invalid enum value (.*)", re.DOTALL)
+
+
+def load_config(path: Path) -> PoolConfig:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: the file is missing, no TOML, or has an unknown key or an impossible value; the line names it.
+    """
+    try:
+        raw = msgspec.toml.decode(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from None
+    return _convert(raw, str(path))
+
+
+def checked_config(given: Any) -> PoolConfig:
+    """The same from what a program gives: a PoolConfig, or mappings like those of the file.
+
+    Raises:
+        ConfigError: as `load_config`.
+        TypeError: something in it can be in no file.
+    """
+    return _convert(msgspec.to_builtins(given), "configuration")
+
+
+def decode_config(data: bytes) -> PoolConfig:
+    """The same from JSON, as an embedding program hands it over. Raises ConfigError."""
+    try:
+        raw = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"configuration: not JSON: {error}") from None
+    return _convert(raw, "configuration")
+
+
+def _convert(raw: Any, where: str) -> PoolConfig:
+    try:
+        config = msgspec.convert(raw, PoolConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {_say(str(error), raw)}") from None
+    return check_config(config, where=where)
+
+
+def encode_config(config: PoolConfig) -> bytes:
+    """JSON that `decode_config` reads."""
+    return msgspec.json.encode(config)
+
+
+def _say(text: str, raw: Any) -> str:
+    """The error with the key first. msgspec does not say which group is wrong: that is looked for."""
+    key, what = located(text)
+    table, path = raw, key
+    if key.startswith("groups[...]"):
+        for name, group in raw["groups"].items():
+            try:
+                msgspec.convert(group, GroupConfig)
+            except msgspec.ValidationError:
+                table, path = group, key.removeprefix("groups[...]")
+                key = f"groups.{name}{path}"
+                break
+    unknown = _UNKNOWN.fullmatch(what)
+    if unknown:
+        name = unknown.group(1)
+        return f"unknown key {f'{key}.' if key else ''}{name}{_meant(path, name, in_group=table is not raw)}"
+    choice = _NO_CHOICE.fullmatch(what)
+    if choice:
+        # A group alone has such keys.
+        known = get_args(get_type_hints(GroupConfig)[key.rpartition(".")[2]])
+        return f"{key} = {choice.group(1)}: one of {', '.join(known)}"
+    missing = _MISSING.fullmatch(what)
+    if missing:
+        return f"{f'{key}.' if key else ''}{missing.group(1)}: missing, and needed"
+    allowed, _ = wrong_type(what, TOML)
+    if allowed and key:
+        return f"{key} = {value_at(table, path)!r:.80}: must be {allowed}"
+    return f"{key}: {what}" if key else what
+
+
+def _meant(path: str, name: str, *, in_group: bool) -> str:
+    """What was probably meant by an unknown key `name` in the table at `path`, as the end of a sentence."""
+    tables = {"": PoolConfig, "limits": Limits, "timing": Timing, "restart": RestartConfig}
+    struct = GroupConfig if in_group else tables.get(path)
+    near = difflib.get_close_matches(name, struct.__struct_fields__ if struct is not None else (), 1)
+    if near:
+        return f"; did you mean {near[0]}?"
+    return f"; a setting of the engine is written as options.{name}" if in_group else ""
+
+
+Need: TypeAlias = Callable[[bool, str, object, str], None]
+
+
+def _check_group(name: str, group: GroupConfig, need: Need) -> None:
+    at = f"groups.{name}"
+    need(bool(_NAME.fullmatch(name)), at, name, "a name has a-z 0-9 _ . - and at most 64 characters")
+    need(bool(group.model), f"{at}.model", group.model, "must name a model")
+    need(0 <= group.workers <= 4096, f"{at}.workers", group.workers, "0 to 4096")
+    need(
+        0 <= group.packed_workers <= group.workers,
+        f"{at}.packed_workers",
+        group.packed_workers,
+        f"0 to workers, which is {group.workers}",
+    )
+    aged = group.ageing_s is None or 0 < group.ageing_s < 1e9
+    need(aged, f"{at}.ageing_s", group.ageing_s, "more than 0 and less than 1e9, or left out")
+    need(group.forwards_in_flight in (1, 2, 3, 4), f"{at}.forwards_in_flight", group.forwards_in_flight, "1 to 4")
+    need(
+        not group.gpus or len(group.gpus) == group.workers,
+        f"{at}.gpus",
+        group.gpus,
+        f"one entry for each of {group.workers} workers",
+    )
+    if group.engine == "sglang":
+        for key in GPU_SIZES:
+            value = group.options.get(key)
+            whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 4096
+            need(value is None or whole, f"{at}.options.{key}", value, "a whole number, 1 to 4096")
+    for index, entry in enumerate(group.gpus if uses_gpus(group) else []):
+        names, each = [name.strip() for name in entry.split(",")], gpus_per_worker(group)
+        allowed = f"a worker with options.tp_size = {each} sees {each} GPUs" if each > 1 else "a worker sees 1 GPU"
+        right = len(names) == each and all(names) and len(set(names)) == each
+        need(right, f"{at}.gpus[{index}]", entry, f"{allowed}, separated by commas, each named once")
+    for index, root in enumerate(group.checkpoint_roots):
+        absolute = root.startswith(("/", "~"))
+        need(absolute, f"{at}.checkpoint_roots[{index}]", root, "an absolute path of a directory, or one that begins with ~")
+    for key in ("max_batch_tokens", "max_batch_rows", "cached_query_tokens"):
+        value = getattr(group, key)
+        need(value is None or value > 0, f"{at}.{key}", value, "more than 0, or left out")
+
+
+def check_config(config: PoolConfig, *, where: str) -> PoolConfig:
+    """`config` itself, when every value is possible. Raises ConfigError naming the first that is not."""
+
+    def need(ok: bool, key: str, value: object, allowed: str) -> None:
+        if not ok:
+            raise ConfigError(f"{where}: {key} = {value!r}: {allowed}")
+
+    need(bool(config.groups), "groups", {}, "a pool needs at least one group")
+    for name, group in config.groups.items():
+        _check_group(name, group, need)
+    for part, struct in (("limits", config.limits), ("timing", config.timing), ("restart", config.restart)):
+        for key in struct.__struct_fields__:
+            value = getattr(struct, key)
+            zero_ok = key == "max_restarts"
+            need(0 < value < 1e15 or (zero_ok and value == 0), f"{part}.{key}", value, "more than 0 and less than 1e15")
+    need(
+        config.limits.max_message_bytes <= config.limits.window_bytes <= config.limits.buffer_bytes // 2,
+        "limits.window_bytes",
+        config.limits.window_bytes,
+        "at least limits.max_message_bytes and at most half of limits.buffer_bytes",
+    )
+    need(config.limits.queue_items > 1, "limits.queue_items", config.limits.queue_items, "2 or more: a client has half of them")
+    need(
+        config.timing.ping_s * 2 <= config.timing.silence_s, "timing.ping_s", config.timing.ping_s, "at most half of silence_s"
+    )
+    need(bool(config.state_dir), "state_dir", config.state_dir, "must name a directory")
+    apart = config.listen_workers != config.listen or config.listen.endswith((":*", ":0")) or not config.listen
+    need(apart, "listen_workers", config.listen_workers, "workers have an address of their own")
+    for key in ("listen", "listen_workers"):
+        value = getattr(config, key)
+        if value:
+            check_endpoint(value, config, f"{where}: {key}")
+    return config
+
+
+def resolve_roots(config: PoolConfig) -> PoolConfig:
+    """`config` with the `checkpoint_roots` of each group as absolute paths, and without symbolic links as well; the default
+    filled in. The coordinator compares paths as texts, and its workers resolve them again."""
+    groups: dict[str, GroupConfig] = {}
+    for name, group in config.groups.items():
+        model = os.path.expanduser(group.model)
+        given = group.checkpoint_roots or ([model] if os.path.isdir(model) else [])
+        roots = [os.path.abspath(os.path.expanduser(root)) for root in given]
+        roots = list(dict.fromkeys([*roots, *map(os.path.realpath, roots)]))
+        groups[name] = msgspec.structs.replace(group, checkpoint_roots=roots)
+    return msgspec.structs.replace(config, groups=groups)
+
+
+def check_models(config: PoolConfig, where: str) -> PoolConfig:
+    """`config` itself, when the models of all workers that it starts here can be something: a folder with a model, an address,
+    or a name that the model hub may know, NAME or OWNER/NAME. Raises ConfigError naming the first that is not.
+    """
+    for name, group in config.groups.items():
+        model, path = group.model, Path(os.path.expanduser(group.model))
+        if group.engine != "sglang" or not group.workers or "://" in model:
+            continue
+        if path.is_dir():
+            wrong = "" if holds_model(path) else f"{path.absolute()} has no config.json"
+        elif model.startswith(("/", ".", "~")) or model.count("/") > 1:
+            wrong = f"no folder {path.absolute()}"
+        else:
+            wrong = "" if _HUB_NAME.fullmatch(model) else "no folder here, and no name of a model hub: NAME or OWNER/NAME"
+        if wrong:
+            raise ConfigError(f"{where}: groups.{name}.model = {model!r}: {wrong}")
+    return config
+
+
+def check_roots(config: PoolConfig, where: str) -> PoolConfig:
+    """`config` itself, when the `checkpoint_roots` of groups that start workers are directories. Raises ConfigError."""
+    for name, group in config.groups.items():
+        for index, root in enumerate(group.checkpoint_roots if group.workers else []):
+            if not os.path.isdir(os.path.expanduser(root)):
+                raise ConfigError(f"{where}: groups.{name}.checkpoint_roots[{index}] = {root!r}: no such directory")
+    return config
+
+
+def check_endpoint(endpoint: str, config: PoolConfig, where: str) -> None:
+    """Refuse what cannot be bound safely: another transport, a bad port, an ipc socket without a directory, TCP without keys.
+
+    Raises:
+        ConfigError: says which, and what to do.
+    """
+    if why := wrong_address(endpoint, listens=True):
+        raise ConfigError(f"{where} = {endpoint!r}: {why}")
+    if endpoint.startswith("ipc://@"):
+        raise ConfigError(f"{where} = {endpoint!r}: an abstract socket is open to every user; name a path")
+    if config.keys or endpoint.startswith("ipc://"):
+        return
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not (loopback and config.insecure_loopback):
+        without = "; or insecure_loopback = true, if every user of this host may use the pool" if loopback else ""
+        raise ConfigError(f'{where} = {endpoint!r}: TCP needs keys: run `enginepool keys DIR` and set keys = "DIR"{without}')

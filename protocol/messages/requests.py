@@ -1,0 +1,88 @@
+"""Messages of requests: a client asks, cancels and acknowledges, and the coordinator answers."""
+
+from typing import Annotated
+
+import msgspec
+
+from enginepool.protocol.basis import MAX_ACKS, MAX_FRAMES, MAX_LABELS, FrameSpec, Message
+
+
+class Score(Message, tag="score"):
+    """Score items. Frames, in this order: `query`, (`query_lengths`), `items`, `item_lengths`.
+
+    Without `query_lengths` the query frame is one query for all items; with it, row i of `query` belongs to item i. `query`
+    and `items` are both int32 token ids or both utf8 text; lengths are uint32 and count ids or bytes.
+    `raw`: a cross-encoder takes rows of ids without a separator, and text joined without one.
+    """
+
+    id: int
+    frames: Annotated[list[FrameSpec], msgspec.Meta(max_length=MAX_FRAMES)]
+    group: str = ""
+    labels: Annotated[list[int], msgspec.Meta(max_length=MAX_LABELS)] = []
+    softmax: bool = False
+    item_first: bool = False
+    hidden: bool = False
+    priority: int = 0
+    timeout_ms: int | None = None
+    min_version: int = 0
+    logprobs: bool = False
+    raw: bool = False
+
+
+class Embed(Message, tag="embed"):
+    """Embed items. Frames: `items`, int32 token ids or utf8 text, then `item_lengths` uint32, which count ids or bytes.
+
+    `dimensions`: the first so many of each embedding; 0: all. `normalize`: each row, as it is answered, has length 1.
+    """
+
+    id: int
+    frames: Annotated[list[FrameSpec], msgspec.Meta(max_length=MAX_FRAMES)]
+    group: str = ""
+    dimensions: int = 0
+    normalize: bool = True
+    priority: int = 0
+    timeout_ms: int | None = None
+    min_version: int = 0
+
+
+class Cancel(Message, tag="cancel"):
+    """Take back request `id`. Answered by its final answer: `cancelled`, or the result if that came first."""
+
+    id: int
+
+
+class Ack(Message, tag="ack"):
+    """The final answers of these requests have arrived; the coordinator may forget them."""
+
+    ids: Annotated[list[int], msgspec.Meta(max_length=MAX_ACKS)]
+
+
+class Usage(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """[items, tokens]: rows scored and prompt tokens computed, over all parts of a request."""
+
+    items: int
+    tokens: int
+
+
+class Timings(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """[queued_us, run_us]: arrival to first dispatch on the coordinator's clock; longest time of a part in an engine."""
+
+    queued_us: int
+    run_us: int
+
+
+class Result(Message, tag="result"):
+    """The answer of a request. Frames of `score`: `scores` float32 [items, labels], then `hidden` float32 [items, size] if
+    asked. Frames of `embed`: `embeddings` float32 [items, dimensions].
+
+    `forwards` holds, for each batch that the request was part of, how many forward passes that batch took: 1 is whole.
+    """
+
+    id: int
+    version: int
+    forwards: list[int]
+    usage: Usage
+    timings: Timings
+    frames: list[FrameSpec]
+    seq: int = 0
+    final: bool = True

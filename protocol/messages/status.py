@@ -1,0 +1,113 @@
+"""Messages for operators: the status of the pool, and the restart of a worker."""
+
+from typing import Literal
+
+import msgspec
+
+from enginepool.protocol.basis import Message
+
+
+class Status(Message, tag="status"):
+    """Ask for a `status_report`."""
+
+    id: int = 0
+
+
+class RestartWorker(Status, tag="restart"):
+    """Restart worker `worker` of `group`, a name of the status report, if its process still is `incarnation` ("": it has none).
+
+    Answered with a `status_report`, when the restart has begun.
+    """
+
+    group: str = ""
+    worker: str = ""
+    incarnation: str = ""
+
+
+class WorkerStatus(msgspec.Struct, omit_defaults=True):
+    """One worker in a status report. Times in seconds. `pace`: its pace in tokens, as learned from its batches (0: no matter);
+    each row counts there as `forward_row_tokens` tokens more.
+    """
+
+    name: str
+    incarnation: str
+    stage: str
+    pid: int = 0
+    host: str = ""
+    version: int | None = None
+    batches: int = 0
+    tokens: int = 0
+    done: int = 0
+    silent_s: float = 0.0
+    detail: str = ""
+    restarts: int = 0
+    packed: bool = False
+    pace: int = 0
+    forward_row_tokens: int = 0
+
+
+class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
+    """What a request to a group may ask for: anything else is refused with `bad_request`. `context`: the longest row, query and
+    item together, in tokens. `max_item` more than 0: all rows have to share a query, and no item may be longer. `operations`,
+    `embedding`, `dimensions`: as in `capabilities`.
+    """
+
+    kind: Literal["causal", "classifier", "embedding"]
+    vocab: int
+    context: int
+    items: int
+    labels: int = 0
+    hidden: int = 0
+    text: bool = True
+    max_item: int = 0
+    operations: tuple[str, ...] = ("score",)
+    embedding: int = 0
+    dimensions: list[int] = []
+
+
+class GroupStatus(msgspec.Struct, omit_defaults=True):
+    """One group in a status report. `queued` and `running` count requests, `split_batches` batches of more than one forward;
+    `early` of the queued wait for a later weight version. `update`: phase and version of the open transaction. `halvings`: how
+    often its workers' budgets were halved, because engines ran out of memory. `limits`: None while not known. `no_worker`: only
+    external workers serve it, and none is connected. `workers` has lost external workers too, for five minutes (`lost`).
+    """
+
+    name: str
+    queued: int = 0
+    running: int = 0
+    queued_tokens: int = 0
+    oldest_s: float = 0.0
+    version: int | None = None
+    answered: int = 0
+    failed: int = 0
+    batches: int = 0
+    forwards: int = 0
+    split_batches: int = 0
+    lost_batches: int = 0
+    poisoned: int = 0
+    model: str = ""
+    down: str = ""
+    digest: str = ""
+    early: int = 0
+    update: str = ""
+    needs_weights: str = ""
+    halvings: int = 0
+    workers: list[WorkerStatus] = []
+    limits: GroupLimits | None = None
+    no_worker: str = ""
+
+
+class StatusReport(Message, tag="status_report"):
+    """What the pool is doing. `pauses` counts garbage collections of the coordinator and their total time in µs."""
+
+    epoch: int
+    id: int = 0
+    uptime_s: float = 0.0
+    clients: int = 0
+    answers_kept: int = 0
+    answers_bytes: int = 0
+    client_unread_bytes: int = 0
+    worker_unread_bytes: int = 0
+    pauses: tuple[int, int] = (0, 0)
+    draining: bool = False
+    groups: list[GroupStatus] = []
