@@ -537,7 +537,7 @@ def test_the_end_leaves_no_process_behind_not_even_an_orphaned_one() -> None:
         (spec("tcp://127.0.0.1:1", engine="vllm"), "engine = 'vllm': must be one of sglang, sim"),
         (spec("tcp://127.0.0.1:1", retries=3), "unknown field `retries`"),
         (spec("tcp://127.0.0.1:1", model=""), "model = '': must name a model"),
-        ({"endpoint": "tcp://127.0.0.1:1"}, "missing required field `group`"),
+        ({"endpoint": "tcp://127.0.0.1:1"}, "missing required field `model`"),
         (spec("tcp://127.0.0.1:1", drain_s=-1), "drain_s = -1"),
         (spec("tcp://127.0.0.1:1", lifeline_fd=999), "cannot start"),
         (spec("localhost"), "endpoint = 'localhost'"),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.request import Client, Request, RunningBatch
 from enginepool.coordinator.core.request_state import QUEUED
+from enginepool.coordinator.scheduling.batch_limits import row_share
 
 #: a client is in no debt once others were served so many times as much as it was served last
 FORGIVEN = 40
@@ -38,9 +39,10 @@ class Shares:
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
         self._waits: dict[str, list[Wait]] = {}
-        #: tokens that were sent to workers; of each client, how many that were when it was served last, and how many were its
-        self._sent: dict[Level, int] = {}
-        self._served: dict[tuple[Level, Client], tuple[int, int]] = {}
+        #: the weight of all rows that were sent to workers, in tokens
+        self._sent: dict[Level, float] = {}
+        #: by client: that weight when it was served last, and the part that was its
+        self._served: dict[tuple[Level, Client], tuple[float, float]] = {}
 
     def after(self, group: Group, batches: Sequence[RunningBatch]) -> None:
         """These batches were sent."""
@@ -60,9 +62,14 @@ class Shares:
                 assert count <= 1, f"{opener.client} opened {count} batches before {request}: {batch}"
             for request, start, end in batch.slices:
                 level = group.name, request.priority
-                tokens = max(1, batch.cost * (end - start) // batch.rows)
-                self._sent[level] = self._sent.get(level, 0) + tokens
-                self._served[level, request.client] = self._sent[level], tokens
+                rows, can = end - start, batch.worker.capabilities
+                weight = max(1.0, batch.cost * rows / batch.rows)
+                if can is not None and "embed" in can.operations:
+                    # Most rows are short there, and the queue counts each as its share of a full batch. Where most are long,
+                    # the looser count finds more: a client counts as light although short rows brought it into debt.
+                    weight = max(weight, rows * row_share(can))
+                self._sent[level] = self._sent.get(level, 0.0) + weight
+                self._served[level, request.client] = self._sent[level], weight
                 # A client that was served in another signature since is not a light one any more.
                 waits = [wait for wait in waits if (wait.request.client, wait.request.priority) != (request.client, level[1])]
         self._waits[group.name] = waits + self._new(group)
@@ -81,8 +88,8 @@ class Shares:
     def _light(self, request: Request) -> bool:
         level = request.group.name, request.priority
         mine = [one for one in request.client.live.values() if one.group is request.group and one.priority == request.priority]
-        at, tokens = self._served.get((level, request.client), (0, 0))
-        return len(mine) == 1 and self._sent.get(level, 0) - at >= FORGIVEN * tokens
+        at, weight = self._served.get((level, request.client), (0.0, 0.0))
+        return len(mine) == 1 and self._sent.get(level, 0.0) - at >= FORGIVEN * weight
 
 
 def _waits(request: Request) -> bool:
