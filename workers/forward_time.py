@@ -1,13 +1,13 @@
 """How long the forwards of an engine are meant to take, from what a small one takes. Pure.
 
-A forward has a fixed cost. Where that is a tenth of it, short forwards cost a tenth of the throughput, and a
+A forward has a fixed cost. Where that is an eighth of it, short forwards cost an eighth of the throughput, and a
 request of high priority waits for no more than it must.
 """
 
 from enginepool.protocol.pace import FORWARD_S
 
 #: A forward is meant to take so many times what a small one takes.
-SMALL_FORWARDS = 10
+SMALL_FORWARDS = 8
 #: The longest: a high priority waits for two forwards, also where a small one takes long.
 MOST_FORWARD_S = 1.0
 
