@@ -1,6 +1,7 @@
-"""Clients: who is on which link, for how long they are remembered, what they are granted.
+"""Clients: which link each of them uses, how long the coordinator remembers them, and which limits they get.
 
-A client is known by its random id and proves itself by its secret; links come and go, and the newest one gets its answers.
+A client is known by its random id and proves its identity by its secret. It may use one link after another: its answers go to
+the newest link.
 """
 
 import hmac
@@ -15,10 +16,11 @@ from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.protocol.messages import PROTOCOL_VERSION, ErrorReply, Pong, Welcome
 
-#: when a client for which there was no room says hello again
+#: milliseconds after which a refused client says hello again, when there was no room for it
 FULL_MS = 1000
-#: Requests of clients whose links were cut or are back that are moved between two looks; the others are moved after the next
-#: look. A link may say hello as one client and as another one in turn, and each time the requests of both would be moved.
+#: The requests of a client are moved in the queue when its link is cut or is back. At most so many requests are moved between
+#: two calls of `expire`; the others are moved after the next call. Without this limit a link that says hello as two clients in
+#: turn could have the requests of both moved each time.
 MOVES = 8192
 
 
@@ -28,13 +30,13 @@ class ClientRegistry:
     def __init__(self, core: Context, requests: RequestLifecycle) -> None:
         self.core = core
         self.requests = requests
-        #: requests that were moved since the last look
+        #: requests that were moved since the last `expire`
         self._moved = 0
-        #: clients whose requests are to be moved after the next looks, the longest first
+        #: clients whose requests are to be moved after the next calls of `expire`; the client that has waited longest is first
         self._to_move: dict[Client, None] = {}
 
     def hello(self, e: ev.ClientHello) -> None:
-        """A link says whose it is. The newest incarnation of a client wins; its secret proves that it is the same client."""
+        """A link says which client it belongs to. The newest incarnation of a client wins; its secret proves its identity."""
         core = self.core
         client = core.clients.get(e.client)
         if (
@@ -46,7 +48,7 @@ class ClientRegistry:
             self._refuse(e, "busy", text, "limits.clients", FULL_MS)
             return
         if client is None and e.link in core.links and len(core.clients) >= core.config.limits.clients:
-            # Clients whose links are gone are remembered for a while. One link must not leave behind any number of them.
+            # The coordinator remembers clients without a link for a while. One link must not leave any number of them behind.
             many = f"{len(core.clients)} clients are remembered, as many as limits.clients allows"
             text = f"hello: this link had another client, and {many}; open a new link"
             self._refuse(e, "busy", text, "limits.clients", FULL_MS)
@@ -55,7 +57,7 @@ class ClientRegistry:
             self._refuse(e, "unauthorized", "hello: the token is not this client's", "token")
             return
         if e.epoch > core.epoch and not core.draining:
-            # It takes no word from this epoch; with the next one, this coordinator answers its next hello.
+            # The client ignores messages of this epoch. The coordinator raises its epoch, and then answers the next hello.
             if why := rise_above(core, e.epoch, f"client {e.client.hex()}", RAISES_BY_CLIENTS):
                 self._refuse(e, "bad_request", f"epoch: {why}", "epoch")
             return
@@ -78,7 +80,7 @@ class ClientRegistry:
             self._link(before, None)
             publishes = any(update.client is before for update in core.updates.values())
             if not before.live and not publishes and not core.answers.any_of(before):
-                # Nothing to come back for: one link cannot leave behind more clients than have asked for something.
+                # This client has no requests and no answers to return to. So one link leaves behind only clients with requests.
                 self._drop(before)
         welcome = Welcome(
             core.epoch,
@@ -103,12 +105,12 @@ class ClientRegistry:
             self.core.effects.append(ToClient(link, ErrorReply(code, message)))
 
     def heard(self, e: ev.Heard) -> None:
-        """A client is alive; a link that nobody has greeted is told to say Hello."""
+        """The client on this link is alive. A link without a client is told to say hello."""
         if self.core.client_of(e.link, None) is not None and e.at is not None:
             self.core.effects.append(ToClient(e.link, Pong(e.at, self.core.epoch)))
 
     def spoke(self, link: Link) -> None:
-        """Something came that needs no Hello: if a client is on the link, it is alive."""
+        """A message arrived that needs no hello. If a client uses the link, the client is alive."""
         client = self.core.links.get(link)
         if client is not None:
             client.heard = self.core.now
@@ -129,7 +131,7 @@ class ClientRegistry:
             self._link(client, None)
 
     def _link(self, client: Client, link: Link | None) -> None:
-        """The newest link of `client`. Without one its requests wait behind those of all others."""
+        """Set the newest link of `client`. The requests of a client without a link wait behind those of all other clients."""
         client.link = link
         if client.away == (link is None):
             self._to_move.pop(client, None)
@@ -139,7 +141,7 @@ class ClientRegistry:
             self._move(client)
 
     def _move(self, client: Client) -> None:
-        """Put the requests of `client` where they belong now."""
+        """Move the requests of `client` to their new position in the queue."""
         self._to_move.pop(client, None)
         client.away = client.link is None
         if client.live:
@@ -152,7 +154,7 @@ class ClientRegistry:
                 self.core.wake(group)
 
     def _drop(self, client: Client) -> None:
-        """Nobody waits for this client's answers any more."""
+        """Forget a client, whose answers are not needed any more."""
         core = self.core
         if client.link is not None:
             core.links.pop(client.link, None)
@@ -165,8 +167,10 @@ class ClientRegistry:
         core.clients.pop(client.id, None)
 
     def expire(self) -> None:
-        """Forget silent clients and old answers, and move requests that were left. Whose transaction is open has a lease of its
-        own, and its end to hear of."""
+        """Forget silent clients and old answers, and move the requests that still have to be moved.
+
+        A client with an open transaction is kept: the lease of the transaction decides, and the client gets its result.
+        """
         core = self.core
         self._moved = 0
         for client in list(self._to_move):

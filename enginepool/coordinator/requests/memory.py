@@ -1,8 +1,8 @@
-"""What requests and their answers take of the coordinator's memory, in bytes. Pure.
+"""How many bytes of the coordinator's memory requests and their answers take. Pure.
 
-A request is charged when it is admitted, before any work is done: its payload, the objects that hold it, and its whole answer,
-which is known by then. Its client's window and the pool's `buffer_bytes` bound the sum. PROTOCOL.md states the same formula, so
-that clients can count along.
+The coordinator charges a request when it admits it, before any work is done. The charge covers its payload, the objects that
+hold it, and its whole answer, whose size is known by then. The window of the client and `buffer_bytes` of the pool bound the
+sum. PROTOCOL.md states the same formula, so that clients can count the same charge.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES,
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities
 
-#: columns of a classifier's scores, and of hidden states, are taken to be so many until a worker says how many they are
+#: assumed columns of a classifier's scores, and of hidden states, until a worker says how many there are
 UNKNOWN_LABELS = 1024
 UNKNOWN_HIDDEN = 16_384
-#: of a bound of the process's memory, the part above which it is close
+#: share of a memory bound above which the configured buffers come close to it
 CLOSE = 0.8
 
 
@@ -26,28 +26,28 @@ class Bound(NamedTuple):
 
     name: str
     most: int
-    #: what counts against it already
+    #: bytes that count against it already
     used: int
 
 
 def request_bytes(work: Work) -> int:
-    """What `work` takes without its answer. Text becomes ids, at most one for each byte of a row with its query."""
+    """Bytes that `work` takes without its answer. Text becomes ids: at most one id for each byte of a row with its query."""
     text = ELEMENT_BYTES * (work.tokens + work.rows) if work.text else 0
     return REQUEST_BYTES + LABEL_BYTES * work.values + work.nbytes + text
 
 
 def columns_of(work: Work, can: Capabilities | None) -> int:
-    """Elements of a row of the answer, from a model of these capabilities; None: no worker was ready yet."""
+    """Elements of a row of the answer of a model with these capabilities; None: no worker was ready yet."""
     return sum(columns for _, columns in work.operation.outputs(work, can))
 
 
 def answer_bytes(work: Work, can: Capabilities | None) -> int:
-    """What the answer to `work` takes: its payload and the most that its header can be."""
+    """Bytes that the answer to `work` takes: its payload and the upper bound of its header."""
     return RESULT_BYTES + work.rows * (ROW_BYTES + ELEMENT_BYTES * columns_of(work, can))
 
 
 def charge(work: Work, can: Capabilities | None) -> tuple[int, int]:
-    """(`answer_bytes`, that and `request_bytes`) of `work`."""
+    """(`answer_bytes`, `answer_bytes + request_bytes`) of `work`."""
     if work.charge is not None:
         return work.charge
     answer = answer_bytes(work, can)
@@ -55,16 +55,17 @@ def charge(work: Work, can: Capabilities | None) -> tuple[int, int]:
 
 
 def labels_charge(rows: int, labels: int, nbytes: int) -> tuple[int, int]:
-    """`charge` of token ids of `nbytes` whose answer has one column for each label: it does not depend on the model."""
+    """`charge` of a request of token ids (`nbytes`) whose answer has one column for each label. It does not depend on the
+    model."""
     answer = RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * labels)
     return answer, REQUEST_BYTES + LABEL_BYTES * labels + nbytes + answer
 
 
 def unread_bytes(live: int, limits: Limits) -> int:
-    """Bytes that all peers together may leave unread, while requests are charged with `live` bytes.
+    """Bytes that all peers together may leave unread, while the charge of all requests is `live` bytes.
 
-    The total, and a twentieth for small answers that no client is charged for. A tenth is left in any case: what requests take
-    may turn out to be more than they were charged at first, and peers that read must not be disconnected for that.
+    The limit is the rest of the total, plus a twentieth for small answers that no client is charged for. It is at least a tenth
+    of the total. Requests may turn out to take more than their first charge, and peers that read must not be disconnected then.
     """
     return max(limits.buffer_bytes * 21 // 20 - live, limits.buffer_bytes // 10)
 
@@ -72,7 +73,7 @@ def unread_bytes(live: int, limits: Limits) -> int:
 def misfit(limits: Limits, bounds: Sequence[Bound]) -> tuple[str, bool]:
     """(what is wrong with `limits.buffer_bytes` under the tightest of these bounds or "", whether it cannot fit at all).
 
-    Besides the buffers a message is received, and another one put together.
+    The process needs memory for two more messages: one that it receives, and one that it assembles.
     """
     more = 2 * limits.max_message_bytes
     for bound in sorted(bounds, key=lambda bound: bound.most - bound.used):
@@ -88,7 +89,7 @@ def misfit(limits: Limits, bounds: Sequence[Bound]) -> tuple[str, bool]:
 
 
 def too_large(work: Work, can: Capabilities | None, message_bytes: int, limits: Limits) -> WireError | None:
-    """Why a coordinator with nothing else to do could not serve `work` to a client that takes messages of so many bytes."""
+    """Why even an idle coordinator could not serve `work` to a client that accepts messages of so many bytes; or None."""
     answer = answer_bytes(work, can)
     text = ELEMENT_BYTES * (work.tokens + work.rows)
     if work.text and text > 2 * limits.max_message_bytes:

@@ -1,4 +1,4 @@
-"""Parts of a request that was cut: ranges of rows, and answers put together. Pure."""
+"""Parts of a request that was cut: ranges of rows, and the joined answer. Pure."""
 
 from enginepool.coordinator.core.events import Buffer
 from enginepool.coordinator.core.request import Request
@@ -6,7 +6,7 @@ from enginepool.protocol.messages import FrameSpec
 
 
 def join_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges of rows in order, those that touch each other as one: there are no more than there are gaps between them."""
+    """The ranges of rows in order; adjacent ranges are joined into one."""
     ranges.sort()
     out: list[tuple[int, int]] = []
     for start, end in ranges:
@@ -18,7 +18,7 @@ def join_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def join_pieces(request: Request) -> tuple[list[FrameSpec], list[Buffer]]:
-    """The pieces of a request that was cut, put together in row order. Rows are concatenated, bytes as they came."""
+    """The pieces of a request that was cut, joined in row order. The bytes of the rows are concatenated unchanged."""
     pieces = sorted(request.pieces, key=lambda piece: piece[0])
     specs: list[FrameSpec] = []
     frames: list[Buffer] = []

@@ -1,8 +1,8 @@
 """Answers that are kept until the client has acknowledged them, for a resend of the same request.
 
-Bounded in age and in bytes. Where bytes run out, a client that holds the most of them (by a factor of two) loses its oldest:
-one with large answers does not displace those of others. A client that asks again after that has its request run again:
-execution is at least once, and the caller still gets one answer.
+The cache is bounded in age and in bytes. When bytes run out, the client with the most bytes (within a factor of two) loses its
+oldest answer, so that a client with large answers does not displace the answers of other clients. A request whose answer was
+dropped runs again when its client resends it: execution is at least once, and the caller still gets one answer.
 """
 
 from collections import OrderedDict
@@ -17,12 +17,12 @@ from enginepool.protocol.messages import Message
 if TYPE_CHECKING:
     from enginepool.coordinator.core.request import Client
 
-#: what an answer costs beside its payload, measured
+#: bytes that an answer costs besides its payload, measured
 OVERHEAD = 1000
 
 
 class KeptReply(msgspec.Struct, frozen=True, gc=False):
-    """A final answer, and what its request's content was."""
+    """A final answer, and the digest of its request's content."""
 
     at: float
     digest: int
@@ -37,14 +37,15 @@ class _Shelf:
     __slots__ = ("kept", "listed", "nbytes", "top")
 
     def __init__(self) -> None:
-        # The first of a dict is found only behind the places of all that were deleted before it.
+        # Not a plain dict: to find its first entry, a dict skips the slots of all entries that were deleted before it.
         self.kept: OrderedDict[int, KeptReply] = OrderedDict()
         #: equals the sum over `kept`
         self.nbytes = 0
-        #: where it is listed by its size, at least the bit length of `nbytes`; 0: nowhere. It rises at once, and falls when a
-        #: large client is looked for: answers that come and go cost no listing.
+        #: the list by size that this client is in: at least the bit length of `nbytes`; 0: in none. It grows at once, and
+        #: shrinks only during a search for a large client. So answers that are added and dropped seldom move a client between
+        #: lists.
         self.listed = 0
-        #: `nbytes` from which it is listed higher: 1 << listed
+        #: from this number of bytes on it belongs in a higher list: 1 << listed
         self.top = 1
 
 
@@ -54,7 +55,7 @@ class ReplyCache:
     __slots__ = ("_by_size", "_max_age", "_max_bytes", "_shelves", "nbytes")
 
     def __init__(self, max_age: float, max_bytes: int) -> None:
-        #: of clients that had answers here; until they leave
+        #: of clients that have answers here, or had some and have not left
         self._shelves: dict[Client, _Shelf] = {}
         #: all clients that have answers here, and some that had, by `listed`
         self._by_size: list[OrderedDict[Client, None]] = [OrderedDict() for _ in range(64)]
@@ -100,7 +101,7 @@ class ReplyCache:
             self.nbytes -= kept.nbytes
 
     def shrink(self, nbytes: int) -> None:
-        """Forget answers until all take at most so much."""
+        """Forget answers until all together take at most `nbytes`."""
         while self.nbytes > nbytes:
             client = next(iter(next(clients for clients in reversed(self._by_size) if clients)))
             shelf = self._shelves[client]
@@ -129,7 +130,7 @@ class ReplyCache:
             self._list(client, shelf)
 
     def _list(self, client: "Client", shelf: _Shelf) -> None:
-        """List a client by the size that it has now."""
+        """Put a client into the list of its present size."""
         if shelf.listed:
             del self._by_size[shelf.listed][client]
         shelf.listed = size = shelf.nbytes.bit_length()

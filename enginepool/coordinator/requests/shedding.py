@@ -1,8 +1,8 @@
-"""Live requests by priority: which of them a full queue gives up for a request of a higher priority. Pure.
+"""Live requests by priority: which of them a full queue sheds for a request of a higher priority. Pure.
 
-Only requests that no engine was ever given are shed: the newest of the lowest priority first, because it has waited least.
-A request that was given to an engine leaves its list when it is met there, so it is met once: the cost of shedding does not
-grow with the queue.
+Only requests that were never sent to an engine are shed: the newest of the lowest priority first, because it has waited least.
+A request that was sent to an engine stays in its list until a search finds it there and removes it. So each request is found
+once, and the cost of shedding does not grow with the queue.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ class AdmissionLevel:
         #: sums over all live requests of this priority
         self.rows = 0
         self.nbytes = 0
-        #: those that no engine was given, and some that an engine was given since, oldest first
+        #: requests that were never sent to an engine, and some that were sent since; oldest first
         self.requests: dict[Request, None] = {}
 
 
@@ -40,7 +40,7 @@ class AdmissionLevels:
         self.by_priority: defaultdict[int, AdmissionLevel] = defaultdict(AdmissionLevel)
 
     def readmit(self, request: "Request") -> None:
-        """The text of a suspect is harmless and no engine has its ids: it may be shed, also if it left its list."""
+        """Put a suspect back into its list: its text is harmless and no engine has its ids, so it may be shed again."""
         self.by_priority[request.priority].requests.setdefault(request)
 
     def recharge(self, request: "Request", more: int) -> None:
@@ -57,9 +57,9 @@ class AdmissionLevels:
         return rows, nbytes
 
     def take(self, priority: int, rows: int, nbytes: int) -> list["Request"]:
-        """Requests of lower priorities that free so many items and bytes together; none where all of them would not.
+        """Requests of lower priorities that together free so many items and bytes; none if even all of them free less.
 
-        Where `MOST` of them free less, these are returned: the next attempt of the same request finds more room.
+        If `MOST` requests free less, these are returned: the next attempt of the same request then finds more room.
         """
         found: list[Request] = []
         for key in sorted(key for key in self.by_priority if key < priority):
@@ -86,5 +86,5 @@ class AdmissionLevels:
 
 
 def _untouched(request: "Request") -> bool:
-    """No engine was ever given any of it; a tokenizer may have its text."""
+    """No part of it was ever sent to an engine; a tokenizer may have its text."""
     return not (request.started or request.suspect)

@@ -1,4 +1,4 @@
-"""Requests of text: a worker tokenizes them, or is lost with them. Pure."""
+"""Requests of text: a worker tokenizes them, or is lost while it has them. Pure."""
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.request_state import DONE, QUEUED
@@ -14,7 +14,7 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
     oldest = next(iter(worker.texts), None) == e.task
     request = end_text(requests.core, worker, e.task)
     if oldest and worker.texts:
-        # A tokenizer takes one after the other: the next one's time begins now, however many came together.
+        # A tokenizer works on one text at a time. The deadline of the next text starts now.
         task, (text, due) = next(iter(worker.texts.items()))
         worker.texts[task] = text, max(due, requests.core.now + requests.core.config.timing.forward_s)
     if request is None or request.state == DONE:
@@ -34,7 +34,7 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
         return
     request.work = work
     group.tokens += work.tokens - old.tokens
-    # Its text is harmless; what its ids do to a worker is another question.
+    # The text was harmless. The ids may still kill a worker.
     if request.suspect:
         request.suspect = False
         requests.core.levels.readmit(request)
@@ -44,10 +44,11 @@ def tokenized(requests: RequestLifecycle, worker: Worker, e: ev.TextTokenized) -
 
 
 def texts_lost(requests: RequestLifecycle, worker: Worker, reason: str) -> None:
-    """A worker is lost with texts: the one that it tokenized runs alone from now on, the others wait again.
+    """A worker is lost while it has texts. The first text was being tokenized: it runs alone from now on. The others wait
+    again.
 
-    The worker may have begun with the second one, and the answer to the first one be lost with it. So a text that waited
-    there is a suspect when it is lost with a second worker.
+    The worker may have begun with the second text already, if the answer to the first one was lost with the worker. So a text
+    that waited at one lost worker becomes a suspect when a second worker is lost with it.
     """
     trial = worker.group.trial
     for place, task in enumerate(list(worker.texts)):

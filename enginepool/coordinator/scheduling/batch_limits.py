@@ -1,4 +1,4 @@
-"""How much a batch may hold: its tokens and rows, its header, and its weight at the pace of a worker. Pure."""
+"""How much a batch may hold: its tokens and rows, its header, and its weight in the cost model of a worker. Pure."""
 
 from math import inf
 
@@ -8,31 +8,34 @@ from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.protocol.messages import Capabilities
 
-#: After a request of a higher priority came, batches of lower ones stay short for this long: the next one may come as well.
+#: Batches of lower priorities stay short for so many seconds after a request of a higher priority arrived: another may follow.
 RECENT_S = 1.0
-#: Meanwhile a forward of theirs has this part of the pace: what comes waits for one that runs and one that was launched. A
-#: packed forward costs its engine's host as much whatever it holds, and shorter ones than that leave no time for the others.
+#: A short batch has the pace divided by this number. A new request then waits for two short forwards: one runs, one is
+#: launched. The host of an engine needs the same time for each packed forward, however small it is. So packed forwards are cut
+#: less.
 SHORT, SHORT_PACKED = 3, 2
-#: What a part adds at most to the header of its batch, and its answer to the header of the answer, without its values; and
-#: what a value adds.
+#: Upper bounds in bytes. PART_BYTES: what a part without its values adds to the header of its batch, or its answer to the
+#: header of the answer. VALUE_BYTES: what each value of the part adds.
 PART_BYTES = 160
 VALUE_BYTES = 5
-#: So many forwards of each worker wait, and it is throughput that all of them wait for.
+#: From this queue length on (in forwards for each worker), throughput matters more than the time of one forward.
 DEEP = 4
-#: Rows of a request that was cut fill what is left of a batch, if that is at least this part of a batch.
+#: Rows of a request that was cut fill the rest of a batch, if the rest is at least this share of a batch.
 REST = 0.25
 
 
 def short(pace: ForwardCostModel, can: Capabilities) -> int:
-    """What a forward of a lower priority may weigh while higher ones come."""
+    """Weight limit of a forward of a lower priority while requests of higher priorities arrive."""
     return pace.tokens // (SHORT_PACKED if can.packed else SHORT)
 
 
 def pace_for(pace: ForwardCostModel, can: Capabilities, head: Request, now: float, weight: float) -> int:
-    """What a forward that `head`, of this `weight`, opens may weigh.
+    """Weight limit of a forward whose first request is `head`, of this `weight`.
 
-    Little where a higher priority came lately: the next of that waits for the forward that runs and for one more, and has its
-    own to come. Otherwise two forwards in one where many wait: the engine's host launches fewer then.
+    - A request of a higher priority arrived lately: a short forward. The next such request waits for the running forward and
+      for one more before its own.
+    - Many requests wait: twice the pace. The host of the engine then launches half as many forwards.
+    - Otherwise: the pace.
     """
     group = head.group
     if head.priority < group.peak and now - group.peak_at <= RECENT_S:
@@ -42,23 +45,25 @@ def pace_for(pace: ForwardCostModel, can: Capabilities, head: Request, now: floa
 
 
 def header_bytes(work: Work) -> int:
-    """Bytes that rows of `work` add to the header of a batch, and its answer to that of the answer: an upper bound."""
+    """Upper bound of the bytes that rows of `work` add to the header of a batch. It also bounds the header of the answer."""
     return PART_BYTES + VALUE_BYTES * work.values
 
 
 def full(worker: Worker) -> bool:
-    """Whether `worker` has as many batches as keep it busy: one that runs, and those that are launched behind it.
+    """Whether `worker` has enough batches to stay busy: one that runs, and those that are launched behind it.
 
-    What comes meanwhile waits here and joins one batch, so that the engine's host prepares, launches and reads out fewer; and
-    what has a higher priority than all that waits then waits for no more than these. A worker without a pace is bound by tokens
-    in flight alone, and this is not asked, unless part of that room is for queries which have to be computed again.
+    Requests that arrive meanwhile wait in the queue and join one batch. So the host of the engine prepares, launches and reads
+    out fewer batches, and a request of a higher priority waits only for the batches in flight.
+
+    The caller skips this check for a worker without a pace: tokens in flight alone limit it. The exception is a worker that
+    keeps part of its tokens in flight for queries that must be computed again.
     """
     return len(worker.batches) >= worker.group.config.forwards_in_flight
 
 
 def most_of(work: Work, rows: int, can: Capabilities) -> int:
-    """Tokens that a batch of so many rows of `work`, and of nothing else, may have: more where they count a query in every row
-    that is computed once."""
+    """Token limit of a batch that holds so many rows of `work` and no other request. The limit is higher where the engine
+    computes the query once, because the count of tokens has the query in every row."""
     return can.cached_tokens if computed_once(work, rows, can) else can.batch_tokens
 
 
@@ -68,17 +73,18 @@ def computed_once(work: Work, rows: int, can: Capabilities) -> bool:
 
 
 def row_share(can: Capabilities) -> float:
-    """Tokens that a row counts at least between clients: a batch that is full of short rows is a whole one."""
+    """Least number of tokens that a row counts in the sharing between clients: a batch full of short rows counts as a whole
+    one."""
     return can.batch_tokens / can.batch_rows
 
 
 def heaviest(pace: ForwardCostModel | None) -> float:
-    """What a batch of several rows may weigh: two forwards at the worker's pace."""
+    """Weight limit of a batch of several rows: two forwards at the worker's pace."""
     return inf if pace is None else 2 * pace.tokens
 
 
 def room_at_pace(worker: Worker, most: int, head: Request, follower: Request) -> float:
-    """What a batch may weigh with rows of `follower`, of which any number can follow."""
+    """Weight limit of a batch that rows of `follower` fill up, any number of them."""
     pace, can = worker.pace, worker.capabilities
     if pace is None or can is None:
         return inf
@@ -86,8 +92,11 @@ def room_at_pace(worker: Worker, most: int, head: Request, follower: Request) ->
 
 
 def beyond_pace(worker: Worker, most: int, head: Request, follower: Request, weight: float, more: float) -> bool:
-    """Whether `follower` would make a batch of this `weight` too long for its head. Half of a follower may be over what the
-    head may have, so that batches have it on average; those of a lower priority make no forward longer than a short one."""
+    """Whether `follower` would make a batch of this `weight` too long for its head.
+
+    Half of a follower may be above the limit of the head, so that batches reach the limit on average. A follower of a lower
+    priority makes no forward longer than a short one.
+    """
     pace, can = worker.pace, worker.capabilities
     if pace is None or can is None:
         return False
@@ -97,11 +106,11 @@ def beyond_pace(worker: Worker, most: int, head: Request, follower: Request, wei
 
 
 def large_rest(can: Capabilities, rows: int, tokens: int) -> bool:
-    """Whether so many rows of a request that was cut are enough for a part of its own."""
+    """Whether so many rows of a request that was cut are worth a part in a batch."""
     return rows >= REST * can.batch_rows or tokens >= REST * can.batch_tokens
 
 
 def even(rows: int, most: int) -> int:
-    """Rows of the next of as few batches as can hold `rows` at `most` a batch; none is much smaller than the others."""
+    """Rows of the next batch, when `rows` are spread evenly over as few batches as possible, with at most `most` rows each."""
     batches = -(-rows // most)
     return -(-rows // batches)

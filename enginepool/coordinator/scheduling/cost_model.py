@@ -1,46 +1,50 @@
-"""Pace: what a forward costs a worker, learned from the batches that it has done.
+"""The forward cost model: how long a forward takes on a worker, learned from its finished batches.
 
     seconds of a forward = fixed + tokens * seconds of a token + rows * seconds of a row
 
-A worker says its `pace`, the tokens of a forward of FORWARD_S, as it measured them once: with rows of one length, in full
-batches, before there was any load. A worker that needs longer forwards, as on a CPU, says how long they are meant to be: all
-times below are then in proportion to that. Short rows cost the engine's host more than their tokens do, long ones cost more
-for each token, and hosts slow down. So the three numbers are fitted to the latest batches: least squares in which old batches
-count less, drawn toward what the worker said, and within bounds. A batch that took far longer than expected (a pause, an
-update in between) is believed only in part, and wholly once such batches follow each other.
+A worker declares its `pace`: the tokens of a forward of FORWARD_S. It measures the pace once, before there is any load, in full
+batches with rows of one length. A worker that needs longer forwards, as on a CPU, also declares the length of its forwards. All
+times below are then scaled to that length.
 
-The fixed part is there so that the others are right. Where little is asked batches are small, and a forward of one row takes
-milliseconds whatever is in it; were that what a row costs, batches would stay small when much is asked.
+Real batches differ from the measured ones. Short rows cost the host of the engine more than their tokens do. Long rows cost
+more for each token. Hosts slow down. So the model fits its three numbers to the latest batches by least squares. Old batches
+count less, the declared pace counts as a prior, and each number has bounds. A batch may take far longer than expected, because
+of a pause or an update. The model first counts only part of the excess, and all of it once such batches follow each other.
 
-The time of a batch is that since the one before it was done, or that which it was in the engine, whichever is shorter. Answers
-that come together are learned as one batch: either the coordinator read them late or the engine ran them as one forward, and in
-both cases only the sum of their times is known. To leave out all but the first would count the time of all for that one.
+The fixed part keeps the other two numbers right. Under low load batches are small, and a forward of one row takes milliseconds
+however short the row is. Without a fixed part the model would take that time for the cost of a row, and batches would stay
+small under high load.
+
+The time of a batch is the shorter of two times: since the previous batch was done, and since the engine got this batch. Answers
+that arrive together are learned as one batch. Either the coordinator read them late or the engine ran them as one forward, and
+in both cases only the sum of their times is known. A model that dropped all but the first would count the time of all for the
+first.
 """
 
 from enginepool.protocol.pace import FORWARD_S
 
-#: Answers that follow each other more closely came in one turn of the loop, or of one forward.
+#: Answers that are fewer seconds apart arrived in one turn of the loop, or come from one forward.
 TOGETHER_S = 0.001
-#: What a batch still counts once the next one is learned: about the latest fifty count.
+#: Each new batch multiplies the weight of the older ones by this: about the latest fifty batches count.
 KEPT = 0.98
-#: What the worker said counts as so many batches, at first and at last, and so much of that is left with each.
+#: The weight of the declared pace, in batches: at the start, at least, and the factor by which each batch lowers it.
 SAID, SAID_AT_LAST, SAID_KEPT = 1.0, 0.02, 0.95
-#: The units that fixed part and rows are counted in, and the most that they can be; tokens are counted in what the worker said.
+#: Units and upper bounds of the fixed part and of the seconds of a row. The unit of tokens is the declared pace.
 FIXED_S, MOST_FIXED_S = 0.005, FORWARD_S / 2
 ROW_S, MOST_ROW_S = 0.0005, 0.005
 LEAST_TOKEN, MOST_TOKEN = 0.25, 4.0
-#: A batch is believed up to that part of what was expected of it, or of LITTLE_S, more. Each that says more widens that, each
-#: that does not narrows it again.
+#: The time of a batch counts up to this share above the expected time (at least above LITTLE_S). Each batch above that limit
+#: widens the limit, and each batch within it narrows the limit again.
 BELIEVED, LITTLE_S = 0.5, FORWARD_S / 4
 WIDER, NARROWER, WIDEST = 1.5, 0.5, 16.0
 
 
 class ForwardCostModel:
-    """The pace of one worker.
+    """The cost model of one worker.
 
     Args:
-        said: tokens of a forward of `forward_s`, as the worker measured them; more than 0.
-        forward_s: seconds that a forward of several requests is meant to take at this worker; more than 0.
+        said: the declared pace, in tokens of a forward of `forward_s`; more than 0.
+        forward_s: target seconds of a forward of several requests on this worker; more than 0.
     """
 
     __slots__ = (
@@ -51,21 +55,23 @@ class ForwardCostModel:
     def __init__(self, said: int, forward_s: float = FORWARD_S) -> None:
         self.said = said
         self.forward_s = forward_s
-        #: seconds here for each second of the fit
+        #: seconds on this worker for each second in the fit
         self._scale = forward_s / FORWARD_S
-        #: what a forward of `forward_s` weighs, in tokens; at least 1
+        #: weight of a forward of `forward_s`, in tokens; at least 1
         self.tokens = said
-        #: tokens that each row weighs beside its own
+        #: weight of a row besides its tokens, in tokens
         self.row = 0.0
-        #: of the answers in hand, which came together: when the last of them came, and the last one before them; the longest
-        #: time that one of them was in the engine; their tokens and rows; whether all are of the kind that the fit is about
+        # The next values describe the answers that arrived together and are not learned yet.
+        #: `_at`: arrival of the last of them; `_before`: arrival of the last answer before them
         self._at = self._before = float("-inf")
+        #: `_run_s`: the longest time of one of them in the engine; `_tokens`, `_rows`: their sums; `_fits`: the model covers
+        #: all
         self._run_s = 0.0
         self._tokens = self._rows = 0
         self._fits = False
-        #: the fit, in its units; within their bounds
+        #: the fitted numbers in their units, within their bounds
         self._fixed, self._token, self._row = 0.0, 1.0, 0.0
-        #: decayed sums of products of f(ixed part), t(okens), r(ows) and s(econds), each in its share of the batch
+        #: decayed sums of products of f(ixed part), t(okens), r(ows) and s(econds), each divided by the size of its batch
         self._ff = self._ft = self._fr = self._tt = self._tr = self._rr = 0.0
         self._fs: float = 0.0
         self._ts: float = 0.0
@@ -74,15 +80,15 @@ class ForwardCostModel:
         self._believed = BELIEVED
 
     def weigh(self, tokens: int, rows: int) -> float:
-        """What so many rows of so many tokens in all weigh, in tokens."""
+        """The weight of so many rows with so many tokens in all, in tokens."""
         return tokens + rows * self.row
 
     def seconds(self, tokens: int, rows: int) -> float:
-        """How long a forward of them takes."""
+        """The expected seconds of a forward of them."""
         return self._scale * (self._fixed * FIXED_S + self._token * tokens * FORWARD_S / self.said + self._row * rows * ROW_S)
 
     def done(self, now: float, run_s: float, tokens: int, rows: int, *, fits: bool) -> None:
-        """A batch was answered, after `run_s` in the engine. One that does not fit the model teaches nothing."""
+        """A batch was answered after `run_s` in the engine. The model learns nothing from a batch with `fits=False`."""
         if now - self._at >= TOGETHER_S:
             if self._fits:
                 self._learn(min(self._run_s, self._at - self._before) / self._scale, self._tokens, self._rows)
@@ -100,7 +106,7 @@ class ForwardCostModel:
 
     def _learn(self, seconds: float, tokens: int, rows: int) -> None:
         if seconds <= 0.0:
-            # A worker need not say how long a batch took.
+            # A worker may leave out the time of a batch.
             return
         f, t, r = FIXED_S, tokens * FORWARD_S / self.said, rows * ROW_S
         fixed, token, row = self._fixed, self._token, self._row
@@ -111,7 +117,7 @@ class ForwardCostModel:
             self._believed = min(self._believed * WIDER, WIDEST)
         else:
             self._believed = max(self._believed * NARROWER, BELIEVED)
-        # In shares: a tenth too much is as wrong for a small batch as for a large one.
+        # Relative errors: ten percent too much is as wrong for a small batch as for a large one.
         whole = f + t + r
         f, t, r, s = f / whole, t / whole, r / whole, seconds / whole
         self._ff = ff = KEPT * self._ff + f * f
@@ -124,7 +130,8 @@ class ForwardCostModel:
         self._ts = ts = KEPT * self._ts + t * s
         self._rs = rs = KEPT * self._rs + r * s
         self._said = said = max(self._said * SAID_KEPT, SAID_AT_LAST)
-        # Each given the two others, within its bounds. They start where the last batch left them: one round of it is enough.
+        # Coordinate descent: each number is fitted given the two others, within its bounds. It starts from the last fit, so one
+        # round is enough.
         self._token = token = min(max((ts + said - ft * fixed - tr * row) / (tt + said), LEAST_TOKEN), MOST_TOKEN)
         self._row = row = min(max((rs - fr * fixed - tr * token) / (rr + said), 0.0), MOST_ROW_S / ROW_S)
         self._fixed = fixed = min(max((fs - ft * token - fr * row) / (ff + said), 0.0), MOST_FIXED_S / FIXED_S)

@@ -1,14 +1,14 @@
-"""Halving: an engine that ran out of memory was given too much at once, so its group is given half as much from then on.
+"""Backoff after an engine ran out of memory: each worker of its group gets half as much at a time from then on.
 
-What an engine runs as one forward is bounded by its worker's budgets. They are declared in the hope that they fit; when memory
-runs out, in the first batches of an engine or later, no worker of the group gets more than half of them: those that run are
-filled less, and those that start are told so, since their first batches are as large as any that follow. Three cases:
+The budgets of a worker bound what its engine runs as one forward. A worker declares budgets that are expected to fit. When an
+engine runs out of memory, the coordinator halves the budgets of all workers of the group. It fills running workers less. It
+tells starting workers, because their first batches are as large as any later one. Three cases:
 
-1. The engine died of what present budgets allow: they are halved.
-2. It died of more, from before others brought that about: nothing changes.
-3. They were halved as often as may help: then it is a loss like any other.
+1. The engine died of a batch that the present budgets allow: the budgets are halved.
+2. It died of a larger batch, sent before the loss of another worker halved the budgets: nothing changes.
+3. The budgets were already halved as often as may help: the loss counts like any other.
 
-In the first two nobody is suspected, and the loss does not count against its slot: there can be only few of them.
+In cases 1 and 2 no request becomes a suspect, and the loss does not count against the slot. Such losses are few.
 """
 
 from enginepool.coordinator.core.group import Group
@@ -17,7 +17,8 @@ from enginepool.protocol.halving import MOST_HALVINGS, halved
 
 
 def halve(worker: Worker) -> bool:
-    """`worker` ended because its engine ran out of memory. Whether less at a time may help; if so, it gets less from now on."""
+    """`worker` ended because its engine ran out of memory. Returns whether smaller batches may help; if so, its group gets
+    smaller batches from now on."""
     group, can = worker.group, worker.capabilities
     if can is None:
         present = worker.halvings >= group.halvings
@@ -34,7 +35,7 @@ def halve(worker: Worker) -> bool:
 
 
 def shrink(group: Group, halvings: int) -> None:
-    """No worker of `group` is given more than its budgets halved so many times."""
+    """Halve the budgets of all workers of `group` so many times."""
     group.halvings = halvings
     for worker in group.workers.values():
         if worker.declared is not None:

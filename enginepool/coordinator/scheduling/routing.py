@@ -1,8 +1,8 @@
 """Routing: which open worker of a group has the least outstanding work.
 
-A heap of (outstanding tokens, turn, worker), changed on every send and reply: the coordinator's own ledger, never polled load,
-which is stale when it matters. A changed worker gets a new entry; its older ones carry an old stamp and are dropped at the top.
-Among equals the one that was changed longest ago is first, so that equal load goes round.
+A heap of (outstanding tokens, turn, worker), updated on every send and reply. It is the coordinator's own count: a load that is
+polled from workers would be stale. A changed worker gets a new entry. Its older entries carry an old stamp, and are dropped
+when they reach the top. Among workers with equal load the one that changed longest ago comes first, so that they take turns.
 """
 
 from heapq import heapify, heappop, heappush
@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Works(Protocol):
-    """What routing reads of a worker, and `stamp`, which it alone sets."""
+    """The attributes of a worker that routing reads, and `stamp`, which only routing sets."""
 
     cost: int
     stamp: int
@@ -34,7 +34,7 @@ class Routing(Generic[W]):
         self.open = 0
 
     def update(self, worker: W) -> None:
-        """Call after anything changed that routing depends on: outstanding work, or whether it is open."""
+        """Call this after a change of the outstanding work of `worker`, or of whether it is open."""
         if worker.open:
             self.moved(worker)
         elif worker.stamp:

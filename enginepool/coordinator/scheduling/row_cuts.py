@@ -14,7 +14,7 @@ from enginepool.protocol.ragged import row_lengths
 
 
 def cut_next(request: Request, worker: Worker) -> tuple[int, Slice]:
-    """The next rows of `request` that fit one batch of `worker`: (cost, slice). At least one row, whatever it costs."""
+    """The next rows of `request` that fit one batch of `worker`: (cost, slice). At least one row, even if it is too large."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
     each, room = (0.0, inf) if pace is None else (pace.row, heaviest(pace))
@@ -32,9 +32,9 @@ def cut_next(request: Request, worker: Worker) -> tuple[int, Slice]:
 
 
 def cut_rest(request: Request, worker: Worker, bounds: tuple[int, float], most_rows: int) -> tuple[int, Slice]:
-    """The next rows of `request` for what is left of a plain batch: within (tokens, weight) and so many rows. Possibly none.
+    """The next rows of `request` for the rest of a plain batch: within (tokens, weight) and so many rows. Possibly none.
 
-    Rows that came back from a worker stay together.
+    A range of rows that was taken back from a worker is not cut again.
     """
     start, end = request.back[0] if request.back else (request.next, request.work.rows)
     cost, rows = _count(request, worker, start, end, bounds, most_rows, least=0)
@@ -44,7 +44,7 @@ def cut_rest(request: Request, worker: Worker, bounds: tuple[int, float], most_r
 def _count(
     request: Request, worker: Worker, start: int, end: int, bounds: tuple[int, float], most_rows: int, *, least: int
 ) -> tuple[int, int]:
-    """(cost, how many) of the rows from `start` on that are within (tokens, weight), at least so many."""
+    """(cost, count) of the rows from `start` on that fit within (tokens, weight); the count is at least `least`."""
     can, pace = worker.capabilities, worker.pace
     assert can is not None
     each, extra = 0.0 if pace is None else pace.row, can.page - 1
@@ -71,8 +71,8 @@ def pack_rows(
     *,
     follows: bool = False,
 ) -> tuple[int, int, int]:
-    """(end, cost, length) of the rows from `start` on that fit within these bounds (tokens; what a row weighs beside them, and
-    what all may weigh); unless it `follows`, at least one."""
+    """(end, cost, length) of the rows from `start` on that fit within `bounds`: (tokens, weight of a row besides its tokens,
+    weight of all). At least one row, unless the request `follows` another one in the batch."""
     work = request.work
     items = memoryview(work.frames[-1]).cast("I")[start : min(end, start + rows)]
     query = query_of(request)
@@ -89,7 +89,7 @@ def query_of(request: Request) -> Buffer:
 
 
 def take(core: Context, slice_: Slice) -> None:
-    """Mark rows as given to a worker."""
+    """Mark rows as sent to a worker."""
     request, start, end = slice_
     if not request.started:
         request.started = core.now

@@ -8,9 +8,10 @@ from enginepool.coordinator.scheduling.lanes import R, arrival
 
 
 class VersionQueue(Generic[R]):
-    """Requests that wait for a later weight version, the smallest version first: a commit looks at those that it releases.
+    """Requests that wait for a later weight version, the smallest version first: a commit reads only the requests it releases.
 
-    Used like a `Queue`, and left in two ways only: by `due`, and by a final answer, after which the entry is stale.
+    It is used like a `Queue`. A request leaves it in two ways: `due` returns it, or it gets its final answer. Its entry is
+    stale after a final answer.
     """
 
     __slots__ = ("_heap", "_stale")

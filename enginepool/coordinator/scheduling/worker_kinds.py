@@ -1,8 +1,9 @@
-"""Classes: which workers of a group can serve a request, and why none can.
+"""The classes of workers: which workers of a group can serve a request, and why none can.
 
-A plain worker runs every row as a prompt of its own; a packed one joins rows of one query into a sequence, and its engine dies
-when anything else is among them. So each is a class, a bit, and a request carries the bits of those that can serve it. Before
-a plain worker was ready, plain ones are believed to serve everything; packed ones are believed once one is ready.
+A plain worker runs every row as a prompt of its own. A packed worker joins rows of one query into a sequence, and its engine
+dies if a batch holds any other request. Each class is a bit, and a request carries the bits of the classes that can serve it.
+Until the first plain worker is ready, the coordinator assumes that plain workers can serve every request. It assumes nothing of
+packed workers before the first of them is ready.
 """
 
 from enginepool.coordinator.operations.base import Work
@@ -14,11 +15,11 @@ PACKED = 2
 
 
 def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | None, expected: int) -> int | WireError:
-    """The classes that can serve `work`, at least one; or what stands against it.
+    """The classes that can serve `work`, at least one; or the error that says why no class can.
 
     Args:
-        plain, packed: of the class's first worker that was ready; None before that.
-        expected: the classes of which there may ever be a worker.
+        plain, packed: capabilities of the first worker of the class that was ready; None before that.
+        expected: the classes that have workers, or may get some.
     """
     operation = work.operation
     if packed is None:
@@ -45,7 +46,7 @@ def classes_of(work: Work, plain: Capabilities | None, packed: Capabilities | No
 
 
 def _unserved(work: Work, can: Capabilities) -> WireError:
-    """The refusal of an operation that workers of these capabilities do not have."""
+    """The refusal of an operation that workers with these capabilities do not support."""
     names = ", ".join(can.operations)
     text = f"type: {work.operation.name} is not an operation of this group; its workers have: {names}"
     return WireError("bad_request", text, field="type", limit=names)
