@@ -1,6 +1,7 @@
-"""Does it fit? What a worker says of itself and what it answers, held against what a worker can be and was asked.
+"""Checks of a worker's capabilities and of its answers: are they possible, and do they match its group and its batch?
 
-Each check returns why not in one line, or "". A worker that does not fit is lost: nothing else that it says can be believed.
+Each check returns the error in one line, or "". A worker that fails a check is lost, because its other messages cannot be
+trusted.
 """
 
 from enginepool.coordinator.core import events as ev
@@ -35,14 +36,14 @@ def impossible(can: Capabilities) -> str:
     return ""
 
 
-#: what all workers of a group have in common, and what those of one class do
+#: capabilities that all workers of a group share (`_MODEL`), and those that all workers of one class share (`_CLASS`)
 _MODEL = ("kind", "vocab", "labels", "text", "separator", "activation")
 _BUDGETS = ("batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "cached_query", "cached_tokens")
 _CLASS = (*_MODEL, *_BUDGETS, "context", "page", "hidden", "max_item", "operations", "embedding", "dimensions")
 
 
 def differs(first: Capabilities, can: Capabilities) -> str:
-    """Why a worker of `can` does not belong to a group that has one of `first`, or ""."""
+    """Why a worker with capabilities `can` does not belong to a group that has a worker with `first`, or ""."""
     for key in _CLASS if first.packed == can.packed else _MODEL:
         if getattr(first, key) != getattr(can, key):
             return f"ready with {key} = {getattr(can, key)!r}; the group's other workers have {getattr(first, key)!r}"
@@ -50,7 +51,7 @@ def differs(first: Capabilities, can: Capabilities) -> str:
 
 
 def stranger(worker: Worker, can: Capabilities) -> str:
-    """Why a worker of these capabilities does not belong where it is, or ""."""
+    """Why a worker with these capabilities does not belong into its slot or its group, or ""."""
     if wrong := impossible(can):
         return wrong
     slot, before = worker.slot, worker.capabilities
@@ -64,18 +65,18 @@ def stranger(worker: Worker, can: Capabilities) -> str:
 
 
 def alone_in_class(worker: Worker, can: Capabilities) -> bool:
-    """Whether no other worker in its group that is or was ready is packed, or plain, as this one."""
+    """Whether no other worker of its class in its group is or was ready."""
     return can.packed not in _other_classes(worker)
 
 
 def _other_classes(worker: Worker) -> set[bool]:
-    """Of the other workers in its group that are or were ready: whether they are packed."""
+    """The values of `packed` of the other workers in its group that are or were ready."""
     others = worker.group.workers.values()
     return {other.capabilities.packed for other in others if other is not worker and other.capabilities is not None}
 
 
 def misfit(batch: RunningBatch, e: ev.BatchDone) -> str:
-    """Why this is no answer to that batch, or ""."""
+    """Why `e` is no valid answer to `batch`, or ""."""
     can = batch.worker.capabilities
     assert can is not None
     if len(e.outcomes) != len(batch.slices):
@@ -99,10 +100,13 @@ def misfit(batch: RunningBatch, e: ev.BatchDone) -> str:
 
 
 def usual(batch: RunningBatch, e: ev.BatchDone) -> bool:
-    """Whether the time of this answer is that of one forward of all that the batch weighs.
+    """Whether the cost model can learn from the time of this answer: one forward computed the whole weight of the batch.
 
-    Not where the engine took several, or refused a part; where rows count a query in full that is computed once; or where a
-    suspect ran alone, which may have killed workers for being slow.
+    It cannot learn from it in these cases:
+
+    - the engine needed several forwards, or refused a part;
+    - the engine computed a query once that the weight counts in every row;
+    - a suspect ran alone: the suspect may have been lost with its workers because it is slow.
     """
     can = batch.worker.capabilities
     assert can is not None

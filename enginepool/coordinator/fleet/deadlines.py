@@ -1,7 +1,7 @@
 """The deadlines of workers: pings, and when a worker must have reported or finished something.
 
-Two clocks are kept apart. Silence (`silence_s` without any message) means the process or its link is gone. Progress (a
-deadline for each stage, and for each forward) means it is alive and does nothing. Either way the worker is lost.
+There are two kinds of deadlines. A worker that is silent (`silence_s` without any message) has lost its process or its link. A
+worker that misses the deadline of a stage or of a forward is alive but makes no progress. In both cases the worker is lost.
 """
 
 from enginepool.coordinator.core.context import Context
@@ -15,7 +15,7 @@ from enginepool.protocol.messages import Ping
 
 
 class WorkerDeadlines:
-    """The workers, and the slots of those that are not there yet."""
+    """Checks the deadlines of the workers, and of the slots whose workers have not registered yet."""
 
     def __init__(self, core: Context, fleet: WorkerRegistry, slots: WorkerSlots) -> None:
         self.core = core
@@ -54,7 +54,7 @@ class WorkerDeadlines:
             worker.stage
         )
         if worker.stage == "draining" and not worker.batches and not worker.texts:
-            # Nothing is left that it could finish: it should have said goodbye.
+            # The worker has no work left, so it should have said goodbye.
             allowed = timing.drain_s + GOODBYE_S
         if allowed is not None and now - worker.since > allowed:
             return f"it was {worker.stage} for more than {allowed:.0f} s"
@@ -71,7 +71,7 @@ class WorkerDeadlines:
         return ""
 
     def extend(self, gap: float) -> None:
-        """The coordinator itself stood still for `gap` seconds: the silence is not the fault of a worker."""
+        """The coordinator itself was suspended for `gap` seconds: the workers did not cause this silence."""
         for worker in self.core.worker_links.values():
             worker.heard += gap
             worker.since += gap

@@ -1,8 +1,8 @@
-"""Whether two failures of workers are the same one: their reasons, without what each process has of its own."""
+"""Whether two workers failed in the same way: compares their reasons without the parts that differ between processes."""
 
 import re
 
-#: what differs between two processes that fail in the same way, longer forms first
+#: parts of a reason that differ between two processes that fail in the same way; longer forms first
 _OWN = re.compile(
     r"""
       0x[0-9a-f]+                                                   # an address
@@ -20,10 +20,10 @@ _OWN = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-#: what is put before a worker's own words by where they were found: told to the coordinator, or last in its log
+#: the prefix of a reason, which depends on its source: a message to the coordinator, or the last line of the worker's log
 _FOUND = re.compile(r"^(?:exit code \d+: )?(?:[^\n]{0,200}? ends: )?")
 
 
 def signature(reason: str) -> str:
-    """What is equal for two failures that are the same. Small whole numbers count: they are exit codes, layers, HTTP codes."""
+    """A text that is equal for two failures of the same kind. It keeps small whole numbers: exit codes, layers, HTTP codes."""
     return _OWN.sub("#", _FOUND.sub("", reason))

@@ -1,4 +1,4 @@
-"""Questions to several workers at once: each worker is asked, each has one outcome, and then the one answer goes out."""
+"""Questions to several workers at once. The answer is sent when there is one outcome for each worker."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,45 +11,45 @@ from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.worker import Worker
 from enginepool.protocol.messages import ErrorReply, Message, TaskId
 
-#: questions that wait for workers at once; some make engines read all of their weights
+#: limit of the questions that wait for workers at the same time; some questions make engines read all of their weights
 OPEN = 16
-#: of them, on one link
+#: the same limit for one link
 OPEN_EACH = 4
-#: when one that found no room is better asked again
+#: milliseconds after which a refused question may be asked again
 AGAIN_MS = 1000
 
 
 class Question(Protocol):
-    """What is asked, and the answer as it grows."""
+    """A question, and the outcomes of the workers so far."""
 
-    #: the client's
+    #: the client's id of the question
     id: int
 
     def ask(self, task: TaskId, worker: Worker) -> Message:
-        """The message to `worker`."""
+        """The message that asks `worker`."""
         ...
 
     def take(self, worker: Worker, answer: Any, frames: Sequence[Buffer]) -> None:
-        """The message of `worker` that answers."""
+        """Take the answer of `worker`."""
         ...
 
     def give_up(self, worker: Worker, code: str, message: str) -> None:
-        """There is no answer of `worker`."""
+        """`worker` will not answer."""
         ...
 
     def report(self) -> tuple[Message, Sequence[Buffer]]:
-        """The answer, once there is an outcome of each worker."""
+        """The answer to the client, when there is an outcome for each worker."""
         ...
 
 
 class OpenQuestion:
-    """A question until it is answered."""
+    """A question that has no answer yet."""
 
     def __init__(self, link: Link, question: Question, until: float) -> None:
         self.link = link
         self.question = question
         self.until = until
-        #: who was asked and has not answered, by task
+        #: workers that were asked and have not answered, by task
         self.pending: dict[TaskId, Worker] = {}
 
 
@@ -73,7 +73,8 @@ class FanOut:
         self._close_if_done(opened)
 
     def _make_room(self, link: Link, id: int) -> bool:
-        """Whether one more question of `link` may be open. A link with at least two more than that one gives one up."""
+        """Whether one more question of `link` may be open. If all places are taken, a link with at least two more open
+        questions than `link` loses one of them."""
         counts = Counter(opened.link for opened in self.open)
         if counts[link] >= OPEN_EACH:
             self._busy(link, id, OPEN_EACH, f"{OPEN_EACH} questions to workers of this link are open")
@@ -108,19 +109,19 @@ class FanOut:
             self.core.effects.append(ToClient(opened.link, message, frames))
 
     def lost(self, worker: Worker, reason: str) -> None:
-        """A worker is lost, and answers nothing more."""
+        """A worker is lost and will not answer."""
         for opened in list(self.open):
             self._give_up(opened, worker, "engine_error", f"lost: {reason}")
 
     def returned(self, worker: Worker) -> None:
-        """A worker is on a new link: what was sent on the old one may be lost with it."""
+        """A worker uses a new link: messages that were sent on the old link may be lost."""
         for opened in self.open:
             for task, asked in opened.pending.items():
                 if asked is worker:
                     self.core.effects.append(ToWorker(worker.link, opened.question.ask(task, worker)))
 
     def watch(self) -> None:
-        """Answer without those who took too long."""
+        """Answer the questions whose time is over, without the workers that have not answered."""
         for opened in list(self.open):
             if self.core.now >= opened.until:
                 for worker in list(opened.pending.values()):
@@ -134,5 +135,5 @@ class FanOut:
 
 
 def ready_workers(group: Group) -> list[Worker]:
-    """Those whose engines can be asked."""
+    """The workers of `group` whose engines can be asked."""
     return [worker for worker in group.workers.values() if worker.capabilities is not None and worker.stage == "ready"]

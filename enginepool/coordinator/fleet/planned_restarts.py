@@ -1,7 +1,7 @@
-"""Restarts that an operator asks for: of a worker that serves, of one that starts, and of a slot that was retired.
+"""Restarts that an operator asks for: of a worker that serves, of a worker that starts, and of a slot that was retired.
 
-A worker that serves gets nothing new, finishes what it has within `drain_s`, and ends; its slot starts the next one at once.
-None of it counts as a loss. An open transaction of the group comes first: the worker ends after it.
+A worker that serves gets no new work, finishes its work within `drain_s`, and ends. Its slot starts the next worker at once.
+The restart does not count as a loss. If the group has an open transaction, the worker ends after the transaction.
 """
 
 from enginepool.coordinator.core.context import Context
@@ -20,7 +20,7 @@ _WHY = "an operator restarts it"
 
 
 class PlannedRestarts:
-    """All restarts that an operator asked for and whose next worker has not been started."""
+    """All restarts that an operator asked for, until the next worker is started."""
 
     def __init__(self, core: Context, fleet: WorkerRegistry, slots: WorkerSlots) -> None:
         self.core = core
@@ -28,7 +28,7 @@ class PlannedRestarts:
         self.slots = slots
 
     def asked(self, e: RestartAsked) -> bool:
-        """Begin one, if the worker still is the one that is meant; False: the message was refused."""
+        """Begin a restart, unless the named worker has ended already. Returns False if the message was refused."""
         core = self.core
         if core.draining:
             core.refuse(e.link, e.id, "shutting_down", "the coordinator is draining")
@@ -75,11 +75,11 @@ class PlannedRestarts:
                     self._drain(slot)
 
     def _drain(self, slot: WorkerSlot) -> None:
-        """One step of a worker that is to end."""
+        """Advance the restart of one worker that finishes its work."""
         core, group = self.core, slot.group
         worker = group.workers.get(slot.incarnation)
         if worker is None or core.update_of(group) is not None:
-            return  # its slot is told of its end; or the transaction of which it may be a member has its turn
+            return  # a worker that has ended is reported to its slot; a worker in an open transaction ends after it
         leave(core, worker)
         if not (worker.batches or worker.texts) or core.now >= slot.due:
             self._end(slot)
@@ -94,7 +94,7 @@ class PlannedRestarts:
             self.fleet.lose(worker, _WHY, kill=True)
 
     def _revive(self, slot: WorkerSlot) -> None:
-        """Forget why it waits or was given up: it starts with the next check of the slots."""
+        """Clear the backoff or retirement of a slot: it starts a process at the next check of the slots."""
         group = slot.group
         revive(slot, self.core.now)
         slot.loss_times, slot.short_runs, slot.same_failures, slot.failure_signature = [], 0, 0, ""

@@ -1,4 +1,4 @@
-"""Registration: a worker opens a link, for the first time or again, and a program asks how to start one."""
+"""Registration: a worker opens a link, for the first time or again, or a program asks for the settings to start a worker."""
 
 import msgspec
 
@@ -27,7 +27,7 @@ class Registration:
         self._order = 0
 
     def register(self, e: ev.WorkerRegistered) -> None:
-        """A worker opens a link: one of a slot, an external one, or one that comes back on a new link."""
+        """A worker opens a link: the worker of a slot, an external worker, or a worker that returns on a new link."""
         core = self.core
         group = core.groups.get(e.group)
         if group is None:
@@ -39,7 +39,7 @@ class Registration:
             core.log(f"worker {e.incarnation} of {e.host} is refused: it was given up before", "refused")
             return
         if e.epoch > core.epoch and not core.draining:
-            # It takes no word from this epoch; with the next one, this coordinator accepts its next registration.
+            # The worker ignores messages of this epoch. The coordinator raises its epoch and accepts the next registration.
             if why := rise_above(core, e.epoch, f"worker {e.incarnation}", RAISES_BY_WORKERS):
                 self.workers.refuse(e.link, "superseded", why)
             return
@@ -63,13 +63,13 @@ class Registration:
             group.workers[e.incarnation] = worker
         worker.heard = e.now
         if e.epoch == core.epoch:
-            # It dropped all older work when it heard this epoch; the Idle that said so may be lost with its link.
+            # The worker dropped all older work when it heard this epoch. Its `idle` may be lost with the old link.
             confirm_epoch(core, worker)
         core.wake(group)
         core.worker_links[e.link] = worker
         orphan_s = core.config.timing.orphan_s
         core.effects.append(ToWorker(e.link, Accept(core.epoch, orphan_s=orphan_s, halvings=worker.halvings)))
-        # What was sent on the old link may be lost with it; the worker runs a batch id once.
+        # Batches that were sent on the old link may be lost, so they are sent again. The worker runs a batch id once.
         for batch in worker.batches.values():
             post_batch(core, batch)
         for task, (request, _) in worker.texts.items():
@@ -77,7 +77,7 @@ class Registration:
         core.secondary.append(WorkerReturned(worker))
 
     def settings(self, e: ev.SettingsAsked) -> None:
-        """A program that starts workers wants to know with what."""
+        """A program that starts workers asks for the settings of a group."""
         group = self.core.group_of(e.group)
         if group is None:
             self._unknown_group(e.link, e.group)
@@ -89,14 +89,14 @@ class Registration:
         self.core.effects.append(ToWorker(e.link, answer))
 
     def _unknown_group(self, link: Link, name: str) -> str:
-        """Refuse the message; returns what is wrong with it."""
+        """Refuse the message. Returns the error."""
         wrong = self.core.no_group(name)
         self.workers.refuse(link, "unknown_group", wrong)
         return wrong
 
 
 def _forget_lost(worker: Worker) -> None:
-    """The process of a lost external worker is back, with another incarnation."""
+    """Forget a lost external worker: its process has registered again under another incarnation."""
     lost = worker.group.lost_external
     for entry in [entry for entry in lost if (entry[1].host, entry[1].pid) == (worker.host, worker.pid)]:
         lost.remove(entry)

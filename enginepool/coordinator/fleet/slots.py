@@ -1,9 +1,13 @@
-"""Slots: the workers that this pool starts itself, their restarts, and what follows when none can come back.
+"""Worker slots: the workers that this pool starts, their restarts, and the errors for requests when no worker is left.
 
-A successor starts only after the end of the whole process group was seen, and after a
-backoff that doubles. A slot is retired by more losses within the window than the policy allows, by a failure that a restart
-cannot mend, and by two failures in a row that are the same, as long as none of its processes was ever ready. A fault of the
-host, which could not make a process, retires no slot.
+A slot starts its next process only after the whole process group of the last one has ended, and after a backoff that doubles. A
+slot is retired in these cases:
+
+- it lost more workers within the window than the policy allows;
+- its worker failed in a way that a restart cannot repair;
+- its workers failed twice in a row in the same way, and no process of the slot was ever ready.
+
+If the host could not make a process, the slot is not retired.
 """
 
 from enginepool.coordinator.core.context import Context
@@ -17,11 +21,12 @@ from enginepool.coordinator.fleet.failures import signature
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 
-#: a slot that stayed up this long has its backoff forgotten
+#: seconds after which a running process resets the backoff of its slot
 STEADY_S = 60.0
-#: so many failures in a row that are the same, before a slot was ever ready: the next start would end like that, too
+#: equal failures in a row that retire a slot that was never ready: the next start would fail in the same way
 SAME_FAILURES = 2
-#: a backoff is doubled so many times at most: any that is configured is then over its maximum, and the number still a float
+#: A backoff is doubled at most so many times. Every configured backoff is above its maximum by then, and the float has no
+#: overflow.
 MOST_DOUBLED = 128
 
 
@@ -33,7 +38,7 @@ class WorkerSlots:
         self.requests = requests
 
     def open(self, group: Group, alive: list[LiveProcess]) -> None:
-        """Make the group's slots; a process that survived an earlier coordinator has time to register."""
+        """Make the slots of the group. A process that survived an earlier coordinator gets time to register."""
         core = self.core
         for index in range(group.config.workers):
             slot = WorkerSlot(group, index)
@@ -58,14 +63,14 @@ class WorkerSlots:
         core.effects.append(StartWorker(name, slot.index, slot.incarnation, weights))
 
     def end(self, slot: WorkerSlot, reason: str, *, own: bool = False) -> None:
-        """Kill the process of a slot; `vacate` follows when it has ended. `own`: the reason is the worker's own word."""
+        """Kill the process of a slot; `vacate` follows when it has ended. `own`: the worker itself gave the reason."""
         if slot.state is SlotState.UP:
             end_slot(slot, reason if own else f"stopped by the pool, because {reason}")
             self.core.effects.append(KillWorker(slot.incarnation, slot.end_reason))
 
     def postpone(self, slot: WorkerSlot) -> None:
-        """The host could not make the process of a slot: disk space, memory or descriptors ran out. That is no failure of the
-        worker, so that nothing is counted, and the slot starts again after the longest backoff."""
+        """The host could not make the process of a slot: disk space, memory or descriptors ran out. This does not count as a
+        failure of the worker. The slot starts again after the longest backoff."""
         slot.loss_excused = False
         back_off(slot, self.core.now + self.core.config.restart.backoff_max_s)
 
@@ -74,17 +79,17 @@ class WorkerSlots:
         core, policy = self.core, self.core.config.restart
         planned, slot.planned_restart = slot.planned_restart, ""
         if slot.uncommitted_weights is not None and not slot.on_uncommitted and not core.draining:
-            # It was ended for this: the next one starts on other weights, at once.
+            # The coordinator ended the process to start the next one on other weights: it starts at once.
             back_off(slot, core.now)
             slot.loss_excused = False
             return
         if planned and not core.draining:
-            # An operator restarts it: its end counts for nothing.
+            # An operator restarts the worker: this end does not count as a loss.
             back_off(slot, core.now)
             slot.loss_excused = slot.unstartable = False
             return
         if slot.uncommitted_weights is not None:
-            # What it cannot start on is not committed.
+            # The process could not start on weights that are not committed: this does not count against the slot.
             slot.loss_excused, permanent = True, False
         if core.now - slot.started_at > STEADY_S:
             slot.short_runs = 0
@@ -106,7 +111,7 @@ class WorkerSlots:
         back_off(slot, core.now + min(policy.backoff_max_s, policy.backoff_s * 2.0**doubled))
 
     def _why_retired(self, slot: WorkerSlot, permanent: bool) -> str:
-        """Why a slot whose process has ended starts no other one, or ""."""
+        """Why a slot whose process has ended is retired, or ""."""
         policy = self.core.config.restart
         if permanent:
             return f"cannot be started: {slot.end_reason}"
@@ -126,14 +131,14 @@ class WorkerSlots:
             slot.failure_signature = failure
 
     def _given_up_alike(self, slot: WorkerSlot) -> WorkerSlot | None:
-        """A slot of the group that was retired for the failure that `slot` has had now."""
+        """Another slot of the group that was retired after the same failure as the last one of `slot`."""
         for other in slot.group.slots:
             if other is not slot and other.same_failures >= SAME_FAILURES and other.failure_signature == slot.failure_signature:
                 return other
         return None
 
     def _retire_neighbors(self, slot: WorkerSlot) -> None:
-        """Slots that wait for another start after the failure that has retired this one are not started either."""
+        """Retire the slots in backoff whose last failure is the one that retired this slot."""
         if slot.same_failures < SAME_FAILURES:
             return
         for other in slot.group.slots:
@@ -147,7 +152,7 @@ class WorkerSlots:
             self.core.log(f"worker {slot.name} is given up: {slot.retired_reason}; {command} starts it again")
 
     def maybe_down(self, group: Group) -> None:
-        """When nothing will ever run in `group` again, or on one class of its workers, its requests are told so."""
+        """Fail the requests of `group` if no worker will ever run there again, or no worker of a class that they need."""
         if self.core.draining or not group.slots:
             return
         for packed in (False, True):
@@ -172,7 +177,7 @@ class WorkerSlots:
         self.requests.fail_unservable(group)
 
     def watch(self) -> None:
-        """Start what has waited long enough; give up processes that never registered."""
+        """Start processes whose backoff is over, and kill processes that did not register in time."""
         now = self.core.now
         for group in self.core.groups.values():
             for slot in group.slots:
@@ -185,13 +190,13 @@ class WorkerSlots:
                     self.end(slot, slot.end_reason or why, own=bool(slot.end_reason))
 
     def extend(self, gap: float) -> None:
-        """The coordinator itself stood still for `gap` seconds."""
+        """The coordinator itself was suspended for `gap` seconds: move the deadlines."""
         for group in self.core.groups.values():
             for slot in group.slots:
                 slot.due += gap
 
     def drain(self) -> None:
-        """Start nothing more; end processes that have not registered."""
+        """Start no more processes, and end those that have not registered."""
         for group in self.core.groups.values():
             for slot in group.slots:
                 if slot.state is SlotState.BACKOFF:
@@ -200,13 +205,13 @@ class WorkerSlots:
                     self.end(slot, "the pool ends")
 
     def kill_all(self) -> None:
-        """End every worker of ours now."""
+        """Kill every worker that this pool started."""
         for group in self.core.groups.values():
             for slot in group.slots:
                 self.end(slot, "the pool ends")
 
     def ended(self) -> bool:
-        """No process of ours is left."""
+        """Whether no process that this pool started is left."""
         return not any(slot.incarnation for group in self.core.groups.values() for slot in group.slots)
 
 

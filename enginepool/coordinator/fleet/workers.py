@@ -1,9 +1,12 @@
-"""The workers that are registered, and what becomes of their work when one is lost.
+"""The registered workers, and what happens to the work of a worker that is lost.
 
-A lost worker never comes back: its incarnation is refused, its process group is killed, and no successor starts before the
-launcher has seen all of it end. The pool cannot kill an external worker, which another program started, and tells it to end.
-If only its link was silent, it is told to register again under a new incarnation, with the model that it has loaded.
-`deadlines` says when a worker is late enough to be lost.
+A lost worker never returns: the coordinator refuses its incarnation and kills its process group. Its slot starts the next
+process only when the launcher has seen the whole process group end.
+
+Another program started an external worker, so the pool cannot kill it. The coordinator tells it to end. If only its link was
+silent, the coordinator tells it to register again under a new incarnation, with the model that it has loaded.
+
+`deadlines` decides when a worker is so late that it is lost.
 """
 
 from collections import deque
@@ -24,7 +27,7 @@ from enginepool.protocol.messages import Drain, ErrorReply, Expired
 
 #: how many refused incarnations are remembered
 REFUSED = 65_536
-#: a worker that said goodbye ends within this, or is killed
+#: seconds within which a worker that said goodbye must end, before it is killed
 GOODBYE_S = 30.0
 
 
@@ -35,7 +38,7 @@ class WorkerRegistry:
         self.core = core
         self.requests = requests
         self.slots = slots
-        #: incarnations that were given up, and whether only for a silent link
+        #: refused incarnations, and whether a silent link was the only reason
         self._refused: dict[str, bool] = {}
         self._refused_order: deque[str] = deque()
 
@@ -43,18 +46,18 @@ class WorkerRegistry:
         self.core.effects.append(ToWorker(link, ErrorReply(code, message)))
 
     def is_refused(self, incarnation: str) -> bool:
-        """The incarnation was given up."""
+        """Whether the incarnation is refused."""
         return incarnation in self._refused
 
     def give_up(self, link: Link, incarnation: str, reason: str) -> None:
-        """Tell a process that its incarnation does not count any more, and whether it may take another one."""
+        """Tell a process that its incarnation is refused, and whether it may register under another one."""
         if self._refused.get(incarnation):
             self.core.effects.append(ToWorker(link, Expired(incarnation, reason)))
         else:
             self.refuse(link, "superseded", f"incarnation {incarnation} was given up: {reason}")
 
     def of(self, link: Link) -> Worker | None:
-        """The worker on `link`, heard just now; a link without a registration is told so."""
+        """The worker on `link`, which has just sent a message. A link without a registration is told so."""
         worker = self.core.worker_links.get(link)
         if worker is None:
             self.refuse(link, "hello_required", "this link has not registered with this coordinator")
@@ -63,9 +66,9 @@ class WorkerRegistry:
         return worker
 
     def recall(self, worker: Worker) -> list[tuple[Request, bool]]:
-        """Take back all work from a worker: its late answers have unknown ids. No request is suspected.
+        """Take back all work from a worker. Late answers have unknown ids then. No request becomes a suspect.
 
-        Returns the requests that it had, and whether each was alone with it.
+        Returns the requests that the worker had, and whether each of them ran alone there.
         """
         found: list[tuple[Request, bool]] = []
         for batch in list(worker.batches.values()):
@@ -90,7 +93,7 @@ class WorkerRegistry:
             self.lose(worker, e.reason, kill=True, silent=e.silent)
 
     def bye(self, e: ev.WorkerBye) -> None:
-        """A worker ends. One that failed is killed with all it started; one that drained has a moment to end by itself."""
+        """A worker ends. A worker that failed is killed with all its processes. A drained worker gets GOODBYE_S to end."""
         worker = self.of(e.link)
         if worker is None:
             return
@@ -107,7 +110,8 @@ class WorkerRegistry:
             slot.unstartable = e.permanent
 
     def _out_of_memory(self, worker: Worker) -> None:
-        """The engine of `worker` died of a batch. Where half as much may help, neither requests nor the slot are blamed."""
+        """The engine of `worker` ran out of memory in a batch. If smaller batches may help, the loss counts neither against
+        requests nor against the slot."""
         if halve(worker):
             worker.group.counts.lost_batches += len(worker.batches)
             self.recall(worker)
@@ -118,10 +122,12 @@ class WorkerRegistry:
     def lose(
         self, worker: Worker, reason: str, *, kill: bool, own: bool = False, silent: bool = False, tell: bool = True
     ) -> None:
-        """This incarnation does not come back: its batches are dissolved, its process is killed unless it has ended.
+        """Lose a worker: its requests leave its batches, and its process is killed unless it has ended.
 
-        The reason is a clause on the worker, or, with `own`, what it said of its end. `silent`: only its link failed.
-        `tell`: an external worker hears of it.
+        Args:
+            reason: a clause about the worker; with `own`, the reason that the worker itself gave.
+            silent: only its link failed.
+            tell: tell an external worker that it is lost.
         """
         core, group = self.core, worker.group
         count = len(worker.batches)
@@ -149,7 +155,7 @@ class WorkerRegistry:
             self.slots.end(worker.slot, reason, own=own)
 
     def log(self, worker: Worker, text: str) -> None:
-        """A line about a worker. An external worker can come and go at will: its lines have a budget of their own."""
+        """Log a line about a worker. External workers can connect and leave at any rate: their lines have a budget."""
         self.core.log(text, "external" if worker.slot is None else "")
 
     def _remember(self, incarnation: str, *, silent: bool = False) -> None:
@@ -161,7 +167,7 @@ class WorkerRegistry:
             del self._refused[self._refused_order.popleft()]
 
     def exited(self, e: ev.WorkerExited) -> None:
-        """All of a worker's process group has ended; its slot may have a successor."""
+        """The whole process group of a worker has ended. Its slot may start the next process."""
         for group in self.core.groups.values():
             for slot in group.slots:
                 if slot.incarnation == e.incarnation:
@@ -172,7 +178,7 @@ class WorkerRegistry:
                         if e.out_of_memory:
                             self._out_of_memory(worker)
                         self.lose(worker, e.reason, kill=False)
-                    # What it said last may be read after its end was seen.
+                    # The last message of a worker may be read after its end was seen.
                     self._remember(e.incarnation)
                     if not slot.end_reason:
                         slot.end_reason = e.reason
@@ -185,7 +191,7 @@ class WorkerRegistry:
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Ask every worker of ours to end."""
+        """Ask every worker that this pool started to end."""
         for worker in self.core.worker_links.values():
             if worker.slot is not None:
                 self.core.effects.append(ToWorker(worker.link, Drain()))
@@ -193,12 +199,12 @@ class WorkerRegistry:
 
 
 def failed_to_start(worker: Worker, reason: str) -> None:
-    """The worker says, or shows, why it will not be ready."""
+    """Record why a worker ended before it was ready."""
     if worker.slot is not None and worker.capabilities is None:
         worker.slot.start_failure = reason
 
 
 def put_text_back(text: Request) -> None:
-    """A text waits for a tokenizer again."""
+    """Put a text back into the queue for tokenizers."""
     if text.state == TEXT:
         text.queue.push(text)
