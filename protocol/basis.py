@@ -7,8 +7,6 @@ import msgspec
 PROTOCOL_VERSION = 1
 MAX_PRIORITY = 1000
 MAX_LABELS = 4096
-#: Values of an embedding that can be asked for.
-MAX_DIMENSIONS = 1 << 20
 #: Ids in one `ack`.
 MAX_ACKS = 4096
 #: Payload frames of a client's message, and sides of a payload frame.

@@ -9,7 +9,7 @@ LATER = {"generate": "0.2", "stream": "0.2", "logprobs": "0.2", "tokenize": "0.2
 def no_attribute(pool: str, name: str) -> AttributeError:
     """The error for an attribute that `pool`, a class, does not have; `hasattr` is False for it."""
     if name in LATER:
-        said = f"{pool}.{name} will come with enginepool {LATER[name]}; this is {__version__}, which scores and embeds"
+        said = f"{pool}.{name} will come with enginepool {LATER[name]}; this is {__version__}"
     else:
         said = f"{pool!r} object has no attribute {name!r}"
     return AttributeError(said, name=name)

@@ -10,7 +10,6 @@ as [name, dtype, shape]; see `frames.py`.
 from enginepool.protocol.basis import MAX_ACKS as MAX_ACKS
 from enginepool.protocol.basis import MAX_CAPABILITIES as MAX_CAPABILITIES
 from enginepool.protocol.basis import MAX_CHUNK as MAX_CHUNK
-from enginepool.protocol.basis import MAX_DIMENSIONS as MAX_DIMENSIONS
 from enginepool.protocol.basis import MAX_EPOCH as MAX_EPOCH
 from enginepool.protocol.basis import MAX_FINDINGS as MAX_FINDINGS
 from enginepool.protocol.basis import MAX_FRAMES as MAX_FRAMES
@@ -33,6 +32,8 @@ from enginepool.protocol.messages.control import Commanded as Commanded
 from enginepool.protocol.messages.control import Control as Control
 from enginepool.protocol.messages.control import ControlReport as ControlReport
 from enginepool.protocol.messages.control import WorkerOutcome as WorkerOutcome
+from enginepool.protocol.messages.embed import MAX_DIMENSIONS as MAX_DIMENSIONS
+from enginepool.protocol.messages.embed import Embed as Embed
 from enginepool.protocol.messages.link import Accept as Accept
 from enginepool.protocol.messages.link import Drain as Drain
 from enginepool.protocol.messages.link import ErrorReply as ErrorReply
@@ -48,7 +49,6 @@ from enginepool.protocol.messages.link import Welcome as Welcome
 from enginepool.protocol.messages.link import WorkerSettings as WorkerSettings
 from enginepool.protocol.messages.requests import Ack as Ack
 from enginepool.protocol.messages.requests import Cancel as Cancel
-from enginepool.protocol.messages.requests import Embed as Embed
 from enginepool.protocol.messages.requests import Result as Result
 from enginepool.protocol.messages.requests import Score as Score
 from enginepool.protocol.messages.requests import Timings as Timings

@@ -13,6 +13,7 @@ class Score(Message, tag="score"):
     Without `query_lengths` the query frame is one query for all items; with it, row i of `query` belongs to item i. `query`
     and `items` are both int32 token ids or both utf8 text; lengths are uint32 and count ids or bytes.
     `raw`: a cross-encoder takes rows of ids without a separator, and text joined without one.
+    Frames of the answer: `scores` float32 [items, labels], then `hidden` float32 [items, size] if asked.
     """
 
     id: int
@@ -28,21 +29,15 @@ class Score(Message, tag="score"):
     logprobs: bool = False
     raw: bool = False
 
+    @property
+    def values(self) -> int:
+        """Numbers in its header that can be many."""
+        return len(self.labels)
 
-class Embed(Message, tag="embed"):
-    """Embed items. Frames: `items`, int32 token ids or utf8 text, then `item_lengths` uint32, which count ids or bytes.
-
-    `dimensions`: the first so many of each embedding; 0: all. `normalize`: each row, as it is answered, has length 1.
-    """
-
-    id: int
-    frames: Annotated[list[FrameSpec], msgspec.Meta(max_length=MAX_FRAMES)]
-    group: str = ""
-    dimensions: int = 0
-    normalize: bool = True
-    priority: int = 0
-    timeout_ms: int | None = None
-    min_version: int = 0
+    @property
+    def columns(self) -> int:
+        """Columns of its answer, as far as the request tells."""
+        return len(self.labels)
 
 
 class Cancel(Message, tag="cancel"):
@@ -72,8 +67,7 @@ class Timings(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Result(Message, tag="result"):
-    """The answer of a request. Frames of `score`: `scores` float32 [items, labels], then `hidden` float32 [items, size] if
-    asked. Frames of `embed`: `embeddings` float32 [items, dimensions].
+    """The answer of a request. The message of its operation says which frames it has.
 
     `forwards` holds, for each batch that the request was part of, how many forward passes that batch took: 1 is whole.
     """

@@ -23,7 +23,7 @@ from enginepool.client.session.events import Answer, Fail, SendMessage, SessionE
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.basis import ELEMENT_BYTES, LABEL_BYTES, REQUEST_BYTES, RESULT_BYTES, ROW_BYTES
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Cancel, ErrorReply, RowRequest, Score, Welcome
+from enginepool.protocol.messages import Cancel, ErrorReply, RowRequest, Welcome
 
 Place = Literal["waiting", "sent", "backoff", "cancelling"]
 
@@ -46,7 +46,7 @@ class Call:
         self.request = request
         self.frames = frames
         #: at least the bytes of its message
-        self.nbytes = _HEADER_BYTES + 5 * len(_labels(request)) + 4 * len(request.group) + sum(map(len, frames))
+        self.nbytes = _HEADER_BYTES + 5 * request.values + 4 * len(request.group) + sum(map(len, frames))
         #: what the coordinator counts against the window, without what only a model knows: hidden states, a classifier's labels
         self.charge = _charge(request, frames)
         self.deadline = deadline
@@ -322,10 +322,6 @@ def _too_late(call: Call) -> ErrorReply:
     return ErrorReply("deadline_exceeded", f"the timeout ran out {where}", id=call.id)
 
 
-def _labels(request: RowRequest) -> Sequence[int]:
-    return request.labels if isinstance(request, Score) else ()
-
-
 def _charge(request: RowRequest, frames: Sequence[Buffer]) -> int:
     """Bytes that the coordinator counts for a request and its answer, as far as the request alone tells: see `Call.charge`."""
     rows = request.frames[-1].shape[0]
@@ -333,10 +329,8 @@ def _charge(request: RowRequest, frames: Sequence[Buffer]) -> int:
     if request.frames[0].dtype == "utf8":
         query = 0 if len(frames) == 2 else len(frames[0]) * (rows if len(frames) == 3 else 1)
         text = ELEMENT_BYTES * (query + len(frames[-2]) + rows)
-    labels = len(_labels(request))
-    columns = labels if isinstance(request, Score) else request.dimensions
-    charge = REQUEST_BYTES + LABEL_BYTES * labels + sum(map(len, frames)) + text
-    return charge + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * columns)
+    charge = REQUEST_BYTES + LABEL_BYTES * request.values + sum(map(len, frames)) + text
+    return charge + RESULT_BYTES + rows * (ROW_BYTES + ELEMENT_BYTES * request.columns)
 
 
 def _too_large(call: Call, nbytes: int, limit: int) -> ErrorReply:

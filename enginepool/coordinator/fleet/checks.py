@@ -7,6 +7,7 @@ trusted.
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.protocol.halving import MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.pace import MOST_FORWARD_MS
@@ -27,8 +28,7 @@ def impossible(can: Capabilities) -> str:
         and 0 <= can.halvings <= MOST_HALVINGS
         and can.cached_query >= 0
         and can.operations
-        and ("embed" in can.operations) == (can.embedding > 0)
-        and all(0 < size <= can.embedding for size in can.dimensions)
+        and not any(operation.impossible(can) for operation in OPERATIONS.values())
         and (can.separator is None or 0 <= can.separator < can.vocab)
         and (not can.cached_query or can.batch_tokens <= can.cached_tokens <= can.inflight_tokens)
     ):
@@ -36,10 +36,11 @@ def impossible(can: Capabilities) -> str:
     return ""
 
 
-#: capabilities that all workers of a group share (`_MODEL`), and those that all workers of one class share (`_CLASS`)
+#: capabilities that all workers of a group share
 _MODEL = ("kind", "vocab", "labels", "text", "separator", "activation")
-_BUDGETS = ("batch_tokens", "batch_rows", "inflight_tokens", "inflight_rows", "cached_query", "cached_tokens")
-_CLASS = (*_MODEL, *_BUDGETS, "context", "page", "hidden", "max_item", "operations", "embedding", "dimensions")
+#: capabilities in which also workers of one class may differ; they share all others
+_OWN = ("model", "engine", "device", "pace", "forward_ms", "halvings", "reserved")
+_CLASS = tuple(field for field in Capabilities.__struct_fields__ if field not in _OWN)
 
 
 def differs(first: Capabilities, can: Capabilities) -> str:

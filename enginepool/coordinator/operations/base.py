@@ -6,6 +6,7 @@ it is. A request that was interrupted runs again. The operation answers these qu
 
     open             is the message a valid request, and what does it weigh?
     refuse           can a worker of these capabilities serve it?
+    impossible       does a worker say of itself what cannot be?
     packs            can packed workers serve it, which join rows of one query into a sequence?
     outputs          which frames does its answer have? Memory is charged by them, and a worker's answer is checked by them.
     tokenize         what is a worker asked that turns its text into ids?
@@ -74,6 +75,10 @@ class Operation(Protocol[W]):
         Without `alone`, only what stands against it on any worker of this model, whatever its size and class.
         """
         ...
+
+    def impossible(self, can: Capabilities) -> bool:
+        """Whether no engine has the fields of these capabilities that are for this operation."""
+        return False
 
     def packs(self, work: W, can: Capabilities) -> bool:
         """Whether packed workers of these capabilities can serve `work`."""

@@ -40,6 +40,10 @@ class EmbedOperation(Operation[Work]):
             return bad("dimensions", f"dimensions: {dimensions}; this model was trained for {sizes}", sizes)
         return refuse_ids(work, can) or (refuse_length(work, can) if alone else None)
 
+    def impossible(self, can: Capabilities) -> bool:
+        embeds = self.name in can.operations
+        return embeds != (can.embedding > 0) or not all(0 < size <= can.embedding for size in can.dimensions)
+
     def outputs(self, work: Work, can: Capabilities | None) -> Sequence[tuple[str, int]]:
         size = 0 if can is None else can.embedding
         return (("embeddings", work.part.dimensions or size or UNKNOWN_EMBEDDING),)

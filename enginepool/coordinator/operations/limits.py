@@ -10,12 +10,14 @@ def limits_of(
     """What any request to a group may ask for, and at most so many `items`: what its plain workers serve, where it has them.
     None while that is not known: before a worker was ready, or a plain one where there will be plain ones."""
     if plain is not None:
-        longest, columns = longest_row(plain), (plain.labels, plain.hidden)
-        sizes = plain.embedding, plain.dimensions
-        return GroupLimits(plain.kind, plain.vocab, longest, items, *columns, plain.text, 0, plain.operations, *sizes)
+        return _limits(plain, context=longest_row(plain), items=items)
     if packed is None or plain_expected:
         return None
     longest = longest_row(packed) - 2
-    max_item = min(packed.max_item, longest - 1)
-    columns = packed.labels, packed.hidden
-    return GroupLimits(packed.kind, packed.vocab, longest, items, *columns, False, max_item, packed.operations)
+    return _limits(packed, context=longest, items=items, text=False, max_item=min(packed.max_item, longest - 1))
+
+
+def _limits(can: Capabilities, **limits: int) -> GroupLimits:
+    """`limits`, and for all others what `can` has under the same name."""
+    same = {name: getattr(can, name) for name in GroupLimits.__struct_fields__ if name not in limits}
+    return GroupLimits(**same, **limits)
