@@ -8,7 +8,7 @@ from enginepool.protocol.basis import Message, TaskId
 from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenize
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
-from enginepool.protocol.messages.weights import Committed, MemoryRegion, ReleaseWeights, Restore, Restored, Staged
+from enginepool.protocol.messages.weights import Committed, ReleaseWeights, Restore, Restored
 from enginepool.workers.engine import NewWeights
 from enginepool.workers.weights.worker_update import Answer, Request, WorkerUpdate
 
@@ -121,8 +121,8 @@ class EngineLost(WorkerEvent, frozen=True):
 
 
 class WeightsAnswered(WorkerEvent, frozen=True):
-    """What a `RunWeights` led to, as the coordinator is to hear it. `weights`: with `prepared` and with `staged` as the answer
-    to `verify`, what the engine will load."""
+    """What a `RunWeights` led to, as the coordinator is to hear it. A `restored` without a code is not sent: the engine runs on
+    the weights. `weights`: with `prepared` and with `staged` as the answer to `verify`, what the engine will load."""
 
     answer: Answered
     frames: tuple[Frame, ...] = ()
@@ -136,28 +136,13 @@ class LoadPrepared(WorkerEvent, frozen=True):
     seconds: float
 
 
-class WeightsReceived(WorkerEvent, frozen=True):
-    """The stager has all bytes of an update in `regions`, or says in `staged` why it cannot have them."""
-
-    staged: Staged
-    regions: tuple[MemoryRegion, ...] = ()
-    sharded: bool = False
-
-
 class StagerLost(WorkerEvent, frozen=True):
     """The stager is gone, with all bytes that it had."""
 
     reason: str
 
 
-class WeightsTaken(WorkerEvent, frozen=True):
-    """A `restore` was done: the engine runs on these weights now."""
-
-    version: int
-    digest: str
-
-
-WeightsReport = WeightsAnswered | LoadPrepared | WeightsReceived | StagerLost | WeightsTaken
+WeightsReport = WeightsAnswered | LoadPrepared | StagerLost
 
 
 class DrainWanted(WorkerEvent, frozen=True):
@@ -212,9 +197,9 @@ class RunCommand(WorkerEffect, frozen=True):
 
 
 class RunWeights(WorkerEffect, frozen=True):
-    """Carry out a request about weights. `prepare`, `join`, `verify`, `load` and `inspect` are answered by one
-    `WeightsAnswered` each; `restore` by `WeightsTaken`, or by `WeightsAnswered` with `restored`; `committed` and `release` by
-    nothing. `load` and `restore` come only while the engine is empty, and nothing enters it before their answer.
+    """Carry out a request about weights. Each is answered by one `WeightsAnswered`; `join` of a staged update by a second one
+    when its bytes are received; `committed` and `release` by none. `load` and `restore` come only while the engine is empty,
+    and nothing enters it before their answer.
 
     `update`: the update that the request belongs to, which is only read; None: it is not open here."""
 

@@ -82,7 +82,7 @@ class WorkerProcess:
         self.tasks: set[asyncio.Task[None]] = set()
         #: commands run between batches
         self.between = BetweenBatches()
-        self.weights = WeightExecutor(spec.stager, spec.incarnation, engine, self.feed, self._spawn, spec.checkpoint_roots)
+        self.weights = WeightExecutor(spec.stager, engine, self.feed, self._spawn, spec.checkpoint_roots)
 
     async def run(self) -> Exit:
         """Serve until the machine says that it is over; return the exit code."""

@@ -9,21 +9,10 @@ from typing import Any, cast
 import pytest
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.messages.weights import MemoryRegion
+from enginepool.protocol.messages.weights import Committed, Join, Joined, MemoryRegion, ReleaseWeights, Staged
 from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager.link import StagerLink
-from enginepool.workers.stager.messages import (
-    AskHeld,
-    BytesReceived,
-    Forget,
-    InGroup,
-    JoinGroup,
-    Keep,
-    Reserve,
-    Reserved,
-    StagerHolds,
-    StagerSpec,
-)
+from enginepool.workers.stager.messages import AskHeld, Reserve, Reserved, StagerHolds, StagerSpec
 from enginepool.workers.stager.snapshot import Footer, write_footer
 from enginepool.workers.stager.stager import Stager
 from enginepool.workers.stager.state import KeptUpdate, StagedUpdate
@@ -85,7 +74,7 @@ class Scene:
 
     def came(self, digest: str = NEW, message: str = "") -> None:
         """All bytes of the update; or why not."""
-        self.update.received = BytesReceived(UPDATE, digest, message=message)
+        self.update.received = Staged(UPDATE, digest, code="update_aborted" if message else "", message=message)
 
 
 def play(path: Path, story: Callable[[Scene], Awaitable[None]]) -> None:
@@ -95,7 +84,7 @@ def play(path: Path, story: Callable[[Scene], Awaitable[None]]) -> None:
         socket = str(path / "stager.sock")
         one = Stager(StagerSpec(socket=socket))
         server = await asyncio.start_unix_server(one.serve, socket)
-        link = StagerLink(socket, "w", lambda _: None, lambda _: None)
+        link = StagerLink(socket, lambda _: None, lambda _: None)
         try:
             # Sooner than the link, which kills a stager that says nothing.
             async with asyncio.timeout(PATIENCE_S / 2):
@@ -144,7 +133,7 @@ def test_what_was_received_is_kept_once_its_digest_is_committed(tmp_path: Path, 
     async def story(scene: Scene) -> None:
         scene.came()
         await scene.holds()
-        scene.link.tell(Keep(name, 2, NEW))
+        scene.link.tell(Committed(name, 2, NEW))
         assert await scene.holds(NEW) == held(2, NEW, "update")
         assert scene.stager.update is None
 
@@ -159,7 +148,7 @@ def test_of_an_update_that_is_committed_and_not_here_nothing_is_left(tmp_path: P
         if came != "nothing":
             scene.came(OTHER if came == "others" else NEW, "half of it" if came == "half" else "")
         await scene.holds()
-        scene.link.tell(Keep(UPDATE, 2, NEW))
+        scene.link.tell(Committed(UPDATE, 2, NEW))
         assert await scene.holds(NEW) == NOTHING
         assert scene.stager.update is None
 
@@ -170,10 +159,10 @@ def test_what_is_kept_may_be_committed_again_by_another_name_beside_an_update(tm
     async def story(scene: Scene) -> None:
         scene.came()
         await scene.holds()
-        scene.link.tell(Keep((0, 0), 5, OLD))
+        scene.link.tell(Committed((0, 0), 5, OLD))
         assert await scene.holds(OLD) == held(5, OLD, "kept")
         assert scene.stager.update is scene.update
-        scene.link.tell(Keep((0, 0), 6, OTHER))
+        scene.link.tell(Committed((0, 0), 6, OTHER))
         assert await scene.holds(OLD) == NOTHING, "the group moved on without this stager"
         assert scene.stager.update is scene.update
 
@@ -184,17 +173,17 @@ def test_a_snapshot_is_written_of_what_is_kept_where_one_is_wanted(tmp_path: Pat
     async def story(scene: Scene) -> None:
         paths = [tmp_path / f"g-{number:032x}" for number in range(3)]
         await scene.holds()
-        scene.link.tell(Keep((0, 0), 1, OLD))
-        scene.link.tell(Keep((0, 0), 1, OLD, str(paths[0])))
+        scene.link.tell(Committed((0, 0), 1, OLD))
+        scene.link.tell(Committed((0, 0), 1, OLD, str(paths[0])))
         await scene.holds()
         await asyncio.to_thread(scene.stager.finish)
         assert paths[0].exists() and capsys.readouterr().err == ""
-        scene.link.tell(Keep(UPDATE, 2, NEW, str(paths[1])))
+        scene.link.tell(Committed(UPDATE, 2, NEW, str(paths[1])))
         await scene.holds()
         await asyncio.to_thread(scene.stager.finish)
         assert not paths[1].exists(), "it is not here"
         assert scene.stager.memory_snapshot == "", "none of them lies in memory"
-        scene.link.tell(Keep((0, 0), 3, NEW, "/dev/shm/of-a-test/g"))
+        scene.link.tell(Committed((0, 0), 3, NEW, "/dev/shm/of-a-test/g"))
         await scene.holds()
         assert scene.stager.memory_snapshot == "/dev/shm/of-a-test/g"
 
@@ -207,7 +196,7 @@ def test_a_snapshot_is_written_of_what_is_kept_where_one_is_wanted(tmp_path: Pat
 def test_room_for_another_update_gives_up_the_one_before(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         reserved = await scene.link.ask(Reserve((7, 2), [Tensor("next", "float32", (1,))], 256), Reserved)
-        assert (reserved.update, reserved.staging) == ((7, 2), "host") and reserved.peer not in ("", "peer")
+        assert reserved.staging == "host" and reserved.peer not in ("", "peer")
         assert scene.update.forgotten and await asyncio.to_thread(scene.group.left.wait, PATIENCE_S)
         assert await scene.holds() == held(1, OLD, "kept")
 
@@ -247,10 +236,10 @@ def test_a_release_leaves_a_process_group_that_may_not_be_in_step(tmp_path: Path
         if came != "nothing":
             scene.came(message="half of it" if came == "half" else "")
         await scene.holds()
-        scene.link.tell(Forget((7, 2)))
+        scene.link.tell(ReleaseWeights((7, 2)))
         await scene.holds()
         assert one.update is scene.update and not scene.update.forgotten, "that was another update"
-        scene.link.tell(Forget(UPDATE))
+        scene.link.tell(ReleaseWeights(UPDATE))
         assert await scene.holds(NEW) == held(1, OLD, "kept"), "what is committed stays"
         assert one.update is None and scene.update.forgotten
         if leaves:
@@ -264,8 +253,8 @@ def test_a_release_leaves_a_process_group_that_may_not_be_in_step(tmp_path: Path
 
 def test_nobody_joins_a_process_group_for_an_update_that_is_not_here(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
-        def ask(number: int) -> Awaitable[InGroup]:
-            return scene.link.ask(JoinGroup((7, number), "g", "127.0.0.1:1", 2, 1, "gloo"), InGroup)
+        def ask(number: int) -> Awaitable[Joined]:
+            return scene.link.ask(Join("g", 2, 1, "127.0.0.1:1", update=(7, number)), Joined)
 
         assert "not known here" in (await ask(2)).message and not scene.update.joining
         scene.stager.update = None
@@ -292,7 +281,7 @@ def test_a_worker_that_waits_for_a_process_group_hears_that_its_update_is_given_
         await scene.holds()
         for joining in (False, True):
             scene.stager.update, scene.update.joining = scene.update, joining
-            scene.link.tell(Forget(UPDATE))
+            scene.link.tell(ReleaseWeights(UPDATE))
             await scene.holds()
             assert len(said) == joining
         assert b"given up meanwhile" in said[0]

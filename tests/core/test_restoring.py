@@ -16,7 +16,6 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weights import MemoryRegion, Restore, Restored
 from enginepool.transfer.checksum import digest_of_bytes
 from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
-from enginepool.workers.events import WeightsAnswered, WeightsTaken
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, StagerHolds
 from enginepool.workers.stager.snapshot import Footer, write_footer
@@ -63,22 +62,20 @@ class FakeStager:
 HOLDS = StagerHolds(3, DIGEST, MANIFEST, SPACES)
 
 
-def restored(engine: FakeEngine, held: StagerHolds | None, message: Restore) -> WeightsTaken | Restored:
-    """What the machine hears of it."""
+def restored(engine: FakeEngine, held: StagerHolds | None, message: Restore) -> Restored:
+    """The answer; without a code the engine has the weights."""
     stager = FakeStager(held)
-    event = asyncio.run(restore(cast(Engine, engine), cast(StagerLink, stager), message, ["/"]))
+    answer = asyncio.run(restore(cast(Engine, engine), cast(StagerLink, stager), message, ["/"]))
     assert stager.asked in ([], [message.digest])
-    if isinstance(event, WeightsTaken):
-        assert (event.version, event.digest) == (message.version, message.digest) == (engine.version, engine.digest)
-        return event
-    assert isinstance(event, WeightsAnswered) and isinstance(event.answer, Restored)
-    assert (event.answer.version, event.answer.code) == (message.version, "needs_weights")
-    return event.answer
+    assert answer.version == message.version and answer.code in ("", "needs_weights")
+    if not answer.code:
+        assert (message.version, message.digest) == (engine.version, engine.digest)
+    return answer
 
 
 def refusal(engine: FakeEngine, held: StagerHolds | None, message: Restore) -> str:
     answer = restored(engine, held, message)
-    assert isinstance(answer, Restored)
+    assert answer.code
     return answer.message
 
 
@@ -94,7 +91,7 @@ def snapshot(path: Path) -> tuple[str, str]:
 
 def test_an_engine_that_has_them_under_another_version_is_told_its_name_and_nobody_is_asked() -> None:
     engine = FakeEngine(DIGEST)
-    assert isinstance(restored(engine, None, Restore(3, DIGEST)), WeightsTaken)
+    assert restored(engine, None, Restore(3, DIGEST)).code == ""
     assert engine.took == [(NewWeights(), 3, DIGEST)]
 
 
@@ -108,7 +105,7 @@ def test_only_a_new_engine_has_the_weights_that_it_started_with() -> None:
 def test_what_the_stager_holds_comes_before_any_file(tmp_path: Path) -> None:
     engine = FakeEngine(OTHER)
     message = Restore(3, DIGEST, snapshot(tmp_path / "g")[0], str(tmp_path))
-    assert isinstance(restored(engine, HOLDS, message), WeightsTaken)
+    assert restored(engine, HOLDS, message).code == ""
     assert engine.took == [(NewWeights(tuple(MANIFEST), tuple(SPACES)), 3, DIGEST)]
 
 
@@ -118,7 +115,7 @@ def test_what_the_stager_holds_comes_before_any_file(tmp_path: Path) -> None:
 def test_a_snapshot_comes_before_a_checkpoint(tmp_path: Path, held: StagerHolds | None) -> None:
     path, digest = snapshot(tmp_path / "g")
     engine = FakeEngine(OTHER)
-    assert isinstance(restored(engine, held, Restore(3, digest, path, str(tmp_path))), WeightsTaken)
+    assert restored(engine, held, Restore(3, digest, path, str(tmp_path))).code == ""
     assert engine.took == [(NewWeights(tuple(MANIFEST), (MemoryRegion("file", NBYTES, path=path),)), 3, digest)]
 
 
@@ -128,7 +125,7 @@ def test_a_checkpoint_is_believed_when_the_engine_has_read_it(tmp_path: Path) ->
     path = str(tmp_path)
     loaded = NewWeights(tuple(checkpoint_tensors(path)), checkpoint=path)
     engine = FakeEngine(OTHER, checkpoint=DIGEST)
-    assert isinstance(restored(engine, None, Restore(3, DIGEST, path=path)), WeightsTaken)
+    assert restored(engine, None, Restore(3, DIGEST, path=path)).code == ""
     assert engine.took == [(loaded, 3, "")]
     engine = FakeEngine(OTHER, checkpoint="f" * 32)
     assert f"{path} no longer holds the committed weights" in refusal(engine, None, Restore(3, DIGEST, path=path))
@@ -148,7 +145,7 @@ def test_a_snapshot_that_others_could_have_put_there_is_not_opened_and_the_check
     for mode in (0o755, 0o777, 0o1777):
         forged.chmod(mode)
         engine = FakeEngine(OTHER, checkpoint=digest)
-        assert isinstance(restored(engine, held, Restore(3, digest, path, str(tmp_path))), WeightsTaken)
+        assert restored(engine, held, Restore(3, digest, path, str(tmp_path))).code == ""
         assert [weights.checkpoint for weights, _, _ in engine.took] == [str(tmp_path)]
         said = refusal(FakeEngine(OTHER), held, Restore(3, digest, path)).split("; ")[1]
         assert said == f"the snapshot in {forged}: others can enter {forged} (mode {mode:04o}): chmod 700 it"
@@ -207,11 +204,11 @@ def test_what_the_engine_refuses_from_one_it_is_given_from_the_next(tmp_path: Pa
     stager, saved = SPACES[0].path, f"the engine cannot open {path}"
     held = StagerHolds(3, digest, MANIFEST, SPACES)
     engine = FakeEngine(OTHER, fails={stager: "the engine cannot reach it"})
-    assert isinstance(restored(engine, held, Restore(3, digest, path)), WeightsTaken)
+    assert restored(engine, held, Restore(3, digest, path)).code == ""
     assert [weights.regions[0].path for weights, _, _ in engine.took] == [stager, path]
     make_tiny_model(tmp_path)
     engine = FakeEngine(OTHER, checkpoint=digest, fails={stager: "the engine cannot reach it", path: saved})
-    assert isinstance(restored(engine, held, Restore(3, digest, path, str(tmp_path))), WeightsTaken)
+    assert restored(engine, held, Restore(3, digest, path, str(tmp_path))).code == ""
     assert [weights.checkpoint for weights, _, _ in engine.took] == ["", "", str(tmp_path)]
     engine = FakeEngine(OTHER, fails={stager: "the engine cannot reach it", path: saved})
     saved = f"the engine cannot open the snapshot in {tmp_path}"

@@ -28,11 +28,11 @@ from enginepool.workers.events import (
     EngineReady,
     Exit,
     FromCoordinator,
+    LoadPrepared,
     RunBatch,
     RunWeights,
     SendToCoordinator,
     WeightsAnswered,
-    WeightsTaken,
     WorkerEffect,
     WorkerEvent,
 )
@@ -65,6 +65,9 @@ class Worker:
         return self.do(FromCoordinator(0, message))
 
     def answer(self, answer: Any) -> list[WorkerEffect]:
+        """What the executor reports. Bytes that are staged are loaded from a moment later."""
+        if isinstance(answer, Staged):
+            assert self.do(LoadPrepared(0, answer.update, 0.0)) == []
         return self.do(WeightsAnswered(0, answer))
 
     def again(self, epoch: int = 7) -> list[Message]:
@@ -254,7 +257,7 @@ def test_a_restore_takes_the_engine_and_ends_in_ready() -> None:
     assert given(worker.hear(restore)) == []
     assert given(worker.do(EngineBatchDone(0, (7, 10), [], ()))) == [restore]
     assert worker.hear(restore) == [], "it is at it"
-    assert said(worker.do(WeightsTaken(0, 3, "d"))) == [Ready(CAN, 3, "d", (0, 3))]
+    assert said(worker.answer(Restored(3, "", ""))) == [Ready(CAN, 3, "d", (0, 3))]
     assert said(worker.hear(restore)) == [Ready(CAN, 3, "d", (0, 3))], "it has them"
 
 
@@ -270,10 +273,10 @@ def test_a_restore_waits_for_the_one_before() -> None:
     worker = Worker()
     worker.hear(Restore(3, "d"))
     assert worker.hear(Restore(4, "e")) == []
-    taken = worker.do(WeightsTaken(0, 3, "d"))
+    taken = worker.answer(Restored(3, "", ""))
     assert given(taken) == [Restore(4, "e")]
     assert not any(isinstance(message, Ready) for message in said(taken))
-    assert said(worker.do(WeightsTaken(0, 4, "e"))) == [Ready(CAN, 4, "e", (0, 4))]
+    assert said(worker.answer(Restored(4, "", ""))) == [Ready(CAN, 4, "e", (0, 4))]
 
 
 def test_a_question_is_asked_once_and_answered() -> None:

@@ -64,7 +64,7 @@ def heard(engine: HangingEngine, *, opens: bool = False) -> list[WorkerEvent]:
             worker.run(RunWeights(prepare, (), update))
             return update
 
-        worker = WeightExecutor("", "w", cast(Engine, engine), feed, spawn)
+        worker = WeightExecutor("", cast(Engine, engine), feed, spawn)
         update = begin(Prepare(UPDATE, 2, "set_version"))
         await came.wait()
         assert [type(event) for event in events] == [WeightsAnswered]

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 
 from enginepool.protocol.layout import buckets
+from enginepool.protocol.messages.weights import Committed, Join, Joined, Staged
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.peer_copy import CopySource
 from enginepool.transfer.process_group import ProcessGroup
@@ -25,17 +26,7 @@ from enginepool.workers.engine import EngineDied, EngineError, NewWeights
 from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager.link import StagerLink
 from enginepool.workers.stager.memory import HostMemory
-from enginepool.workers.stager.messages import (
-    AskHeld,
-    BytesReceived,
-    InGroup,
-    JoinGroup,
-    Keep,
-    Reserve,
-    Reserved,
-    Room,
-    StagerHolds,
-)
+from enginepool.workers.stager.messages import AskHeld, Reserve, Reserved, Room, StagerHolds
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models
 from tests.engine.test_sglang_lent import Lending
@@ -125,7 +116,7 @@ class Trainer:
 
 
 def with_stager(
-    processes: Processes, directory: Path, device: str, story: Callable[[StagerLink, "asyncio.Queue[BytesReceived]"], Any]
+    processes: Processes, directory: Path, device: str, story: Callable[[StagerLink, "asyncio.Queue[Staged]"], Any]
 ) -> "subprocess.Popen[Any]":
     socket = str(directory / "stager.sock")
     spec = {"socket": socket, "device": device, "orphan_s": PATIENCE_S}
@@ -135,8 +126,8 @@ def with_stager(
     )
 
     async def run() -> None:
-        received: asyncio.Queue[BytesReceived] = asyncio.Queue()
-        link = StagerLink(socket, "w", received.put_nowait, lambda reason: None)
+        received: asyncio.Queue[Staged] = asyncio.Queue()
+        link = StagerLink(socket, received.put_nowait, lambda reason: None)
         try:
             await story(link, received)
         finally:
@@ -153,7 +144,7 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
     trainer = Trainer("gloo" if way == "gloo" else "nccl", copies=way == "copies")
     batch = full_batch(declared(subject.engine), rows=4, seed=1)
 
-    async def story(link: StagerLink, received: "asyncio.Queue[BytesReceived]") -> None:
+    async def story(link: StagerLink, received: "asyncio.Queue[Staged]") -> None:
         assert (await link.ask(Room(64 << 20), Reserved)).staging == room
         before = None
         for version in (1, 2):
@@ -163,15 +154,14 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             ready = NewWeights(given.manifest, tuple(reserved.regions))
             ready_s = subject.prepare_load(ready)
             thread = trainer.begin(given)
-            ask = JoinGroup((1, version), trainer.name, trainer.rendezvous.address, 2, 1, trainer.backend)
-            joined = await link.ask(ask, InGroup, PATIENCE_S)
+            ask = Join(trainer.name, 2, 1, trainer.rendezvous.address, trainer.backend, update=(1, version))
+            joined = await link.ask(ask, Joined, PATIENCE_S)
             assert joined.message == ""
             whole(await asyncio.to_thread(subject.engine.score, batch))
             async with asyncio.timeout(PATIENCE_S):
                 came = await received.get()
             thread.join()
             assert (came.message, came.digest, came.findings) == ("", given.digest, [])
-            assert came.regions == reserved.regions
             times = subject.load_weights(ready, version, given.digest)
             parts = {"ready": ready_s, "load": times.load_s, "flush": times.flush_s}
             print(f"{room} {way}:", ", ".join(f"{part} {s * 1e3:.2f} ms" for part, s in parts.items()))  # noqa: T201
@@ -180,7 +170,7 @@ def test_staged_weights_are_in_the_engine_bit_by_bit(
             assert before is None or any((a != b).any() for a, b in zip(after, before, strict=True))
             before = after
             snapshot = tmp_path / f"g-{given.digest}"
-            link.tell(Keep((1, version), version, given.digest, str(snapshot)))
+            link.tell(Committed((1, version), version, given.digest, str(snapshot)))
             held = await link.ask(AskHeld(), StagerHolds)
             assert (held.version, held.digest) == (version, given.digest)
             subject.load_weights(NewWeights(given.manifest, tuple(held.regions)), version, given.digest)
@@ -251,7 +241,7 @@ def test_memory_of_a_stager_that_died_is_free_once_the_engine_lets_go_of_it(
     def free() -> int:
         return torch.cuda.mem_get_info(0)[0]
 
-    async def story(link: StagerLink, received: "asyncio.Queue[BytesReceived]") -> None:
+    async def story(link: StagerLink, received: "asyncio.Queue[Staged]") -> None:
         assert (await link.ask(Room(nbytes), Reserved, PATIENCE_S)).staging == "device"
         for update in (1, 2):
             reserved = await link.ask(Reserve((1, update), list(given.manifest), BUCKET), Reserved, PATIENCE_S)

@@ -48,7 +48,6 @@ from enginepool.workers.events import (
     RunWeights,
     SendToCoordinator,
     WeightsAnswered,
-    WeightsTaken,
     WorkerEffect,
     WorkerEvent,
 )
@@ -115,7 +114,7 @@ class Worker:
         self.engine = NotedEngine(options)
         self.events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.weights = WeightExecutor(socket, "w", self.engine, self._feed, self._spawn)
+        self.weights = WeightExecutor(socket, self.engine, self._feed, self._spawn)
         self.updates = WorkerUpdates()
         self.update = (1, 0)
 
@@ -131,7 +130,7 @@ class Worker:
 
     def _feed(self, event: WorkerEvent) -> None:
         said = [] if isinstance(event, EngineLost) else self.updates.reported(cast(Any, event))
-        if isinstance(event, EngineLost | WeightsTaken):
+        if has_taken(event) or isinstance(event, EngineLost):
             self.events.put_nowait(event)
         self._perform([*said, *self.updates.load()])
 
@@ -184,6 +183,11 @@ class Worker:
     async def restore(self, version: int, digest: str, snapshot: str = "", path: str = "") -> WorkerEvent:
         self.tell(Restore(version, digest, snapshot, path))
         return await self.event()
+
+
+def has_taken(event: WorkerEvent) -> bool:
+    """Whether a restore was done."""
+    return isinstance(event, WeightsAnswered) and isinstance(event.answer, Restored) and not event.answer.code
 
 
 class NotedEngine(SimEngine):
@@ -464,8 +468,9 @@ def test_a_worker_that_comes_back_gets_the_committed_weights_while_the_next_are_
             assert (await worker.staged(trainer, trainer.fill(2), join)).code == ""
         async with place.worker() as successor:
             taken = await successor.restore(1, digest)
-            assert isinstance(taken, WeightsTaken)
-            assert (taken.version, taken.digest) == (1, digest) == (successor.engine.version, successor.engine.digest)
+            assert has_taken(taken)
+            assert (successor.updates.version, successor.updates.digest) == (1, digest)
+            assert (successor.engine.version, successor.engine.digest) == (1, digest)
             other = await successor.restore(2, "0" * 32)
             assert isinstance(other, WeightsAnswered) and isinstance(other.answer, Restored)
             assert other.answer.code == "needs_weights" and "holds version 1" in other.answer.message
@@ -485,7 +490,7 @@ def test_an_update_that_was_received_is_there_for_the_successor_of_a_worker_that
             worker.tell(Committed(worker.update, 1, (await worker.staged(trainer, trainer.fill(1), join)).digest))
             digest = (await worker.staged(trainer, trainer.fill(2), join)).digest
         async with place.worker() as successor:
-            assert isinstance(await successor.restore(2, digest), WeightsTaken)
+            assert has_taken(await successor.restore(2, digest))
             assert (successor.engine.version, successor.engine.digest) == (2, digest)
             successor.tell(Committed((0, 0), 2, digest, str(snapshot)))
             while not snapshot.exists():
@@ -505,7 +510,7 @@ def test_what_a_dead_worker_waited_for_is_no_answer_to_its_successor(place: Plac
             assert (await worker.prepare()).code == ""
             # Nobody else comes to this group, so that the stager is joining when its worker dies.
             link = worker.weights._stager  # pyright: ignore[reportPrivateUsage]
-            link.tell(staging.JoinGroup(worker.update, "nobody", trainer.rendezvous.address, 2, 1, "gloo"))
+            link.tell(Join("nobody", 2, 1, trainer.rendezvous.address, update=worker.update))
             await link.alive()
         async with place.worker() as successor:
             successor.update = worker.update
@@ -529,7 +534,7 @@ def test_the_room_that_a_dead_worker_waited_for_is_not_its_successors(tmp_path: 
         return staging.Reserve((number, 1), MODEL, BUCKET)
 
     def link() -> StagerLink:
-        return StagerLink(path, "w", lambda _: None, lambda _: None)
+        return StagerLink(path, lambda _: None, lambda _: None)
 
     async def story() -> None:
         one = stager.Stager(staging.StagerSpec(socket=path))
@@ -544,7 +549,8 @@ def test_the_room_that_a_dead_worker_waited_for_is_not_its_successors(tmp_path: 
         await asyncio.sleep(0)
         may.set()
         reserved = await asking
-        assert (reserved.update, one.update and one.update.id) == ((2, 1), (2, 1))
+        assert one.update is not None and one.update.id == (2, 1)
+        assert reserved.regions == one.update.memory.regions()
         await successor.close()
         server.close()
 
@@ -599,19 +605,19 @@ def test_an_update_in_shards_is_received_held_and_kept_as_one_in_a_space_is(
         return Shards(nbytes)
 
     async def story() -> None:
-        came: asyncio.Queue[staging.BytesReceived] = asyncio.Queue()
+        came: asyncio.Queue[Staged] = asyncio.Queue()
         one = stager.Stager(staging.StagerSpec(socket=path))
         server = await asyncio.start_unix_server(one.serve, path)
-        link = StagerLink(path, "w", came.put_nowait, lambda _: None)
+        link = StagerLink(path, came.put_nowait, lambda _: None)
         reserved = await link.ask(staging.Reserve((1, 1), MODEL, BUCKET), staging.Reserved)
         assert reserved.sharded and [space.nbytes for space in reserved.regions] == [whole // 2, whole // 2]
-        ask = staging.JoinGroup((1, 1), "g", "127.0.0.1:1", 2, 1, "gloo")
-        assert (await link.ask(ask, staging.InGroup)).message == ""
+        ask = Join("g", 2, 1, "127.0.0.1:1", update=(1, 1))
+        assert (await link.ask(ask, Joined)).message == ""
         assert stay == [False], "buckets pass through buffers: no other rank may copy them from there"
         async with asyncio.timeout(PATIENCE_S):
             received = await came.get()
-        assert (received.digest, received.sharded, received.regions) == (digest, True, reserved.regions)
-        link.tell(staging.Keep((1, 1), 1, digest, str(snapshot)))
+        assert (received.digest, received.code) == (digest, "")
+        link.tell(Committed((1, 1), 1, digest, str(snapshot)))
         held = await link.ask(staging.AskHeld(digest), staging.StagerHolds)
         assert (held.version, held.digest, held.sharded) == (1, digest, True)
         found = torch.cat([open_space(space) for space in held.regions])
@@ -648,7 +654,7 @@ def test_the_snapshot_serves_where_the_stager_was_killed(place: Place, trainer: 
         place.process.wait()
         place.start()
         async with place.worker() as successor:
-            assert isinstance(await successor.restore(1, digest, snapshot=str(snapshot)), WeightsTaken)
+            assert has_taken(await successor.restore(1, digest, snapshot=str(snapshot)))
             assert successor.engine.digest == digest
         async with place.worker() as successor:
             data = bytearray(snapshot.read_bytes())
@@ -867,13 +873,13 @@ def test_a_receiver_that_fails_as_nobody_foresaw_says_so_at_once(
         one = stager.Stager(staging.StagerSpec(socket="nowhere"))
         monkeypatch.setattr(one, "_say", lambda message, _to: said.append(message))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
         update = stager.StagedUpdate(staging.Reserve((1, 1), [], 256), HostMemory(256))
-        message = staging.JoinGroup((1, 1), "g", "127.0.0.1:1", 2, 1, "gloo")
+        message = Join("g", 2, 1, "127.0.0.1:1", update=(1, 1))
         await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
         await asyncio.sleep(0)
         return said
 
     monkeypatch.setattr("enginepool.transfer.collective.join", broken)
-    assert asyncio.run(scene()) == [staging.InGroup((1, 1), "TypeError: no such conversion")]
+    assert asyncio.run(scene()) == [Joined((1, 1), "update_aborted", "TypeError: no such conversion")]
     assert "and a long explanation" in capsys.readouterr().err
 
 
@@ -948,7 +954,7 @@ def test_nothing_is_received_into_memory_that_the_group_before_may_still_write_t
         one.group = Before()  # type: ignore[assignment]
         one._leave()  # pyright: ignore[reportPrivateUsage]
         update = stager.StagedUpdate(staging.Reserve((1, 1), [], 256), Device(256, Into()))  # type: ignore[arg-type]
-        message = staging.JoinGroup((1, 1), "next", "127.0.0.1:1", 2, 1, "gloo")
+        message = Join("next", 2, 1, "127.0.0.1:1", update=(1, 1))
         await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
 
     def joined(*_: object, **__: object) -> Before:
@@ -985,7 +991,7 @@ def test_an_update_that_is_forgotten_while_it_leaves_a_group_does_not_lose_that_
                 one.group = following
 
         one.group = Before()  # type: ignore[assignment]
-        message = staging.JoinGroup((1, 1), "g", "127.0.0.1:1", 2, 1, "gloo")
+        message = Join("g", 2, 1, "127.0.0.1:1", update=(1, 1))
         await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
         assert one.group is following
 
@@ -1017,7 +1023,7 @@ def test_an_update_that_is_forgotten_before_its_first_byte_leaves_what_is_kept_i
         kept = one.kept = stager.KeptUpdate(1, "d", [], memory)
         update = one.update = stager.StagedUpdate(staging.Reserve((1, 2), [], 256), memory)
         one.group = Group()  # type: ignore[assignment]
-        message = staging.JoinGroup((1, 2), "g", "127.0.0.1:1", 2, 1, "gloo")
+        message = Join("g", 2, 1, "127.0.0.1:1", update=(1, 2))
         await asyncio.to_thread(one._run, update, message)  # pyright: ignore[reportPrivateUsage]
         assert one.kept is kept
 

@@ -26,7 +26,7 @@ from enginepool.protocol.messages.weights import (
     VerifyWeights,
     WeightsLoaded,
 )
-from enginepool.workers.events import RunWeights, WeightsAnswered, WeightsTaken
+from enginepool.workers.events import LoadPrepared, RunWeights, WeightsAnswered
 from tests.sim.world import World
 
 if TYPE_CHECKING:
@@ -187,6 +187,8 @@ class Stager:
 
     def _say(self, answer: "Prepared | Joined | Staged | WeightsLoaded | Restored | Inspected") -> None:
         if self.worker is not None and self.worker.alive and not self.worker.engine.dead:
+            if isinstance(answer, Staged):
+                self.worker.post(LoadPrepared(self.world.now, answer.update, 0.0))
             self.worker.post(WeightsAnswered(self.world.now, answer))
 
     # --- what the worker asks ------------------------------------------------------------------------------------------
@@ -383,7 +385,7 @@ class Stager:
             return
         engine.version, engine.digest = message.version, want
         self.kept = want
-        self.worker.post(WeightsTaken(self.world.now, message.version, want))
+        self._say(Restored(message.version, code="", message=""))
 
     def has(self, message: Restore) -> bool:
         """Whether these weights can be had here."""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from enginepool.protocol.basis import Message
-from enginepool.workers.stager.messages import AskHeld, BytesReceived, FromStager, StagerHolds, WorkerHello, from_stager, packet
+from enginepool.protocol.messages.weights import Staged
+from enginepool.workers.stager.messages import AskHeld, FromStager, StagerHolds, from_stager, packet
 
 #: a stager that is being started has this long to listen
 CONNECT_S = 10.0
@@ -31,15 +32,12 @@ class StagerLink:
 
     Args:
         path: of the stager's Unix socket; "": there is none.
-        received: called with what the stager says by itself.
+        received: called with the `staged` that the stager sends when all bytes are received, or cannot be.
         lost: called with the reason when the stager is gone.
     """
 
-    def __init__(
-        self, path: str, incarnation: str, received: Callable[[BytesReceived], None], lost: Callable[[str], None]
-    ) -> None:
+    def __init__(self, path: str, received: Callable[[Staged], None], lost: Callable[[str], None]) -> None:
         self._path = path
-        self._incarnation = incarnation
         self._received = received
         self._lost = lost
         self._writer: asyncio.StreamWriter | None = None
@@ -99,7 +97,6 @@ class StagerLink:
                 if loop.time() >= end:
                     raise StagerGone(f"no stager at {self._path}: {error.strerror}") from None
             await asyncio.sleep(0.05)
-        writer.write(packet(WorkerHello(self._incarnation)))
         self._writer = writer
         self._reading = asyncio.create_task(self._read(reader, writer))
         return writer
@@ -113,7 +110,7 @@ class StagerLink:
         reason = "the stager ended"
         try:
             while (message := await from_stager(reader)) is not None:
-                if isinstance(message, BytesReceived):
+                if isinstance(message, Staged):
                     self._received(message)
                 elif self._answer is not None and not self._answer.done():
                     self._answer.set_result(message)

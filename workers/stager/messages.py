@@ -1,7 +1,14 @@
 """What a worker and its stager say to each other over a Unix socket, and what a stager is told at its start.
 
-Each message is a msgpack map behind its length as a little-endian uint32. A stager serves one worker at a time, the last one
-that said so; its owner (the coordinator's supervisor) keeps a connection open and says nothing.
+Each message is a msgpack map behind its length as a little-endian uint32. The worker passes on these messages of the
+coordinator as they are, and the stager answers them as the coordinator is to hear it:
+
+    join        be in the process group and receive      joined, and when all bytes are received, or cannot be: staged
+    release     the update is aborted
+    committed   keep what was received, and save it as a snapshot. Only `digest` counts if the update is (0, 0).
+
+A stager serves one worker at a time: the latest one that sent a message. Its owner (the coordinator's supervisor) keeps a
+connection open and sends nothing.
 """
 
 import asyncio
@@ -13,8 +20,7 @@ import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.messages.weight_reports import Finding
-from enginepool.workers.engine import MemoryRegion
+from enginepool.protocol.messages.weights import Committed, Join, Joined, MemoryRegion, ReleaseWeights, Staged
 
 #: the environment variable that holds the JSON of a `StagerSpec`
 VARIABLE = "ENGINEPOOL_STAGER"
@@ -58,16 +64,7 @@ def read_spec(environment: Mapping[str, str]) -> StagerSpec:
     return spec
 
 
-# --- who connects --------------------------------------------------------------------------------------------------------
-
-
-class WorkerHello(Message, tag="worker"):
-    """The worker that the stager serves from now on."""
-
-    incarnation: str = ""
-
-
-# --- worker to stager ----------------------------------------------------------------------------------------------------
+# --- worker to stager, also `join`, `release` and `committed` of the coordinator, unchanged -----------------------------
 
 
 class Room(Message, tag="room"):
@@ -77,7 +74,7 @@ class Room(Message, tag="room"):
 
 
 class Reserve(Message, tag="reserve"):
-    """Make room for these tensors; an update before, if it is not committed, is forgotten. Answered by `reserved`.
+    """Make room for these tensors; an update before, if it is not committed, is given up. Answered by `reserved`.
 
     `targets`: the dtype in which the engine will hold each, or "" where that is its own; [] where all are their own.
     """
@@ -88,43 +85,15 @@ class Reserve(Message, tag="reserve"):
     targets: list[str] = []
 
 
-class JoinGroup(Message, tag="join_group"):
-    """Join the process group, or keep the one of last time if it is that, and receive. Answered by `in_group`, `received`."""
-
-    update: TaskId
-    rendezvous: str
-    address: str
-    world: int
-    rank: int
-    backend: str
-
-
-class Forget(Message, tag="forget"):
-    """The update is aborted: leave its process group."""
-
-    update: TaskId
-
-
-class Keep(Message, tag="keep"):
-    """The update is committed. What was received is what is held from now on, and goes to the file `snapshot` in the
-    background, if it is not there yet. Of an update (0, 0) only `digest` counts: what is held, or was received, stays if it
-    is that."""
-
-    update: TaskId
-    version: int
-    digest: str
-    snapshot: str = ""
-
-
 class AskHeld(Message, tag="ask_held"):
     """Are the committed weights here that have this digest? Answered by `held`."""
 
     digest: str = ""
 
 
-FromWorker = WorkerHello | Room | Reserve | JoinGroup | Forget | Keep | AskHeld
+FromWorker = Room | Reserve | Join | ReleaseWeights | Committed | AskHeld
 
-# --- stager to worker ----------------------------------------------------------------------------------------------------
+# --- stager to worker, also `joined` and `staged` as the coordinator gets them ----------------------------------------------
 
 
 class Reserved(Message, tag="reserved"):
@@ -134,32 +103,12 @@ class Reserved(Message, tag="reserved"):
     A stager has one room of kind `device`: its space is the same in each update, until one needs more. `sharded`, here and
     below: `regions` are not one for each GPU, but parts of one, in their order."""
 
-    update: TaskId = (0, 0)
     staging: Literal["", "device", "host"] = ""
     peer: str = ""
     message: str = ""
     regions: list[MemoryRegion] = []
     sharded: bool = False
     most: int = 0
-
-
-class InGroup(Message, tag="in_group"):
-    """In the group, or why not."""
-
-    update: TaskId
-    message: str = ""
-
-
-class BytesReceived(Message, tag="received"):
-    """All bytes are in `regions`; or why not, and whether that is the process group's fault."""
-
-    update: TaskId
-    digest: str = ""
-    findings: list[Finding] = []
-    regions: list[MemoryRegion] = []
-    message: str = ""
-    broken: bool = False
-    sharded: bool = False
 
 
 class StagerHolds(Message, tag="held"):
@@ -173,7 +122,7 @@ class StagerHolds(Message, tag="held"):
     sharded: bool = False
 
 
-FromStager = Reserved | InGroup | BytesReceived | StagerHolds
+FromStager = Reserved | Joined | Staged | StagerHolds
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker = msgspec.msgpack.Decoder(FromWorker)

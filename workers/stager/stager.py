@@ -9,22 +9,17 @@ import time
 from typing import TYPE_CHECKING
 
 from enginepool.protocol.layout import layout
+from enginepool.protocol.manifest import worst
+from enginepool.protocol.messages.weights import Committed, Join, Joined, ReleaseWeights, Staged
 from enginepool.workers.log import report, say
 from enginepool.workers.stager.messages import (
-    AskHeld,
-    BytesReceived,
-    Forget,
     FromStager,
     FromWorker,
-    InGroup,
-    JoinGroup,
-    Keep,
     Reserve,
     Reserved,
     Room,
     StagerHolds,
     StagerSpec,
-    WorkerHello,
     from_worker,
     packet,
 )
@@ -76,15 +71,16 @@ class Stager:
     # --- connections ----------------------------------------------------------------------------------------------------
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection, to its end."""
+        """One connection, to its end. With its first message it takes the place of the worker before."""
         self._friends += 1
+        served = False
         try:
             while (message := await from_worker(reader)) is not None:
-                if isinstance(message, WorkerHello):
-                    if self._worker is not None:
-                        self._worker.close()
-                    self._worker = writer
-                elif self._worker is writer:
+                if not served:
+                    served, before, self._worker = True, self._worker, writer
+                    if before is not None:
+                        before.close()
+                if self._worker is writer:
                     await self._handle(message, writer)
         except Exception as error:
             # A worker that sends an invalid message loses its connection, not the weights that are kept here.
@@ -130,19 +126,20 @@ class Stager:
     async def _handle(self, message: FromWorker, worker: asyncio.StreamWriter) -> None:
         if isinstance(message, Room | Reserve):
             await self._make(message, worker)
-        elif isinstance(message, JoinGroup):
+        elif isinstance(message, Join):
             if self.update is None or self.update.id != message.update:
-                self._say(InGroup(message.update, "this update is not known here; the stager was started anew"), worker)
+                why = "this update is not known here; the stager was started anew"
+                self._say(Joined(message.update, "update_aborted", why), worker)
                 return
             self.update.joining = True
             thread = threading.Thread(target=self._run, args=(self.update, message), name="receive", daemon=True)
             thread.start()
-        elif isinstance(message, Forget):
+        elif isinstance(message, ReleaseWeights):
             if self.update is not None and self.update.id == message.update:
                 self._forget()
-        elif isinstance(message, Keep):
+        elif isinstance(message, Committed):
             self._keep(message)
-        elif isinstance(message, AskHeld):
+        else:
             self._say(self._held(message.digest), worker)
 
     async def _make(self, message: Room | Reserve, worker: asyncio.StreamWriter) -> None:
@@ -163,8 +160,8 @@ class Stager:
         update.forgotten = True
         if update.joining:
             # The others may be waited for a long time yet, but not by the worker.
-            self._say(InGroup(update.id, "the update was given up meanwhile"), update.worker)
-        if update.received is None or update.received.message:
+            self._say(Joined(update.id, "update_aborted", "the update was given up meanwhile"), update.worker)
+        if update.received is None or update.received.code:
             self._leave()
 
     def _leave(self) -> None:
@@ -205,7 +202,7 @@ class Stager:
         try:
             from enginepool.workers.stager import memory as stager_memory
         except ImportError as error:
-            return Reserved(message.update, message=f"no torch here: {error}")
+            return Reserved(message=f"no torch here: {error}")
         gpus = stager_memory.gpus_of(self.spec.device, self.spec.gpus)
         if not gpus:
             stager_memory.be_small()
@@ -222,7 +219,7 @@ class Stager:
                 if memory.kind == "device":
                     self.device_memory = memory
         except (OSError, RuntimeError) as error:
-            return Reserved(message.update, message=f"no room for {nbytes} bytes of weights: {error}")
+            return Reserved(message=f"no room for {nbytes} bytes of weights: {error}")
         staging = memory.kind, memory.shards > 1
         if staging != self.staging:
             self._leave()  # the others were told where buckets stay
@@ -230,11 +227,11 @@ class Stager:
             self.peer = secrets.token_hex(8)
         self.staging = staging
         self.update = StagedUpdate(message, memory, worker)
-        return Reserved(message.update, memory.kind, self.peer, regions=memory.regions(), sharded=memory.shards > 0)
+        return Reserved(memory.kind, self.peer, regions=memory.regions(), sharded=memory.shards > 0)
 
     # --- receiving ------------------------------------------------------------------------------------------------------
 
-    def _run(self, update: StagedUpdate, message: JoinGroup) -> None:
+    def _run(self, update: StagedUpdate, message: Join) -> None:
         """On a thread of its own: join, receive, report."""
         from enginepool.transfer.collective import join
         from enginepool.transfer.process_group import CollectiveError
@@ -259,23 +256,22 @@ class Stager:
                 self.group = group
             # All that can be done before the first byte comes.
             reception = update.memory.reception(update.manifest, update.bucket_bytes, device, update.targets)
-            regions = update.memory.regions()
         except Exception as error:  # of any kind: the worker waits for an answer
-            self._soon(update, InGroup(update.id, why(error)))
+            self._soon(update, Joined(update.id, "update_aborted", why(error)))
             return
         if update.forgotten:
             return  # no byte of it comes, and what lies in its memory stays
         if self.kept is not None and self.kept.memory is update.memory:
             self._snapshots.leave_memory()
             self.kept = None
-        self._soon(update, InGroup(update.id))
+        self._soon(update, Joined(update.id))
         try:
             digest, findings = reception.receive(group)
-            received = BytesReceived(update.id, digest, findings, regions, sharded=update.memory.shards > 0)
+            update.received = Staged(update.id, digest, worst(findings))
         except Exception as error:
-            received = BytesReceived(update.id, message=why(error), broken=isinstance(error, CollectiveError))
-        update.received = received
-        self._soon(update, received)
+            broken = isinstance(error, CollectiveError)
+            update.received = Staged(update.id, code="update_aborted", message=why(error), broken=broken)
+        self._soon(update, update.received)
 
     def _soon(self, update: StagedUpdate, message: FromStager) -> None:
         def say() -> None:
@@ -287,7 +283,7 @@ class Stager:
 
     # --- keeping --------------------------------------------------------------------------------------------------------
 
-    def _keep(self, message: Keep) -> None:
+    def _keep(self, message: Committed) -> None:
         update, kept = self.update, self.kept
         whole = update is not None and update.came_whole(message.digest)
         if update is not None and (whole or update.id == message.update):

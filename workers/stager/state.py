@@ -4,7 +4,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from enginepool.protocol.manifest import Tensor
-from enginepool.workers.stager.messages import BytesReceived, Reserve
+from enginepool.protocol.messages.weights import Staged
+from enginepool.workers.stager.messages import Reserve
 
 if TYPE_CHECKING:
     from enginepool.workers.stager.memory import Memory
@@ -20,15 +21,15 @@ class StagedUpdate:
         self.bucket_bytes = message.bucket_bytes
         self.memory = memory
         self.worker = worker
-        self.received: BytesReceived | None = None
-        #: the worker waits for `in_group`
+        self.received: Staged | None = None
+        #: the worker waits for `joined`
         self.joining = False
         self.forgotten = False
 
     def came_whole(self, digest: str) -> bool:
         """Whether what was received is the weights with this digest."""
         received = self.received
-        return received is not None and not received.message and received.digest == digest
+        return received is not None and not received.code and received.digest == digest
 
 
 class KeptUpdate:

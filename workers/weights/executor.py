@@ -44,12 +44,11 @@ from enginepool.workers.events import (
     RunWeights,
     StagerLost,
     WeightsAnswered,
-    WeightsReceived,
     WorkerEvent,
 )
 from enginepool.workers.log import report
 from enginepool.workers.stager.link import StagerGone, StagerLink
-from enginepool.workers.stager.messages import BytesReceived, Forget, InGroup, JoinGroup, Keep, Reserve, Reserved, Room
+from enginepool.workers.stager.messages import Reserve, Reserved, Room
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_under
 from enginepool.workers.weights.ipc_import import LentMemoryError
 from enginepool.workers.weights.offer import UpdateRefusal, offered_weights
@@ -75,7 +74,6 @@ class WeightExecutor:
     def __init__(
         self,
         stager: str,
-        incarnation: str,
         engine: Engine,
         feed: Callable[[WorkerEvent], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
@@ -85,7 +83,7 @@ class WeightExecutor:
         self._roots = roots
         self._feed = feed
         self._spawn = spawn
-        self._stager = StagerLink(stager, incarnation, self._received, self._stager_lost)
+        self._stager = StagerLink(stager, self._answer, self._stager_lost)
         self._turn = asyncio.Lock()
         self._buffers = OpenBuffers(engine)
 
@@ -109,10 +107,10 @@ class WeightExecutor:
         message = effect.message
         if isinstance(message, ReleaseWeights):
             self._close_buffers(effect.update)
-            self._stager.tell(Forget(message.update))
+            self._stager.tell(message)
         elif isinstance(message, Committed):
             self._close_buffers(effect.update)
-            self._stager.tell(Keep(message.update, message.version, message.digest, message.snapshot))
+            self._stager.tell(message)
             if self._engine.version == message.version and self._engine.digest != message.digest:
                 self._in_turn("Committed", self._set_digest, message)
         elif isinstance(message, Inspect):
@@ -141,7 +139,7 @@ class WeightExecutor:
         message, update = effect.message, effect.update
         if isinstance(message, Restore):
             await self._buffers.close()  # of an update that another coordinator knows nothing of
-            self._feed(await restore(self._engine, self._stager, message, self._roots))
+            self._answer(await restore(self._engine, self._stager, message, self._roots))
             return
         assert update is not None, "the machine answers requests of updates that are not open"
         if isinstance(message, Prepare):
@@ -217,20 +215,18 @@ class WeightExecutor:
             self._spawn(self._unless_lost("joining", self._join_engine, message))
             return
         self._spawn(self._unless_lost("preparing a load", self._prepare_load, update))
-        ask = JoinGroup(message.update, message.rendezvous, message.address, message.world, message.rank, message.backend)
         try:
-            failed = (await self._stager.ask(ask, InGroup, JOIN_S)).message
+            self._answer(await self._stager.ask(message, Joined, JOIN_S))
         except StagerGone as error:
-            failed = str(error)
-        self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
+            self._answer(Joined(message.update, "update_aborted", str(error)))
 
     async def _join_engine(self, message: Join) -> None:
-        failed = ""
         try:
             await self._engine.join(message.rendezvous, message.address, message.world, message.rank, message.backend)
         except EngineError as error:
-            failed = str(error)
-        self._answer(Joined(message.update, "update_aborted" if failed else "", failed))
+            self._answer(Joined(message.update, "update_aborted", str(error)))
+        else:
+            self._answer(Joined(message.update))
 
     async def _prepare_load(self, update: WorkerUpdate) -> None:
         seconds = await self._buffers.prepare_load(update.weights)
@@ -253,11 +249,6 @@ class WeightExecutor:
             seconds = await self._buffers.prepare_load(weights)
             self._feed(LoadPrepared(time.monotonic(), message.update, seconds))
             self._answer(Staged(message.update, digest, worst(findings)), weights=weights)
-
-    def _received(self, message: BytesReceived) -> None:
-        code = "update_aborted" if message.message else ""
-        staged = Staged(message.update, message.digest, worst(message.findings), code, message.message, message.broken)
-        self._feed(WeightsReceived(time.monotonic(), staged, tuple(message.regions), message.sharded))
 
     def _stager_lost(self, reason: str) -> None:
         # Its memory is of no use any more.

@@ -7,10 +7,12 @@ answers of the open update are sent again: one of them may be lost with its link
     request     what the executor reports                                  answer
     prepare     `WeightsAnswered`, with what the engine will load          prepared
     join        `WeightsAnswered`                                          joined
-                `WeightsReceived` and `LoadPrepared`, in any order         staged, when both are there
+                `WeightsAnswered` with `staged` and `LoadPrepared`,
+                in any order                                               staged, when both are there
                 `StagerLost`, before the engine loads                      staged, with an error
     verify      `WeightsAnswered`, with the opened regions                 staged
     load        `WeightsAnswered`                                          loaded
+    restore     `WeightsAnswered`                                          `ready` with its version, or restored, with an error
     committed   nothing
     release     nothing
 
@@ -47,11 +49,8 @@ from enginepool.workers.events import (
     LoadPrepared,
     RunWeights,
     SendToCoordinator,
-    StagerLost,
     WeightsAnswered,
-    WeightsReceived,
     WeightsReport,
-    WeightsTaken,
     WorkerEffect,
 )
 from enginepool.workers.weights.worker_update import Answer, WorkerUpdate
@@ -228,11 +227,7 @@ class WorkerUpdates:
             return self._answered(event)
         if isinstance(event, LoadPrepared):
             return self._load_prepared(event)
-        if isinstance(event, WeightsReceived):
-            return self._received(event)
-        if isinstance(event, StagerLost):
-            return self._stager_lost(event.reason)
-        return self._taken(event)
+        return self._stager_lost(event.reason)
 
     def _answered(self, event: WeightsAnswered) -> list[SendToCoordinator]:
         """A request was carried out, or could not be."""
@@ -241,8 +236,7 @@ class WorkerUpdates:
             self.inspecting.discard(answer.task)
             return [SendToCoordinator(answer, event.frames)]
         if isinstance(answer, Restored):
-            self.loading = None
-            return [SendToCoordinator(answer)]
+            return self._restore_over(answer)
         update = self.open(answer.update)
         if isinstance(answer, WeightsLoaded):
             self.loading = None
@@ -256,6 +250,9 @@ class WorkerUpdates:
             return []
         if event.weights is not None:
             update.weights = event.weights
+        if isinstance(answer, Staged):
+            update.received = answer
+            return self._staged(update)
         said = self._answer(update, answer)
         if isinstance(answer, Prepared) and update.prepare.transfer == "direct" and not answer.code:
             self.peer = answer.peer
@@ -277,22 +274,13 @@ class WorkerUpdates:
         update.prepared_s = event.seconds
         return self._staged(update)
 
-    def _received(self, event: WeightsReceived) -> list[SendToCoordinator]:
-        """The stager has received all bytes, or cannot."""
-        update = self.open(event.staged.update)
-        if update is None:
-            return []
-        update.received = event.staged
-        if not event.staged.code:
-            update.weights = replace(update.weights, regions=event.regions, sharded=event.sharded)
-        return self._staged(update)
-
     def _staged(self, update: WorkerUpdate) -> list[SendToCoordinator]:
-        """`staged`, as soon as it is so."""
+        """`staged`: with an error at once, else as soon as the engine has prepared its load, and after `joined`."""
         received = update.received
-        if received is None or Staged in update.answers or not update.succeeded(Joined):
+        if received is None or Staged in update.answers:
             return []
-        return [] if update.prepared_s is None and not received.code else self._answer(update, received)
+        joins = Join in update.requested and not update.succeeded(Joined)
+        return self._answer(update, received) if received.code or not (joins or update.prepared_s is None) else []
 
     def _stager_lost(self, reason: str) -> list[SendToCoordinator]:
         """The stager is gone. Bytes that it had received are lost too, unless the engine loads them already."""
@@ -304,12 +292,13 @@ class WorkerUpdates:
             return []
         return self._answer(update, Staged(update.prepare.update, code="update_aborted", message=reason))
 
-    def _taken(self, event: WeightsTaken) -> list[SendToCoordinator]:
-        """A restore was done."""
-        if isinstance(self.loading, Restore):
-            self.committed = self.loading.run, self.loading.version
-        self.loading = None
-        self.version, self.digest = event.version, event.digest
+    def _restore_over(self, answer: Restored) -> list[SendToCoordinator]:
+        """A restore was done, which `ready` says; or not, and the answer says why."""
+        request, self.loading = self.loading, None
+        if answer.code or not isinstance(request, Restore):
+            return [SendToCoordinator(answer)]
+        self.version, self.digest = request.version, request.digest
+        self.committed = request.run, request.version
         self.changed = True
         return []
 

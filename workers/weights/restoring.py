@@ -2,25 +2,24 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.messages.weights import Restore, Restored
 from enginepool.workers.engine import Engine, EngineDied, EngineError, MemoryRegion, NewWeights, OnlyAtStart
-from enginepool.workers.events import WeightsAnswered, WeightsTaken, WorkerEvent
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, StagerHolds
 from enginepool.workers.stager.snapshot import SnapshotError, check_folder, digest_of_file, read_footer
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_tensors, checkpoint_under
 
 
-async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: Sequence[str] = ()) -> WorkerEvent:
-    """What the machine hears of it, when one of them had the weights and the engine took them, or none. Raises EngineDied."""
+async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: Sequence[str] = ()) -> Restored:
+    """The answer: without a code if one of them had the weights and the engine took them. Raises EngineDied."""
+    done = Restored(message.version, code="", message="")
     reasons: list[str] = []
     if engine.digest == message.digest:
         await engine.load_weights(NewWeights(), message.version, message.digest)
-        return WeightsTaken(time.monotonic(), message.version, message.digest)
+        return done
     if not message.digest:
         raise EngineDied("the committed weights are those of the checkpoint; the engine starts with them again")
     sources: list[Callable[[], Awaitable[NewWeights]]] = [lambda: _held(stager, message.digest)]
@@ -33,7 +32,7 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: S
             weights = await source()
             await engine.load_weights(weights, message.version, "" if weights.checkpoint else message.digest)
             if engine.digest == message.digest:
-                return WeightsTaken(time.monotonic(), message.version, message.digest)
+                return done
             reasons.append(f"{message.path} no longer holds the committed weights")
             # What is loaded is a checkpoint of no version.
             await engine.load_weights(NewWeights(), 0, engine.digest)
@@ -43,7 +42,7 @@ async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: S
             # Its name has the digest, and clients read this.
             folder = f"the snapshot in {os.path.dirname(message.snapshot)}"
             reasons.append(str(error).replace(message.snapshot, folder) if message.snapshot else str(error))
-    return WeightsAnswered(time.monotonic(), Restored(message.version, "needs_weights", "; ".join(reasons)))
+    return Restored(message.version, "needs_weights", "; ".join(reasons))
 
 
 class MissingWeights(Exception):
