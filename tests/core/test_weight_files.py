@@ -33,7 +33,7 @@ from enginepool.workers.stager.snapshot import (
     copy_snapshot,
     digest_of_bytes,
     digest_of_file,
-    link,
+    name_snapshot,
     read_footer,
     remove_older,
     write_footer,
@@ -53,7 +53,7 @@ def saved(path: Path, version: int = 1, digest: str = "0" * 32) -> bytes:
     fd = unnamed_file(path.parent)
     os.pwrite(fd, space, 0)
     write_footer(fd, NBYTES, Footer(version, digest, MANIFEST))
-    assert link(fd, str(path))
+    name_snapshot(fd, str(path))
     os.close(fd)
     return space
 
@@ -86,7 +86,7 @@ def test_a_footer_that_the_system_takes_in_parts_is_whole(tmp_path: Path, monkey
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, memoryview(data)[:100], at))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     fd = unnamed_file(tmp_path)
     write_footer(fd, NBYTES, Footer(3, "f" * 32, MANIFEST))
-    assert link(fd, str(tmp_path / "g-1"))
+    name_snapshot(fd, str(tmp_path / "g-1"))
     os.close(fd)
     assert read_footer(str(tmp_path / "g-1")) == Footer(3, "f" * 32, MANIFEST)
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from enginepool.protocol.basis import Message
 from enginepool.protocol.messages.weights import Staged
-from enginepool.workers.stager.messages import AskHeld, FromStager, StagerHolds, from_stager, packet
+from enginepool.workers.stager.messages import AskHeld, StagerHolds, next_message, packet
 
 #: a stager that is being started has this long to listen
 CONNECT_S = 10.0
@@ -41,7 +41,7 @@ class StagerLink:
         self._received = received
         self._lost = lost
         self._writer: asyncio.StreamWriter | None = None
-        self._answer: asyncio.Future[FromStager] | None = None
+        self._answer: asyncio.Future[Message] | None = None
         self._asking = asyncio.Lock()
         self._reading: asyncio.Task[None] | None = None
 
@@ -109,13 +109,13 @@ class StagerLink:
     async def _read(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         reason = "the stager ended"
         try:
-            while (message := await from_stager(reader)) is not None:
+            while (message := await next_message(reader)) is not None:
                 if isinstance(message, Staged):
                     self._received(message)
                 elif self._answer is not None and not self._answer.done():
                     self._answer.set_result(message)
         except ValueError as error:
-            reason = f"the stager sent what is no message: {error}"
+            reason = f"the stager sent an invalid message: {error}"
         with contextlib.suppress(OSError):
             writer.close()
         if self._writer is writer:

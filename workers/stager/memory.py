@@ -18,7 +18,7 @@ from enginepool.transfer.digest import make_ready
 from enginepool.transfer.shared_memory import DeviceSpace, HostSpace
 from enginepool.workers.stager.receiving import Reception, ShardedReception
 from enginepool.workers.stager.shards import cut_space, shard_sizes
-from enginepool.workers.stager.snapshot import Footer, copy_snapshot, link, write_footer
+from enginepool.workers.stager.snapshot import Footer, name_snapshot, write_footer
 
 torch: Any = importlib.import_module("torch")
 
@@ -49,8 +49,7 @@ class HostMemory(HostSpace):
         if not self._complete:
             write_footer(self.fd, self.nbytes, footer)
             self._complete = True
-        if not link(self.fd, path):
-            copy_snapshot(self.fd, path)
+        name_snapshot(self.fd, path)
         left()
 
 
@@ -106,8 +105,7 @@ class DeviceMemory(DeviceSpace):
                 write_out(self.tensors[0][:nbytes], fd)
             left()
             write_footer(fd, nbytes, footer)
-            if not link(fd, path):
-                copy_snapshot(fd, path)
+            name_snapshot(fd, path)
         finally:
             os.close(fd)
 

@@ -125,8 +125,7 @@ class StagerHolds(Message, tag="held"):
 FromStager = Reserved | Joined | Staged | StagerHolds
 
 _encoder = msgspec.msgpack.Encoder()
-_from_worker = msgspec.msgpack.Decoder(FromWorker)
-_from_stager = msgspec.msgpack.Decoder(FromStager)
+_decoder = msgspec.msgpack.Decoder(FromWorker | FromStager)
 
 
 def packet(message: Message) -> bytes:
@@ -135,23 +134,12 @@ def packet(message: Message) -> bytes:
     return len(body).to_bytes(_LENGTH, "little") + body
 
 
-async def from_worker(reader: asyncio.StreamReader) -> FromWorker | None:
-    """The next message at the stager; None at the end. Raises ValueError when it is none."""
-    body = await _body(reader)
-    return None if body is None else _from_worker.decode(body)
-
-
-async def from_stager(reader: asyncio.StreamReader) -> FromStager | None:
-    """The next message at the worker; None at the end. Raises ValueError when it is none."""
-    body = await _body(reader)
-    return None if body is None else _from_stager.decode(body)
-
-
-async def _body(reader: asyncio.StreamReader) -> bytes | None:
+async def next_message(reader: asyncio.StreamReader) -> FromWorker | FromStager | None:
+    """The next message, on either side; None at the end. Raises ValueError: it is invalid."""
     try:
         length = int.from_bytes(await reader.readexactly(_LENGTH), "little")
         if length > _LONGEST:
-            raise ValueError(f"a message of {length} bytes")
-        return await reader.readexactly(length)
+            raise ValueError(f"a message has {length} bytes, at most {_LONGEST} are allowed")
+        return _decoder.decode(await reader.readexactly(length))
     except (asyncio.IncompleteReadError, ConnectionError):
         return None

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from enginepool.host import unnamed_file
 from enginepool.host.folders import OWNER, exposed, make_private
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
@@ -88,16 +87,18 @@ def read_footer(path: str) -> Footer:
     return footer
 
 
-def link(fd: int, path: str) -> bool:
-    """Give the unnamed, complete file `fd` its name; False if it lies on another file system."""
+def name_snapshot(fd: int, path: str) -> None:
+    """Give the unnamed, complete file `fd` the name `path`; on another file system its copy gets it. A file of that name stays.
+
+    Raises OSError.
+    """
     try:
         # With `src_dir_fd`, which an absolute path makes no use of, Python follows the link in /proc; without, it does not.
         os.link(f"/proc/self/fd/{fd}", path, src_dir_fd=fd, follow_symlinks=True)
     except FileExistsError:
-        return True
+        return
     except OSError:
-        return False
-    return True
+        copy_snapshot(fd, path)
 
 
 def remove_older(path: str) -> None:
@@ -146,40 +147,22 @@ def _group(path: str) -> tuple[str, int]:
 
 
 def copy_snapshot(fd: int, path: str) -> None:
-    """Copy the complete file `fd` to `path`, on any file system, and flush it to the disk. Raises OSError."""
-    target = Path(path)
-    try:
-        copy = unnamed_file(target.parent)
-    except OSError:
-        _copy_by_name(fd, target)
-        return
-    try:
-        _copy(fd, copy)
-        if not link(copy, path):
-            _copy_by_name(fd, target)
-    finally:
-        os.close(copy)
+    """Copy the complete file `fd` to `path`, on any file system, and flush it to the disk. Raises OSError.
 
-
-def _copy_by_name(fd: int, target: Path) -> None:
-    """On file systems without unnamed files. Another stager of this node may do the same; either file is whole."""
-    part = target.with_name(f"{target.name}.{os.getpid()}")
+    It is written under another name first. Another stager of this host may do the same at the same time: either file is whole.
+    """
+    part = f"{path}.{os.getpid()}"
     copy = os.open(part, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        _copy(fd, copy)
-        os.replace(part, target)
+        size, at = os.fstat(fd).st_size, 0
+        while at < size:
+            at += os.pwrite(copy, os.pread(fd, min(_CHUNK, size - at), at), at)
+        os.fsync(copy)
+        os.replace(part, path)
     finally:
         os.close(copy)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part)
-
-
-def _copy(source: int, target: int) -> None:
-    size = os.fstat(source).st_size
-    at = 0
-    while at < size:
-        at += os.pwrite(target, os.pread(source, min(_CHUNK, size - at), at), at)
-    os.fsync(target)
 
 
 def digest_of_file(path: str, nbytes: int) -> str:

@@ -8,21 +8,12 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from enginepool.protocol.basis import Message
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import worst
 from enginepool.protocol.messages.weights import Committed, Join, Joined, ReleaseWeights, Staged
 from enginepool.workers.log import report, say
-from enginepool.workers.stager.messages import (
-    FromStager,
-    FromWorker,
-    Reserve,
-    Reserved,
-    Room,
-    StagerHolds,
-    StagerSpec,
-    from_worker,
-    packet,
-)
+from enginepool.workers.stager.messages import AskHeld, Reserve, Reserved, Room, StagerHolds, StagerSpec, next_message, packet
 from enginepool.workers.stager.saving import Snapshots
 from enginepool.workers.stager.snapshot import remove_all
 from enginepool.workers.stager.state import KeptUpdate, StagedUpdate
@@ -75,7 +66,7 @@ class Stager:
         self._friends += 1
         served = False
         try:
-            while (message := await from_worker(reader)) is not None:
+            while (message := await next_message(reader)) is not None:
                 if not served:
                     served, before, self._worker = True, self._worker, writer
                     if before is not None:
@@ -92,7 +83,7 @@ class Stager:
                 self._worker = None
             writer.close()
 
-    def _say(self, message: FromStager, to: asyncio.StreamWriter | None) -> None:
+    def _say(self, message: Message, to: asyncio.StreamWriter | None) -> None:
         """To the worker that asked; its successor waits for other answers."""
         if to is not None and not to.is_closing():
             to.write(packet(message))
@@ -123,7 +114,7 @@ class Stager:
 
     # --- messages -------------------------------------------------------------------------------------------------------
 
-    async def _handle(self, message: FromWorker, worker: asyncio.StreamWriter) -> None:
+    async def _handle(self, message: Message, worker: asyncio.StreamWriter) -> None:
         if isinstance(message, Room | Reserve):
             await self._make(message, worker)
         elif isinstance(message, Join):
@@ -139,17 +130,24 @@ class Stager:
                 self._forget()
         elif isinstance(message, Committed):
             self._keep(message)
-        else:
+        elif isinstance(message, AskHeld):
             self._say(self._held(message.digest), worker)
 
     async def _make(self, message: Room | Reserve, worker: asyncio.StreamWriter) -> None:
         """Memory, on a thread; its worker may die meanwhile, and the next one asks for some."""
         async with self._making:
-            if isinstance(message, Room):
-                reserved = await asyncio.to_thread(self._room, message)
-            else:
+            if isinstance(message, Reserve):
                 self._forget()
-                reserved = await asyncio.to_thread(self._reserve, message, worker)
+            try:
+                if isinstance(message, Room):
+                    reserved = await asyncio.to_thread(self._room, message)
+                else:
+                    reserved = await asyncio.to_thread(self._reserve, message, worker)
+            except ImportError as error:
+                reserved = Reserved(message=f"no torch here: {error}")
+            except (OSError, RuntimeError) as error:
+                nbytes = message.nbytes if isinstance(message, Room) else layout(message.manifest).nbytes
+                reserved = Reserved(message=f"no room for {nbytes} bytes of weights: {error}")
             self._say(reserved, worker)
 
     def _forget(self) -> None:
@@ -174,8 +172,8 @@ class Stager:
 
     def _held(self, digest: str) -> StagerHolds:
         kept, update = self.kept, self.update
-        if update is not None and update.came_whole(digest):
-            return StagerHolds(0, digest, update.manifest, update.memory.regions(), update.memory.shards > 0)
+        if update is not None and update.complete(digest):
+            return StagerHolds(0, digest, update.wanted.manifest, update.memory.regions(), update.memory.shards > 0)
         if kept is None:
             return StagerHolds()
         return StagerHolds(kept.version, kept.digest, kept.manifest, kept.memory.regions(), kept.memory.shards > 0)
@@ -183,43 +181,35 @@ class Stager:
     # --- memory ---------------------------------------------------------------------------------------------------------
 
     def _room(self, message: Room) -> Reserved:
-        try:
-            from enginepool.workers.stager import memory as stager_memory
-        except ImportError as error:
-            return Reserved(message=f"no torch here: {error}")
+        """Raises ImportError, or OSError: no room."""
+        from enginepool.workers.stager import memory as stager_memory
+
         gpus = stager_memory.gpus_of(self.spec.device, self.spec.gpus)
         if not gpus:
             return Reserved(staging="host")
-        try:
-            if self.device_memory is None or self.device_memory.nbytes < message.nbytes:
-                self.device_memory = None
-                self.device_memory = stager_memory.DeviceMemory(message.nbytes, gpus)
-        except OSError as error:
-            return Reserved(message=str(error))
+        if self.device_memory is None or self.device_memory.nbytes < message.nbytes:
+            self.device_memory = None
+            self.device_memory = stager_memory.DeviceMemory(message.nbytes, gpus)
         return Reserved(staging="device", most=max(tensor.numel() for tensor in self.device_memory.tensors))
 
     def _reserve(self, message: Reserve, worker: asyncio.StreamWriter | None = None) -> Reserved:
-        try:
-            from enginepool.workers.stager import memory as stager_memory
-        except ImportError as error:
-            return Reserved(message=f"no torch here: {error}")
+        """Raises ImportError, or OSError or RuntimeError: no room."""
+        from enginepool.workers.stager import memory as stager_memory
+
         gpus = stager_memory.gpus_of(self.spec.device, self.spec.gpus)
         if not gpus:
             stager_memory.be_small()
         nbytes = layout(message.manifest).nbytes
         memory = self.device_memory
-        try:
-            if memory is None or memory.nbytes < nbytes:
-                # What is held there goes: on a GPU there is room for one.
-                memory = self.device_memory = None
-                if self.kept is not None and self.kept.memory.kind == "device":
-                    self._snapshots.leave_memory()
-                    self.kept = None
-                memory = stager_memory.make_memory(nbytes, gpus=gpus)
-                if memory.kind == "device":
-                    self.device_memory = memory
-        except (OSError, RuntimeError) as error:
-            return Reserved(message=f"no room for {nbytes} bytes of weights: {error}")
+        if memory is None or memory.nbytes < nbytes:
+            # What is held there goes: on a GPU there is room for one.
+            memory = self.device_memory = None
+            if self.kept is not None and self.kept.memory.kind == "device":
+                self._snapshots.leave_memory()
+                self.kept = None
+            memory = stager_memory.make_memory(nbytes, gpus=gpus)
+            if memory.kind == "device":
+                self.device_memory = memory
         staging = memory.kind, memory.shards > 1
         if staging != self.staging:
             self._leave()  # the others were told where buckets stay
@@ -236,7 +226,7 @@ class Stager:
         from enginepool.transfer.collective import join
         from enginepool.transfer.process_group import CollectiveError
 
-        group = self.group
+        group, wanted = self.group, update.wanted
         device = "cuda:0" if message.backend == "nccl" else "cpu"
         try:
             if self._leaving is not None:
@@ -255,7 +245,7 @@ class Stager:
                     return
                 self.group = group
             # All that can be done before the first byte comes.
-            reception = update.memory.reception(update.manifest, update.bucket_bytes, device, update.targets)
+            reception = update.memory.reception(wanted.manifest, wanted.bucket_bytes, device, wanted.targets)
         except Exception as error:  # of any kind: the worker waits for an answer
             self._soon(update, Joined(update.id, "update_aborted", why(error)))
             return
@@ -273,7 +263,7 @@ class Stager:
             update.received = Staged(update.id, code="update_aborted", message=why(error), broken=broken)
         self._soon(update, update.received)
 
-    def _soon(self, update: StagedUpdate, message: FromStager) -> None:
+    def _soon(self, update: StagedUpdate, message: Message) -> None:
         def say() -> None:
             if not update.forgotten:
                 update.joining = False
@@ -285,10 +275,10 @@ class Stager:
 
     def _keep(self, message: Committed) -> None:
         update, kept = self.update, self.kept
-        whole = update is not None and update.came_whole(message.digest)
+        whole = update is not None and update.complete(message.digest)
         if update is not None and (whole or update.id == message.update):
             self.update = None
-            kept = KeptUpdate(message.version, message.digest, update.manifest, update.memory) if whole else None
+            kept = KeptUpdate(message.version, message.digest, update.wanted.manifest, update.memory) if whole else None
         elif kept is not None and kept.digest == message.digest:
             kept.version = message.version
         else:

@@ -16,9 +16,7 @@ class StagedUpdate:
 
     def __init__(self, message: Reserve, memory: "Memory", worker: asyncio.StreamWriter | None = None) -> None:
         self.id = message.update
-        self.manifest = message.manifest
-        self.targets = message.targets
-        self.bucket_bytes = message.bucket_bytes
+        self.wanted = message
         self.memory = memory
         self.worker = worker
         self.received: Staged | None = None
@@ -26,7 +24,7 @@ class StagedUpdate:
         self.joining = False
         self.forgotten = False
 
-    def came_whole(self, digest: str) -> bool:
+    def complete(self, digest: str) -> bool:
         """Whether what was received is the weights with this digest."""
         received = self.received
         return received is not None and not received.code and received.digest == digest
