@@ -85,6 +85,16 @@ def test_one_link_has_few_commands_open_at_a_time() -> None:
     assert commands(flush(pool, 1, link=b"other")), "another link has room"
 
 
+def test_a_command_that_is_asked_again_while_it_is_open_is_the_same_command() -> None:
+    pool = Pool()
+    worker = pool.worker()
+    [command] = commands(flush(pool)).values()
+    for _ in range(OPEN_EACH):
+        assert not flush(pool), "it is not run again, and takes no place"
+    assert len(reports(answer(pool, worker, command))) == 1
+    assert commands(flush(pool)), "the answer may be lost with its link: asked once more, it runs once more"
+
+
 def test_a_client_that_only_scores_may_not_flush() -> None:
     assert FROM_CLIENT["control"] == "publisher"
 

@@ -15,6 +15,7 @@ def main() -> int:
     parser.add_argument("--updates", action="store_true", help="weights are published meanwhile")
     parser.add_argument("--paced", action="store_true", help="workers have a pace, from which theirs differs")
     parser.add_argument("--unloadable", action="store_true", help="engines of some places never load")
+    parser.add_argument("--restarts", action="store_true", help="engines take weights only at their start")
     parser.add_argument("--wide", action="store_true", help="headers and answers are large, and bounds are tight")
     parser.add_argument("--external", action="store_true", help="other programs start most workers, and their links fail")
     parser.add_argument("--stops", action="store_true", help="the coordinator is stopped on purpose and started again")
@@ -24,6 +25,7 @@ def main() -> int:
     parser.add_argument("--crowded", action="store_true", help="clients ask for more than the queue holds")
     parser.add_argument("--starved", action="store_true", help="engines run out of memory")
     parser.add_argument("--embedding", action="store_true", help="workers embed as well, and some calls ask for that")
+    parser.add_argument("--commanding", action="store_true", help="callers flush groups")
     parser.add_argument("--count", type=int, default=1, help="so many seeds, from --seed on")
     parser.add_argument("--trace", action="store_true", help="print every event")
     args = parser.parse_args()
@@ -48,6 +50,8 @@ def main() -> int:
                 crowded=args.crowded,
                 starved=args.starved,
                 embedding=args.embedding,
+                restarts=args.restarts,
+                commanding=args.commanding,
             )
         except Failed as failure:
             out(f"{failure}\n")

@@ -10,6 +10,7 @@ from enginepool.client.session.events import Answer, Fail
 from enginepool.config import Limits
 from enginepool.protocol.messages import ErrorReply, Result
 from enginepool.protocol.messages.weights import Published
+from tests.sim.commands import CommandOracle
 from tests.sim.leases import Leases
 from tests.sim.offers import Offer
 from tests.sim.traffic import Call
@@ -45,6 +46,7 @@ class Oracle:
         self.needed: set[str] = set()
         self.updates: dict[str, int] = {}
         self.leases = Leases()
+        self.commands = CommandOracle()
         #: nothing goes wrong but links: an update that is right succeeds, if its publisher is not cut off for a whole lease
         self.gentle = False
         #: calls that an engine refused, or cut, because it was told to

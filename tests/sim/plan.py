@@ -8,6 +8,7 @@ from enginepool.client.session.settings import SessionSettings
 from enginepool.config import GroupConfig, Limits, PoolConfig, RestartConfig, Timing
 from enginepool.coordinator.core.context import HEADER_BYTES
 from enginepool.protocol.messages import Capabilities
+from tests.sim.commands import SimCommand
 from tests.sim.network import Conditions
 from tests.sim.offers import Offer, make_offer
 from tests.sim.traffic import SEPARATOR, Mix
@@ -72,6 +73,7 @@ class Plan:
         crowded: Random | None = None,
         starved: Random | None = None,
         embedding: Random | None = None,
+        commanding: Random | None = None,
     ) -> None:
         self.random = random
         self.workers = workers
@@ -162,6 +164,9 @@ class Plan:
         self.embed = 0.0
         if embedding is not None:
             self._embed(embedding)
+        self.commands: list[SimCommand] = []
+        if commanding is not None:
+            self._command(commanding)
 
     def _detach(self, random: Random) -> None:
         """Let other programs start most workers, and let the links of workers fail, for long enough to lose them."""
@@ -185,6 +190,18 @@ class Plan:
             if can.separator is None and name not in self.packed:
                 size = random.choice((2, 6, 40))
                 self.capabilities[name] = msgspec.structs.replace(can, operations=("score", "embed"), embedding=size)
+
+    def _command(self, random: Random) -> None:
+        """Let callers flush groups, often enough that a client asks again before all workers have answered."""
+        timing = msgspec.structs.replace(self.config.timing, update_inspect_s=random.choice((2.0, 4.0, 8.0)))
+        self.config = msgspec.structs.replace(self.config, timing=timing)
+        self.settings = msgspec.structs.replace(self.settings, question_s=random.choice((0.5, 2.0, 30.0)))
+        for _ in range(random.choice((1, 4, 20))):
+            client, at = random.randrange(self.clients), 1.0 + self.span * random.random()
+            group = random.choice(list(self.kinds)) if len(self.kinds) > 1 or random.random() < 0.5 else ""
+            bad = "unknown_group" if random.random() < 0.1 else ""
+            timeout = random.choice((None, None, 0.5, 5.0))
+            self.commands.append(SimCommand(client, "no such group" if bad else group, at, timeout, bad))
 
     def _stop(self, random: Random) -> None:
         """Let the coordinator be stopped on purpose and started again, and its epoch be set back."""

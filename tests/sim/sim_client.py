@@ -9,6 +9,7 @@ from enginepool.client.session.events import (
     Answer,
     Ask,
     Close,
+    ControlAnswer,
     Ended,
     Fail,
     MessageReceived,
@@ -23,6 +24,8 @@ from enginepool.client.session.machine import ClientSession
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.frames import Buffer, check_frames, decode_header
 from enginepool.protocol.messages import Result, Status, ToClient
+from enginepool.protocol.messages.control import Control
+from tests.sim.commands import SimCommand
 from tests.sim.network import Dealer, Network
 from tests.sim.oracle import Oracle
 from tests.sim.traffic import Call
@@ -46,6 +49,7 @@ class SimClient:
         self.stalled = False
         self.ids = 0
         self._calls: dict[int, Call] = {}
+        self._commands: dict[int, SimCommand] = {}
         self._held: list[Sequence[Buffer]] = []
         self._wanted: list[tuple[Call, bool]] = []
         self._timer_at = float("inf")
@@ -80,6 +84,21 @@ class SimClient:
         elif not self.gone and call.submitted >= 0 and not call.outcome:
             call.cancelled = True
             self._take(AbandonRequest(self.world.now, call.id))
+
+    def command(self, command: SimCommand) -> None:
+        """A caller flushes a group."""
+        if self.gone:
+            self.oracle.commands.forget(command)
+            return
+        if self.stalled:
+            self.world.after(0.1, self.command, command)
+            return
+        now = self.world.now
+        self.ids += 1
+        command.asked = now
+        self._commands[self.ids] = command
+        deadline = None if command.timeout is None else now + command.timeout
+        self._take(Ask(now, Control(self.ids, "flush", command.group), deadline))
 
     def ask_status(self) -> None:
         if not self.gone and not self.stalled:
@@ -119,6 +138,10 @@ class SimClient:
                 call = self._calls.get(effect.id)
                 if call is not None:
                     self.oracle.finished(self.world.now, call, effect)
+                elif type(effect) is Fail and effect.id in self._commands:
+                    self.oracle.commands.finished(self.world.now, self._commands[effect.id], effect)
+            elif type(effect) is ControlAnswer:
+                self.oracle.commands.finished(self.world.now, self._commands[effect.id], effect)
             elif type(effect) is OpenLink:
                 if self.dealer is not None:
                     self.dealer.close()
@@ -172,6 +195,7 @@ class SimClient:
         """The owner closes it: every call ends now."""
         if not self.gone:
             self.oracle.closed.add(self.index)
+            self.oracle.commands.closed.add(self.index)
             self._take(Close(self.world.now))
             self._leave()
 
@@ -180,6 +204,8 @@ class SimClient:
         for call in self._calls.values():
             if not call.outcome:
                 self.oracle.forget(call)
+        for command in self._commands.values():
+            self.oracle.commands.forget(command)
         for call, submit in self._wanted:
             if submit:
                 self.oracle.forget(call)

@@ -9,13 +9,16 @@ from typing import Protocol
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import Capabilities, FrameSpec, PartDone, TaskId, Tokenize
+from enginepool.protocol.messages.control import Commanded
 from enginepool.protocol.packing import sequences
 from enginepool.workers.events import (
+    CommandDone,
     EngineBatchDone,
     EngineLost,
     EngineReady,
     EngineStage,
     RunBatch,
+    RunCommand,
     RunTokenize,
     TextDone,
     WorkerEvent,
@@ -23,7 +26,7 @@ from enginepool.workers.events import (
 )
 from tests.sim.oracle import Oracle
 from tests.sim.scores import EMBEDDING, HIDDEN, prompts_of, rows_of, salt_of, score_rows
-from tests.sim.sim_stager import content_of
+from tests.sim.sim_stager import Stager, content_of
 from tests.sim.traffic import CHOKING, POISON, REFUSED, TEXT_OFFSET, UNREADABLE, uid_of
 from tests.sim.world import World
 
@@ -60,6 +63,7 @@ class Host(Protocol):
     """The process that an engine lives in."""
 
     name: str
+    stager: Stager
 
     def post(self, event: WorkerEvent) -> None:
         """Give the worker's machine an event."""
@@ -87,7 +91,11 @@ class SimEngine:
         self.broken = ""
         #: every batch that runs or waits to
         self.inside: dict[TaskId, Task] = {}
-        self._waiting: list[tuple[int, int, Task]] = []
+        #: by the number of commands that came before, then by priority, then by arrival
+        self._waiting: list[tuple[int, int, int, Task]] = []
+        #: commands that have not run, and how many came
+        self._commands: deque[RunCommand] = deque()
+        self._commanded = 0
         self._order = 0
         self._busy = False
         #: with the tokenizer, which takes one after the other
@@ -151,16 +159,21 @@ class SimEngine:
         assert sum(t.weight for t in inside.values()) <= can.inflight_tokens, f"{who}: over inflight_tokens"
         assert sum(t.rows for t in inside.values()) <= can.inflight_rows, f"{who}: over inflight_rows"
         self._order += 1
-        heappush(self._waiting, (0 if self.profile.fifo else -run.batch.priority, self._order, task))
+        urgency = 0 if self.profile.fifo else -run.batch.priority
+        heappush(self._waiting, (self._commanded, urgency, self._order, task))
         if not self._busy:
             self._next()
 
     def _next(self) -> None:
-        if self.dead or self.hangs or not self._waiting:
+        if self.dead or self.hangs or not (self._waiting or self._commands):
             self._busy = False
             return
         self._busy = True
-        task = heappop(self._waiting)[2]
+        # Batches that came before the first command run before the command; later ones wait until it is done.
+        if self._commands and not (self._waiting and self._waiting[0][0] <= self._commanded - len(self._commands)):
+            self.world.after(self.slow * self.world.between(0.0001, 0.01), self._flushed)
+            return
+        task = heappop(self._waiting)[3]
         fault, self.next_fault = self.next_fault, ""
         if any(_has(prompts, POISON) for prompts in task.prompts):
             fault = self.profile.poison
@@ -214,6 +227,25 @@ class SimEngine:
                 out.append(score_rows(rows, range(HIDDEN, HIDDEN + can.hidden), salt))
             done.append(PartDone(specs))
         return done, tuple(out)
+
+    # --- commands ------------------------------------------------------------------------------------------------------
+
+    def command(self, run: RunCommand) -> None:
+        """Run a command when the batches that came before it are done."""
+        if self.dead:
+            return
+        self._commands.append(run)
+        self._commanded += 1
+        if not self._busy:
+            self._next()
+
+    def _flushed(self) -> None:
+        if self.dead:
+            return
+        run = self._commands.popleft()
+        self.oracle.commands.flushed[self.host.stager.name] = self.world.now
+        self.host.post(CommandDone(self.world.now, Commanded(run.command.task)))
+        self._next()
 
     # --- text ----------------------------------------------------------------------------------------------------------
 

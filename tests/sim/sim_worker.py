@@ -19,6 +19,7 @@ from enginepool.workers.events import (
     Exit,
     FromCoordinator,
     RunBatch,
+    RunCommand,
     RunTokenize,
     RunWeights,
     SendToCoordinator,
@@ -169,6 +170,8 @@ class SimWorker:
                 self.engine.run(effect)
             elif type(effect) is RunTokenize:
                 self.engine.tokenize(effect)
+            elif type(effect) is RunCommand:
+                self.engine.command(effect)
             elif type(effect) is RunWeights:
                 self.stager.run(effect)
             elif type(effect) is EndProcess:

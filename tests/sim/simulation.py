@@ -47,6 +47,8 @@ class Outcome(NamedTuple):
     updates: dict[str, int]
     #: of all groups together
     halvings: int
+    #: outcomes of commands at workers, and errors of whole commands, by code
+    commands: dict[str, int]
 
 
 class Simulation:
@@ -158,6 +160,7 @@ class Simulation:
             for _ in range(count):
                 world.at(world.between(0, 2), self.cluster.dial_in, name)
         self._place_calls()
+        self._place_commands()
         for publisher in self.publishers:
             world.at(world.between(0, 1), publisher.start)
         for index, offer in plan.offers:
@@ -179,7 +182,8 @@ class Simulation:
             self._drain()
         events = self.events + self.coordinator.watch.events
         halvings = sum(group.halvings for group in self.coordinator.machine.core.groups.values())
-        return Outcome(world.digest, events, world.now, self.oracle.counts, self.oracle.updates, halvings)
+        oracle = self.oracle
+        return Outcome(world.digest, events, world.now, oracle.counts, oracle.updates, halvings, oracle.commands.counts)
 
     def _place_calls(self) -> None:
         world, plan = self.world, self.plan
@@ -202,15 +206,25 @@ class Simulation:
             if call.cancel_at is not None:
                 world.at(call.cancel_at, client.cancel, call)
 
+    def _place_commands(self) -> None:
+        for command in self.plan.commands:
+            self.oracle.commands.open.append(command)
+            self.world.at(command.at, self.clients[command.client].command, command)
+
     def _settle(self) -> None:
-        """Every call has its answer."""
+        """Every call, and every command, has its answer."""
         world = self.world
-        end, left = world.now + PATIENCE_S, len(self.oracle.open)
+        end, left = world.now + PATIENCE_S, self._open()
         while left:
-            assert world.now < end, f"no answer for {PATIENCE_S:g} s: {left} calls, {list(self.oracle.open.values())[:5]}"
+            some = [*self.oracle.open.values(), *self.oracle.commands.open][:5]
+            assert world.now < end, f"no answer for {PATIENCE_S:g} s: {left} calls, {some}"
             world.run_until(world.now + 1.0)
-            if len(self.oracle.open) < left:
-                end, left = world.now + PATIENCE_S, len(self.oracle.open)
+            if self._open() < left:
+                end, left = world.now + PATIENCE_S, self._open()
+
+    def _open(self) -> int:
+        """How many calls and commands have no answer."""
+        return len(self.oracle.open) + len(self.oracle.commands.open)
 
     def _publish_again(self) -> None:
         """Whatever became of the updates before, each has ended, and one more succeeds."""
@@ -324,6 +338,7 @@ def simulate(
     crowded: bool = False,
     starved: bool = False,
     embedding: bool = False,
+    commanding: bool = False,
 ) -> Outcome:
     """Run the schedule of `seed` with so many workers; with `packed`, some of them are packed ones; with `updates`, weights are
     published meanwhile; with `paced`, workers have a pace; with `unloadable`, engines of some places never load;
@@ -331,40 +346,28 @@ def simulate(
     tight; with `external`, other programs start most workers, and their links fail; with `stops`, the coordinator is stopped on
     purpose and started again, and its epoch is set back; with `faulty`, the coordinator has internal errors, and an operator
     restarts workers; with `crowded`, clients ask for more than the queue holds; with `starved`, engines run out of memory;
-    with `embedding`, workers embed as well, and some calls ask for that.
+    with `embedding`, workers embed as well, and some calls ask for that; with `commanding`, callers flush groups.
 
     Raises:
         Failed: a promise was broken; the message says which, how to replay it, and what happened before.
     """
+    options = {
+        "packed": packed, "updates": updates, "paced": paced, "unloadable": unloadable, "restarts": restarts, "wide": wide,
+        "external": external, "stops": stops, "faulty": faulty, "crowded": crowded, "starved": starved, "embedding": embedding,
+        "commanding": commanding,
+    }  # fmt: skip
     world = World(seed, say)
-    plan = Plan(
-        world.random,
-        workers,
-        Random(seed) if packed else None,
-        Random(seed + 1) if updates else None,
-        Random(seed + 2) if paced else None,
-        Random(seed + 3) if unloadable else None,
-        Random(seed + 4) if restarts else None,
-        Random(seed + 5) if wide else None,
-        Random(seed + 6) if external else None,
-        Random(seed + 7) if stops else None,
-        Random(seed + 8) if faulty else None,
-        Random(seed + 9) if crowded else None,
-        Random(seed + 10) if starved else None,
-        Random(seed + 11) if embedding else None,
-    )
+    # Each option draws from a source of its own, so that a seed means the same with and without the others.
+    sources = [Random(seed + place) if on else None for place, on in enumerate(options.values())]
+    plan = Plan(world.random, workers, *sources)
     simulation = Simulation(world, plan)
     try:
         return simulation.run()
     except Exception as error:
         recent = "\n".join(line(*entry) for entry in simulation.world.recent)
+        chosen = "".join(f" --{name}" for name, on in options.items() if on)
         raise Failed(
             f"{type(error).__name__}: {error}\n\n{recent}\n\n"
             f"{type(error).__name__}: {error}\n"
-            f"replay: python -m tests.sim --seed {seed} --workers {workers}{' --packed' if packed else ''}"
-            f"{' --updates' if updates else ''}{' --paced' if paced else ''}"
-            f"{' --unloadable' if unloadable else ''}{' --wide' if wide else ''}"
-            f"{' --external' if external else ''}{' --stops' if stops else ''}{' --faulty' if faulty else ''}"
-            f"{' --crowded' if crowded else ''}{' --starved' if starved else ''}{' --embedding' if embedding else ''}"
-            " --trace"
+            f"replay: python -m tests.sim --seed {seed} --workers {workers}{chosen} --trace"
         ) from error

@@ -17,10 +17,12 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.fleet import slots
 from enginepool.coordinator.fleet import workers as fleet
+from enginepool.coordinator.fleet.fan_out import FanOut, OpenQuestion
 from enginepool.coordinator.fleet.registration import Registration
 from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.operations import embed, score
+from enginepool.coordinator.operations.control import Commands
 from enginepool.coordinator.requests import admission, shedding
 from enginepool.coordinator.requests import lifecycle as requests
 from enginepool.coordinator.requests.admission import Admission
@@ -33,8 +35,9 @@ from enginepool.coordinator.scheduling import batches as batching
 from enginepool.coordinator.scheduling.lanes import Lane, QueueLevel
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.protocol.messages import Capabilities, ErrorReply, Expired, FrameSpec, Part, TaskId, Tokenize, Welcome
+from enginepool.protocol.messages.control import Command, Commanded, ControlReport
 from enginepool.protocol.packing import Packing
-from enginepool.workers.events import EndProcess, Exit
+from enginepool.workers.events import EndProcess, Exit, SendToCoordinator
 from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.machine import WorkerMachine
 from tests.sim.simulation import Failed, simulate
@@ -625,3 +628,80 @@ def test_a_bug_planted_in_fair_queueing_is_found(mutate: Mutate, monkeypatch: py
     else:
         pytest.fail(f"{SEEDS} schedules did not show it")
     assert " batches before " in found, "it is the invariant of fairness that finds it"
+
+
+def a_lost_worker_is_waited_for(patch: pytest.MonkeyPatch) -> None:
+    def lost(_: FanOut, _worker: Worker, _reason: str) -> None:
+        """Its outcome comes when the time is over."""
+
+    patch.setattr(FanOut, "lost", lost)
+
+
+def a_worker_that_is_not_ready_has_no_outcome(patch: pytest.MonkeyPatch) -> None:
+    real = Commands.report
+
+    def report(self: Commands) -> Any:
+        message, frames = real(self)
+        assert isinstance(message, ControlReport)
+        message.workers = [row for row in message.workers if row.code != "pool_down"]
+        return message, frames
+
+    patch.setattr(Commands, "report", report)
+
+
+def a_command_is_done_when_it_arrives(patch: pytest.MonkeyPatch) -> None:
+    def command(_: WorkerMachine, message: Command) -> list[Any]:
+        return [SendToCoordinator(Commanded(message.task))]
+
+    patch.setattr(WorkerMachine, "_command", command)
+
+
+def a_report_is_sent_before_the_last_outcome(patch: pytest.MonkeyPatch) -> None:
+    real = FanOut._close_if_done  # pyright: ignore[reportPrivateUsage]
+
+    def close(self: FanOut, opened: OpenQuestion) -> None:
+        if len(opened.pending) == 1:
+            opened.pending.clear()
+        real(self, opened)
+
+    patch.setattr(FanOut, "_close_if_done", close)
+
+
+def a_command_that_is_open_is_run_again(patch: pytest.MonkeyPatch) -> None:
+    real = FanOut.ask
+
+    def ask(self: FanOut, link: bytes, question: Any, workers: Any, until: float) -> None:
+        before, self.open = self.open, []
+        real(self, link, question, workers, until)
+        self.open = before + self.open
+
+    patch.setattr(FanOut, "ask", ask)
+
+
+def a_command_has_no_time_limit(patch: pytest.MonkeyPatch) -> None:
+    def watch(_: FanOut) -> None:
+        """A worker that does not answer is waited for."""
+
+    patch.setattr(FanOut, "watch", watch)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        a_lost_worker_is_waited_for,
+        a_worker_that_is_not_ready_has_no_outcome,
+        a_command_is_done_when_it_arrives,
+        a_report_is_sent_before_the_last_outcome,
+        a_command_that_is_open_is_run_again,
+        a_command_has_no_time_limit,
+    ],
+    ids=lambda mutate: mutate.__name__,
+)
+def test_a_bug_planted_in_commands_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    for seed in range(1, SEEDS + 1):
+        try:
+            simulate(seed, 1 + seed % 8, commanding=True)
+        except Failed:
+            return
+    pytest.fail(f"{SEEDS} schedules did not show it")

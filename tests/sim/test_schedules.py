@@ -5,6 +5,7 @@ show.
 """
 
 import os
+from collections import Counter
 
 import pytest
 
@@ -98,6 +99,17 @@ def test_requests_to_embed_run_in_whole_batches_of_their_own(chunk: int) -> None
         embedded += outcome.answers.get("embeddings", 0)
     assert events > SEEDS * 100
     assert embedded > SEEDS
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_a_command_has_one_final_answer_with_one_outcome_for_each_worker(chunk: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
+        updates, external, stops = seed % 2 == 0, seed % 3 == 0, seed % 5 == 0
+        outcome = simulate(seed, 1 + seed % 8, commanding=True, updates=updates, external=external, stops=stops)
+        seen.update(outcome.commands)
+    assert seen[""] > SEEDS, "most workers run most commands"
+    assert seen.keys() >= {"", "pool_down", "engine_error", "deadline_exceeded", "unknown_group", "busy"}
 
 
 @pytest.mark.parametrize("chunk", range(4))

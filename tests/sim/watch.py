@@ -7,7 +7,7 @@ worker beside waiting work, bounded memory, and every 1,000 events the whole mac
 from array import array
 from collections.abc import Callable, Sequence
 
-from enginepool.coordinator.core.effects import Effect, ToWorker
+from enginepool.coordinator.core.effects import Effect, ToClient, ToWorker
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.core.request import Request, RunningBatch
@@ -22,6 +22,7 @@ from enginepool.coordinator.weights.update import Update
 from enginepool.protocol import messages as m
 from enginepool.protocol.frames import Buffer, encode_header
 from tests.sim.admitting import watch_admission
+from tests.sim.commands import CommandWatch
 from tests.sim.oracle import Oracle
 from tests.sim.scores import prompts_of
 from tests.sim.shares import Shares
@@ -37,6 +38,7 @@ class Watch:
     def __init__(self, machine: Machine, oracle: Oracle) -> None:
         self.machine = machine
         watch_admission(machine)
+        self.commands = CommandWatch(machine, machine.core.config.timing.update_inspect_s)
         self.oracle = oracle
         self.events = 0
         self._sent: set[m.TaskId] = set()
@@ -57,6 +59,8 @@ class Watch:
         new: list[RunningBatch] = []
         texts: list[tuple[Worker, Request]] = []
         for effect in effects:
+            if type(effect) is ToClient:
+                self.commands.sent(effect)
             if type(effect) is ToWorker and type(effect.message) is m.Tokenize and effect.message.task not in self._sent:
                 self._sent.add(effect.message.task)
                 worker = core.worker_links[effect.link]
@@ -66,6 +70,7 @@ class Watch:
                 header = len(encode_header(effect.message))
                 assert header <= core.header_bytes + 150 or len(effect.message.parts) == 1, f"a header of {header} bytes"
                 new.append(core.worker_links[effect.link].batches[effect.message.batch])
+        self.commands.after()
         for group in core.groups.values():
             self._no_idle_worker(group)
             self._trial(group)
@@ -249,6 +254,7 @@ class Watch:
         self.check()
         core = self.machine.core
         assert not self.busy, core.clients
+        self.commands.quiet()
         assert core.live_rows == core.live_bytes == 0
         for group in core.groups.values():
             assert group.waiting == group.running == group.tokens == 0, group.name

@@ -61,7 +61,9 @@ class FanOut:
         self.open: list[OpenQuestion] = []
 
     def ask(self, link: Link, question: Question, workers: Iterable[Worker], until: float) -> None:
-        """Ask these workers, if there is room for one more question of `link`."""
+        """Ask these workers, if there is room for one more question of `link`. A question that is open is not asked again."""
+        if any(opened.link == link and opened.question.id == question.id for opened in self.open):
+            return
         if not self._make_room(link, question.id):
             return
         opened = OpenQuestion(link, question, until)
