@@ -10,37 +10,20 @@ import os
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any, TypeAlias, TypedDict, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from enginepool.errors import BadRequest
 from enginepool.net.address import ADDRESS_VARIABLE, FORM, default_address, wrong_address
-from enginepool.protocol.basis import MAX_ID
-from enginepool.protocol.messages import MAX_PRIORITY
+from enginepool.protocol.basis import MAX_ID, MAX_PRIORITY
 
 #: One row of token ids: a sequence of ints, a one-dimensional integer array, or what numpy makes one of (a CPU tensor).
 Ids: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 #: The longest time that can be asked for, 30 years: on the wire it is milliseconds in 64 bits.
 MOST_S = 1_000_000_000
-
-
-class ScoreOptions(TypedDict, total=False):
-    """The options of `Pool.score` and `Pool.score_pairs`, which say what each one does."""
-
-    label_token_ids: Ids | None
-    apply_softmax: bool
-    item_first: bool
-    return_pooled_hidden_states: bool
-    group: str
-    priority: int
-    timeout: float | None
-    retry_busy: bool
-    min_version: int
-    logprobs: bool
-    raw: bool
 
 
 def bad(field: str, message: str, limit: str = "") -> BadRequest:
@@ -69,15 +52,20 @@ def check_flag(name: str, value: Any) -> bool:
     return bool(cast("bool", value))
 
 
-def check_priority(value: Any) -> int:
-    """An int in the protocol's range."""
+def check_int(name: str, value: Any, least: int, most: int) -> int:
+    """An int in a range."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         shown = value if isinstance(value, float) else kind(value)
-        raise bad("priority", f"priority: {shown}; an int within ±{MAX_PRIORITY}", str(MAX_PRIORITY))
-    priority = int(cast("int", value))
-    if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
-        raise bad("priority", f"priority: {priority} is outside ±{MAX_PRIORITY}", str(MAX_PRIORITY))
-    return priority
+        raise bad(name, f"{name}: {shown}; an int from {least} to {most}")
+    number = int(cast("int", value))
+    if not least <= number <= most:
+        raise bad(name, f"{name}: {number}; an int from {least} to {most}", str(least if number < least else most))
+    return number
+
+
+def check_priority(value: Any) -> int:
+    """An int in the protocol's range."""
+    return check_int("priority", value, -MAX_PRIORITY, MAX_PRIORITY)
 
 
 def check_timeout(value: Any, name: str = "timeout", most: int = MOST_S, *, zero: bool = False) -> float | None:
@@ -96,12 +84,7 @@ def check_timeout(value: Any, name: str = "timeout", most: int = MOST_S, *, zero
 
 def check_version(value: Any, name: str = "version") -> int:
     """A weight version: an int from 0 on."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise bad(name, f"{name}: {value if isinstance(value, float) else kind(value)}; an int from 0 on")
-    version = int(cast("int", value))
-    if not 0 <= version <= MAX_ID:
-        raise bad(name, f"{name}: {version}; an int from 0 to 2^63 - 1", "0" if version < 0 else str(MAX_ID))
-    return version
+    return check_int(name, value, 0, MAX_ID)
 
 
 T = TypeVar("T", bound=str)

@@ -1,4 +1,4 @@
-"""`Connection`: a session on one asyncio loop. It owns the socket, the timer, and one future for each question."""
+"""`Connection`: a session on one asyncio loop. It owns the socket, the timer, and what waits for answers."""
 
 import asyncio
 import logging
@@ -15,38 +15,37 @@ from enginepool.client.session.events import (
     AbandonRequest,
     Abort,
     Answer,
+    Ask,
     Close,
     CommittedWeightsLost,
     Complaint,
-    ControlAnswer,
     Ended,
     Fail,
-    JoinProcessGroup,
     MessageReceived,
     OpenLink,
-    PhaseReached,
-    Report,
+    Question,
     SendMessage,
     SessionEffect,
     SessionEvent,
     SessionTick,
     Start,
+    SubmitRequest,
     UpdateBegin,
-    UpdateDone,
-    WeightsAnswer,
+    UpdateStep,
     Welcomed,
 )
 from enginepool.client.session.machine import ClientSession
 from enginepool.errors import ConnectError, EnginepoolError, error_from
 from enginepool.net.keys import Key, no_answer_hint
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import ErrorReply, ToClient
+from enginepool.protocol.messages import ControlReport, ErrorReply, Result, RowRequest, StatusReport, ToClient
+from enginepool.protocol.messages.weight_reports import WeightsReport
 
 log = logging.getLogger("enginepool")
 
-T = TypeVar("T", Answer, Report, WeightsAnswer, ControlAnswer)
-#: What an update hears: its progress, and finally UpdateDone or Fail.
-UpdateEffect = JoinProcessGroup | PhaseReached | UpdateDone | Fail
+T = TypeVar("T", Result, StatusReport, WeightsReport, ControlReport)
+#: Called with what becomes of a request, a question or an update; last with Answer or Fail.
+Hear = Callable[[Answer | UpdateStep | Fail], None]
 
 _NO_POOL = "; is a pool running there? `enginepool serve` starts one"
 #: How long a Goodbye may take to leave, in seconds.
@@ -67,8 +66,7 @@ class Connection:
         agent = f"enginepool-python/{__version__}"
         self._session = ClientSession(os.urandom(16), os.urandom(16), jitter, agent=agent)
         self._link = ClientLink(address, self._received, self._complain, key)
-        self._futures: dict[int, asyncio.Future[Answer | Report | WeightsAnswer | ControlAnswer | Fail]] = {}
-        self._updates: dict[int, Callable[[UpdateEffect], None]] = {}
+        self._hears: dict[int, Hear] = {}
         #: called when the committed weights of a group exist nowhere any more
         self.wanted: list[Callable[[CommittedWeightsLost], None]] = []
         self._last_id = 0
@@ -99,7 +97,7 @@ class Connection:
         """
         now = self._loop.time()
         self._lookup = self._loop.create_task(follow_name(self.address, self._named))
-        self._handle(Start(now, None if within is None else now + within))
+        self.handle(Start(now, None if within is None else now + within))
         try:
             failure = await self._opened
         finally:
@@ -109,57 +107,85 @@ class Connection:
         if failure.code == "connect" and within is not None:
             unnamed = f": {self._unnamed}" if self._unnamed else ""
             failure = ErrorReply("connect", f"{failure.message} within {within:g} s{unnamed}")
-        raise self._error(failure)
+        raise self.error(failure)
 
-    async def ask(self, question: Callable[[int], SessionEvent], answer: type[T], names: Mapping[str, str] | None = None) -> T:
-        """What answers the event that `question` makes of a fresh id. Cancelling takes the question back.
+    async def submit(
+        self,
+        request: RowRequest,
+        frames: Sequence[Buffer],
+        within: float | None,
+        retry_busy: bool,
+        names: Mapping[str, str],
+    ) -> tuple[Result, Sequence[Buffer]]:
+        """The result of `request`, which gets a fresh id. Cancelling takes the request back.
+
+        Args:
+            within: seconds to the answer.
+            retry_busy: send it again after `busy`.
+            names: what an error calls the fields of the request.
 
         Raises:
-            EnginepoolError: it failed; fields are called as `names` says.
+            EnginepoolError: it failed.
         """
-        self._last_id += 1
-        id_ = self._last_id
-        future: asyncio.Future[Answer | Report | WeightsAnswer | ControlAnswer | Fail] = self._loop.create_future()
-        self._futures[id_] = future
-        self._handle(question(id_))
+        now = self.now()
+        deadline = None if within is None else now + within
+        request.id = self._fresh_id()
+        return await self._answer(SubmitRequest(now, request, frames, deadline, retry_busy), request.id, Result, names)
+
+    async def ask(self, question: Question, answer: type[T], within: float | None = None) -> tuple[T, Sequence[Buffer]]:
+        """The report that answers `question`, which gets a fresh id, and its frames. Cancelling takes the question back.
+
+        Raises:
+            EnginepoolError: it failed, or there was no answer within so many seconds.
+        """
+        now = self.now()
+        question.id = self._fresh_id()
+        return await self._answer(Ask(now, question, None if within is None else now + within), question.id, answer)
+
+    async def _answer(
+        self, event: SessionEvent, id_: int, answer: type[T], names: Mapping[str, str] | None = None
+    ) -> tuple[T, Sequence[Buffer]]:
+        future: asyncio.Future[Answer | UpdateStep | Fail] = self._loop.create_future()
+
+        def hear(effect: Answer | UpdateStep | Fail) -> None:
+            if not future.done():
+                future.set_result(effect)
+
+        self._hears[id_] = hear
+        self.handle(event)
         try:
             said = await future
         except asyncio.CancelledError:
-            if self._futures.pop(id_, None) is not None:
-                self._handle(AbandonRequest(self._loop.time(), id_))
+            if self._hears.pop(id_, None) is not None:
+                self.handle(AbandonRequest(self._loop.time(), id_))
             raise
         if isinstance(said, Fail):
-            raise self._error(said.failure, names)
-        if not isinstance(said, answer):
-            raise AssertionError(f"{type(said).__name__} is no answer to this question")
-        return said
+            raise self.error(said.failure, names)
+        if not isinstance(said, Answer) or not isinstance(said.message, answer):
+            raise AssertionError(f"{said} is no answer to this question")
+        return said.message, said.frames
 
-    def open_update(self, update: Callable[[int], UpdateBegin], hear: Callable[[UpdateEffect], None]) -> int:
-        """Begin the update that `update` makes of a fresh id. `hear` is called with all that becomes of it; last comes
-        UpdateDone or Fail. Returns the id, for the events that follow."""
-        self._last_id += 1
-        id_ = self._last_id
-        self._updates[id_] = hear
-        self._handle(update(id_))
+    def open_update(self, update: Callable[[int], UpdateBegin], hear: Hear) -> int:
+        """Begin the update that `update` makes of a fresh id. Returns the id, for the events that follow."""
+        id_ = self._fresh_id()
+        self._hears[id_] = hear
+        self.handle(update(id_))
         return id_
 
-    def tell(self, event: SessionEvent) -> None:
-        """An event about an update, or another event without an answer."""
-        self._handle(event)
-
-    def failed(self, failure: ErrorReply, names: Mapping[str, str] | None = None) -> EnginepoolError:
-        """The exception for a failure that an update heard."""
-        return self._error(failure, names)
+    def _fresh_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
 
     def abort(self, failure: ErrorReply) -> None:
         """End everything that waits, and what will be asked, with `failure`."""
-        self._handle(Abort(self._loop.time(), failure))
+        self.handle(Abort(self._loop.time(), failure))
 
     def close(self) -> None:
         """Take back what is not answered and say goodbye. Twice is once."""
-        self._handle(Close(self._loop.time()))
+        self.handle(Close(self._loop.time()))
 
-    def _error(self, failure: ErrorReply, names: Mapping[str, str] | None = None) -> EnginepoolError:
+    def error(self, failure: ErrorReply, names: Mapping[str, str] | None = None) -> EnginepoolError:
+        """The exception for a failure; fields are called as `names` says."""
         if failure.code == "connect":
             return ConnectError(f"{self.address}: {failure.message}{_NO_POOL}{no_answer_hint(self.address, self._key)}")
         return error_from(failure, names)
@@ -169,7 +195,8 @@ class Connection:
 
     # --- the session's side --------------------------------------------------------------------------------------------
 
-    def _handle(self, event: SessionEvent) -> None:
+    def handle(self, event: SessionEvent) -> None:
+        """Tell the session of an event, and perform what it answers."""
         for effect in self._session.handle(event):
             self._perform(effect)
         wake_at = self._session.wake_at
@@ -179,14 +206,12 @@ class Connection:
     def _perform(self, effect: SessionEffect) -> None:
         if isinstance(effect, SendMessage):
             self._link.send(effect.message, effect.frames)
-        elif isinstance(effect, Answer | Report | WeightsAnswer | ControlAnswer | Fail) and effect.id not in self._updates:
-            future = self._futures.pop(effect.id, None)
-            if future is not None and not future.done():
-                future.set_result(effect)
-        elif isinstance(effect, JoinProcessGroup | PhaseReached):
-            self._updates[effect.id](effect)
-        elif isinstance(effect, UpdateDone | Fail):
-            self._updates.pop(effect.id)(effect)
+        elif isinstance(effect, Answer | Fail):
+            hear = self._hears.pop(effect.id, None)
+            if hear is not None:
+                hear(effect)
+        elif isinstance(effect, UpdateStep):
+            self._hears[effect.message.id](effect)
         elif isinstance(effect, CommittedWeightsLost):
             for call in self.wanted:
                 call(effect)
@@ -230,7 +255,7 @@ class Connection:
             log.error("%s: %s: %s", self.address, failure.code, failure.message)
 
     def _received(self, message: ToClient, frames: Sequence[Buffer]) -> None:
-        self._handle(MessageReceived(self._loop.time(), message, frames))
+        self.handle(MessageReceived(self._loop.time(), message, frames))
 
     def _complain(self, line: str) -> None:
         log.warning("%s: %s", self.address, line)
@@ -245,4 +270,4 @@ class Connection:
         self._timer = None
         self._wake_at = math.inf
         self._link.drain(_ALL)
-        self._handle(SessionTick(self._loop.time()))
+        self.handle(SessionTick(self._loop.time()))

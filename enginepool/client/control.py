@@ -2,7 +2,6 @@
 
 from enginepool.client.arguments import check_group, check_timeout
 from enginepool.client.connection import Connection
-from enginepool.client.session.events import Ask, ControlAnswer
 from enginepool.protocol.messages.control import Control, ControlReport
 
 
@@ -21,7 +20,5 @@ class ControlCalls:
             Forbidden: this client's role is not enough.
             DeadlineExceeded: no answer within `timeout` seconds.
         """
-        group, seconds = check_group(group), check_timeout(timeout)
-        now = self._connection.now()
-        deadline = None if seconds is None else now + seconds
-        return (await self._connection.ask(lambda id_: Ask(now, Control(id_, "flush", group), deadline), ControlAnswer)).report
+        question = Control(0, "flush", check_group(group))
+        return (await self._connection.ask(question, ControlReport, check_timeout(timeout)))[0]

@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypedDict, Unpack, cast
+from typing import Final, Unpack
 
-import numpy as np
-
-from enginepool.client.arguments import Ids, bad, check_flag, check_group, check_options, check_priority, check_version, kind
+from enginepool.client.arguments import Ids, check_int, check_options
 from enginepool.client.payload import encode_rows
-from enginepool.client.results import Floats, RequestTimings, RequestUsage, float_frame, timings_of, usage_of
-from enginepool.client.row_calls import RowCalls
+from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
+from enginepool.client.row_calls import RowCalls, RowOptions, flag
 from enginepool.errors import Malformed
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import MAX_DIMENSIONS, Embed, Result
@@ -18,16 +16,11 @@ from enginepool.protocol.messages import MAX_DIMENSIONS, Embed, Result
 _NAMES: Final = {"items": "inputs", "timeout_ms": "timeout"}
 
 
-class EmbedOptions(TypedDict, total=False):
-    """The options of `Pool.embed`, which says what each one does; `retry_busy` is as in `Pool.score`."""
+class EmbedOptions(RowOptions, total=False):
+    """The options of `Pool.embed`, which says what each one does."""
 
-    group: str
     dimensions: int | None
     normalize: bool
-    priority: int
-    timeout: float | None
-    retry_busy: bool
-    min_version: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,45 +70,15 @@ class EmbedCalls(RowCalls):
         Cancelling the task that awaits it takes the request back.
         """
         check_options("embed", options, EmbedOptions)
-        return await self._embed(inputs, **options)
-
-    async def _embed(
-        self,
-        inputs: Sequence[str] | Sequence[Ids],
-        *,
-        group: str = "",
-        dimensions: int | None = None,
-        normalize: bool = True,
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109 (the coordinator keeps this time too)
-        retry_busy: bool = True,
-        min_version: int = 0,
-    ) -> EmbedResult:
         specs, frames = encode_rows("inputs", inputs)
+        dimensions = options.get("dimensions")
         request = Embed(
             id=0,
             frames=specs,
-            group=check_group(group),
-            dimensions=_check_dimensions(dimensions),
-            normalize=check_flag("normalize", normalize),
-            priority=check_priority(priority),
-            min_version=check_version(min_version, "min_version"),
+            dimensions=0 if dimensions is None else check_int("dimensions", dimensions, 1, MAX_DIMENSIONS),
+            normalize=flag(options, "normalize", True),
         )
-        answer = await self._submit(request, frames, _NAMES, timeout, retry_busy)
-        return _read(answer.result, answer.frames)
-
-
-def _check_dimensions(value: Any) -> int:
-    """A number of dimensions as the wire has it; None is all of them."""
-    if value is None:
-        return 0
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise bad("dimensions", f"dimensions: {value if isinstance(value, float) else kind(value)}; an int from 1 on, or None")
-    dimensions = int(cast("int", value))
-    if not 0 < dimensions <= MAX_DIMENSIONS:
-        limit = "1" if dimensions < 1 else str(MAX_DIMENSIONS)
-        raise bad("dimensions", f"dimensions: {dimensions}; an int from 1 to {MAX_DIMENSIONS}, or None", limit)
-    return dimensions
+        return _read(*await self._submit(request, frames, _NAMES, options))
 
 
 def _read(result: Result, frames: Sequence[Buffer]) -> EmbedResult:
@@ -127,4 +90,4 @@ def _read(result: Result, frames: Sequence[Buffer]) -> EmbedResult:
     embeddings = float_frame(result, frames, "embeddings")
     if embeddings is None or embeddings.ndim != 2:
         raise Malformed("the answer holds no embeddings float32 [inputs, dimensions]", field="embeddings")
-    return EmbedResult(embeddings, result.version, tuple(result.forwards), timings_of(result), usage_of(result))
+    return EmbedResult(embeddings, *figures(result))

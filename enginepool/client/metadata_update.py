@@ -4,12 +4,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from enginepool.client.arguments import check_choice, check_flag, check_group, check_timeout, check_version
-from enginepool.client.session.events import Fail, UpdateAbort, UpdateBegin, UpdateCommit, UpdateDone
+from enginepool.client.session.events import Answer, Fail, UpdateAbort, UpdateBegin, UpdateCommit, UpdateStep
 from enginepool.protocol.messages.weight_reports import UpdateRecord
-from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish, Transfer
+from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish, Published, Transfer
 
 if TYPE_CHECKING:
-    from enginepool.client.connection import Connection, UpdateEffect
+    from enginepool.client.connection import Connection
 
 #: What the wire calls the arguments.
 NAMES = {"manifest": "source", "drain_ms": "drain"}
@@ -36,23 +36,24 @@ async def publish_unsent(connection: "Connection", publish: Publish, seconds: fl
     """Open it, allow its commit, and wait for its end. Cancelling gives it up, unless it is too late."""
     now = connection.now()
     deadline = None if seconds is None else now + seconds
-    end: asyncio.Future[UpdateDone | Fail] = asyncio.get_running_loop().create_future()
+    end: asyncio.Future[Answer | Fail] = asyncio.get_running_loop().create_future()
 
     def opening(id_: int) -> UpdateBegin:
         publish.id = id_
         return UpdateBegin(now, publish, deadline=deadline)
 
-    def hear(effect: "UpdateEffect") -> None:
-        if isinstance(effect, UpdateDone | Fail) and not end.done():
+    def hear(effect: Answer | UpdateStep | Fail) -> None:
+        if isinstance(effect, Answer | Fail) and not end.done():
             end.set_result(effect)
 
     id_ = connection.open_update(opening, hear)
-    connection.tell(UpdateCommit(now, id_, deadline))
+    connection.handle(UpdateCommit(now, id_, deadline))
     try:
         said = await end
     except asyncio.CancelledError:
-        connection.tell(UpdateAbort(connection.now(), id_, "the caller gave up"))
+        connection.handle(UpdateAbort(connection.now(), id_, "the caller gave up"))
         raise
     if isinstance(said, Fail):
-        raise connection.failed(said.failure, NAMES)
-    return said.published.record
+        raise connection.error(said.failure, NAMES)
+    assert isinstance(said.message, Published)
+    return said.message.record

@@ -6,7 +6,7 @@ Buffers are always copies: the caller may change its arrays while a request wait
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,20 +33,17 @@ def encode_shared(query: str | Ids, items: Sequence[str] | Sequence[Ids] | npt.N
     rows = _rows("items", items)
     if isinstance(query, str):
         head = utf8("query", query)
-        lengths, body = _texts("items", rows, "the query is text")
-        query_spec, items_spec = FrameSpec("query", "utf8", (len(head),)), FrameSpec("items", "utf8", (len(body),))
-        shared = len(head)
-        frames: tuple[Buffer, ...] = (head, body, lengths.tobytes())
+        spec = FrameSpec("query", "utf8", (len(head),))
+        body = _encode("items", "items", rows, True, "the query is text")
     else:
         ids = _ids("query", query)
         _no_negative("query", ids, None)
-        lengths, flat = _ragged("items", rows, "the query is token ids")
-        query_spec, items_spec = FrameSpec("query", "int32", (len(ids),)), FrameSpec("items", "int32", (len(flat),))
-        shared = len(ids)
-        frames = (ids.tobytes(), _buffer(flat), lengths.tobytes())
-    if not shared:
-        _no_empty("items", lengths, "the query")
-    return [query_spec, items_spec, FrameSpec("item_lengths", "uint32", (len(rows),))], frames
+        head = ids.tobytes()
+        spec = FrameSpec("query", "int32", (len(ids),))
+        body = _encode("items", "items", rows, False, "the query is token ids")
+    if not head:
+        _no_empty("items", body.lengths, "empty, and so is the query")
+    return [spec, *body.specs()], (head, *body.frames())
 
 
 def encode_pairs(
@@ -54,54 +51,62 @@ def encode_pairs(
     responses: Sequence[str] | Sequence[Ids] | npt.NDArray[np.integer[Any]],
 ) -> Payload:
     """Frames of a query of its own for each item."""
-    heads, rows = _rows("prompts", prompts), _rows("responses", responses)
-    if len(heads) != len(rows):
-        raise bad("responses", f"responses: expected {len(heads)} (one per prompt), got {len(rows)}", str(len(heads)))
-    # Not by its index: that of a column of a table begins where it likes.
-    if isinstance(next(iter(heads)), str):
-        head_lengths, head = _texts("prompts", heads, "prompts[0] is text")
-        lengths, body = _texts("responses", rows, "the prompts are text")
-        dtype = "utf8"
-        frames: tuple[Buffer, ...] = (head, head_lengths.tobytes(), body, lengths.tobytes())
-    else:
-        head_lengths, head = _ragged("prompts", heads, "prompts[0] is token ids")
-        lengths, body = _ragged("responses", rows, "the prompts are token ids")
-        dtype = "int32"
-        frames = (_buffer(head), head_lengths.tobytes(), _buffer(body), lengths.tobytes())
-    _no_empty("responses", head_lengths.astype(np.int64) + lengths, "its prompt")
-    n = len(rows)
-    specs = [
-        FrameSpec("query", dtype, (len(head),)),
-        FrameSpec("query_lengths", "uint32", (n,)),
-        FrameSpec("items", dtype, (len(body),)),
-        FrameSpec("item_lengths", "uint32", (n,)),
-    ]
-    return specs, frames
+    queries, rows = _rows("prompts", prompts), _rows("responses", responses)
+    if len(queries) != len(rows):
+        raise bad("responses", f"responses: expected {len(queries)} (one per prompt), got {len(rows)}", str(len(queries)))
+    text = _is_text(queries)
+    what = "text" if text else "token ids"
+    heads = _encode("query", "prompts", queries, text, f"prompts[0] is {what}")
+    body = _encode("items", "responses", rows, text, f"the prompts are {what}")
+    _no_empty("responses", heads.lengths.astype(np.int64) + body.lengths, "empty, and so is its prompt")
+    return [*heads.specs(), *body.specs()], (*heads.frames(), *body.frames())
 
 
 def encode_rows(name: str, rows: Sequence[str] | Sequence[Ids] | npt.NDArray[np.integer[Any]]) -> Payload:
     """Frames of items without a query."""
     rows = _rows(name, rows)
-    if isinstance(next(iter(rows)), str):
-        lengths, body = _texts(name, rows, f"{name}[0] is text")
-        dtype, frame = "utf8", body
-    else:
-        lengths, body = _ragged(name, rows, f"{name}[0] is token ids")
-        dtype, frame = "int32", _buffer(body)
-    if not lengths.all():
-        row = int((lengths == 0).argmax())
-        raise bad(f"{name}[{row}]", f"{name}[{row}]: empty; it needs at least one token", "1")
-    specs = [FrameSpec("items", dtype, (len(body),)), FrameSpec("item_lengths", "uint32", (len(rows),))]
-    return specs, (frame, lengths.tobytes())
+    text = _is_text(rows)
+    body = _encode("items", name, rows, text, f"{name}[0] is {'text' if text else 'token ids'}")
+    _no_empty(name, body.lengths, "empty; it needs at least one token")
+    return body.specs(), body.frames()
+
+
+class _Encoded(NamedTuple):
+    """Rows as two frames: all values one after the other, and the length of each row."""
+
+    values: FrameSpec
+    frame: Buffer
+    lengths: npt.NDArray[np.uint32]
+
+    def specs(self) -> list[FrameSpec]:
+        name = "query_lengths" if self.values.name == "query" else "item_lengths"
+        return [self.values, FrameSpec(name, "uint32", (len(self.lengths),))]
+
+    def frames(self) -> tuple[Buffer, Buffer]:
+        return self.frame, self.lengths.tobytes()
+
+
+def _encode(frame: str, name: str, rows: Sequence[Any], text: bool, because: str) -> _Encoded:
+    """The rows of the argument `name`, which are text or token ids for the reason `because`, for the frame of this name."""
+    if text:
+        lengths, body = _texts(name, rows, because)
+        return _Encoded(FrameSpec(frame, "utf8", (len(body),)), body, lengths)
+    lengths, flat = _ragged(name, rows, because)
+    return _Encoded(FrameSpec(frame, "int32", (len(flat),)), _buffer(flat), lengths)
+
+
+def _is_text(rows: Sequence[Any]) -> bool:
+    # Not by its index: that of a column of a table begins where it likes.
+    return isinstance(next(iter(rows)), str)
 
 
 def _rows(name: str, rows: Any) -> Sequence[Any]:
-    if isinstance(rows, str | bytes | bytearray) or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        raise bad(name, f"{name}: {kind(rows)}; a list of texts, or a list of token id sequences")
-    if isinstance(rows, Mapping) and (chat := _chat(name, cast("object", rows))) is not None:
-        raise chat
-    if isinstance(rows, Mapping):  # also what tokenizers return: its keys are texts
-        raise bad(name, f"{name}: {kind(cast('object', rows))}; a list of texts, or a list of token id sequences")
+    # A mapping is also what tokenizers return: its keys are texts.
+    rowless = isinstance(rows, str | bytes | bytearray | Mapping)
+    if rowless or not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        value = cast("object", rows)
+        chat = _chat(name, value) if isinstance(rows, Mapping) else None
+        raise chat or bad(name, f"{name}: {kind(value)}; a list of texts, or a list of token id sequences")
     if not len(rows):
         raise bad(name, f"{name}: empty; a request has at least one item", "1")
     return rows
@@ -207,10 +212,10 @@ def _no_negative(name: str, flat: Ids32, lengths: npt.NDArray[np.uint32] | None)
     raise bad(where, f"{where}: token id {int(flat[at])} is negative", "0")
 
 
-def _no_empty(name: str, lengths: npt.NDArray[Any], head: str) -> None:
+def _no_empty(name: str, lengths: npt.NDArray[Any], why: str) -> None:
     if not lengths.all():
-        row = int((lengths == 0).argmax())
-        raise bad(f"{name}[{row}]", f"{name}[{row}]: empty, and so is {head}", "1")
+        where = f"{name}[{int((lengths == 0).argmax())}]"
+        raise bad(where, f"{where}: {why}", "1")
 
 
 def _buffer(flat: Ids32) -> Buffer:

@@ -18,7 +18,6 @@ from enginepool.client.notices import Notices
 from enginepool.client.opening import Opening
 from enginepool.client.readiness import wait_until_ready
 from enginepool.client.score import ScoreCalls
-from enginepool.client.session.events import Ask, Report
 from enginepool.client.weight_calls import WeightCalls
 from enginepool.client.worker_restarts import restart_workers
 from enginepool.net.keys import key_for
@@ -196,10 +195,7 @@ class Pool(ScoreCalls, EmbedCalls, WeightCalls, ControlCalls):
 
     async def status(self, timeout: float | None = 10.0) -> StatusReport:  # noqa: ASYNC109 (as in `score`)
         """What the pool is doing: groups, workers, queues. Raises DeadlineExceeded after `timeout` seconds."""
-        timeout = check_timeout(timeout)
-        now = self._connection.now()
-        deadline = None if timeout is None else now + timeout
-        return (await self._connection.ask(lambda id_: Ask(now, Status(id_), deadline), Report)).report
+        return (await self._connection.ask(Status(), StatusReport, check_timeout(timeout)))[0]
 
     async def restart(self, group: str = "", worker: str = "", *, report: Callable[[str], None] | None = None) -> list[str]:
         """Restart worker `worker` of `group`, by its name in the status, or all workers that the pool started for the group,
@@ -215,9 +211,7 @@ class Pool(ScoreCalls, EmbedCalls, WeightCalls, ControlCalls):
         """
 
         async def restart(group: str, worker: str, incarnation: str) -> StatusReport:
-            now = self._connection.now()
-            answer = self._connection.ask(lambda id_: Ask(now, RestartWorker(id_, group, worker, incarnation)), Report)
-            return (await answer).report
+            return (await self._connection.ask(RestartWorker(0, group, worker, incarnation), StatusReport))[0]
 
         async def ask() -> StatusReport:
             return await self.status(None)

@@ -65,26 +65,27 @@ def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
     if scores is None or scores.ndim != 2:
         raise Malformed("the answer holds no scores float32 [items, labels]", field="scores")
     hidden = float_frame(result, frames, "hidden")
-    return ScoreResult(scores, hidden, result.version, tuple(result.forwards), timings_of(result), usage_of(result))
+    return ScoreResult(scores, hidden, *figures(result))
 
 
-def float_frame(result: Result, frames: Sequence[Buffer], name: str) -> Floats | None:
+def float_frame(answer: Result | WeightsReport, frames: Sequence[Buffer], name: str) -> Floats | None:
     """The float32 frame of this name in an answer, or None; the array can be written to."""
-    for spec, frame in zip(result.frames, frames, strict=True):
+    for spec, frame in zip(answer.frames, frames, strict=True):
         if spec.name == name and spec.dtype == "float32":
             array = np.frombuffer(frame, np.float32).reshape(spec.shape)
             return array if array.flags.writeable else array.copy()
     return None
 
 
-def timings_of(result: Result) -> RequestTimings:
-    """The times of an answer, in seconds."""
-    return RequestTimings(result.timings.queued_us / 1e6, result.timings.run_us / 1e6)
-
-
-def usage_of(result: Result) -> RequestUsage:
-    """What an answer took."""
-    return RequestUsage(result.usage.items, result.usage.tokens)
+def figures(result: Result) -> tuple[int, tuple[int, ...], RequestTimings, RequestUsage]:
+    """The version, the forwards, the times in seconds and the usage of an answer."""
+    times, usage = result.timings, result.usage
+    return (
+        result.version,
+        tuple(result.forwards),
+        RequestTimings(times.queued_us / 1e6, times.run_us / 1e6),
+        RequestUsage(usage.items, usage.tokens),
+    )
 
 
 class WeightReader:
@@ -133,9 +134,9 @@ class WeightReader:
         self.offset += values.size
 
     def _chunk(self, report: WeightsReport, frames: Sequence[Buffer]) -> Floats:
-        for spec, frame in zip(report.frames, frames, strict=True):
-            if spec.name == "tensor" and spec.dtype == "float32":
-                return np.frombuffer(frame, np.float32)
+        tensor = float_frame(report, frames, "tensor")
+        if tensor is not None:
+            return tensor.ravel()
         for worker in report.workers:
             if worker.message:
                 raise EngineFailed(f"{worker.name}: {worker.message}")

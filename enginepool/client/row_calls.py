@@ -1,13 +1,23 @@
-"""What all calls of a `Pool` for rows share: a request is submitted, and one answer comes."""
+"""What all calls of a `Pool` for rows share: their common options, and a request that gets one answer."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
-from enginepool.client.arguments import check_flag, check_timeout
+from enginepool.client.arguments import check_flag, check_group, check_priority, check_timeout, check_version
 from enginepool.client.connection import Connection
 from enginepool.client.notices import Notices
-from enginepool.client.session.events import Answer, SubmitRequest
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import RowRequest
+from enginepool.protocol.messages import Result, RowRequest
+
+
+class RowOptions(TypedDict, total=False):
+    """The options of every call for rows. `Pool.score` says what each one does."""
+
+    group: str
+    priority: int
+    timeout: float | None
+    retry_busy: bool
+    min_version: int
 
 
 class RowCalls:
@@ -17,26 +27,23 @@ class RowCalls:
     _notices: Notices
 
     async def _submit(
-        self,
-        request: RowRequest,
-        frames: Sequence[Buffer],
-        names: Mapping[str, str],
-        timeout: float | None,  # noqa: ASYNC109 (the coordinator keeps this time too)
-        retry_busy: bool,
-    ) -> Answer:
-        """The answer to `request`, whose fields are called as `names` says in an error."""
-        seconds, retry = check_timeout(timeout), check_flag("retry_busy", retry_busy)
-        now = self._connection.now()
-        deadline = None if seconds is None else now + seconds
-
-        def submit(id_: int) -> SubmitRequest:
-            request.id = id_
-            return SubmitRequest(now, request, frames, deadline, retry)
-
-        if deadline is None:
-            self._notices.begin()
+        self, request: RowRequest, frames: Sequence[Buffer], names: Mapping[str, str], options: RowOptions
+    ) -> tuple[Result, Sequence[Buffer]]:
+        """The answer to `request` with these options. An error calls the fields of the request as `names` says."""
+        request.group = check_group(options.get("group", ""))
+        request.priority = check_priority(options.get("priority", 0))
+        request.min_version = check_version(options.get("min_version", 0), "min_version")
+        seconds = check_timeout(options.get("timeout"))
+        retry_busy = check_flag("retry_busy", options.get("retry_busy", True))
+        if seconds is not None:
+            return await self._connection.submit(request, frames, seconds, retry_busy, names)
+        self._notices.begin()
         try:
-            return await self._connection.ask(submit, Answer, names)
+            return await self._connection.submit(request, frames, None, retry_busy, names)
         finally:
-            if deadline is None:
-                self._notices.end()
+            self._notices.end()
+
+
+def flag(options: Mapping[str, object], name: str, default: bool = False) -> bool:
+    """The option of this name, which is True or False."""
+    return check_flag(name, options.get(name, default))

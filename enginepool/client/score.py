@@ -3,18 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Unpack
 
-from enginepool.client.arguments import (
-    Ids,
-    ScoreOptions,
-    check_flag,
-    check_group,
-    check_options,
-    check_priority,
-    check_version,
-)
+from enginepool.client.arguments import Ids, check_options
 from enginepool.client.payload import Payload, check_labels, check_softmax, encode_pairs, encode_shared
 from enginepool.client.results import ScoreResult, read_result
-from enginepool.client.row_calls import RowCalls
+from enginepool.client.row_calls import RowCalls, RowOptions, flag
 from enginepool.protocol.messages import Score
 
 #: What the wire calls the arguments of `score` and `score_pairs`.
@@ -25,6 +17,17 @@ _SCORE_NAMES = {
     "timeout_ms": "timeout",
 }
 _PAIR_NAMES = {**_SCORE_NAMES, "query": "prompts", "items": "responses"}
+
+
+class ScoreOptions(RowOptions, total=False):
+    """The options of `Pool.score` and `Pool.score_pairs`, which say what each one does."""
+
+    label_token_ids: Ids | None
+    apply_softmax: bool
+    item_first: bool
+    return_pooled_hidden_states: bool
+    logprobs: bool
+    raw: bool
 
 
 class ScoreCalls(RowCalls):
@@ -75,7 +78,7 @@ class ScoreCalls(RowCalls):
         Cancelling the task that awaits it takes the request back.
         """
         check_options("score", options, ScoreOptions)
-        return await self._score(encode_shared(query, items), _SCORE_NAMES, **options)
+        return await self._score(encode_shared(query, items), _SCORE_NAMES, options)
 
     async def score_pairs(
         self,
@@ -88,39 +91,19 @@ class ScoreCalls(RowCalls):
         Everything else is as in `score`.
         """
         check_options("score_pairs", options, ScoreOptions)
-        return await self._score(encode_pairs(prompts, responses), _PAIR_NAMES, **options)
+        return await self._score(encode_pairs(prompts, responses), _PAIR_NAMES, options)
 
-    async def _score(
-        self,
-        payload: Payload,
-        names: Mapping[str, str],
-        *,
-        label_token_ids: Ids | None = None,
-        apply_softmax: bool = False,
-        item_first: bool = False,
-        return_pooled_hidden_states: bool = False,
-        group: str = "",
-        priority: int = 0,
-        timeout: float | None = None,  # noqa: ASYNC109 (the coordinator keeps this time too)
-        retry_busy: bool = True,
-        min_version: int = 0,
-        logprobs: bool = False,
-        raw: bool = False,
-    ) -> ScoreResult:
+    async def _score(self, payload: Payload, names: Mapping[str, str], options: ScoreOptions) -> ScoreResult:
         specs, frames = payload
         score = Score(
             id=0,
             frames=specs,
-            group=check_group(group),
-            labels=check_labels(label_token_ids),
-            softmax=check_flag("apply_softmax", apply_softmax),
-            item_first=check_flag("item_first", item_first),
-            hidden=check_flag("return_pooled_hidden_states", return_pooled_hidden_states),
-            priority=check_priority(priority),
-            min_version=check_version(min_version, "min_version"),
-            logprobs=check_flag("logprobs", logprobs),
-            raw=check_flag("raw", raw),
+            labels=check_labels(options.get("label_token_ids")),
+            softmax=flag(options, "apply_softmax"),
+            item_first=flag(options, "item_first"),
+            hidden=flag(options, "return_pooled_hidden_states"),
+            logprobs=flag(options, "logprobs"),
+            raw=flag(options, "raw"),
         )
         check_softmax(score.softmax, score.labels)
-        answer = await self._submit(score, frames, names, timeout, retry_busy)
-        return read_result(answer.result, answer.frames)
+        return read_result(*await self._submit(score, frames, names, options))

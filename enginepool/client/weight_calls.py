@@ -1,12 +1,13 @@
 """The calls of a `Pool` about weights: versions, digests, single weights, and updates that send no tensors."""
 
+from collections.abc import Sequence
 from os import PathLike
 
 from enginepool.client.arguments import check_group, check_name, check_path, check_timeout
 from enginepool.client.connection import Connection
 from enginepool.client.metadata_update import publish_message, publish_unsent
 from enginepool.client.results import Floats, WeightReader
-from enginepool.client.session.events import Ask, WeightsAnswer
+from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
 from enginepool.protocol.messages.weights import InFlight
 
@@ -23,7 +24,7 @@ class WeightCalls:
             UnknownGroup: there is no such group.
             DeadlineExceeded: no answer within `timeout` seconds.
         """
-        return (await self._ask_weights(InspectWeights(0, check_group(group)), timeout)).report
+        return (await self._ask_weights(InspectWeights(0, check_group(group)), timeout))[0]
 
     async def weights_digest(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:  # noqa: ASYNC109
         """The digest of every worker's weights as they are in its engine now; equal ones are the same weights.
@@ -32,14 +33,14 @@ class WeightCalls:
 
         Raises what `weights` does. A worker that cannot say has `code` and `message`.
         """
-        return (await self._ask_weights(InspectWeights(0, check_group(group), "digest"), timeout)).report
+        return (await self._ask_weights(InspectWeights(0, check_group(group), "digest"), timeout))[0]
 
     async def validate_weights(self, group: str = "", *, timeout: float | None = 120.0) -> WeightsReport:  # noqa: ASYNC109
         """Look for NaN, infinity and tensors of nothing but zeros in every engine: the `findings` of each worker.
 
         Raises what `weights` does. A worker that cannot say has `code` and `message`.
         """
-        return (await self._ask_weights(InspectWeights(0, check_group(group), "validate"), timeout)).report
+        return (await self._ask_weights(InspectWeights(0, check_group(group), "validate"), timeout))[0]
 
     async def weight(self, name: str, group: str = "", *, timeout: float | None = 60.0) -> Floats:  # noqa: ASYNC109
         """One weight as an engine holds it, by its name in the checkpoint: float32, in the shape that the engine has.
@@ -54,8 +55,7 @@ class WeightCalls:
         while reader.weight is None:
             left = None if end is None else max(end - self._connection.now(), 0.001)
             question = InspectWeights(0, group, "tensor", name, offset=reader.offset)
-            answer = await self._ask_weights(question, left)
-            reader.take(answer.report, answer.frames)
+            reader.take(*await self._ask_weights(question, left))
         return reader.weight
 
     async def set_version(
@@ -110,12 +110,5 @@ class WeightCalls:
         publish.path = check_path(path)
         return await publish_unsent(self._connection, publish, check_timeout(timeout))
 
-    async def _ask_weights(self, question: InspectWeights, seconds: float | None) -> WeightsAnswer:
-        seconds = check_timeout(seconds)
-        now = self._connection.now()
-
-        def ask(id_: int) -> Ask:
-            question.id = id_
-            return Ask(now, question, None if seconds is None else now + seconds)
-
-        return await self._connection.ask(ask, WeightsAnswer)
+    async def _ask_weights(self, question: InspectWeights, seconds: float | None) -> tuple[WeightsReport, Sequence[Buffer]]:
+        return await self._connection.ask(question, WeightsReport, check_timeout(seconds))

@@ -6,21 +6,21 @@ from typing import TYPE_CHECKING
 
 from enginepool.client.metadata_update import NAMES
 from enginepool.client.session.events import (
-    JoinProcessGroup,
-    PhaseReached,
+    Answer,
+    Fail,
     SessionEvent,
     UpdateAbort,
     UpdateBegin,
     UpdateCommit,
-    UpdateDone,
     UpdateProgress,
     UpdateSent,
+    UpdateStep,
 )
 from enginepool.errors import EnginepoolError
 from enginepool.host import host_identity
 from enginepool.protocol.manifest import encode_manifest
 from enginepool.protocol.messages import ErrorReply, FrameSpec
-from enginepool.protocol.messages.weights import MemoryRegion, Publish, Published
+from enginepool.protocol.messages.weights import Join, MemoryRegion, Phase, Publish, Published
 from enginepool.trainer.ipc_export import IpcExport
 from enginepool.trainer.publisher_context import PublisherContext
 from enginepool.trainer.rank0_endpoint import Rank0Endpoint
@@ -32,7 +32,7 @@ from enginepool.transfer import threads
 from enginepool.transfer.process_group import CollectiveError
 
 if TYPE_CHECKING:
-    from enginepool.client.connection import Connection, UpdateEffect
+    from enginepool.client.connection import Connection
 
 _MAX_REASON = 200
 
@@ -118,20 +118,21 @@ class Rank0Update(UpdateHandle):
 
     # --- what the coordinator says -------------------------------------------------------------------------------------
 
-    def _hear(self, effect: "UpdateEffect") -> None:
+    def _hear(self, effect: Answer | UpdateStep | Fail) -> None:
         assert self._sender is not None
-        if isinstance(effect, JoinProcessGroup):
+        outcome = effect.failure if isinstance(effect, Fail) else effect.message
+        if isinstance(outcome, Join):
             self._joining = True
-            self._sender.join_group(effect.join)
+            self._sender.join_group(outcome)
             self._agreed()
-        elif isinstance(effect, PhaseReached):
-            phase = effect.phase
-            self.phase, self.members, self.done = phase.phase, phase.members, phase.done
-            if phase.phase == "transfer":
+        elif isinstance(outcome, Phase):
+            self.phase, self.members, self.done = outcome.phase, outcome.members, outcome.done
+            if outcome.phase == "transfer":
                 self._sender.transfer()
                 self._agreed()
         else:
-            self._end(effect.published if isinstance(effect, UpdateDone) else effect.failure)
+            assert isinstance(outcome, Published | ErrorReply)
+            self._end(outcome)
 
     def _agreed(self) -> None:
         if not self._opened.done():
@@ -208,7 +209,7 @@ class Rank0Update(UpdateHandle):
         """Tell the session `event(now, id)`; False: the session does not know this update."""
         if self._id is None:
             return False
-        self._connection.tell(event(self._context.loop.time(), self._id))
+        self._connection.handle(event(self._context.loop.time(), self._id))
         return True
 
     def _stuck(self) -> str:
@@ -220,4 +221,4 @@ class Rank0Update(UpdateHandle):
         return f"; this publisher waits for {name} from its source or gather{ranks}"
 
     def _exception(self, failure: ErrorReply) -> EnginepoolError:
-        return self._connection.failed(failure, NAMES)
+        return self._connection.error(failure, NAMES)

@@ -17,7 +17,6 @@ from enginepool.client.session.events import (
     Fail,
     MessageReceived,
     OpenLink,
-    Report,
     SendMessage,
     SessionEffect,
     SessionEvent,
@@ -583,7 +582,7 @@ def test_a_status_question_is_asked_until_it_is_answered():
     driver.pass_time(1.05)
     assert Status(1) in driver.sent()
     driver.hear(StatusReport(7, id=1))
-    assert driver.effects == [Report(1, StatusReport(7, id=1))]
+    assert driver.effects == [Answer(StatusReport(7, id=1))]
     driver.hear(StatusReport(7, id=1))
     assert driver.effects == []
 

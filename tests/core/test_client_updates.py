@@ -7,14 +7,13 @@ import pytest
 
 from enginepool.client.session.events import (
     AbandonRequest,
+    Answer,
     Ask,
     Close,
     CommittedWeightsLost,
     Fail,
-    JoinProcessGroup,
     MessageReceived,
     OpenLink,
-    PhaseReached,
     SendMessage,
     SessionEffect,
     SessionEvent,
@@ -23,10 +22,9 @@ from enginepool.client.session.events import (
     UpdateAbort,
     UpdateBegin,
     UpdateCommit,
-    UpdateDone,
     UpdateProgress,
     UpdateSent,
-    WeightsAnswer,
+    UpdateStep,
 )
 from enginepool.client.session.machine import ClientSession
 from enginepool.client.session.settings import SessionSettings
@@ -69,11 +67,13 @@ class Publisher(Driver):
 
     def ended(self) -> list[str]:
         """How updates ended in the last step."""
-        return [
-            effect.failure.code if isinstance(effect, Fail) else effect.published.record.outcome
-            for effect in self.effects
-            if isinstance(effect, Fail | UpdateDone)
-        ]
+        codes: list[str] = []
+        for effect in self.effects:
+            if isinstance(effect, Fail):
+                codes.append(effect.failure.code)
+            elif isinstance(effect, Answer) and isinstance(effect.message, Published):
+                codes.append(effect.message.record.outcome)
+        return codes
 
     def words(self) -> list[str]:
         """The kinds of messages that the last step sent, pings aside."""
@@ -94,11 +94,11 @@ def test_an_update_is_opened_joined_sent_committed_and_acknowledged(publisher: P
     (opened,) = publisher.open()
     assert opened == SendMessage(publish(1), MANIFEST)
     join, phase = Join("group", 3, id=1), Phase(1, "transfer", 2, 2)
-    assert publisher.hear(join) == [JoinProcessGroup(1, join)]
-    assert publisher.hear(phase) == [PhaseReached(1, phase)]
+    assert publisher.hear(join) == [UpdateStep(join)]
+    assert publisher.hear(phase) == [UpdateStep(phase)]
     assert publisher.send_all() == [SendMessage(Sent(1, DIGEST, 1000))]
     assert publisher.commit() == [SendMessage(Commit(1))]
-    assert publisher.hear(published(1)) == [UpdateDone(1, published(1))]
+    assert publisher.hear(published(1)) == [Answer(published(1))]
     publisher.pass_time(0.2)
     assert publisher.sent() == [Ack([1])]
     assert publisher.hear(published(1)) == []
@@ -333,7 +333,7 @@ def test_a_question_about_weights_is_asked_again_after_a_lost_link_and_answered_
     publisher.welcome()
     assert publisher.sent() == [question]
     report = WeightsReport(1, "g", dtype="float32")
-    assert publisher.hear(report) == [WeightsAnswer(1, report)]
+    assert publisher.hear(report) == [Answer(report)]
     assert publisher.hear(report) == []
 
 
@@ -457,13 +457,14 @@ def test_every_update_ends_once_and_as_the_journal_says_whatever_the_network_doe
                 link += 1
             elif isinstance(effect, SendMessage):
                 put(False, link, effect.message)
-            elif isinstance(effect, UpdateDone):
+            elif isinstance(effect, Answer):
                 outcomes[effect.id].append("committed")
             elif isinstance(effect, Fail):
                 outcomes[effect.id].append(f"{effect.failure.code} {effect.failure.message}")
-            elif isinstance(effect, PhaseReached):
-                todo.append(UpdateSent(now, effect.id, digests[effect.id], 10))
-                todo.append(UpdateCommit(now, effect.id, now + 30.0))
+            elif isinstance(effect, UpdateStep) and isinstance(effect.message, Phase):
+                id_ = effect.message.id
+                todo.append(UpdateSent(now, id_, digests[id_], 10))
+                todo.append(UpdateCommit(now, id_, now + 30.0))
         session.check()
         for after in todo:
             if rng.random() < 0.8:

@@ -10,9 +10,10 @@ import pytest
 
 from enginepool import BlockingPool, Pool
 from enginepool.client.absent import LATER
-from enginepool.client.arguments import ScoreOptions, check_address, check_options
+from enginepool.client.arguments import check_address, check_options
 from enginepool.client.embedded import embedded_config
 from enginepool.client.payload import encode_pairs, encode_shared
+from enginepool.client.score import ScoreOptions
 from enginepool.config import PoolConfig
 from enginepool.coordinator.operations.score import SCORE
 from enginepool.errors import BadRequest, ConfigError

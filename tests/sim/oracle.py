@@ -81,7 +81,8 @@ class Oracle:
         if isinstance(effect, Answer):
             if call.names == ["embeddings"]:
                 self.counts["embeddings"] = self.counts.get("embeddings", 0) + 1
-            self._right(call, effect.result, [bytes(frame) for frame in effect.frames])
+            assert isinstance(effect.message, Result)
+            self._right(call, effect.message, [bytes(frame) for frame in effect.frames])
         else:
             self._justified(now, call, effect)
 

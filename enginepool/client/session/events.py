@@ -13,6 +13,9 @@ from enginepool.protocol.messages.control import Control, ControlReport
 from enginepool.protocol.messages.weight_reports import InspectWeights, WeightsReport
 from enginepool.protocol.messages.weights import Join, MemoryRegion, Phase, Publish, Published
 
+#: asked until a report answers it
+Question = Status | RestartWorker | InspectWeights | Control
+
 
 class SessionEvent(msgspec.Struct, frozen=True, gc=False):
     """Base of all events."""
@@ -49,7 +52,7 @@ class Ask(SessionEvent, frozen=True):
     """A question for a report: on the pool's status, after the restart of a worker, on weights, or on a command. Its id is of
     the same series as the ids of requests."""
 
-    question: Status | RestartWorker | InspectWeights | Control
+    question: Question
     deadline: float | None = None
 
 
@@ -132,11 +135,15 @@ class SendMessage(SessionEffect, frozen=True):
 
 
 class Answer(SessionEffect, frozen=True):
-    """The final answer of request `id`: its result."""
+    """The final answer of a request, a question or an update. An update that is not committed ends with Fail."""
 
-    id: int
-    result: Result
-    frames: Sequence[Buffer]
+    message: Result | StatusReport | WeightsReport | ControlReport | Published
+    frames: Sequence[Buffer] = ()
+
+    @property
+    def id(self) -> int:
+        """Of the request, the question or the update."""
+        return self.message.id
 
 
 class Fail(SessionEffect, frozen=True):
@@ -146,47 +153,14 @@ class Fail(SessionEffect, frozen=True):
     failure: ErrorReply
 
 
-class Report(SessionEffect, frozen=True):
-    """A status report that was asked for."""
+class UpdateStep(SessionEffect, frozen=True):
+    """An update goes on. Said again after a lost link.
 
-    id: int
-    report: StatusReport
+    `join`: be rank 0 of the process group that it describes. `phase`: the phase of the update. In `transfer` its bytes are to
+    be sent.
+    """
 
-
-class ControlAnswer(SessionEffect, frozen=True):
-    """What became of a command at each worker."""
-
-    id: int
-    report: ControlReport
-
-
-class WeightsAnswer(SessionEffect, frozen=True):
-    """A report about weights that was asked for."""
-
-    id: int
-    report: WeightsReport
-    frames: Sequence[Buffer] = ()
-
-
-class JoinProcessGroup(SessionEffect, frozen=True):
-    """Be rank 0 of the process group that `join` describes, for update `id`. Said again after a lost link."""
-
-    id: int
-    join: Join
-
-
-class PhaseReached(SessionEffect, frozen=True):
-    """Where update `id` stands; in phase `transfer` its bytes are to be sent. Said again after a lost link."""
-
-    id: int
-    phase: Phase
-
-
-class UpdateDone(SessionEffect, frozen=True):
-    """The final answer of update `id`: it is committed. (Fail: it is not, or that is unknown; the message says which.)"""
-
-    id: int
-    published: Published
+    message: Join | Phase
 
 
 class CommittedWeightsLost(SessionEffect, frozen=True):

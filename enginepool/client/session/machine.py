@@ -179,7 +179,7 @@ class ClientSession:
         self.link.heard()
         if isinstance(message, Result):
             if message.final:
-                self._answered(message.id, Answer(message.id, message, event.frames))
+                self._answered(message.id, Answer(message, event.frames))
         elif isinstance(message, ErrorReply):
             self._on_failure(message)
         elif isinstance(message, Ping):

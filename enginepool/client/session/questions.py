@@ -7,14 +7,24 @@ Part of the pure machine in `machine.py`. A coordinator keeps no question: one t
 from collections.abc import Sequence
 from math import inf
 
-from enginepool.client.session.events import Ask, ControlAnswer, Fail, Report, SendMessage, SessionEffect, WeightsAnswer
+from enginepool.client.session.events import Answer, Ask, Fail, Question, SendMessage, SessionEffect
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import ErrorReply, RestartWorker, Status, StatusReport
+from enginepool.protocol.messages import ErrorReply, Status, StatusReport
 from enginepool.protocol.messages.control import Control, ControlReport
-from enginepool.protocol.messages.weight_reports import InspectWeights, WeightsReport
+from enginepool.protocol.messages.weight_reports import WeightsReport
 
-Question = Status | RestartWorker | InspectWeights | Control
+
+class PendingQuestion:
+    """A question without an answer."""
+
+    __slots__ = ("again_at", "deadline", "message")
+
+    def __init__(self, message: Question, deadline: float, again_at: float) -> None:
+        self.message = message
+        self.deadline = deadline
+        #: when it is asked again
+        self.again_at = again_at
 
 
 class PendingQuestions:
@@ -26,24 +36,21 @@ class PendingQuestions:
         self.wake_at = inf
         #: the link stands: questions may be sent
         self._open = False
-        #: id -> (deadline, when to ask again)
-        self._waiting: dict[int, tuple[float, float]] = {}
-        self._questions: dict[int, Question] = {}
+        self._by_id: dict[int, PendingQuestion] = {}
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._by_id)
 
     def ask(self, event: Ask, now: float, out: list[SessionEffect]) -> None:
-        id_ = event.question.id
-        self._questions[id_] = event.question
-        self._waiting[id_] = (inf if event.deadline is None else event.deadline, self._again(id_, now))
+        message = event.question
+        deadline = inf if event.deadline is None else event.deadline
+        self._by_id[message.id] = PendingQuestion(message, deadline, now + self._again_s(message))
         self._time()
-        self._send(id_, out)
+        self._send(message, out)
 
     def abort(self, id_: int) -> bool:
         """The caller no longer wants it; False: `id_` is no question that waits."""
-        known = self._waiting.pop(id_, None) is not None
-        self._questions.pop(id_, None)
+        known = self._by_id.pop(id_, None) is not None
         self._time()
         return known
 
@@ -51,64 +58,55 @@ class PendingQuestions:
         self, report: StatusReport | WeightsReport | ControlReport, frames: Sequence[Buffer], out: list[SessionEffect]
     ) -> None:
         if self.abort(report.id):
-            if isinstance(report, StatusReport):
-                out.append(Report(report.id, report))
-            elif isinstance(report, ControlReport):
-                out.append(ControlAnswer(report.id, report))
-            else:
-                out.append(WeightsAnswer(report.id, report, frames))
+            out.append(Answer(report, frames))
 
     def refused(self, id_: int, failure: ErrorReply, out: list[SessionEffect]) -> bool:
         """An error is the answer; False: `id_` is no question that waits."""
-        known = id_ in self._waiting
+        known = self.abort(id_)
         if known:
-            self.abort(id_)
             out.append(Fail(id_, failure))
         return known
 
     def welcome(self, out: list[SessionEffect]) -> None:
         """The link stands: ask everything."""
         self._open = True
-        for id_ in self._waiting:
-            self._send(id_, out)
+        for question in self._by_id.values():
+            self._send(question.message, out)
 
     def shelve(self) -> None:
         """The link is lost."""
         self._open = False
 
     def tick(self, now: float, out: list[SessionEffect]) -> None:
-        for id_, (deadline, again) in list(self._waiting.items()):
-            if now >= deadline:
-                question = self._questions[id_]
-                what = "status" if isinstance(question, Status) else "control" if isinstance(question, Control) else "weights"
+        for id_, question in list(self._by_id.items()):
+            message = question.message
+            if now >= question.deadline:
+                what = "status" if isinstance(message, Status) else "control" if isinstance(message, Control) else "weights"
+                del self._by_id[id_]
                 out.append(Fail(id_, ErrorReply("deadline_exceeded", f"no {what} report came in time", id=id_)))
-                del self._waiting[id_], self._questions[id_]
-            elif now >= again:
-                self._waiting[id_] = (deadline, self._again(id_, now))
-                self._send(id_, out)
+            elif now >= question.again_at:
+                question.again_at = now + self._again_s(message)
+                self._send(message, out)
         self._time()
 
     def end(self, failure: ErrorReply, out: list[SessionEffect]) -> None:
         """`failure` is the answer of everything."""
-        out.extend(Fail(id_, failure) for id_ in self._waiting)
-        self._waiting.clear()
-        self._questions.clear()
+        out.extend(Fail(id_, failure) for id_ in self._by_id)
+        self._by_id.clear()
         self._open = False
         self._time()
 
-    def _again(self, id_: int, now: float) -> float:
-        settings = self.settings
-        return now + (settings.status_s if isinstance(self._questions[id_], Status) else settings.question_s)
+    def _again_s(self, message: Question) -> float:
+        return self.settings.status_s if isinstance(message, Status) else self.settings.question_s
 
-    def _send(self, id_: int, out: list[SessionEffect]) -> None:
+    def _send(self, message: Question, out: list[SessionEffect]) -> None:
         if self._open:
-            out.append(SendMessage(self._questions[id_]))
+            out.append(SendMessage(message))
 
     def _time(self) -> None:
-        self.wake_at = min((min(times) for times in self._waiting.values()), default=inf)
+        self.wake_at = min((min(question.deadline, question.again_at) for question in self._by_id.values()), default=inf)
 
     def check(self, welcomed: bool) -> None:
         """Raise AssertionError when the state contradicts itself, or what the session knows of the link."""
         assert self._open == welcomed, "questions are asked on a standing link, and then always"
-        assert bool(self._waiting) == (self.wake_at < inf), "questions have a time"
-        assert self._waiting.keys() == self._questions.keys(), "times are those of questions"
+        assert bool(self._by_id) == (self.wake_at < inf), "questions have a time"

@@ -18,16 +18,7 @@ appends to `out` what is to be done.
 from math import inf
 from typing import Literal
 
-from enginepool.client.session.events import (
-    Fail,
-    JoinProcessGroup,
-    PhaseReached,
-    SendMessage,
-    SessionEffect,
-    UpdateAbort,
-    UpdateBegin,
-    UpdateDone,
-)
+from enginepool.client.session.events import Answer, Fail, SendMessage, SessionEffect, UpdateAbort, UpdateBegin, UpdateStep
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
@@ -152,17 +143,17 @@ class Updates:
 
     def joined(self, message: Join, now: float, out: list[SessionEffect]) -> None:
         if self._heard(message.id, now):
-            out.append(JoinProcessGroup(message.id, message))
+            out.append(UpdateStep(message))
 
     def phase(self, message: Phase, now: float, out: list[SessionEffect]) -> None:
         if self._heard(message.id, now):
-            out.append(PhaseReached(message.id, message))
+            out.append(UpdateStep(message))
 
     def published(self, message: Published, out: list[SessionEffect]) -> bool:
         """It is committed; False: there is no such update."""
         known = self.by_id.pop(message.id, None) is not None
         if known:
-            out.append(UpdateDone(message.id, message))
+            out.append(Answer(message))
             self._time()
         return known
 
@@ -195,7 +186,7 @@ class Updates:
             self._fail(update, update.refused or _aborted(update, text), out)
         else:
             del self.by_id[update.id]
-            out.append(UpdateDone(update.id, Published(update.id, record.version, record)))
+            out.append(Answer(Published(update.id, record.version, record)))
             self._time()
         return True
 
