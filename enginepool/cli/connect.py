@@ -1,6 +1,8 @@
 """How commands reach a running pool: the `--connect` option and the connection behind it."""
 
-from typing import TYPE_CHECKING, Annotated
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -9,6 +11,8 @@ from enginepool.net.address import ADDRESS_VARIABLE, FORM, default_address, wron
 if TYPE_CHECKING:
     from enginepool.client.opening import Opening
     from enginepool.client.pool import Pool
+
+T = TypeVar("T")
 
 #: stands for the ipc socket at which a user's pool listens by default
 DEFAULT_ADDRESS = ""
@@ -40,3 +44,13 @@ def open_pool(address: str) -> "Opening[Pool]":
     from enginepool.client.pool import Pool
 
     return Pool.connect(address, connect_timeout=CONNECT_S)
+
+
+def ask_pool(address: str, question: "Callable[[Pool], Awaitable[T]]") -> T:
+    """What the pool at this address answers to one question."""
+
+    async def ask() -> T:
+        async with open_pool(address) as pool:
+            return await question(pool)
+
+    return asyncio.run(ask())

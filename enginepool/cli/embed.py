@@ -4,43 +4,40 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from enginepool.cli.connect import DEFAULT_ADDRESS, Address
-from enginepool.cli.file_options import (
-    Concurrency,
-    Group,
-    MinVersion,
-    MixedVersions,
-    Priority,
-    RetryErrors,
-    Source,
-    Target,
-    Timeout,
-)
-from enginepool.cli.jsonl import BadLine, InputLine
+from enginepool.cli.file_command import file_command
+from enginepool.cli.jsonl import InputLine
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
 
-Dimensions = Annotated[
-    int | None, typer.Option("--dimensions", metavar="N", min=1, help="The first N values of each embedding; all without it.")
-]
-NoNormalize = Annotated[bool, typer.Option("--no-normalize", help="Embeddings as the model pools them, of any length.")]
+
+class EmbedLine(InputLine, forbid_unknown_fields=True):
+    """An input line."""
+
+    inputs: list[str | list[int]] | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.inputs is None:
+            raise ValueError("needs inputs")
 
 
+async def _ask(pool: "Pool", line: EmbedLine, settings: dict[str, Any]) -> dict[str, Any]:
+    # The client checks that inputs are all text or all ids.
+    result = await pool.embed(cast("Any", line.inputs), **settings)
+    return {"embeddings": result.embeddings.tolist(), "version": result.version, "tokens": result.usage.tokens}
+
+
+@file_command(EmbedLine, _ask)
 def embed(
-    source: Source,
-    target: Target,
-    connect: Address = DEFAULT_ADDRESS,
-    group: Group = "",
-    priority: Priority = 0,
-    dimensions: Dimensions = None,
-    no_normalize: NoNormalize = False,
-    timeout: Timeout = None,
-    concurrency: Concurrency = 64,
-    min_version: MinVersion = 0,
-    mixed_versions: MixedVersions = False,
-    retry_errors: RetryErrors = False,
-) -> None:
+    dimensions: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="The first N values of each embedding; all without it.")
+    ] = None,
+    no_normalize: Annotated[
+        bool, typer.Option("--no-normalize", help="Embeddings as the model pools them, of any length.")
+    ] = False,
+) -> dict[str, Any]:
     """Embed a file of texts or token ids through a running pool.
 
     It reads, writes, stops and continues as `enginepool score` does.
@@ -56,27 +53,4 @@ def embed(
       enginepool embed texts.jsonl embeddings.jsonl
       enginepool embed texts.jsonl embeddings.jsonl --group documents --dimensions 256
     """
-    from enginepool.cli.file_run import run_file
-
-    options: dict[str, Any] = {"dimensions": dimensions, "normalize": not no_normalize, "group": group}
-    options |= {"priority": priority, "timeout": timeout, "min_version": min_version}
-    switches = {"mixed_versions": mixed_versions, "retry_errors": retry_errors}
-    run_file(EmbedLine, options, source, target, address=connect, concurrency=concurrency, **switches)
-
-
-class EmbedLine(InputLine, forbid_unknown_fields=True):
-    """An input line."""
-
-    inputs: list[str | list[int]] | None = None
-    dimensions: int | None = None
-    normalize: bool | None = None
-
-    def check(self) -> None:
-        """Raise BadLine without inputs."""
-        if self.inputs is None:
-            raise BadLine("needs inputs")
-
-    async def answer(self, pool: "Pool", settings: dict[str, Any]) -> dict[str, Any]:
-        """Have them embedded. The client checks that they are all text or all ids."""
-        result = await pool.embed(cast("Any", self.inputs), **settings)
-        return {"embeddings": result.embeddings.tolist(), "version": result.version, "tokens": result.usage.tokens}
+    return {"dimensions": dimensions, "normalize": not no_normalize}

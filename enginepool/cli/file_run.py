@@ -1,7 +1,7 @@
 """A file of requests through a running pool, into a file of answers: the run behind `enginepool score` and the like.
 
-An operation gives the form of its lines, a subclass of `jsonl.InputLine`: its keys, and its call on the pool. All else is here:
-many requests in flight, each answer written as it comes, progress, interrupts, and continuing where an earlier run stopped.
+An operation gives the form of its lines, a subclass of `jsonl.InputLine`, and its call on the pool. All else is here: many
+requests in flight, each answer written as it comes, progress, interrupts, and continuing where an earlier run stopped.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import sys
 import zlib
 from collections.abc import AsyncIterator, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 import msgspec
 import typer
@@ -19,7 +19,7 @@ from enginepool.cli.answers import AnswerFile, Answers
 from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed, run_interruptible
 from enginepool.cli.connect import open_pool
 from enginepool.cli.input_stream import STREAM, Line, PipeLines, file_lines
-from enginepool.cli.jsonl import BadLine, InputLine, checksum, error_columns, output_line, read_line
+from enginepool.cli.jsonl import Ask, BadLine, L, checksum, error_columns, output_line, read_line
 from enginepool.cli.progress import Progress
 from enginepool.client.arguments import check_timeout
 from enginepool.errors import BadRequest, EnginepoolError
@@ -47,11 +47,12 @@ def options_named() -> Generator[None]:
 
 
 def run_file(
-    form: type[InputLine],
+    form: type[L],
+    ask: Ask[L],
     options: dict[str, Any],
+    *,
     source: Path,
     target: Path,
-    *,
     address: str,
     concurrency: int,
     mixed_versions: bool,
@@ -60,6 +61,7 @@ def run_file(
     """Answer every line of `source` that `target` has no answer to.
 
     Args:
+        ask: asks the pool for the answer to a line of this `form`.
         options: the settings of lines that do not say them themselves, by the names of the fields of `form`.
 
     Raises:
@@ -80,7 +82,8 @@ def run_file(
             answers = Answers(Path("stdout"), sys.stdout.buffer, mixed_versions=mixed_versions)
         else:
             answers = Answers(target, stack.enter_context(open(target, "xb")), mixed_versions=mixed_versions)
-        _answer_all(source, answers, _FileRun(form, options, answers, seed), address, concurrency)
+        run = _FileRun(form, ask, options, answers, seed)
+        _answer_all(run, source, address, concurrency)
         _conclude(answers)
 
 
@@ -99,8 +102,9 @@ def _check_files(source: Path, target: Path, *, piped: bool, retry_errors: bool)
         raise CommandFailed(f"{target.parent}: no such directory", BAD_USAGE)
 
 
-def _answer_all(source: Path, answers: Answers, run: "_FileRun", address: str, concurrency: int) -> None:
+def _answer_all(run: "_FileRun[Any]", source: Path, address: str, concurrency: int) -> None:
     """The run itself; an interrupted one says how far it came."""
+    answers = run.answers
     earlier = answers.count
 
     def interrupted() -> str:
@@ -120,11 +124,13 @@ def _answer_all(source: Path, answers: Answers, run: "_FileRun", address: str, c
                 with Progress(size, answers) as progress:
                     # Requests wait in the pool while engines load. The user is told what the workers do.
                     loading = asyncio.create_task(pool.ready(group=run.options["group"], report=progress.worker_does))
+                    takers = [asyncio.create_task(run.take(pool, lines, progress)) for _ in range(concurrency)]
                     try:
-                        await run.all(pool, lines, concurrency, progress)
+                        await asyncio.gather(*takers)
                     finally:
-                        loading.cancel()
-                        await asyncio.gather(loading, return_exceptions=True)
+                        for task in (loading, *takers):
+                            task.cancel()
+                        await asyncio.gather(loading, *takers, return_exceptions=True)
 
         run_interruptible(main, interrupted)
 
@@ -141,34 +147,25 @@ def _lines(count: int) -> str:
     return f"{count:,} line{'' if count == 1 else 's'}"
 
 
-class _FileRun:
+class _FileRun(Generic[L]):
     """One pass over the input."""
 
-    def __init__(self, form: type[InputLine], options: dict[str, Any], answers: Answers, seed: int) -> None:
+    def __init__(self, form: type[L], ask: Ask[L], options: dict[str, Any], answers: Answers, seed: int) -> None:
         self.options = options
+        self.answers = answers
         self._form = form
-        self._answers = answers
+        self._ask = ask
         self._seed = seed
 
-    async def all(self, pool: "Pool", lines: AsyncIterator[Line], concurrency: int, progress: Progress) -> None:
-        """Answer every line without an answer, `concurrency` of them at a time.
+    async def take(self, pool: "Pool", lines: AsyncIterator[Line], progress: Progress) -> None:
+        """Answer lines from the iterator that all takers share, until it is empty.
 
         Raises:
             CommandFailed: the pool cannot go on, or the output cannot be written.
         """
-        tasks = [asyncio.create_task(self._take(pool, lines, progress)) for _ in range(concurrency)]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _take(self, pool: "Pool", lines: AsyncIterator[Line], progress: Progress) -> None:
-        """Answer lines from the iterator that all takers share, until it is empty."""
         unasked = 0
         async for number, offset, text in lines:
-            if number in self._answers or text.isspace() or await self._answer(pool, number, text):
+            if number in self.answers or text.isspace() or await self._answer(pool, number, text):
                 unasked += 1
                 if unasked % LINES_BETWEEN_TURNS == 0:
                     await asyncio.sleep(0)
@@ -176,22 +173,23 @@ class _FileRun:
 
     async def _answer(self, pool: "Pool", number: int, text: bytes) -> bool:
         """Write the answer to one line. Returns whether the pool was not needed for it."""
+        answers = self.answers
         crc = checksum(text, self._seed)
         try:
             line = read_line(text, self._form)
         except BadLine as error:
-            self._answers.add(output_line(number, crc, None, error_columns(number, error)), failed=True)
+            answers.add(output_line(number, crc, None, error_columns(number, error)), failed=True)
             return True
         try:
-            columns = await line.answer(pool, line.settings(self.options))
+            columns = await self._ask(pool, line, line.settings(self.options))
         except EnginepoolError as error:
             if error.retry or error.code in NOT_OF_THE_LINE:
-                raise CommandFailed(f"stopped at line {number}: {error}; {self._answers.resumed}") from None
+                raise CommandFailed(f"stopped at line {number}: {error}; {answers.resumed}") from None
             if error.code == "unknown_group" and line.group is None:
                 raise CommandFailed(f"{error}; choose one with --group", BAD_USAGE) from None
-            self._answers.add(output_line(number, crc, line, error_columns(number, error)), failed=True)
+            answers.add(output_line(number, crc, line, error_columns(number, error)), failed=True)
         else:
-            self._answers.versions.check(number, line.group, columns["version"])
-            self._answers.add(output_line(number, crc, line, columns), failed=False)
-            self._answers.versions.note(line.group, columns["version"])
+            answers.versions.check(number, line.group, columns["version"])
+            answers.add(output_line(number, crc, line, columns), failed=False)
+            answers.versions.note(line.group, columns["version"])
         return False

@@ -1,12 +1,11 @@
 """`enginepool flush`: engines forget the prefixes that they keep."""
 
-import asyncio
 from typing import Annotated
 
 import typer
 
 from enginepool.cli.cli_errors import CommandFailed
-from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
 
 
 def flush(
@@ -23,12 +22,7 @@ def flush(
       enginepool flush
       enginepool flush judge
     """
-    asyncio.run(_flush(connect, group))
-
-
-async def _flush(address: str, group: str) -> None:
-    async with open_pool(address) as pool:
-        report = await pool.flush(group)
+    report = ask_pool(connect, lambda pool: pool.flush(group))
     for worker in report.workers:
         typer.echo(f"{worker.name}: {worker.message or 'flushed'}")
     if failed := sum(bool(worker.code) for worker in report.workers):

@@ -2,15 +2,14 @@
 
 import re
 import zlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias, TypeVar
 
 import msgspec
 
 from enginepool.conversion import JSON, located, wrong_type
 
 if TYPE_CHECKING:
-    from enginepool.client.pool import Pool
     from enginepool.errors import EnginepoolError
 
 #: Every output line begins so. A last line that was cut off in writing is told from foreign text by it.
@@ -26,7 +25,8 @@ class BadLine(Exception):
 
 
 class InputLine(msgspec.Struct, forbid_unknown_fields=True):
-    """What a line of any operation may have. None: the options of the command apply."""
+    """What a line of any operation may have. None: the options of the command apply. `__post_init__` of a subclass raises
+    ValueError if a key is missing or contradicts another one."""
 
     id: str | int | None = None
     group: str | None = None
@@ -34,17 +34,16 @@ class InputLine(msgspec.Struct, forbid_unknown_fields=True):
     timeout: float | None = None
     min_version: int | None = None
 
-    def check(self) -> None:
-        """Raise BadLine if a key is missing or contradicts another one."""
-
-    async def answer(self, pool: "Pool", settings: dict[str, Any]) -> dict[str, Any]:
-        """Ask the pool. Returns what the output line has of the answer; `version` is among it. Raises EnginepoolError."""
-        raise NotImplementedError
-
     def settings(self, options: dict[str, Any]) -> dict[str, Any]:
         """`options` of the command, replaced by what the line says itself."""
         said = {name: getattr(self, name) for name in options}
         return {name: options[name] if value is None else value for name, value in said.items()}
+
+
+L = TypeVar("L", bound=InputLine)
+#: Asks the pool for the answer to a line, with these settings. Returns what the output line has of it; `version` is among it.
+#: Raises EnginepoolError.
+Ask: TypeAlias = Callable[[Any, L, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 def input_lines(source: BinaryIO, number: int = 1, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
@@ -68,21 +67,16 @@ def checksum(line: bytes, seed: int) -> int:
     return zlib.crc32(line.rstrip(b"\r\n"), seed)
 
 
-L = TypeVar("L", bound=InputLine)
-
-
 def read_line(text: bytes, form: type[L]) -> L:
     """The request on an input line of this form. Raises BadLine."""
     if len(text) > MAX_LINE_BYTES:
         raise BadLine(f"over {MAX_LINE_BYTES} bytes long")
     try:
-        line = msgspec.json.decode(text, type=form)
+        return msgspec.json.decode(text, type=form)
     except msgspec.ValidationError as error:
         raise BadLine(_wrong(*located(str(error)), form)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise BadLine(f"not JSON: {error}") from None
-    line.check()
-    return line
 
 
 def _wrong(field: str, what: str, form: type[InputLine]) -> str:

@@ -1,11 +1,10 @@
 """`enginepool restart`: workers restarted, one after the other, or started again after they were given up."""
 
-import asyncio
 from typing import Annotated
 
 import typer
 
-from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
 
 
 def _check_target(target: str) -> str:
@@ -36,9 +35,4 @@ def restart(
       enginepool restart judge/judge-0
     """
     group, _, worker = target.partition("/")
-    asyncio.run(_restart(connect, group, worker))
-
-
-async def _restart(address: str, group: str, worker: str) -> None:
-    async with open_pool(address) as pool:
-        await pool.restart(group, worker, report=typer.echo)
+    ask_pool(connect, lambda pool: pool.restart(group, worker, report=typer.echo))

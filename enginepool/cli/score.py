@@ -1,52 +1,62 @@
-"""`enginepool score`: a file of requests through a running pool, into a file of answers."""
+"""`enginepool score`: a file of requests through a running pool, into a file of scores."""
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from enginepool.cli.cli_errors import BAD_USAGE, CommandFailed
-from enginepool.cli.connect import DEFAULT_ADDRESS, Address
-from enginepool.cli.file_options import (
-    Concurrency,
-    Group,
-    MinVersion,
-    MixedVersions,
-    Priority,
-    RetryErrors,
-    Source,
-    Target,
-    Timeout,
-)
+from enginepool.cli.file_command import file_command
+from enginepool.cli.jsonl import InputLine
 
-Labels = Annotated[
-    str,
-    typer.Option("--label-token-ids", metavar="ID,ID,...", help="For causal models: the tokens to give probabilities of."),
-]
-Softmax = Annotated[bool, typer.Option("--softmax", help="Let the labels' probabilities sum to 1.")]
-Logprobs = Annotated[bool, typer.Option("--logprobs", help="Natural logarithms instead of probabilities.")]
-Raw = Annotated[bool, typer.Option("--raw", help="For cross-encoders: rows need no separator between query and item.")]
-ItemFirst = Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")]
-Hidden = Annotated[bool, typer.Option("--hidden", help="Pooled hidden states too, from models that have them.")]
+if TYPE_CHECKING:
+    from enginepool.client.pool import Pool
 
 
+class ScoreLine(InputLine, forbid_unknown_fields=True):
+    """An input line: either `query` and `items`, or `prompts` and `responses`."""
+
+    query: str | list[int] | None = None
+    items: list[str | list[int]] | None = None
+    prompts: list[str | list[int]] | None = None
+    responses: list[str | list[int]] | None = None
+    label_token_ids: list[int] | None = None
+    apply_softmax: bool | None = None
+    item_first: bool | None = None
+    return_pooled_hidden_states: bool | None = None
+    logprobs: bool | None = None
+    raw: bool | None = None
+
+    def __post_init__(self) -> None:
+        """There is one of the two pairs, and no key of the other."""
+        given = [name for name in ("query", "items", "prompts", "responses") if getattr(self, name) is not None]
+        if given not in (["query", "items"], ["prompts", "responses"]):
+            raise ValueError("needs query and items, or prompts and responses")
+
+
+async def _ask(pool: "Pool", line: ScoreLine, settings: dict[str, Any]) -> dict[str, Any]:
+    # The client checks that rows are all text or all ids.
+    if line.query is None:
+        result = await pool.score_pairs(cast("Any", line.prompts), cast("Any", line.responses), **settings)
+    else:
+        result = await pool.score(line.query, cast("Any", line.items), **settings)
+    columns = {"scores": result.scores.tolist(), "version": result.version, "tokens": result.usage.tokens}
+    return columns if result.hidden is None else columns | {"hidden": result.hidden.tolist()}
+
+
+@file_command(ScoreLine, _ask)
 def score(
-    source: Source,
-    target: Target,
-    connect: Address = DEFAULT_ADDRESS,
-    group: Group = "",
-    priority: Priority = 0,
-    labels: Labels = "",
-    softmax: Softmax = False,
-    logprobs: Logprobs = False,
-    raw: Raw = False,
-    item_first: ItemFirst = False,
-    hidden: Hidden = False,
-    timeout: Timeout = None,
-    concurrency: Concurrency = 64,
-    min_version: MinVersion = 0,
-    mixed_versions: MixedVersions = False,
-    retry_errors: RetryErrors = False,
-) -> None:
+    label_token_ids: Annotated[
+        str,
+        typer.Option("--label-token-ids", metavar="ID,ID,...", help="For causal models: the tokens to give probabilities of."),
+    ] = "",
+    softmax: Annotated[bool, typer.Option("--softmax", help="Let the labels' probabilities sum to 1.")] = False,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="Natural logarithms instead of probabilities.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="For cross-encoders: rows need no separator between query and item.")
+    ] = False,
+    item_first: Annotated[bool, typer.Option("--item-first", help="Put the item before the query.")] = False,
+    hidden: Annotated[bool, typer.Option("--hidden", help="Pooled hidden states too, from models that have them.")] = False,
+) -> dict[str, Any]:
     """Score a file of requests through a running pool.
 
     Interrupted, the same command continues where it stopped; nothing is scored twice in OUT. With - that is not possible:
@@ -69,18 +79,14 @@ def score(
       enginepool score in.jsonl out.jsonl --connect ipc:///run/pool.sock
       make-requests | enginepool score - - | use-scores
     """
-    from enginepool.cli.file_run import options_named, run_file
-    from enginepool.cli.score_line import ScoreLine
+    from enginepool.cli.file_run import options_named
     from enginepool.client.payload import check_labels, check_softmax
 
-    ids = _token_ids(labels)
+    ids = _token_ids(label_token_ids)
     with options_named():
         check_softmax(softmax, check_labels(ids))
-    options: dict[str, Any] = {"label_token_ids": ids, "apply_softmax": softmax, "logprobs": logprobs, "raw": raw}
-    options |= {"item_first": item_first, "return_pooled_hidden_states": hidden, "group": group}
-    options |= {"priority": priority, "timeout": timeout, "min_version": min_version}
-    switches = {"mixed_versions": mixed_versions, "retry_errors": retry_errors}
-    run_file(ScoreLine, options, source, target, address=connect, concurrency=concurrency, **switches)
+    settings: dict[str, Any] = {"label_token_ids": ids, "apply_softmax": softmax, "logprobs": logprobs, "raw": raw}
+    return settings | {"item_first": item_first, "return_pooled_hidden_states": hidden}
 
 
 def _token_ids(text: str) -> list[int] | None:

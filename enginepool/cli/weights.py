@@ -1,20 +1,17 @@
 """`enginepool weights`: what weights a running pool holds, where they came from, and changing them without a trainer."""
 
-import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from enginepool.cli.cli_errors import BAD_USAGE, RUN_FAILED, CommandFailed
-from enginepool.cli.connect import DEFAULT_ADDRESS, Address, open_pool
+from enginepool.cli.connect import DEFAULT_ADDRESS, Address, ask_pool
 
 if TYPE_CHECKING:
     from enginepool.client.pool import Pool
     from enginepool.protocol.messages.weight_reports import UpdateRecord, WeightsReport, WorkerWeights
-
-T = TypeVar("T")
 
 weights = typer.Typer(name="weights", rich_markup_mode=None)
 
@@ -122,7 +119,7 @@ def get(
 
     if output is not None and not output.parent.is_dir():
         raise CommandFailed(f"{output.parent}: no such directory", BAD_USAGE)
-    found = _ask(connect, lambda pool: pool.weight(name, group))
+    found = ask_pool(connect, lambda pool: pool.weight(name, group))
     if output is not None:
         with open(output, "wb") as file:
             np.save(file, found)
@@ -157,7 +154,7 @@ def publish(
       enginepool weights publish /models/other --version 0 --new-run
     """
     in_flight = "abort" if abort else "drain"
-    record = _ask(
+    record = ask_pool(
         connect,
         lambda pool: pool.publish_checkpoint(checkpoint, version, group, in_flight=in_flight, drain=drain, new_run=new_run),
     )
@@ -175,7 +172,7 @@ def set_version(version: Version, connect: Address = DEFAULT_ADDRESS, group: Gro
       enginepool weights set-version --version 12
       enginepool weights set-version --version 0 --new-run
     """
-    typer.echo(_committed(_ask(connect, lambda pool: pool.set_version(version, group, new_run=new_run))))
+    typer.echo(_committed(ask_pool(connect, lambda pool: pool.set_version(version, group, new_run=new_run))))
 
 
 def _committed(record: "UpdateRecord") -> str:
@@ -188,11 +185,11 @@ def _committed(record: "UpdateRecord") -> str:
 
 def _report(
     address: str,
-    question: "Callable[[Pool], Coroutine[Any, Any, WeightsReport]]",
+    question: "Callable[[Pool], Awaitable[WeightsReport]]",
     show: "Callable[[WeightsReport], Any]",
     as_json: bool,
 ) -> "WeightsReport":
-    report = _ask(address, question)
+    report = ask_pool(address, question)
     if as_json:
         import msgspec
 
@@ -211,11 +208,3 @@ def _all_answered(report: "WeightsReport", besides: "Callable[[WorkerWeights], b
     silent = [f"{worker.name}: {worker.message}" for worker in report.workers if worker.message and not besides(worker)]
     if silent:
         raise CommandFailed("; ".join(silent), RUN_FAILED)
-
-
-def _ask(address: str, question: "Callable[[Pool], Coroutine[Any, Any, T]]") -> T:
-    async def ask() -> T:
-        async with open_pool(address) as pool:
-            return await question(pool)
-
-    return asyncio.run(ask())

@@ -88,7 +88,7 @@ def test_an_engine_whose_digest_tells_nothing_is_not_comparable_and_that_is_no_f
     def ask(*_: object) -> WeightsReport:
         return report
 
-    monkeypatch.setattr(weights, "_ask", ask)
+    monkeypatch.setattr(weights, "ask_pool", ask)
     code, out, err = call("weights", "digest", env={"COLUMNS": "200"})
     assert (code, err) == (0, "") and why in out
     report.workers.append(WorkerWeights("judge/2", 3, "1" * 32))
