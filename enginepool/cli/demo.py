@@ -75,18 +75,17 @@ def _sim() -> "GroupConfig":
 
 def _real(directory: Path, device: Device, show: Any) -> "GroupConfig":
     """Workers with a tiny model made in `directory`, on the CPU or on one GPU or two."""
-    from enginepool.cli.doctor_checks import find_gpus
+    from enginepool.cli.doctor_checks import probe
     from enginepool.cli.tiny_model_files import make_tiny_model
     from enginepool.config import GroupConfig
 
-    gpus = find_gpus() if device is not Device.cpu else None
-    on_gpu = gpus is not None and gpus.usable
-    if device is Device.cuda and not on_gpu:
+    gpus = [] if device is Device.cpu else probe(["torch"]).devices
+    if device is Device.cuda and not gpus:
         raise CommandFailed("--device cuda: torch finds no CUDA GPU here; `enginepool doctor` says more")
     show.say("Making a tiny random model ...")
     make_tiny_model(directory)
-    if gpus is not None and on_gpu:
-        places = [str(i % len(gpus.names)) for i in range(2)]
+    if gpus:
+        places = [str(i % len(gpus)) for i in range(2)]
         # Two engines may share a GPU, whose attention kernels take half precision alone.
         options = {"mem_fraction_static": 0.3, "max_total_tokens": 32_768}
         return GroupConfig(model=str(directory), workers=2, device="cuda", dtype="bfloat16", gpus=places, options=options)

@@ -1,7 +1,6 @@
 """What `enginepool doctor` looks at, and what it concludes for each way of using the pool."""
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -37,25 +36,28 @@ CPU_ENGINE_BYTES = 1.4 * GB
 FILES = 1024
 #: Packages are imported by a process of its own, which must not outlast the user's patience.
 PROBE_S = 90.0
+#: Imports the packages that it is given, says why one cannot be, and asks torch for GPUs. An image package that cannot be
+#: imported is hidden from the others, as it is from an engine on a CPU.
 _PROBE = """
-import json, torch
-devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-print(json.dumps({"cuda": torch.version.cuda or "", "devices": [[d.name, d.total_memory] for d in devices]}))
-"""
-#: Imports the packages that it is given, and says why one cannot be. An image package that cannot be imported is hidden from
-#: the others, as it is from an engine on a CPU.
-_IMPORTS = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
-said = {}
-for name in sys.argv[1:]:
+errors, cuda, devices = {}, "", []
+def attempt(name, act):
     try:
-        importlib.import_module(name)
+        return act()
     except BaseException as error:
         lines = str(error).strip().splitlines()
-        said[name] = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        errors[name] = f"{type(error).__name__}: {lines[0] if lines else ''}"
         sys.modules[name] = None
-print(json.dumps(said))
+for name in sys.argv[1:]:
+    attempt(name, lambda: importlib.import_module(name))
+torch = sys.modules.get("torch")
+def find():
+    return [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+if torch is not None:
+    devices = [(one.name, one.total_memory) for one in attempt("torch", find) or []]
+    cuda = torch.version.cuda or ""
+print(json.dumps({"errors": errors, "cuda": cuda, "devices": devices}))
 """
 
 
@@ -83,79 +85,78 @@ class DoctorChecks(msgspec.Struct, frozen=True):
     verdicts: list[Verdict]
 
 
-class Gpus(msgspec.Struct):
-    """The NVIDIA GPUs that torch or the driver knows."""
+class Probe(msgspec.Struct):
+    """What a process that imported packages found.
 
-    names: list[str] = []
-    finding: CheckResult = CheckResult("GPUs", "note", "none found (no torch, no nvidia-smi)")
-    #: torch can use them
-    usable: bool = False
-    torch_works: bool = False
+    Attributes:
+        errors: why those packages that cannot be imported cannot be.
+        cuda: torch's CUDA version.
+        devices: name and bytes of each GPU that torch can use.
+    """
+
+    errors: dict[str, str] = {}
+    cuda: str = ""
+    devices: list[tuple[str, int]] = []
 
 
 def verify() -> DoctorChecks:
     """Look at this machine. Takes some ten seconds where SGLang is installed: what is reported as good has been imported."""
     python = sys.version_info >= (3, 11)
+    cores = len(os.sched_getaffinity(0))
+    installed = [name for name in (IMAGES, *ENGINE) if find_spec(name) is not None]
+    found = probe(installed)
+    gpus = found.devices or _driver_gpus()
+    available, total = _memory()
     findings = [
         CheckResult("Python", "good" if python else "bad", f"{platform.python_version()} ({sys.executable})"),
-        CheckResult(
-            "system", "note", f"{platform.system()} {platform.machine()}, {len(os.sched_getaffinity(0))} CPU cores to use"
-        ),
+        CheckResult("system", "note", f"{platform.system()} {platform.machine()}, {cores} CPU cores to use"),
+        *(_core_package(name) for name in CORE),
+        *(_engine_package(name, found.errors) for name in (*ENGINE[:4], IMAGES)),
+        _gpus(found, gpus),
+        CheckResult("memory", "note", f"{available / GB:.1f} of {total / GB:.1f} GB available"),
+        *(_disk(), _shm(), _files(), endpoint()),
     ]
-    core_missing = [name for name in CORE if version_of(name) is None]
-    engine_missing = [name for name in ENGINE if find_spec(name) is None]
-    broken = import_errors([name for name in (IMAGES, *ENGINE) if find_spec(name) is not None])
-    findings += [_package(name, needed=True) for name in CORE]
-    findings += [_engine_package(name, broken) for name in (*ENGINE[:4], IMAGES)]
-    gpus = find_gpus()
-    findings.append(gpus.finding)
-    available, total = _memory()
-    findings.append(CheckResult("memory", "note", f"{available / GB:.1f} of {total / GB:.1f} GB available"))
-    findings += [_disk(), _shm(), _files(), endpoint()]
-
     bad = [finding.what for finding in findings if finding.state == "bad"]
-    coordinator = python and not core_missing and not bad
-    why_not = "missing: " + ", ".join(bad)
-    useless = [name for name in ENGINE if name in broken]
-    missing = ""
-    if engine_missing:
-        missing = f"not installed: {', '.join(engine_missing)}"
-    elif useless or not gpus.torch_works:
-        missing = f"cannot be imported: {', '.join(useless or ['torch'])}"
-    elif not supported(version_of("sglang") or ""):
-        missing = f"sglang {version_of('sglang')} is not supported: {SGLANG_OLDEST} to {SGLANG_NEWEST} are"
-    engine = coordinator and not missing
-    images = engine and find_spec(IMAGES) is not None and IMAGES not in broken
+    why_not = f"missing: {', '.join(bad)}" if bad else ""
+    missing = why_not or _missing_engine(installed, found.errors)
+    images = "" if IMAGES in installed and IMAGES not in found.errors else f"{IMAGES} cannot be imported or is not installed"
     fits = int(available // CPU_ENGINE_BYTES)
+    if missing:
+        on_cpu = f"{missing}; `make demo` in a clone of the project sets it up"
+    else:
+        on_cpu = f"up to {fits} workers with tiny models in this memory" if fits else "less than 1.4 GB of memory"
     verdicts = [
-        Verdict("coordinator", coordinator, "needs no torch and no GPU" if coordinator else why_not),
-        Verdict("engine sim", coordinator, "scores by a cost model, without torch: for dry runs" if coordinator else why_not),
-        Verdict(
-            "real engine, CPU",
-            engine and fits > 0,
-            f"up to {fits} workers with tiny models in this memory"
-            if engine and fits > 0
-            else (
-                missing + "; `make demo` in a clone of the project sets it up" if not engine else "less than 1.4 GB of memory"
-            ),
-        ),
+        Verdict("coordinator", not why_not, why_not or "needs no torch and no GPU"),
+        Verdict("engine sim", not why_not, why_not or "scores by a cost model, without torch: for dry runs"),
+        Verdict("real engine, CPU", not missing and fits > 0, on_cpu),
         Verdict(
             "real engine, GPU",
-            images and gpus.usable,
-            _gpu_verdict(images, gpus, missing or f"{IMAGES} cannot be imported or is not installed"),
+            bool(found.devices) and not (missing or images),
+            _gpu_verdict(gpus, missing or images, bool(found.devices)),
         ),
     ]
     return DoctorChecks(__version__, findings, verdicts)
 
 
-def _gpu_verdict(engine: bool, gpus: Gpus, missing: str) -> str:
-    if not gpus.names:
+def _missing_engine(installed: Sequence[str], errors: Mapping[str, str]) -> str:
+    """Why SGLang cannot run here, even on a CPU, or ""."""
+    if absent := [name for name in ENGINE if name not in installed]:
+        return f"not installed: {', '.join(absent)}"
+    if useless := [name for name in ENGINE if name in errors]:
+        return f"cannot be imported: {', '.join(useless)}"
+    if not supported(version := version_of("sglang") or ""):
+        return f"sglang {version} is not supported: {SGLANG_OLDEST} to {SGLANG_NEWEST} are"
+    return ""
+
+
+def _gpu_verdict(gpus: Sequence[tuple[str, int]], missing: str, usable: bool) -> str:
+    if not gpus:
         return "no NVIDIA GPU found"
-    if not engine:
+    if missing:
         return f"{missing}; pip install 'enginepool[sglang]'"
-    if not gpus.usable:
+    if not usable:
         return "this torch cannot use CUDA; pip install 'enginepool[sglang]' in a fresh environment brings one that can"
-    return f"{len(gpus.names)} GPU{'s' if len(gpus.names) > 1 else ''}: one worker each"
+    return f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: one worker each"
 
 
 def version_of(name: str) -> str | None:
@@ -166,11 +167,11 @@ def version_of(name: str) -> str | None:
         return None
 
 
-def _package(name: str, *, needed: bool) -> CheckResult:
+def _core_package(name: str) -> CheckResult:
     version = version_of(name)
-    if version is not None:
-        return CheckResult(name, "good", version)
-    return CheckResult(name, "bad" if needed else "note", "not installed" + (f": pip install {name}" if needed else ""))
+    if version is None:
+        return CheckResult(name, "bad", f"not installed: pip install {name}")
+    return CheckResult(name, "good", version)
 
 
 def supported(version: str) -> bool:
@@ -180,20 +181,17 @@ def supported(version: str) -> bool:
     return found is not None and ends[0] <= tuple(map(int, found.groups())) <= ends[1]
 
 
-def import_errors(names: Sequence[str]) -> dict[str, str]:
-    """Why those of these packages that cannot be imported cannot be, from a process of its own that imports one after the
-    other."""
-    if not names:
-        return {}
-    command = [sys.executable, "-c", _IMPORTS, *names]
+def probe(names: Sequence[str]) -> Probe:
+    """Import these packages one after the other, in a process of its own."""
+    command = [sys.executable, "-c", _PROBE, *names]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
     except subprocess.TimeoutExpired:
-        return dict.fromkeys(names, f"the import of {', '.join(names)} took over {PROBE_S:.0f} s")
+        return Probe(dict.fromkeys(names, f"the import of {', '.join(names)} took over {PROBE_S:.0f} s"))
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return dict.fromkeys(names, f"the process that imported {', '.join(names)} ended: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+        return Probe(dict.fromkeys(names, f"the process that imported {', '.join(names)} ended: {last}"))
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Probe)
 
 
 def _engine_package(name: str, broken: Mapping[str, str]) -> CheckResult:
@@ -212,38 +210,17 @@ def _engine_package(name: str, broken: Mapping[str, str]) -> CheckResult:
     return CheckResult(name, "good", version or "")
 
 
-def find_gpus() -> Gpus:
-    """Ask torch, in a process of its own, else nvidia-smi."""
-    found = Gpus()
-    if find_spec("torch") is not None:
-        try:
-            done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
-        except subprocess.TimeoutExpired:
-            return Gpus(finding=CheckResult("torch", "note", f"installed, but its import took over {PROBE_S:.0f} s"))
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            return Gpus(names=_smi(), finding=CheckResult("torch", "note", f"installed, but it cannot be imported: {last}"))
-        said = json.loads(done.stdout.splitlines()[-1])
-        found.torch_works = True
-        found.names = [name for name, _ in said["devices"]]
-        found.usable = bool(found.names)
-        if found.names:
-            size = min(total for _, total in said["devices"]) / GB
-            text = f"{len(found.names)} x {found.names[0]}, {size:.0f} GB (torch's CUDA {said['cuda']})"
-            found.finding = CheckResult("GPUs", "good", text)
-            return found
-    found.names = _smi()
-    if found.names:
-        found.finding = CheckResult(
-            "GPUs", "note", f"{len(found.names)} x {found.names[0]} (by nvidia-smi; torch cannot use them)"
-        )
-    elif found.torch_works:
-        found.finding = CheckResult("GPUs", "note", "none that torch can use, and none by nvidia-smi")
-    return found
+def _gpus(found: Probe, gpus: Sequence[tuple[str, int]]) -> CheckResult:
+    if found.devices:
+        size = min(nbytes for _, nbytes in gpus) / GB
+        return CheckResult("GPUs", "good", f"{len(gpus)} x {gpus[0][0]}, {size:.0f} GB (torch's CUDA {found.cuda})")
+    if gpus:
+        return CheckResult("GPUs", "note", f"{len(gpus)} x {gpus[0][0]} (by nvidia-smi; torch cannot use them)")
+    return CheckResult("GPUs", "note", "none that torch can use, and none by nvidia-smi")
 
 
-def _smi() -> list[str]:
-    """Names of NVIDIA GPUs that the driver knows."""
+def _driver_gpus() -> list[tuple[str, int]]:
+    """The NVIDIA GPUs that the driver knows, by name; their bytes are not asked for."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -252,7 +229,7 @@ def _smi() -> list[str]:
         done = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
     except subprocess.TimeoutExpired:
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return [(line.strip(), 0) for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
 
 
 def _memory() -> tuple[int, int]:

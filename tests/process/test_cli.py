@@ -288,7 +288,6 @@ def test_doctor_says_for_each_use_whether_it_can_run_here() -> None:
 
 
 def test_doctor_fails_only_where_no_coordinator_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(examination, "find_gpus", examination.Gpus)
     monkeypatch.setattr(examination, "find_spec", without("torch", "sglang"))
     code, out, _ = call("doctor")
     assert code == 0
@@ -310,15 +309,15 @@ def test_doctor_imports_what_it_calls_good(tmp_path: Path) -> None:
         (tmp_path / f"doctor_{name}.py").write_text(code)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(tmp_path))
-        errors = examination.import_errors(["doctor_fails", "doctor_works", "doctor_ends", "doctor_absent"])
+        errors = examination.probe(["doctor_fails", "doctor_works", "doctor_ends", "doctor_absent"]).errors
         (tmp_path / "doctor_dies.py").write_text("import os; os._exit(7)")
-        assert "exit code 7" in examination.import_errors(["doctor_dies"])["doctor_dies"]
+        assert "exit code 7" in examination.probe(["doctor_dies"]).errors["doctor_dies"]
     assert errors == {
         "doctor_fails": "RuntimeError: operator does not exist",
         "doctor_ends": "SystemExit: 3",
         "doctor_absent": "ModuleNotFoundError: No module named 'doctor_absent'",
     }
-    assert examination.import_errors([]) == {}
+    assert examination.probe([]).errors == {}
 
 
 def test_doctor_says_that_a_package_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,13 +326,12 @@ def test_doctor_says_that_a_package_cannot_be_imported(monkeypatch: pytest.Monke
     def version_of(name: str) -> str:
         return "0.5.24" if name == "sglang" else "1.0"
 
-    def import_errors(_: object) -> dict[str, str]:
-        return broken
+    def probe(_: object) -> examination.Probe:
+        return examination.Probe(broken)
 
-    monkeypatch.setattr(examination, "find_gpus", lambda: examination.Gpus(torch_works=True))
     monkeypatch.setattr(examination, "find_spec", str)
     monkeypatch.setattr(examination, "version_of", version_of)
-    monkeypatch.setattr(examination, "import_errors", import_errors)
+    monkeypatch.setattr(examination, "probe", probe)
     _, out, _ = call("doctor")
     assert "torchvision::nms does not exist; an engine on a CPU does without: pip uninstall torchvision" in out.replace(
         "\n", " "
