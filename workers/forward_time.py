@@ -4,7 +4,7 @@ A forward has a fixed cost. Where that is an eighth of it, short forwards cost a
 request of high priority waits for no more than it must.
 """
 
-from enginepool.protocol.pace import FORWARD_S
+from enginepool.protocol.capabilities import FORWARD_S
 
 #: A forward is meant to take so many times what a small one takes.
 SMALL_FORWARDS = 8

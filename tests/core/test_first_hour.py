@@ -17,7 +17,7 @@ from enginepool.client.score import ScoreOptions
 from enginepool.config import PoolConfig
 from enginepool.coordinator.operations.score import SCORE
 from enginepool.errors import BadRequest, ConfigError
-from enginepool.protocol.halving import halved
+from enginepool.protocol.capabilities import halved
 from enginepool.protocol.messages import Capabilities
 from tests.core.machines import work
 from tests.process.commands import call

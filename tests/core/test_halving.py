@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.checks import impossible
-from enginepool.protocol.halving import MOST_HALVINGS, halved
+from enginepool.protocol.capabilities import MOST_HALVINGS, halved
 from enginepool.protocol.messages import Accept, Batch, Capabilities
 from tests.core.machines import CAN, Pool, accepts, config, failures, results, work
 from tests.core.test_classes import PACKED

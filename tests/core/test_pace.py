@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from enginepool.coordinator.scheduling.cost_model import MOST_FIXED_S, MOST_ROW_S, TOGETHER_S, ForwardCostModel
-from enginepool.protocol.pace import FORWARD_S
+from enginepool.protocol.capabilities import FORWARD_S
 
 SAID = 10_000
 TOKEN_S = FORWARD_S / SAID

@@ -11,8 +11,8 @@ import numpy as np
 
 from enginepool.coordinator.core import events as ev
 from enginepool.protocol.basis import TaskId
+from enginepool.protocol.capabilities import FORWARD_S
 from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Result
-from enginepool.protocol.pace import FORWARD_S
 from tests.core.machines import CAN, Pool, Sent
 from tests.core.test_classes import shared
 

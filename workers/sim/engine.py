@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
+from enginepool.protocol.capabilities import halved
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.halving import halved
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import (

@@ -8,9 +8,8 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.request import RunningBatch
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.operations.table import OPERATIONS
-from enginepool.protocol.halving import MOST_HALVINGS
+from enginepool.protocol.capabilities import MOST_FORWARD_MS, MOST_HALVINGS
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.pace import MOST_FORWARD_MS
 
 
 def impossible(can: Capabilities) -> str:

@@ -11,7 +11,7 @@ from enginepool.coordinator.requests import texts
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import shrink
-from enginepool.protocol.halving import halved
+from enginepool.protocol.capabilities import halved
 from enginepool.protocol.messages import Pong
 
 

@@ -21,7 +21,7 @@ in both cases only the sum of their times is known. A model that dropped all but
 first.
 """
 
-from enginepool.protocol.pace import FORWARD_S
+from enginepool.protocol.capabilities import FORWARD_S
 
 #: Answers that are fewer seconds apart arrived in one turn of the loop, or come from one forward.
 TOGETHER_S = 0.001

@@ -13,7 +13,7 @@ In cases 1 and 2 no request becomes a suspect, and the loss does not count again
 
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.worker import Worker
-from enginepool.protocol.halving import MOST_HALVINGS, halved
+from enginepool.protocol.capabilities import MOST_HALVINGS, halved
 
 
 def halve(worker: Worker) -> bool:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from enginepool.protocol.halving import halved
+from enginepool.protocol.capabilities import halved
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import (

@@ -8,8 +8,8 @@ import time
 import msgspec
 import numpy as np
 
+from enginepool.protocol.capabilities import FORWARD_S
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.pace import FORWARD_S
 from enginepool.workers.engine import EngineError, ScorePart
 from enginepool.workers.forward_time import MOST_FORWARD_S, forward_ms
 from enginepool.workers.forward_time import pace as pace_of
