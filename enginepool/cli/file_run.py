@@ -124,13 +124,14 @@ def _answer_all(run: "_FileRun[Any]", source: Path, address: str, concurrency: i
                 with Progress(size, answers) as progress:
                     # Requests wait in the pool while engines load. The user is told what the workers do.
                     loading = asyncio.create_task(pool.ready(group=run.options["group"], report=progress.worker_does))
+                    showing = asyncio.create_task(progress.run())
                     takers = [asyncio.create_task(run.take(pool, lines, progress)) for _ in range(concurrency)]
                     try:
                         await asyncio.gather(*takers)
                     finally:
-                        for task in (loading, *takers):
+                        for task in (loading, showing, *takers):
                             task.cancel()
-                        await asyncio.gather(loading, *takers, return_exceptions=True)
+                        await asyncio.gather(loading, showing, *takers, return_exceptions=True)
 
         run_interruptible(main, interrupted)
 

@@ -1,6 +1,6 @@
 """The progress of a run over a file: a bar on a terminal, a line every few seconds elsewhere. Always on stderr."""
 
-import threading
+import asyncio
 import time
 from types import TracebackType
 from typing import Self
@@ -11,14 +11,14 @@ from rich.console import Console
 
 from enginepool.cli.answers import Answers
 
-#: Seconds between two lines where there is no terminal.
-EVERY_S = 5.0
+#: Seconds between two looks on a terminal, and between two lines where there is none.
+_LOOK_S, EVERY_S = 0.2, 5.0
 #: Seconds without an answer after which the user is told what is being waited for.
 QUIET_S = 30.0
 
 
 class Progress:
-    """While entered, shows how much of the input has been read and how many answers there are.
+    """While entered, shows how much of the input has been read and how many answers there are. `run` keeps it up to date.
 
     `size`: bytes of the input; None for a pipe, whose end is not known.
     """
@@ -31,11 +31,14 @@ class Progress:
         self._began = time.monotonic()
         self._count = self._before = answers.count
         self._counted_at = self._began
-        self._closed = threading.Event()
         self._told = False
+        self._bar: bars.Progress | None = None
         console = Console(stderr=True)
-        self._bar = _Bar(console) if console.is_terminal and self._known else None
-        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        if console.is_terminal and self._known:
+            columns = (bars.BarColumn(), bars.TaskProgressColumn(), bars.TimeRemainingColumn())
+            text = bars.TextColumn("{task.description}")
+            self._bar = bars.Progress(*columns, text, console=console, auto_refresh=False)
+            self._bar.add_task("", total=self._size)
 
     def at(self, place: int) -> None:
         """The input has been answered up to about byte `place`."""
@@ -52,15 +55,23 @@ class Progress:
             self._say(f"continuing: {self._before:,} lines are answered already")
         if self._bar is not None:
             self._bar.start()
-        self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._closed.set()
-        self._thread.join()
         if self._bar is not None:
-            self._bar.show(self._place / self._size, self.text())
+            self._show(self._bar)
             self._bar.stop()
+
+    async def run(self) -> None:
+        """Show the progress until cancelled."""
+        while True:
+            if self._bar is not None:
+                self._show(self._bar)
+                await asyncio.sleep(_LOOK_S)
+            else:
+                await asyncio.sleep(EVERY_S)
+                share = f"{100 * self._place / self._size:3.0f} %  " if self._known else ""
+                typer.echo(f"{share}{self.text()}", err=True)
 
     def text(self) -> str:
         """What a user wants to know, in one line."""
@@ -77,43 +88,11 @@ class Progress:
             said += f"; no answer for {quiet:.0f} s (`enginepool status` says what the pool is doing)"
         return said
 
-    def _run(self) -> None:
-        while not self._closed.wait(0.2 if self._bar is not None else EVERY_S):
-            if self._bar is not None:
-                self._bar.show(self._place / self._size, self.text())
-            else:
-                share = f"{100 * self._place / self._size:3.0f} %  " if self._known else ""
-                typer.echo(f"{share}{self.text()}", err=True)
+    def _show(self, bar: bars.Progress) -> None:
+        bar.update(bar.task_ids[0], completed=self._place, description=self.text(), refresh=True)
 
     def _say(self, line: str) -> None:
         if self._bar is not None:
-            self._bar.say(line)
+            self._bar.console.print(line, markup=False, highlight=False)
         else:
             typer.echo(line, err=True)
-
-
-class _Bar:
-    """rich's progress bar over the share of the input, with a line of text."""
-
-    def __init__(self, console: Console) -> None:
-        self._bars = bars.Progress(
-            bars.BarColumn(),
-            bars.TaskProgressColumn(),
-            bars.TimeRemainingColumn(),
-            bars.TextColumn("{task.description}"),
-            console=console,
-            auto_refresh=False,
-        )
-        self._task = self._bars.add_task("", total=1.0)
-
-    def start(self) -> None:
-        self._bars.start()
-
-    def stop(self) -> None:
-        self._bars.stop()
-
-    def say(self, line: str) -> None:
-        self._bars.console.print(line, markup=False, highlight=False)
-
-    def show(self, share: float, text: str) -> None:
-        self._bars.update(self._task, completed=share, description=text, refresh=True)
