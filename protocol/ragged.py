@@ -67,24 +67,9 @@ def read_rows(
     # One look over both: a second one costs more than joining them.
     most = max_id(b"".join((query, items)) if query else items)
     if most >= MAX_TOKENS:
-        raise _negative_id(("query", query, query_lengths), ("items", items, item_lengths))
+        where, id_ = _first_over(MAX_TOKENS, ("query", query, query_lengths), ("items", items, item_lengths))
+        raise bad(where, f"{where}: token id {id_ - 2**32} is negative", "0")
     return rows, tokens, longest, most, shared, False
-
-
-def read_ids(specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> tuple[int, int, int, int]:
-    """(rows, tokens, longest row, largest id) of token ids in the layout ITEMS, as a worker's tokenizer answers.
-
-    Raises:
-        WireError: these are no such frames.
-    """
-    if [(s.name, s.dtype) for s in specs] != [("items", "int32"), ("item_lengths", "uint32")]:
-        raise WireError("malformed", "tokenized: frames are not items int32 and item_lengths uint32", field="frames")
-    items, item_lengths = frames
-    rows, tokens, longest, _ = measure(b"", None, items, item_lengths, False)
-    most = max_id(items)
-    if most >= MAX_TOKENS:
-        raise _negative_id(("items", items, item_lengths))
-    return rows, tokens, longest, most
 
 
 def _check_dtypes(specs: Sequence[FrameSpec], text: bool) -> None:
@@ -165,14 +150,15 @@ def max_id(ids: Buffer) -> int:
     return int(np.maximum.reduce(np.frombuffer(ids, np.uint32))) if ids else -1
 
 
-def _negative_id(*ragged: tuple[str, Buffer, Buffer | None]) -> WireError:
+def _first_over(bound: int, *ragged: tuple[str, Buffer, Buffer | None]) -> tuple[str, int]:
+    """Where the first id is that is, seen as unsigned, not below `bound`, and what it is. There is one."""
     for name, ids, lengths in ragged:
         view = np.frombuffer(ids, np.uint32)
-        if len(view) and int(view.max()) >= MAX_TOKENS:
-            at = int(view.argmax())
-            where = locate(name, at, None if lengths is None else np.frombuffer(lengths, np.uint32))
-            return bad(where, f"{where}: token id {int(view[at]) - 2**32} is negative", "0")
-    raise AssertionError("no id is negative")
+        over = np.flatnonzero(view >= bound)
+        if len(over):
+            at = int(over[0])
+            return locate(name, at, np.frombuffer(lengths, np.uint32) if lengths else None), int(view[at])
+    raise AssertionError("no such id")
 
 
 def locate(name: str, at: int, lengths: npt.NDArray[Any] | None) -> str:
@@ -186,16 +172,10 @@ def locate(name: str, at: int, lengths: npt.NDArray[Any] | None) -> str:
 
 def id_outside(frames: Sequence[Buffer], vocab: int) -> WireError:
     """The refusal of checked ids of which one is not in the vocabulary."""
-    ragged = [("items", frames[-2], frames[-1])]
-    if len(frames) > 2:
-        ragged.append(("query", frames[0], frames[1] if len(frames) == 4 else b""))
-    for name, ids, lengths in ragged:
-        view = np.frombuffer(ids, np.uint32)
-        over = np.flatnonzero(view >= vocab)
-        if len(over):
-            where = locate(name, int(over[0]), np.frombuffer(lengths, np.uint32) if lengths else None)
-            return bad(where, f"{where}: token id {int(view[over[0]])} is outside the vocabulary of {vocab}", str(vocab))
-    raise AssertionError("no id is outside the vocabulary")
+    query = frames[0] if len(frames) > 2 else b""
+    heads = frames[1] if len(frames) == 4 else None
+    where, id_ = _first_over(vocab, ("items", frames[-2], frames[-1]), ("query", query, heads))
+    return bad(where, f"{where}: token id {id_} is outside the vocabulary of {vocab}", str(vocab))
 
 
 def _check_text(name: str, frame: Buffer, lengths: Buffer | None) -> None:

@@ -8,7 +8,7 @@ from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import FrameSpec
-from enginepool.protocol.ragged import read_ids
+from enginepool.protocol.ragged import ITEMS, read_rows
 
 
 def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -> Work:
@@ -17,7 +17,9 @@ def with_ids(work: Work, specs: Sequence[FrameSpec], frames: Sequence[Buffer]) -
     Raises:
         WireError: these are not the ids of that work.
     """
-    rows, tokens, longest, max_id = read_ids(specs, frames)
+    rows, tokens, longest, max_id, _, text = read_rows(specs, frames, (ITEMS,), "tokenized")
+    if text:
+        raise WireError("malformed", "tokenized: the items are utf8; they must be int32", field="frames")
     if rows != work.rows:
         raise WireError("malformed", f"tokenized: expected {work.rows} rows, got {rows}", field="item_lengths")
     all_specs, all_frames = [*specs], tuple(frames)
