@@ -43,7 +43,6 @@ class DemoClient:
     priority: int
     sent: int = 0
     answers: dict[int, tuple[Scores, float, float]] = field(default_factory=dict[int, tuple[Scores, float, float]])
-    twice: int = 0
     errors: list[str] = field(default_factory=list[str])
 
     @property
@@ -88,8 +87,6 @@ class Story:
         for client in self.clients:
             if client.lost:
                 said.append(f"{client.name}: {client.lost} requests lost ({'; '.join(client.errors[:1]) or 'no answer'})")
-            if client.twice:
-                said.append(f"{client.name}: {client.twice} requests answered twice")
         if self.group.answered != self.answered:
             said.append(f"the coordinator gave {self.group.answered} answers, and {self.answered} arrived")
         if self.differing:
@@ -192,7 +189,6 @@ class DemoRun:
                 except EnginepoolError as error:
                     client.errors.append(f"request {number}: {error}")
                     return
-                client.twice += number in client.answers
                 client.answers[number] = (result.scores, at, time.monotonic())
 
         await asyncio.gather(*(one_after_another() for _ in range(depth)))

@@ -11,7 +11,7 @@ def tables(story: Story) -> list[Table]:
     """What each client saw, then what the pool did."""
     clients = Table(title="What the clients saw", title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     clients.add_column("client")
-    for name in ("priority", "requests", "answers", "lost", "twice", "p50 ms", "p99 ms"):
+    for name in ("priority", "requests", "answers", "lost", "p50 ms", "p99 ms"):
         clients.add_column(name, justify="right")
     for client in story.clients:
         times = [1000 * (end - at) for _, at, end in client.answers.values()] or [float("nan")]
@@ -21,7 +21,6 @@ def tables(story: Story) -> list[Table]:
             str(client.sent),
             str(len(client.answers)),
             str(client.lost),
-            str(client.twice),
             f"{np.percentile(times, 50):.0f}",
             f"{np.percentile(times, 99):.0f}",
         )

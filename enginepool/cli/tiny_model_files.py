@@ -18,6 +18,9 @@ Head = Literal["causal", "reward"]
 EOS = "<|endoftext|>"
 SPECIAL_TOKENS = (EOS, "<|im_start|>", "<|im_end|>")
 HEADS, KV_HEADS = 4, 2
+HIDDEN_SIZE, LAYERS = 64, 2
+#: the longest sequence in tokens, and the rows of the embedding; the tokenizer may use fewer
+CONTEXT, VOCAB = 4096, 512
 #: The smallest size of a head that GPU attention kernels take.
 HEAD_SIZE = 64
 #: What the tokenizer's merges are learned from: enough for some words to be one token and others several.
@@ -31,16 +34,7 @@ CORPUS = (
 )
 
 
-def make_tiny_model(
-    directory: str | Path,
-    head: Head = "causal",
-    labels: int = 1,
-    seed: int = 0,
-    hidden_size: int = 64,
-    layers: int = 2,
-    context: int = 4096,
-    vocab: int = 512,
-) -> Path:
+def make_tiny_model(directory: str | Path, head: Head = "causal", labels: int = 1, seed: int = 0) -> Path:
     """Make a Qwen3-shaped float32 model in `directory`, as a Hugging Face checkpoint.
 
     Args:
@@ -48,34 +42,18 @@ def make_tiny_model(
         head: `causal` predicts the next token; `reward` has a classification head.
         labels: columns of the classification head (`reward` only).
         seed: the same seed gives the same weights.
-        hidden_size: width of the model.
-        layers: transformer layers.
-        context: longest sequence in tokens.
-        vocab: rows of the embedding, at least 300; the tokenizer may use fewer.
 
     Returns:
         The directory.
 
     Raises:
-        ValueError: an argument has an impossible value.
         RuntimeError: a package that is needed is not installed.
     """
-    if head not in ("causal", "reward"):
-        raise ValueError(f"head is {head!r}; it must be 'causal' or 'reward'")
-    for name, value, least in (
-        ("labels", labels, 1),
-        ("hidden_size", hidden_size, 2),
-        ("layers", layers, 1),
-        ("context", context, 16),
-        ("vocab", vocab, 300),
-    ):
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
     tokenizers, safetensors = _library("tokenizers"), _library("safetensors.numpy")
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
 
-    tokenizer = _tokenizer(tokenizers, vocab)
+    tokenizer = _tokenizer(tokenizers)
     tokenizer.save(str(target / "tokenizer.json"))
     _write_json(
         target / "tokenizer_config.json",
@@ -83,30 +61,30 @@ def make_tiny_model(
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": EOS,
             "pad_token": EOS,
-            "model_max_length": context,
+            "model_max_length": CONTEXT,
             "clean_up_tokenization_spaces": False,
         },
     )
-    _write_json(target / "config.json", _config(head, labels, hidden_size, layers, context, vocab, tokenizer.token_to_id(EOS)))
-    weights = _weights(np.random.default_rng(seed), head, labels, hidden_size, layers, vocab)
+    _write_json(target / "config.json", _config(head, labels, tokenizer.token_to_id(EOS)))
+    weights = _weights(np.random.default_rng(seed), head, labels)
     safetensors.save_file(weights, str(target / "model.safetensors"), metadata={"format": "pt"})
     return target
 
 
-def _config(head: Head, labels: int, hidden_size: int, layers: int, context: int, vocab: int, eos: int) -> dict[str, Any]:
+def _config(head: Head, labels: int, eos: int) -> dict[str, Any]:
     config: dict[str, Any] = {
         "model_type": "qwen3",
         "architectures": ["Qwen3ForCausalLM"],
         "dtype": "float32",
-        "vocab_size": vocab,
-        "hidden_size": hidden_size,
-        "intermediate_size": 2 * hidden_size,
-        "num_hidden_layers": layers,
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN_SIZE,
+        "intermediate_size": 2 * HIDDEN_SIZE,
+        "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_SIZE,
         "hidden_act": "silu",
-        "max_position_embeddings": context,
+        "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "attention_bias": False,
@@ -122,9 +100,7 @@ def _config(head: Head, labels: int, hidden_size: int, layers: int, context: int
     return config
 
 
-def _weights(
-    random: np.random.Generator, head: Head, labels: int, hidden_size: int, layers: int, vocab: int
-) -> dict[str, npt.NDArray[np.float32]]:
+def _weights(random: np.random.Generator, head: Head, labels: int) -> dict[str, npt.NDArray[np.float32]]:
     weights: dict[str, npt.NDArray[np.float32]] = {}
 
     def matrix(name: str, rows: int, columns: int, spread: float | None = None) -> None:
@@ -134,35 +110,35 @@ def _weights(
     def norm(name: str, size: int) -> None:
         weights[f"{name}.weight"] = np.ones(size, dtype=np.float32)
 
-    matrix("model.embed_tokens", vocab, hidden_size, spread=0.5)
-    for i in range(layers):
+    matrix("model.embed_tokens", VOCAB, HIDDEN_SIZE, spread=0.5)
+    for i in range(LAYERS):
         layer = f"model.layers.{i}"
-        norm(f"{layer}.input_layernorm", hidden_size)
-        matrix(f"{layer}.self_attn.q_proj", HEADS * HEAD_SIZE, hidden_size)
-        matrix(f"{layer}.self_attn.k_proj", KV_HEADS * HEAD_SIZE, hidden_size)
-        matrix(f"{layer}.self_attn.v_proj", KV_HEADS * HEAD_SIZE, hidden_size)
-        matrix(f"{layer}.self_attn.o_proj", hidden_size, HEADS * HEAD_SIZE)
+        norm(f"{layer}.input_layernorm", HIDDEN_SIZE)
+        matrix(f"{layer}.self_attn.q_proj", HEADS * HEAD_SIZE, HIDDEN_SIZE)
+        matrix(f"{layer}.self_attn.k_proj", KV_HEADS * HEAD_SIZE, HIDDEN_SIZE)
+        matrix(f"{layer}.self_attn.v_proj", KV_HEADS * HEAD_SIZE, HIDDEN_SIZE)
+        matrix(f"{layer}.self_attn.o_proj", HIDDEN_SIZE, HEADS * HEAD_SIZE)
         norm(f"{layer}.self_attn.q_norm", HEAD_SIZE)
         norm(f"{layer}.self_attn.k_norm", HEAD_SIZE)
-        norm(f"{layer}.post_attention_layernorm", hidden_size)
-        matrix(f"{layer}.mlp.gate_proj", 2 * hidden_size, hidden_size)
-        matrix(f"{layer}.mlp.up_proj", 2 * hidden_size, hidden_size)
-        matrix(f"{layer}.mlp.down_proj", hidden_size, 2 * hidden_size)
-    norm("model.norm", hidden_size)
+        norm(f"{layer}.post_attention_layernorm", HIDDEN_SIZE)
+        matrix(f"{layer}.mlp.gate_proj", 2 * HIDDEN_SIZE, HIDDEN_SIZE)
+        matrix(f"{layer}.mlp.up_proj", 2 * HIDDEN_SIZE, HIDDEN_SIZE)
+        matrix(f"{layer}.mlp.down_proj", HIDDEN_SIZE, 2 * HIDDEN_SIZE)
+    norm("model.norm", HIDDEN_SIZE)
     if head == "reward":
-        matrix("score", labels, hidden_size)
+        matrix("score", labels, HIDDEN_SIZE)
     else:
-        matrix("lm_head", vocab, hidden_size)
+        matrix("lm_head", VOCAB, HIDDEN_SIZE)
     return weights
 
 
-def _tokenizer(tokenizers: Any, vocab: int) -> Any:
+def _tokenizer(tokenizers: Any) -> Any:
     """A byte-level BPE: any text becomes ids and comes back unchanged."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE())
     core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab,
+        vocab_size=VOCAB,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

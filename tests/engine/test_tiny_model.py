@@ -23,8 +23,8 @@ def test_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_a_reward_model_has_a_head_of_the_wanted_width(tmp_path: Path) -> None:
-    directory = make_tiny_model(tmp_path, head="reward", labels=5, hidden_size=32)
-    assert weights(directory)["score.weight"].shape == (5, 32)
+    directory = make_tiny_model(tmp_path, head="reward", labels=5)
+    assert weights(directory)["score.weight"].shape == (5, 64)
     assert len(json.loads((directory / "config.json").read_text())["id2label"]) == 5
 
 
@@ -35,21 +35,6 @@ def test_the_tokenizer_gives_any_text_back(tmp_path: Path) -> None:
         ids = tokenizer.encode(text).ids
         assert tokenizer.decode(ids) == text
         assert all(0 <= token < 512 for token in ids)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"head": "both"}, "head is 'both'"),
-        ({"labels": 0}, "labels is 0; it must be at least 1"),
-        ({"vocab": 100}, "vocab is 100; it must be at least 300"),
-        ({"context": 1}, "context is 1"),
-    ],
-)
-def test_impossible_models_are_refused_by_name(tmp_path: Path, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        make_tiny_model(tmp_path / "model", **arguments)
-    assert not (tmp_path / "model").exists()
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
