@@ -4,6 +4,7 @@ The generated method keeps the name, the signature, the types and the docstring 
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -12,7 +13,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class BlockingFacade:
+class BlockingFacade(ABC):
     """The methods of one async object, for code that does not await.
 
     Attributes:
@@ -21,9 +22,9 @@ class BlockingFacade:
 
     _async: Any
 
+    @abstractmethod
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the loop of the async object and wait for its result."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return repr(self._async).replace("<", "<Blocking", 1)

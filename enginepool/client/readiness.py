@@ -30,10 +30,7 @@ async def wait_until_ready(ask: Ask, within: float | None, group: str, say: Call
             report = await ask(left)
         except DeadlineExceeded:
             continue
-        groups = [status for status in report.groups if group in ("", status.name)]
-        if group and not groups:
-            names = ", ".join(status.name for status in report.groups)
-            raise UnknownGroup(f"group: {group!r} is none of: {names}", field="group", limit=names)
+        groups = [named_group(report, group)] if group else report.groups
         for status in groups:
             if status.down:
                 raise PoolDown(status.down)
@@ -44,6 +41,16 @@ async def wait_until_ready(ask: Ask, within: float | None, group: str, say: Call
             return report
         waiting = "; ".join(_describe(status) for status in late) or "the pool has no group"
         await asyncio.sleep(_LOOK_S if left is None else min(_LOOK_S, left))
+
+
+def named_group(report: StatusReport, name: str) -> GroupStatus:
+    """The status of this group, or of the only one. Raises UnknownGroup."""
+    found = [group for group in report.groups if name == group.name or (not name and len(report.groups) == 1)]
+    if not found:
+        names = ", ".join(group.name for group in report.groups)
+        said = f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}"
+        raise UnknownGroup(said, field="group", limit=names)
+    return found[0]
 
 
 def _is_ready(status: GroupStatus) -> bool:

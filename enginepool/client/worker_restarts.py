@@ -3,8 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from enginepool.errors import BadRequest, PoolDown, UnknownGroup
-from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
+from enginepool.client.readiness import named_group
+from enginepool.errors import BadRequest, PoolDown
+from enginepool.protocol.messages import StatusReport, WorkerStatus
 
 #: how often a worker that starts is looked at
 LOOK_S = 0.2
@@ -23,7 +24,7 @@ async def restart_workers(ask: Ask, restart: Restart, group: str, worker: str, s
         BadRequest: the group has no such worker, or none that the pool started.
         PoolDown: a worker did not become ready again; those after it were not restarted.
     """
-    status = _group(await ask(), group)
+    status = named_group(await ask(), group)
     chosen = [one for one in status.workers if one.name == worker or (not worker and _is_own(one))]
     # As they are numbered; a report has them as they came.
     chosen.sort(key=lambda one: (len(one.name), one.name))
@@ -48,19 +49,11 @@ def _is_own(worker: WorkerStatus) -> bool:
     return worker.name != worker.incarnation
 
 
-def _group(report: StatusReport, name: str) -> GroupStatus:
-    found = [group for group in report.groups if name == group.name or (not name and len(report.groups) == 1)]
-    if not found:
-        names = ", ".join(group.name for group in report.groups)
-        raise UnknownGroup(f"group: {name!r} is none of: {names}" if name else f"group: name one of: {names}")
-    return found[0]
-
-
 async def _until_ready(ask: Ask, restart: Restart, report: StatusReport, group: str, before: WorkerStatus) -> None:
     """`report` answered the first `restart`. A coordinator that took over since does not know of it, and is asked again."""
     epoch = report.epoch
     while True:
-        now = next(one for one in _group(report, group).workers if one.name == before.name)
+        now = next(one for one in named_group(report, group).workers if one.name == before.name)
         if now.stage == "retired" or (now.incarnation != before.incarnation and now.restarts > before.restarts):
             raise PoolDown(f"{now.name} did not become ready again: {now.detail}")
         if now.incarnation not in ("", before.incarnation) and now.stage == "ready":

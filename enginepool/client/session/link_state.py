@@ -47,8 +47,6 @@ class LinkState:
         self._strikes = 0
         self._strike_at = -inf
         self._hello_after = -inf
-        #: when `due` or `ping` has something to do: the earliest of the times below
-        self.wake_at = inf
         # inf: nothing is to be done.
         self._connect_by = inf  # until the first Welcome
         self._greet_by = inf  # while greeting
@@ -61,10 +59,14 @@ class LinkState:
         """Everything may be sent."""
         return self.state == "welcomed"
 
+    @property
+    def wake_at(self) -> float:
+        """When `due` or `ping` has something to do."""
+        return min(self._connect_by, self._greet_by, self._hello_at, self._ping_at, self._silent_at)
+
     def connect_by(self, time: float | None) -> None:
         """When somebody must have answered for the first time."""
         self._connect_by = inf if time is None else time
-        self._time()
 
     def greet(self, now: float, out: list[SessionEffect], *, open_link: bool) -> None:
         """Say Hello, on a new socket or on the one that there is."""
@@ -76,7 +78,6 @@ class LinkState:
         self._hello_at = now + settings.hello_s
         self._hello_after = now + settings.hello_gap_s
         self._ping_at = self._silent_at = inf
-        self._time()
         if open_link:
             out.append(OpenLink())
         hello = Hello(client=self._client, token=self._token, incarnation=self.incarnation, agent=self._agent, epoch=self.epoch)
@@ -99,9 +100,7 @@ class LinkState:
 
     def heard(self) -> None:
         """The coordinator said something."""
-        if self._silent_at < inf:
-            self._silent_at = inf
-            self._time()
+        self._silent_at = inf
 
     def welcomed(self, message: Welcome, now: float) -> None:
         """The link stands. Its epoch is not lower than the one before."""
@@ -113,7 +112,6 @@ class LinkState:
         if not again:
             self._connect_by = self._greet_by = self._hello_at = inf
             self._ping_at = now + self._ping_s
-        self._time()
 
     def due(self, now: float) -> Due:
         """What the time brings."""
@@ -128,7 +126,6 @@ class LinkState:
         if now >= self._ping_at:
             self._ping_at = now + self._ping_s
             self._silent_at = min(self._silent_at, now + self.settings.silence_s)
-            self._time()
             out.append(SendMessage(Ping(at=max(int(now * 1e6), 0))))
 
     def seek(self, now: float) -> None:
@@ -136,7 +133,6 @@ class LinkState:
         if self.state == "welcomed":
             self._ping_s = min(self._ping_s, self.settings.seek_s)
             self._ping_at = min(self._ping_at, now + self._ping_s)
-            self._time()
 
     def forgive(self, now: float) -> None:
         """This side was stopped: what the coordinator said meanwhile may still be on the way, so everybody gets their time."""
@@ -146,24 +142,15 @@ class LinkState:
             self._greet_by = max(self._greet_by, now + self.settings.silence_s)
         if self._connect_by < inf:
             self._connect_by = max(self._connect_by, now + self.settings.hello_s)
-        self._time()
 
     def end(self) -> None:
         """Nothing more is said."""
         self.state = "ended"
         self._connect_by = self._greet_by = self._hello_at = self._ping_at = self._silent_at = inf
-        self._time()
-
-    def _time(self) -> None:
-        self.wake_at = self._earliest()
-
-    def _earliest(self) -> float:
-        return min(self._connect_by, self._greet_by, self._hello_at, self._ping_at, self._silent_at)
 
     def check(self) -> None:
         """Raise AssertionError when the state contradicts itself."""
         state = self.state
-        assert self.wake_at == self._earliest(), "the link wakes when there is something to do"
         assert (state == "greeting") == (self._hello_at < inf), "an unanswered Hello is said again"
         assert (state == "greeting") == (self._greet_by < inf), "greeting ends"
         assert (state == "welcomed") == (self._ping_at < inf), "a standing link is pinged"

@@ -99,10 +99,10 @@ class ClientSession:
         self._sweep_at = inf
         self._on: dict[type[SessionEvent], Callable[[Any], None]] = {
             Start: self._on_start,
-            SubmitRequest: self._on_submit,
+            SubmitRequest: lambda event: self._begin(event.request.id, self.calls.submit, event),
             AbandonRequest: self._on_abort,
-            Ask: self._on_ask,
-            UpdateBegin: self._on_open_update,
+            Ask: lambda event: self._begin(event.question.id, self.questions.ask, event),
+            UpdateBegin: lambda event: self._begin(event.publish.id, self.updates.open, event),
             UpdateProgress: lambda event: self.updates.progress(event.id, event.sent_bytes),
             UpdateSent: lambda event: self.updates.all_sent(event.id, event.digest, event.sent_bytes, event.regions, self._out),
             UpdateCommit: lambda event: self.updates.allow(event.id, event.deadline, self._out),
@@ -134,21 +134,9 @@ class ClientSession:
         self.link.connect_by(event.connect_by)
         self._greet(open_link=True)
 
-    def _on_submit(self, event: SubmitRequest) -> None:
-        if self._take_id(event.request.id):
-            self.calls.submit(event, self._now, self._out)
-
     def _on_abort(self, event: AbandonRequest) -> None:
         if not self.questions.abort(event.id):
             self.calls.abort(event.id, self._now, self._out)
-
-    def _on_ask(self, event: Ask) -> None:
-        if self._take_id(event.question.id):
-            self.questions.ask(event, self._now, self._out)
-
-    def _on_open_update(self, event: UpdateBegin) -> None:
-        if self._take_id(event.publish.id):
-            self.updates.open(event, self._now, self._out)
 
     def _on_close(self, event: Close) -> None:
         if self.link.stands:
@@ -157,13 +145,15 @@ class ClientSession:
             self._out.append(SendMessage(Goodbye()))
         self._finish(_CLOSED)
 
-    def _take_id(self, id_: int) -> bool:
+    def _begin(self, id_: int, begin: Callable[[Any, float, list[SessionEffect]], None], event: SessionEvent) -> None:
+        """Let a part take the event that brings a fresh id."""
         if id_ <= self._last_id:
             raise ValueError(f"id {id_} after {self._last_id}: the ids of a client only grow")
         self._last_id = id_
         if self.end is not None:
             self._out.append(Fail(id_, self.end))
-        return self.end is None
+        else:
+            begin(event, self._now, self._out)
 
     # --- the coordinator's side ----------------------------------------------------------------------------------------
 
