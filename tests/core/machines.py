@@ -22,6 +22,7 @@ from enginepool.protocol.messages import (
     Tokenize,
 )
 from tests.core.checked_machine import CheckedMachine
+from tests.core.invariants import check_machine
 
 CAN = Capabilities("causal", 1000, 100, batch_tokens=100, batch_rows=8, inflight_tokens=200, inflight_rows=16)
 EPOCH = 7
@@ -134,7 +135,7 @@ class Pool:
                 self.drained, self.kept = True, effect.keep_workers
             else:
                 self.other(effect)
-        self.machine.check()
+        check_machine(self.machine)
         self.sent += out
         return out
 

@@ -10,6 +10,7 @@ from enginepool.coordinator.requests import clients
 from enginepool.coordinator.scheduling.lanes import QueueClient
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.protocol.messages import Batch, Result
+from tests.core.invariants import check_machine
 from tests.core.machines import CAN, Pool, Sent, work
 
 #: batches of `machines.CAN` that are in flight at one worker
@@ -205,7 +206,7 @@ def test_a_link_that_two_clients_have_in_turn_moves_so_many_requests_and_no_more
     assert len(moved) <= 2
     pool.wait(1.0)
     assert (first.away, second.away) == (True, False)
-    pool.machine.check()
+    check_machine(pool.machine)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -17,6 +17,7 @@ from enginepool.coordinator.shell.host_memory import bounds
 from enginepool.protocol.basis import RESULT_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import Capabilities, ErrorReply, FrameSpec, Result, Timings, Usage
+from tests.core.invariants import check_replies
 from tests.core.machines import CAN, Pool, codes, config, failures, results, text, work
 
 MB = 1 << 20
@@ -184,7 +185,7 @@ def test_large_answers_of_one_client_do_not_displace_those_of_others() -> None:
             answers.add(one, i, 0, ErrorReply("cancelled", ""), (bytes(100),), 0.0)
     for i in range(30):
         answers.add(big, i, 0, ErrorReply("cancelled", ""), (bytes(3 * MB),), 0.0)
-        answers.check()
+        check_replies(answers)
     assert all(answers.get(one, i) is not None for one in small for i in range(20))
     assert [i for i in range(30) if answers.get(big, i) is not None] == [28, 29]
 
@@ -198,7 +199,7 @@ def test_a_client_that_acknowledged_large_answers_keeps_its_small_one() -> None:
         answers.drop(was_big, i)
     for i in range(12):
         answers.add(other, i, 0, ErrorReply("cancelled", ""), (bytes(MB),), 0.0)
-        answers.check()
+        check_replies(answers)
     assert answers.get(was_big, 0) is not None
     assert [i for i in range(12) if answers.get(other, i) is not None] == list(range(3, 12))
 
@@ -215,7 +216,7 @@ def test_answers_are_within_their_bytes_whatever_comes_and_goes(steps: list[tupl
             answers.drop_client(clients[who])
         else:
             answers.drop(clients[who], id_)
-        answers.check()
+        check_replies(answers)
         known = {(w, i) for w in range(4) for i in range(6) if answers.get(clients[w], i) is not None}
         assert len(answers) == len(known)
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from enginepool.coordinator.scheduling.cost_model import MOST_FIXED_S, MOST_ROW_S, TOGETHER_S, ForwardCostModel
 from enginepool.protocol.capabilities import FORWARD_S
+from tests.core.invariants import check_cost_model
 
 SAID = 10_000
 TOKEN_S = FORWARD_S / SAID
@@ -27,7 +28,7 @@ class Batches:
         """One more, that was in the engine for a while before its forward began."""
         self.now += seconds
         self.pace.done(self.now, seconds + waited, tokens, rows, fits=fits)
-        self.pace.check()
+        check_cost_model(self.pace)
 
     def end(self) -> ForwardCostModel:
         """What was learnt once the last batch counts too: the next one shows that nothing came together with it."""

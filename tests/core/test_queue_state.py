@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from enginepool.coordinator.core.request_state import DONE, QUEUED, RUNNING
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
+from tests.core.invariants import check_queue, check_version_queue
 
 
 @dataclass
@@ -152,8 +153,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_missing(self) -> None:
-        self.queue.check()
-        self.early.check()
+        check_queue(self.queue)
+        check_version_queue(self.early)
         live = self.live()
         assert all(request.lane is self.place(request) for request in live)
         assert sorted(r.seq for r in self.queue.waiting()) == [r.seq for r in live if r.lane is self.queue]

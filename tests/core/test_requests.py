@@ -29,6 +29,7 @@ from enginepool.protocol.messages import (
     Welcome,
 )
 from enginepool.protocol.messages.weight_reports import InspectWeights
+from tests.core.invariants import check_replies
 from tests.core.machines import CAN, EPOCH, Pool, codes, config, failures, results, text, texts, work
 
 #: what a request takes with its answer
@@ -478,7 +479,7 @@ def test_the_oldest_answers_go_for_what_the_newest_weigh() -> None:
 
     def add(id_: int, *frames: bytes) -> list[int]:
         answers.add(client, id_, 0, ErrorReply("cancelled", ""), frames, 0.0)
-        answers.check()
+        check_replies(answers)
         return [known for known in range(10) if answers.get(client, known) is not None]
 
     assert add(1, frame) == [1]

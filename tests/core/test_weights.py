@@ -33,6 +33,7 @@ from enginepool.protocol.messages.weights import (
     WeightsLoaded,
     WeightsNeeded,
 )
+from tests.core.invariants import check_machine
 from tests.core.machines import CAN, EPOCH, codes, failures, results, text, texts, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
 
@@ -1077,7 +1078,7 @@ def test_a_request_for_a_later_version_has_its_deadline() -> None:
     failure = failures(pool.wait(2.0))[50]
     assert failure.code == "deadline_exceeded"
     assert failure.message.endswith("; min_version is 2, but the committed weight version is 0")
-    pool.machine.check()
+    check_machine(pool.machine)
 
 
 def test_after_a_new_run_requests_wait_again() -> None:

@@ -21,6 +21,7 @@ from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
 from enginepool.coordinator.weights.update import Update
 from enginepool.protocol import messages as m
 from enginepool.protocol.frames import Buffer, encode_header
+from tests.core.invariants import check_machine, check_update
 from tests.sim.admitting import watch_admission
 from tests.sim.commands import CommandWatch
 from tests.sim.oracle import Oracle
@@ -82,7 +83,7 @@ class Watch:
                 self.oracle.needed.add(group.name)
             update = core.update_of(group)
             if update is not None:
-                update.check()
+                check_update(update)
                 self._in_time(update)
             assert group.on_hold == (core.keep_workers or (update is not None and update.holds_group)), group.name
             for worker in group.workers.values():
@@ -223,7 +224,7 @@ class Watch:
     def check(self) -> None:
         """Everything."""
         machine, core = self.machine, self.machine.core
-        machine.check()
+        check_machine(machine)
         live = sum(len(client.live) for client in core.clients.values())
         assert core.live_rows <= core.config.limits.queue_items, core.live_rows
         limits = core.config.limits

@@ -1,7 +1,7 @@
 """A group: workers of one model, and the requests that wait for them. Pure.
 
 Everything that decisions depend on is in `group`, `worker`, `worker_slot` and `request`, and in the queue, the routing and the
-reply cache. Each attribute that has an invariant says it in a `#:` comment, and `check()` of the entity asserts it.
+reply cache. Each attribute that has an invariant says it in a `#:` comment. `tests/core/invariants.py` asserts it.
 """
 
 from collections import deque
@@ -10,7 +10,6 @@ from enginepool.config import GroupConfig
 from enginepool.coordinator.core.group_counts import GroupCounts, RecentSpeed
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Request, RunningBatch
-from enginepool.coordinator.core.states import WorkerState
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.scheduling.queue import Queue
@@ -163,31 +162,3 @@ class Group:
             return self.down
         left = [bit for bit in (PLAIN, PACKED) if classes & bit and bit not in self.retired_classes]
         return "" if left else next(why for bit, why in self.retired_classes.items() if classes & bit)
-
-    def check(self) -> None:
-        self.queue.check()
-        self.suspects.check()
-        self.texts.check()
-        self.version_queue.check()
-        assert self.cut.keys() <= self.live.keys(), self.cut
-        for classes in (PLAIN, PACKED):
-            mine = {request for request in self.live if request.classes == classes != self.expected}
-            assert mine == self.only[classes].keys(), (self.name, classes, len(mine), len(self.only[classes]))
-        arrivals = [request.seq for request in self.live]
-        assert arrivals == sorted(arrivals), self.name
-        assert self.version == self.weights.version, self.name
-        assert bool(self.weights_lost) == bool(self.weights_lost_classes), (self.weights_lost, self.weights_lost_classes)
-        if self.weights_lost:
-            assert not any(worker.able for worker in self.workers.values() if worker.class_ & self.weights_lost_classes), (
-                self.weights_lost
-            )
-        for worker in self.workers.values():
-            head = self.queue.head(worker.class_) if worker.open and not worker.batches else None
-            assert head is None, (self.name, worker, head)
-        if self.reserved_worker is not None:
-            assert self.reserved_worker.state is WorkerState.RESERVED and self.trial is None, (self.reserved_worker, self.trial)
-        if self.trial is not None:
-            assert not self.trial.worker.open, self.trial
-            assert self.trial.id in self.trial.worker.batches or self.trial.id in self.trial.worker.texts, self.trial
-        if self.down:
-            assert self.queue.head() is None and self.suspects.head() is None and self.texts.head() is None, self.down

@@ -15,7 +15,6 @@ from enginepool.coordinator.core.effects import Drained, Effect, ToClient
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Client
-from enginepool.coordinator.core.request_state import QUEUED, RUNNING
 from enginepool.coordinator.core.secondary import SecondaryEvent, WorkerLoaded, WorkerLost, WorkerReturned
 from enginepool.coordinator.core.status import report
 from enginepool.coordinator.core.transitions import hold, release
@@ -30,7 +29,7 @@ from enginepool.coordinator.operations.control import control
 from enginepool.coordinator.requests.admission import Admission
 from enginepool.coordinator.requests.clients import ClientRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
-from enginepool.coordinator.scheduling.batches import pump, still_blocked
+from enginepool.coordinator.scheduling.batches import pump
 from enginepool.coordinator.weights.inspection import inspect_weights
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.publishing import Publishers
@@ -277,47 +276,6 @@ class Machine:
         worker = self.fleet.of(e.link)
         if worker is not None:
             self.questions.answered(worker, e.message.task, e.message)
-
-    # --- for tests -----------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        """Every invariant of the whole machine."""
-        core = self.core
-        live = [request for client in core.clients.values() for request in client.live.values()]
-        assert core.live_rows == sum(r.work.rows for r in live)
-        assert core.live_bytes == sum(r.held for r in live)
-        core.levels.check(live)
-        core.answers.check()
-        for client in core.clients.values():
-            client.check()
-            assert (client.link is None) or core.links.get(client.link) is client, client
-        for request in live:
-            request.check()
-        for link, worker in core.worker_links.items():
-            assert worker.link == link and worker.group.workers.get(worker.incarnation) is worker, worker
-            worker.check()
-        for group in core.groups.values():
-            group.check()
-            update = core.update_of(group)
-            on_hold = core.keep_workers or (update is not None and update.holds_group)
-            assert group.on_hold == on_hold, (group.name, group.on_hold, update)
-            if update is not None:
-                assert update.group is group, update
-                update.check()
-            mine = [r for r in live if r.group is group]
-            assert set(mine) == group.live.keys(), (group.name, len(mine), len(group.live))
-            assert group.waiting + group.running == len(mine), (group.waiting, group.running, len(mine))
-            assert group.tokens == sum(r.work.tokens for r in mine)
-            assert group.running_tokens == sum(r.work.tokens for r in mine if r.state == RUNNING)
-            for slot in group.slots:
-                slot.check()
-            if (
-                (first := group.blocked) is not None
-                and first.state == QUEUED
-                and first.lane is group.queue
-                and not group.on_hold
-            ):
-                assert still_blocked(core, group), first
 
     def __repr__(self) -> str:
         core = self.core

@@ -7,19 +7,18 @@ The life of a request:
     RUNNING  all its rows are with workers
     DONE     its one final answer exists
 
-Each attribute that has an invariant says it in a `#:` comment, and `check()` of the entity asserts it: tests run
-`check()` after events.
+Each attribute that has an invariant says it in a `#:` comment. `tests/core/invariants.py` asserts it after events.
 """
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from enginepool.coordinator.core.events import Buffer, Link, Submit
-from enginepool.coordinator.core.request_state import DONE, NAMES, QUEUED, RUNNING, TEXT
+from enginepool.coordinator.core.request_state import NAMES, QUEUED, TEXT
 from enginepool.coordinator.scheduling.lanes import Holder
 from enginepool.coordinator.scheduling.queue import Queue
 from enginepool.coordinator.scheduling.version_queue import VersionQueue
-from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
+from enginepool.coordinator.scheduling.worker_kinds import PLAIN
 from enginepool.protocol.messages import FrameSpec, TaskId
 from enginepool.protocol.ragged import Offsets
 
@@ -50,12 +49,6 @@ class Client:
         self.rows = 0
         #: bytes of the longest message that it takes
         self.max_message = 0
-
-    def check(self) -> None:
-        assert self.nbytes == sum(r.held for r in self.live.values()), self
-        assert self.rows == sum(r.work.rows for r in self.live.values()), self
-        for id_, request in self.live.items():
-            assert request.id == id_ and request.client is self and request.state != DONE, (self, request)
 
     def __repr__(self) -> str:
         return f"<Client {self.id.hex()[:8]}.{self.incarnation} live={len(self.live)}>"
@@ -132,31 +125,6 @@ class Request:
 
     def waiting_rows(self) -> int:
         return self.work.rows - self.next + sum(end - start for start, end in self.back)
-
-    def check(self) -> None:
-        rows = self.work.rows
-        assert 0 <= self.next <= rows, self
-        if self.state == DONE:
-            assert self.client.live.get(self.id) is not self, self
-            return
-        assert self.client.live.get(self.id) is self, self
-        assert self.left == self.flying + self.waiting_rows(), (self, self.left, self.flying, self.next, self.back)
-        assert self.left > 0, self
-        assert self.classes in (PLAIN, PACKED, PLAIN | PACKED), (self, self.classes)
-        if self.state == RUNNING:
-            assert self.flying == self.left and not self.waiting_rows(), self
-        else:
-            assert self.waiting_rows() > 0, self
-        assert (self.version is not None) == bool(self.pieces), (self, self.version)
-        if self.state == QUEUED:
-            assert self.lane is self.queue, self
-        if self.state == TEXT and self.lane is not None:
-            assert self.lane is self.queue, self
-        assert self in self.group.live, self
-        if self.flying < self.left and (self.flying or self.pieces):
-            assert self in self.group.cut, self
-        holes = [row for range_ in self.back for row in range_]
-        assert holes == sorted(set(holes)), (self, self.back)
 
     def __repr__(self) -> str:
         return f"<Request {self.client.id.hex()[:8]}/{self.id} {NAMES[self.state]} rows={self.work.rows} left={self.left}>"

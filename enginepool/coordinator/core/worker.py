@@ -116,36 +116,5 @@ class Worker:
         """As people know it."""
         return self.slot.name if self.slot is not None else self.incarnation
 
-    def check(self) -> None:
-        assert self.cost == sum(b.cost for b in self.batches.values()), self
-        assert self.rows == sum(b.rows for b in self.batches.values()), self
-        assert (self.stamp != 0) == self.open, (self, self.stamp)
-        if self.pace is not None:
-            self.pace.check()
-        assert self.text_bytes == sum(request.work.nbytes for request, _ in self.texts.values()), self
-        if self.able or self.state is WorkerState.LATE:
-            assert self.capabilities is not None and self.stage == "ready" and self.epoch_confirmed, self
-            assert self.holds and not self.missing_weights, self
-        if self.lost:
-            assert not self.batches and not self.texts, self
-        if self.batches:
-            assert self.declared is not None and self.epoch_confirmed, self
-            can = self.declared
-            assert self.cost <= can.inflight_tokens and self.rows <= can.inflight_rows, self
-            assert self.routing is (self.group.packed_routing if can.packed else self.group.routing), self
-        for batch in self.batches.values():
-            assert batch.worker is self and batch.slices, batch
-            if batch.trial:
-                assert len(self.batches) == 1 and len(batch.slices) == 1 and self.group.trial is batch, batch
-            if len(batch.slices) > 1 or batch.rows > 1:
-                assert self.declared is not None, batch
-                [(request, _, _), *more] = batch.slices
-                cached = not more and 0 < self.declared.cached_query <= request.work.shared
-                most = self.declared.cached_tokens if cached else self.declared.batch_tokens
-                assert batch.cost <= most, batch
-            assert self.declared is not None and batch.rows <= self.declared.batch_rows, batch
-            if self.declared.packed:
-                assert all(request.work.operation.packs(request.work, self.declared) for request, _, _ in batch.slices), batch
-
     def __repr__(self) -> str:
         return f"<Worker {self.incarnation} {self.state} batches={len(self.batches)} cost={self.cost}>"

@@ -65,10 +65,3 @@ class WorkerSlot:
     def name(self) -> str:
         """As people know it."""
         return f"{self.group.name}-{self.index}"
-
-    def check(self) -> None:
-        assert not self.retired_reason or self.state is SlotState.RETIRED, (self.state, self.retired_reason)
-        assert self.planned_restart in ("", "draining", "ending"), self.planned_restart
-        assert not self.planned_restart or self.incarnation, (self.planned_restart, self.state)
-        assert not self.was_ready or not self.same_failures, (self.was_ready, self.same_failures)
-        assert (self.incarnation != "") == (self.state in (SlotState.UP, SlotState.ENDING)), (self.state, self.incarnation)

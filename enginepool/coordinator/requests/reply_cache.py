@@ -137,13 +137,3 @@ class ReplyCache:
         shelf.top = 1 << size
         if size:
             self._by_size[size][client] = None
-
-    def check(self) -> None:
-        for client, shelf in self._shelves.items():
-            assert shelf.nbytes == sum(kept.nbytes for kept in shelf.kept.values()), client
-            assert shelf.nbytes < shelf.top == 1 << shelf.listed, client
-            assert not shelf.listed or client in self._by_size[shelf.listed], client
-        listed = sum(map(len, self._by_size))
-        assert listed == sum(shelf.listed > 0 for shelf in self._shelves.values()), "a client is listed twice"
-        assert self.nbytes == sum(shelf.nbytes for shelf in self._shelves.values()), self.nbytes
-        assert self.nbytes <= self._max_bytes, self.nbytes

@@ -76,14 +76,6 @@ class AdmissionLevels:
             return []
         return found
 
-    def check(self, live: list["Request"]) -> None:
-        for key, level in self.by_priority.items():
-            mine = [request for request in live if request.priority == key]
-            assert level.rows == sum(request.work.rows for request in mine), key
-            assert level.nbytes == sum(request.held for request in mine), key
-            assert level.requests.keys() <= set(mine), key
-            assert {request for request in mine if _untouched(request)} <= level.requests.keys(), key
-
 
 def _untouched(request: "Request") -> bool:
     """No part of it was ever sent to an engine; a tokenizer may have its text."""

@@ -65,14 +65,6 @@ def pump(core: Context, group: Group) -> None:
         _give_texts(core, group)
 
 
-def still_blocked(core: Context, group: Group) -> bool:
-    """Whether the head of the queue fits no worker, as `group.blocked` says; for tests."""
-    lane, worker = group.queue.head(PLAIN), group.routing.least()
-    if lane is None or lane.head is not group.blocked or group.packed_routing.open or group.suspects.size:
-        return False
-    return worker is None or fill(core, group.queue, lane, worker) is None
-
-
 def _try_suspect(core: Context, group: Group) -> None:
     """Start the next trial, or keep a worker free for it. Each class of workers has its own first in line."""
     if group.trial is not None:

@@ -138,10 +138,5 @@ class ForwardCostModel:
         self.tokens = max(1, int(self.said * (1.0 - fixed * FIXED_S / FORWARD_S) / token))
         self.row = row * ROW_S * self.said / (token * FORWARD_S)
 
-    def check(self) -> None:
-        assert LEAST_TOKEN <= self._token <= MOST_TOKEN, self
-        assert 0.0 <= self._row <= MOST_ROW_S / ROW_S and 0.0 <= self._fixed <= MOST_FIXED_S / FIXED_S, self
-        assert 1 <= self.tokens <= self.said / LEAST_TOKEN and self.row >= 0.0, self
-
     def __repr__(self) -> str:
         return f"<Pace tokens={self.tokens} row={self.row:.1f} said={self.said}>"

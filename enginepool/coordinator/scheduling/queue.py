@@ -27,7 +27,7 @@ from bisect import bisect_left
 from collections import deque
 from heapq import heappop, heappush, heapreplace
 from math import inf
-from typing import Any, Generic
+from typing import Generic
 
 from enginepool.coordinator.core.request_state import QUEUED  # TEXT waits too: in the queue of suspects
 from enginepool.coordinator.scheduling.lanes import AWAY, Lane, Line, QueueClient, QueueLevel, R, arrival
@@ -218,41 +218,3 @@ class Queue(Generic[R]):
             for request in lane.requests()
             if request.state <= QUEUED and request.lane is self
         ]  # fmt: skip
-
-    def check(self) -> None:
-        assert self.size == sum(len(lane.requests()) for lane in self._lanes.values()), self.size
-        for signature, lane in self._lanes.items():
-            _check_heap(lane)
-            listed = {line.priority: key for key, _, line in lane}
-            assert listed == {p: line.listed for p, line in lane.lines.items() if line.listed is not None}, signature
-            assert len(listed) == len(lane), signature
-            assert lane.head is (lane[0][2][0][2][0] if lane else None), lane.head
-            for key, priority, line in lane:
-                assert priority == -line.priority and (not line.flows or key <= line.first()), (key, priority, line.keys)
-            assert not lane or (lane[0][2].flows and lane[0][0] == lane[0][2].first()), lane[0]
-            for priority, line in lane.lines.items():
-                _check_heap(line)
-                assert not line or line[0][2], priority
-                turns = [id(flow) for _, _, flow in line if flow]
-                assert sorted(turns) == sorted(id(flow) for flow in line.flows.values()), priority
-                assert all(line.flows.values()) and (not line.flows or line.listed is not None), priority
-                keys = len(line.keys) + len(line.late) - len(line.gone)
-                assert keys == sum(map(len, line.flows.values())), priority
-                assert list(line.keys) == sorted(line.keys), priority
-                assert not line.gone or line.gone[0] > line.first(), (priority, line.gone[0])
-                assert line.virtual <= line.level.virtual and line.level is self._levels[priority], priority
-                for client, flow in line.flows.items():
-                    order = [request.seq for request in flow]
-                    assert order == sorted(order), (priority, order)
-                    for request in flow:
-                        if request.lane is self and request.state <= QUEUED:
-                            mine = AWAY if client.away else request.priority
-                            assert request.client is client and priority == mine, (priority, request)
-                            assert signature == request.work.signature | request.classes, (signature, request)
-        seen = [request.seq for request in self.waiting()]
-        assert len(seen) == len(set(seen)), "a request stands twice in a queue"
-
-
-def _check_heap(heap: list[Any]) -> None:
-    for i, entry in enumerate(heap):
-        assert i == 0 or heap[(i - 1) // 2][:2] <= entry[:2], (i, entry)

@@ -3,7 +3,7 @@
 from heapq import heapify, heappop, heappush
 from typing import Generic
 
-from enginepool.coordinator.core.request_state import DONE, QUEUED
+from enginepool.coordinator.core.request_state import DONE
 from enginepool.coordinator.scheduling.lanes import R, arrival
 
 
@@ -58,9 +58,3 @@ class VersionQueue(Generic[R]):
     def waiting(self) -> list[R]:
         """The requests that wait, in no order."""
         return [request for _, _, request in self._heap if request.state != DONE]
-
-    def check(self) -> None:
-        waiting = self.waiting()
-        assert len(self) == len(waiting), (len(self), len(waiting))
-        assert all(request.lane is self and request.state == QUEUED for request in waiting), waiting
-        assert len({request.seq for request in waiting}) == len(waiting), "a request waits twice for its version"

@@ -175,33 +175,6 @@ class Update:
         # Without the digests: a publisher that names bytes of others must not learn what they are.
         return f"version {present} is committed with other weights; publish these as {present + 1} or higher"
 
-    def check(self) -> None:
-        assert self.phase in PHASES, self
-        assert self.members or self.phase == RESTART, self
-        assert self.pending.keys() <= self.members.keys(), self
-        members = self.members.values()
-        if self.by_restart:
-            for member in members:
-                assert member.worker.slot is not None, self
-                assert member.loaded == (member.restart == "ready"), (self, member)
-                assert (member.worker.slot.uncommitted_weights is None) == (member.restart in ("", "leaving")), (self, member)
-                assert member.restart != "leaving" or self.phase == RESTART, (self, member)
-        elif not self.loading:
-            assert not any(member.worker.lost for member in members), f"{self}: a member is lost and it goes on"
-            assert not any(member.loaded or member.failure for member in members), self
-        else:
-            assert all(member.worker.lost or not member.worker.batches for member in members), f"{self}: work during a load"
-        if self.holds_group:
-            assert self.commit_asked, f"{self}: held without a commit of the publisher"
-        if self.holds_group and self.sends_bytes and not self.direct:
-            digests = {member.digest for member in members}
-            assert digests == {self.sent_digest}, f"{self}: {digests} were staged, {self.sent_digest} was sent"
-            assert not any(finding.kind != "zero" for member in members for finding in member.findings), self
-        if self.phase == JOURNAL:
-            assert any(member.loaded for member in members) and not self.pending, self
-            assert not self.direct or all(member.loaded for member in members), self
-        assert (self.weights is not None) == (self.phase == JOURNAL), self
-
     def __repr__(self) -> str:
         offer = self.offer
         return f"<Update {self.group.name} {offer.transfer} version={offer.version} {self.phase} pending={len(self.pending)}>"
