@@ -32,7 +32,7 @@ from enginepool.net.dealer import ask
 from enginepool.net.keys import Key, no_answer_hint
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.frames import decode_header, encode_header
-from enginepool.protocol.messages import ErrorReply, GetSettings, ToClient, ToWorker, WorkerSettings
+from enginepool.protocol.messages import ErrorReply, GetSettings, ToWorker, WorkerSettings
 
 #: a coordinator that is there answers a question within this
 ANSWER_S = 5.0
@@ -72,7 +72,6 @@ class SettingsRefused(Exception):
 
 
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
-_to_client = msgspec.msgpack.Decoder(ToClient)
 
 
 def get_settings(unit: UnitConfig) -> WorkerSettings | None:
@@ -123,18 +122,6 @@ def pause_s(ends: int) -> float:
     return min(longest, first * 2.0 ** min(ends - 1, 16))
 
 
-class _Place:
-    """One of the unit's workers: the succession of its processes."""
-
-    def __init__(self) -> None:
-        self.incarnation = ""
-        self.began = 0.0
-        #: how often in a row one ended soon
-        self.ends = 0
-        #: why it is not started again
-        self.given_up = ""
-
-
 class Unit:
     """The workers of one unit, as long as the settings of their group stay the same."""
 
@@ -147,61 +134,58 @@ class Unit:
         config = pool_config(unit, settings, directory)
         context = LauncherContext(config, directory, unit.address, lifeline, self._exited, key=unit.key_file, external=True)
         self._launcher: Launcher = make_launcher(context)
-        self._places = [_Place() for _ in range(unit.workers)]
-        self._tasks: set[asyncio.Task[None]] = set()
+        #: the end of each worker that runs
+        self._exits: dict[str, asyncio.Future[WorkerExited]] = {}
+        self._keepers: list[asyncio.Task[str]] = []
         self._stopping = ""
-        #: the exit code; None: the group has other settings now
-        self.ended: asyncio.Future[int | None] = self._loop.create_future()
-        self._result: int | None = 0
+        self._result: int | None = 1
 
-    def start(self) -> None:
-        """Start all workers. Workers of an earlier unit are ended first."""
+    async def run(self) -> int | None:
+        """Run the workers until `stop`, or until none can be started. Returns the exit code; None: the group has other settings
+        now."""
         for process in self._launcher.adopt():
-            if process.index < len(self._places):
-                self._places[process.index].incarnation = process.incarnation
+            self._exits[process.incarnation] = self._loop.create_future()
             self._launcher.stop(process.incarnation, "left by an earlier unit")
-        for index, place in enumerate(self._places):
-            if not place.incarnation:
-                self._start(index, self._settings)
+        await self._all_ended()
+        if not self._stopping:
+            self._keepers = [self._loop.create_task(self._keep(index)) for index in range(self._unit.workers)]
+            reasons = await asyncio.gather(*self._keepers, return_exceptions=True)
+            if not self._stopping:
+                log(f"no worker can be started: {reasons[-1]}")
+        await self._all_ended()
+        finished = self._loop.create_future()
+        self._launcher.finish(lambda: finished.set_result(None))
+        await finished
+        return self._result
 
-    def _start(self, index: int, settings: WorkerSettings) -> None:
-        place, host = self._places[index], platform.node() or "host"
-        place.incarnation = f"{host}-{settings.group}-{index}.{time.time_ns() // 1000:x}"
-        place.began = self._loop.time()
-        log(f"starting worker {place.incarnation}")
+    async def _keep(self, index: int) -> str:
+        """Start one worker, and start it again when it ends. Returns why it can never be started."""
+        settings, ends = self._settings, 0
+        while settings.settings == self._settings.settings:
+            began = self._loop.time()
+            event = await self._run_worker(index, settings)
+            if event.permanent:
+                return event.reason
+            ends = 1 if self._loop.time() - began > STEADY_S else ends + 1
+            await asyncio.sleep(pause_s(ends))
+            settings = await settings_of(self._unit, wait_refused=True)
+        self.stop("the group has other settings now", None)
+        return self._stopping
+
+    async def _run_worker(self, index: int, settings: WorkerSettings) -> WorkerExited:
+        incarnation = f"{platform.node() or 'host'}-{settings.group}-{index}.{time.time_ns() // 1000:x}"
+        log(f"starting worker {incarnation}")
+        ended = self._exits[incarnation] = self._loop.create_future()
         weights = GroupWeights(settings.version, settings.digest, path=settings.path) if settings.path else None
-        self._launcher.start(settings.group, index, place.incarnation, weights)
+        self._launcher.start(settings.group, index, incarnation, weights)
+        return await asyncio.shield(ended)
 
     def _exited(self, event: WorkerExited) -> None:
-        index = next((i for i, place in enumerate(self._places) if place.incarnation == event.incarnation), None)
         log(f"worker {event.incarnation} ended: {event.reason}")
-        if index is None:
-            return
-        place = self._places[index]
-        place.incarnation = ""
-        if self._stopping:
-            self._maybe_stopped()
-            return
-        if event.permanent:
-            place.given_up = event.reason
-            if all(place.given_up for place in self._places):
-                log(f"no worker can be started: {event.reason}")
-                self.stop("no worker can be started", 1)
-            return
-        place.ends = 1 if self._loop.time() - place.began > STEADY_S else place.ends + 1
-        task = self._loop.create_task(self._again(index, pause_s(place.ends)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._exits.pop(event.incarnation).set_result(event)
 
-    async def _again(self, index: int, pause: float) -> None:
-        await asyncio.sleep(pause)
-        settings = await settings_of(self._unit, wait_refused=True)
-        if self._stopping:
-            return
-        if settings.settings == self._settings.settings:
-            self._start(index, settings)
-            return
-        self.stop("the group has other settings now", None)
+    async def _all_ended(self) -> None:
+        await asyncio.gather(*self._exits.values())
 
     def stop(self, reason: str, result: int | None = 0) -> None:
         """Let begun work finish and end all; a second time: end all now."""
@@ -211,24 +195,14 @@ class Unit:
             return
         log(f"draining for at most {self._settings.drain_s:g} s: {reason}")
         self._stopping, self._result = reason, result
-        for task in self._tasks:
-            task.cancel()
+        for keeper in self._keepers:
+            keeper.cancel()
         self._launcher.drain()
         self._loop.call_later(self._settings.drain_s + END_S, self._kill)
-        self._maybe_stopped()
 
     def _kill(self) -> None:
-        for place in self._places:
-            if place.incarnation:
-                self._launcher.stop(place.incarnation, f"stopped: {self._stopping}")
-
-    def _maybe_stopped(self) -> None:
-        if not any(place.incarnation for place in self._places):
-            self._launcher.finish(self._stopped)
-
-    def _stopped(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(self._result)
+        for incarnation in self._exits:
+            self._launcher.stop(incarnation, f"stopped: {self._stopping}")
 
 
 async def settings_of(unit: UnitConfig, *, wait_refused: bool = False) -> WorkerSettings:
@@ -300,8 +274,7 @@ async def serve(unit: UnitConfig) -> int:
                 running = Unit(unit, settings, directory, lifeline, LocalLauncher)
                 for number in (signal.SIGTERM, signal.SIGINT):
                     loop.add_signal_handler(number, running.stop, signal.Signals(number).name)
-                running.start()
-                code = await running.ended
+                code = await running.run()
                 if code is not None:
                     return code
                 settings = await settings_of(unit)
