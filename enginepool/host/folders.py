@@ -14,6 +14,7 @@ import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 _HELD = ".held"
 #: in a folder of snapshots in shared memory: the pool that it belongs to
@@ -56,6 +57,21 @@ def _remove_aborted(parent: Path, prefix: str, forget: Callable[[Path], object])
                     shutil.rmtree(held.parent, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def lock_file(path: Path) -> IO[str]:
+    """Lock a file, which is made where it is missing, until the returned file is closed.
+
+    Raises:
+        OSError: it cannot be made; BlockingIOError: another process has locked it.
+    """
+    lock = open(path, "a")  # noqa: SIM115 (held for the life of the lock)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise
+    return lock
 
 
 def exposed(folder: Path) -> str:

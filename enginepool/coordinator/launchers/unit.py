@@ -7,7 +7,6 @@ next such process in the same directory finds the weights that they keep.
 """
 
 import asyncio
-import fcntl
 import os
 import platform
 import signal
@@ -27,6 +26,7 @@ from enginepool.coordinator.launchers.local import LocalLauncher
 from enginepool.coordinator.shell.journal import JOURNAL, prepare_state_dir
 from enginepool.coordinator.shell.log import log
 from enginepool.errors import ConfigError
+from enginepool.host.folders import lock_file
 from enginepool.net.address import STATE_DIR
 from enginepool.net.dealer import ask
 from enginepool.net.keys import Key, no_answer_hint
@@ -237,13 +237,10 @@ def _lock(directory: Path) -> IO[str]:
     if (directory / JOURNAL).exists():
         raise ConfigError(f"{where}: the state_dir of a pool; name another one")
     # The lock that a pool takes too: neither starts in a directory in which the other runs.
-    lock = open(directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(directory / "lock")
     except BlockingIOError:
-        lock.close()
         raise ConfigError(f"{where}: in use by another `enginepool worker` or by a pool; name another one") from None
-    return lock
 
 
 def run(unit: UnitConfig) -> int:

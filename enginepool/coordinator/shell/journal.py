@@ -14,7 +14,6 @@ hidden when the first file system is mounted again.
 
 import contextlib
 import errno
-import fcntl
 import os
 import tempfile
 from hashlib import blake2b
@@ -25,7 +24,7 @@ import msgspec
 
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.errors import ConfigError
-from enginepool.host.folders import exposed, make_private
+from enginepool.host.folders import exposed, lock_file, make_private
 
 #: the file in the state directory of a pool
 JOURNAL = "journal.json"
@@ -121,14 +120,11 @@ class Journal:
                 self._locks.remove(held)
                 self._locks.append(held)
                 return
-        lock = open(self._directory / "lock", "a")  # noqa: SIM115 (held for the life of the process)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._locks.append(lock_file(self._directory / "lock"))
         except OSError as error:
-            lock.close()
             why = "in use by another pool (its lock is held)" if isinstance(error, BlockingIOError) else error.strerror
             raise OSError(error.errno, why, str(self._directory)) from None
-        self._locks.append(lock)
 
     def keep(self) -> None:
         """Write what holds again where a successor would not find it.

@@ -16,6 +16,8 @@ from enginepool.protocol.messages.weight_reports import UpdateRecord
 
 #: how often the paths of the state directory are looked at
 LOOK_S = 1.0
+#: what is written, for the log
+JOURNAL, HISTORY = "journal", "history of updates"
 
 
 class JournalWriter:
@@ -39,23 +41,20 @@ class JournalWriter:
         self._tell, self._log, self._moved = tell, log, moved
         self._thread = ThreadPoolExecutor(1, "journal")
         self._timer: asyncio.TimerHandle | None = None
-        #: the last error of a look, which is said once
-        self._wrong = ""
+        #: why each of the two files could not be written at the last write, which is said once
+        self._failures: dict[str, str] = {}
         self._history = UpdateHistory(journal.path.parent)
-        #: the latest updates by group, as they are to be written; whether that is about to happen; the last error
+        #: the latest updates by group, as they are to be written; whether that is about to happen
         self._updates: dict[str, msgspec.Raw] = {}
         self._history_waits = False
-        self._history_wrong = ""
 
     def read_history(self, groups: Collection[str]) -> dict[str, list[UpdateRecord]]:
         """The latest updates of these groups. A history that cannot be read is an empty one, and the log says so."""
         try:
             found = {name: records for name, records in self._history.read().items() if name in groups}
-        except OSError as error:
-            self._log(f"the history of updates could not be read: {os_error(error)}")
-            return {}
-        except ValueError as error:
-            self._log(f"the history of updates could not be read: {error}")
+        except (OSError, ValueError) as error:
+            why = os_error(error) if isinstance(error, OSError) else str(error)
+            self._log(f"the history of updates could not be read: {why}")
             return {}
         self._updates = {name: _text(records) for name, records in found.items()}
         return found
@@ -69,7 +68,7 @@ class JournalWriter:
         """Write the history of updates again."""
         if self._updates and not self._history_waits:
             self._history_waits = True
-            self._submit(self._write_history, self._history_written)
+            self._submit(HISTORY, self._write_history)
 
     def _write_history(self) -> None:
         """In the thread."""
@@ -77,14 +76,9 @@ class JournalWriter:
         self._journal.keep()  # raises where the state directory is not the one that a successor finds
         self._history.write(dict(self._updates))
 
-    def _history_written(self, why: str) -> None:
-        if why and why != self._history_wrong:
-            self._log(f"the history of updates could not be written: {why}")
-        self._history_wrong = why
-
     def check(self, effect: ef.CheckJournal) -> None:
         """`JournalChecked` follows."""
-        self._submit(self._journal.check, lambda why: self._tell(ev.JournalChecked(monotonic(), effect.update, why)))
+        self._submit(JOURNAL, self._journal.check, lambda why: self._tell(ev.JournalChecked(monotonic(), effect.update, why)))
 
     def commit(self, effect: ef.WriteJournal, committed: Callable[[str, str], None]) -> None:
         """`JournalWritten` follows. Once it is written, `committed` is called before that, with the group and its snapshot."""
@@ -95,13 +89,11 @@ class JournalWriter:
             self._journal.write(msgspec.structs.replace(record, weights=weights))
 
         def written(why: str) -> None:
-            if why:
-                self._log(f"the journal could not be written: {why}")
-            else:
+            if not why:
                 committed(effect.group, effect.weights.snapshot)
             self._tell(ev.JournalWritten(monotonic(), effect.update, why))
 
-        self._submit(write, written)
+        self._submit(JOURNAL, write, written)
 
     def raise_epoch(self, epoch: int, then: Callable[[str], None]) -> None:
         """Write a higher epoch, and call `then` on the loop with "", or with why it could not be written."""
@@ -110,27 +102,20 @@ class JournalWriter:
             record = self._journal.record
             self._journal.write(msgspec.structs.replace(record, epoch=epoch, raises=record.raises + 1))
 
-        def written(why: str) -> None:
-            if why:
-                self._log(f"the journal could not be written: {why}")
-            then(why)
-
-        self._submit(write, written)
+        self._submit(JOURNAL, write, then)
 
     def look(self) -> None:
         """From now on: write the journal again where its path, or the state directory, was removed or renamed."""
-        self._submit(self._journal.keep, self._looked)
+        self._submit(JOURNAL, self._journal.keep, self._look_later)
 
-    def _looked(self, why: str) -> None:
-        if why and why != self._wrong:
-            self._log(f"the journal could not be written: {why}")
-        self._wrong = why
+    def _look_later(self, _: str) -> None:
         self._timer = self._loop.call_later(LOOK_S, self.look)
 
-    def _submit(self, act: Callable[[], None], then: Callable[[str], None]) -> None:
-        self._thread.submit(self._run, act, then)
+    def _submit(self, what: str, act: Callable[[], None], then: Callable[[str], None] = lambda why: None) -> None:
+        """Let the thread call `act`, which writes `what`. Then call `then` on the loop with "", or with why that failed."""
+        self._thread.submit(self._run, what, act, then)
 
-    def _run(self, act: Callable[[], None], then: Callable[[str], None]) -> None:
+    def _run(self, what: str, act: Callable[[], None], then: Callable[[str], None]) -> None:
         """In the thread."""
         why = ""
         try:
@@ -140,12 +125,15 @@ class JournalWriter:
         except Exception as error:  # whatever it is: a group is held until it is answered
             why = f"{type(error).__name__}: {error}"
         moved, self._journal.moved = self._journal.moved, ""
-        self._loop.call_soon_threadsafe(self._done, then, why, moved)
+        self._loop.call_soon_threadsafe(self._done, what, then, why, moved)
 
-    def _done(self, then: Callable[[str], None], why: str, moved: str) -> None:
+    def _done(self, what: str, then: Callable[[str], None], why: str, moved: str) -> None:
         if moved:
             self._log(f"{moved} was removed, renamed or replaced while the pool runs: it is written again")
             self._moved()
+        if why and why != self._failures.get(what):
+            self._log(f"the {what} could not be written: {why}")
+        self._failures[what] = why
         then(why)
 
     def close(self) -> None:

@@ -1,11 +1,10 @@
 """The file of an ipc socket: where it may lie, and the lock next to it."""
 
-import fcntl
 from pathlib import Path
 from typing import IO
 
 from enginepool.errors import ConfigError
-from enginepool.host.folders import exposed
+from enginepool.host.folders import exposed, lock_file
 
 
 def check_socket_folder(endpoint: str) -> None:
@@ -30,10 +29,8 @@ def lock_socket_file(endpoint: str) -> IO[str]:
     check_socket_folder(endpoint)
     path = endpoint.removeprefix("ipc://") + ".lock"
     try:
-        lock = open(path, "a")  # noqa: SIM115 (held for the life of the socket)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(Path(path))
     except BlockingIOError:
         raise ConfigError(f"{endpoint}: in use by another pool (its lock {path} is held)") from None
     except OSError as error:
         raise ConfigError(f"{endpoint}: cannot lock {path}: {error.strerror}") from None
-    return lock
