@@ -5,11 +5,6 @@ coordinator asks the peer: a `ping` with an unpredictable `at` goes out behind w
 proves that everything before it was read, because a link is first in, first out. A peer that does not read cannot know `at`.
 """
 
-from collections import deque
-from collections.abc import Sequence
-
-from enginepool.coordinator.core.events import Buffer
-
 
 class Outbox:
     """One link's.
@@ -19,12 +14,12 @@ class Outbox:
         most: bytes that may be unread.
     """
 
-    __slots__ = ("_most", "_proof", "asked_at", "before", "fd", "inode", "mark", "parked", "swept", "token", "unread")
+    __slots__ = ("_most", "_proof", "asked_at", "before", "fd", "inode", "mark", "swept", "token", "unread")
 
     def __init__(self, proof: int, most: int) -> None:
         self._proof = min(proof, most // 2 + 1)
         self._most = most
-        #: bytes that were sent, or wait to be, and are not proved to be read; who sends adds to it
+        #: bytes that were sent and are not proved to be read; `Router.send` adds to it
         self.unread = 0
         #: bytes unread for which there is something to do: ask, or where that was done, disconnect
         self.mark = self._proof
@@ -33,8 +28,6 @@ class Outbox:
         self.asked_at = 0.0
         #: of `unread`, what was sent before the question
         self.before = 0
-        #: messages that the socket did not take, oldest first
-        self.parked: deque[Sequence[Buffer]] = deque()
         #: `unread` at the last sweep
         self.swept = -1
         #: the connection: its descriptor in this process, and the inode that tells whether it is still that one

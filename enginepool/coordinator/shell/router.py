@@ -3,9 +3,8 @@
 A ZeroMQ file descriptor is edge-triggered: it becomes readable once when something changed, and a send may consume that. So a
 socket is `unsure` from each send until it was found empty.
 
-A send that would block (`EAGAIN`: the peer's high-water mark, which counts messages) is parked. A router cannot wait until one
-peer becomes writable, so parked sends are tried again on a short timer. `Outbox` counts the bytes that a peer has not read,
-wherever they are: here, in ZeroMQ, in the kernel, or at the peer. A peer with too many unread bytes is disconnected.
+ZeroMQ takes every send at once: its high-water mark, which counts messages, is off. `Outbox` counts the bytes that a peer has
+not read, wherever they are: in ZeroMQ, in the kernel, or at the peer. A peer with too many unread bytes is disconnected.
 """
 
 import errno
@@ -92,7 +91,7 @@ class Router:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
         keep_alive(socket, max_silence)
-        socket.setsockopt(zmq.SNDHWM, 1000)
+        socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, UNHANDLED)
         socket.setsockopt(zmq.BACKLOG, 1024)
         self.connections = Connections(context(), socket, most)
@@ -103,8 +102,6 @@ class Router:
         self._max_silence = max_silence
         self._cut = cut
         self._outboxes: dict[Link, Outbox] = {}
-        #: links with parked messages
-        self._parked: dict[Link, None] = {}
         #: bytes that all peers have not read: the sum over the outboxes
         self.unread = 0
         #: there may be a message of which the file descriptor will not tell again
@@ -199,14 +196,14 @@ class Router:
         return self.unsure
 
     def send(self, link: Link, frames: Sequence[Buffer]) -> bool:
-        """Send, or park. False when the peer is not there any more."""
+        """Send. False: the peer is not there any more."""
         outbox = self._outboxes.get(link)
         if outbox is None:
             outbox = self._outboxes[link] = Outbox(self._proof, self._max_unread)
         nbytes = sum(map(len, frames))
         self.unread += nbytes
         outbox.unread += nbytes
-        if not self._put(link, outbox, frames):
+        if not self._put(link, frames):
             return False
         if outbox.unread >= outbox.mark:
             self._marked(link, outbox)
@@ -219,52 +216,21 @@ class Router:
         if outbox.unread > self._max_unread and link in self._outboxes:
             self.cut(link, f"it has {outbox.unread} bytes unread, and at most {self._max_unread} are allowed")
 
-    def _put(self, link: Link, outbox: Outbox, frames: Sequence[Buffer]) -> bool:
-        if not outbox.parked:
-            try:
-                self._send(link, frames)
-                return True
-            except zmq.Again:
-                self._parked[link] = None
-            except zmq.ZMQError as error:
-                if error.errno != errno.EHOSTUNREACH:
-                    raise
-                self._forget(link)
-                return False
-        outbox.parked.append(frames)
-        return True
-
-    def _send(self, link: Link, frames: Sequence[Buffer]) -> None:
+    def _put(self, link: Link, frames: Sequence[Buffer]) -> bool:
         socket = self._socket
         self.unsure = self.sent = True
-        send(socket, link, NOBLOCK_MORE)
         *firsts, last = frames
-        for frame in firsts:
-            send(socket, frame, NOBLOCK_MORE, len(frame) <= COPY_UP_TO)
-        send(socket, last, NOBLOCK, len(last) <= COPY_UP_TO)
-
-    def retry(self) -> bool:
-        """Try parked sends again; True while some are left."""
-        for link in list(self._parked):
-            parked = self._outboxes[link].parked
-            try:
-                while parked:
-                    self._send(link, parked[0])
-                    parked.popleft()
-            except zmq.Again:
-                continue
-            except zmq.ZMQError as error:
-                if error.errno != errno.EHOSTUNREACH:
-                    raise
-                self._forget(link)
-                self._cut(link, "")
-                continue
-            del self._parked[link]
-        return bool(self._parked)
-
-    @property
-    def has_parked(self) -> bool:
-        return bool(self._parked)
+        try:
+            send(socket, link, NOBLOCK_MORE)
+            for frame in firsts:
+                send(socket, frame, NOBLOCK_MORE, len(frame) <= COPY_UP_TO)
+            send(socket, last, NOBLOCK, len(last) <= COPY_UP_TO)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            self._forget(link)
+            return False
+        return True
 
     # --- what is not read yet ------------------------------------------------------------------------------------------
 
@@ -303,7 +269,7 @@ class Router:
         self.cut(link, f"it has {self.unread_of(link)} bytes unread, the most of all, and there is no memory for more")
 
     def cut(self, link: Link, why: str) -> None:
-        """End a connection, and forget all that waits for it here and in ZeroMQ."""
+        """End a connection. ZeroMQ drops what it holds for the peer."""
         outbox = self._outboxes[link]
         self._forget(link)
         if outbox.fd >= 0:
@@ -312,12 +278,11 @@ class Router:
 
     def _ask(self, link: Link, outbox: Outbox) -> None:
         outbox.ask(secrets.randbits(62) | 1, time.monotonic())
-        if not self._put(link, outbox, [encode_header(Ping(outbox.token))]):
+        if not self._put(link, [encode_header(Ping(outbox.token))]):
             self._cut(link, "")
 
     def _forget(self, link: Link) -> None:
         self.unread -= self._outboxes.pop(link).unread
-        self._parked.pop(link, None)
 
     def _meet(self, link: Link, frame: zmq.Frame) -> None:
         """The first message on a link, or the first after it was forgotten: remember its connection."""

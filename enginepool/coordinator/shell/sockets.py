@@ -13,7 +13,6 @@ from enginepool.coordinator.shell.router import Receive, Router, context
 
 #: rounds before the loop may do something else
 ROUNDS = 8
-RETRY_S = 0.005
 #: how often peers are asked that have something unread and were sent nothing since
 SWEEP_S = 1.0
 
@@ -33,7 +32,6 @@ class Sockets:
         self._take_worker: Receive | None = None
         self._act: Callable[[], None] = lambda: None
         self._again: asyncio.Handle | None = None
-        self._retry: asyncio.Handle | None = None
         self._sweep: asyncio.Handle | None = None
 
     def listen(self, take_client: Receive, take_worker: Receive, act: Callable[[], None]) -> None:
@@ -72,8 +70,6 @@ class Sockets:
         else:
             if self._again is None:
                 self._again = self._loop.call_soon(self._turn_again)
-        if self._retry is None and (self.clients.has_parked or self.workers.has_parked):
-            self._retry = self._loop.call_later(RETRY_S, self._retry_parked)
 
     def _stay_awake(self) -> bool:
         """Wait a moment for what follows a send, if that has been worth it. True: a socket has a message, and is unsure."""
@@ -95,12 +91,6 @@ class Sockets:
         self._again = None
         self.turn()
 
-    def _retry_parked(self) -> None:
-        self._retry = None
-        self.clients.retry()
-        self.workers.retry()
-        self.turn()
-
     def _sweep_all(self) -> None:
         self._sweep = self._loop.call_later(SWEEP_S, self._sweep_all)
         # What they have answered counts first.
@@ -114,7 +104,7 @@ class Sockets:
         if self._take_client is not None:
             self._loop.remove_reader(self.clients.fd)
             self._loop.remove_reader(self.workers.fd)
-        for handle in (self._again, self._retry, self._sweep):
+        for handle in (self._again, self._sweep):
             if handle is not None:
                 handle.cancel()
         self.clients.close()
