@@ -153,7 +153,7 @@ class Unit:
             if not self._stopping:
                 log(f"no worker can be started: {reasons[-1]}")
         await self._all_ended()
-        finished = self._loop.create_future()
+        finished: asyncio.Future[None] = self._loop.create_future()
         self._launcher.finish(lambda: finished.set_result(None))
         await finished
         return self._result
