@@ -17,7 +17,8 @@ INCLUDES: Final[dict[Role, frozenset[Role]]] = {
 }
 EVERY: Final[frozenset[Role]] = frozenset(get_args(Role))
 
-#: the role that a peer on the client endpoint must have, or include, to send a message of this type
+#: On the worker endpoint a peer must have the role `worker` for every message. This is the client endpoint:
+#: the role that a peer must have, or include, to send a message of this type
 FROM_CLIENT: Final[dict[str, Role]] = {
     "hello": "client",
     "score": "client",
@@ -37,11 +38,3 @@ FROM_CLIENT: Final[dict[str, Role]] = {
     "abort": "publisher",
     "restart": "admin",
 }
-#: the same of the worker endpoint
-FROM_WORKER: Final[dict[str, Role]] = dict.fromkeys(
-    (
-        "register", "get_settings", "stage", "ready", "idle", "done", "tokenized", "prepared", "joined", "staged",
-        "loaded", "restored", "inspected", "commanded", "exiting", "error", "ping", "pong",
-    ),
-    "worker",
-)  # fmt: skip

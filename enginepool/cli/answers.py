@@ -5,6 +5,7 @@ another input, or made with other options, are noticed before anything is writte
 """
 
 import fcntl
+import itertools
 import os
 from array import array
 from pathlib import Path
@@ -34,7 +35,6 @@ class Answers:
     Attributes:
         path: how errors name the file.
         answered, failed: answers and error lines in the file.
-        start: where reading the input begins: the number and the offset of a line.
         versions: the weight versions of answers in the file.
     """
 
@@ -46,7 +46,6 @@ class Answers:
         self.versions = AnswerVersions(path, mixed=mixed_versions)
         self.answered = 0
         self.failed = 0
-        self.start = (1, 0)
         self._file = file
 
     @property
@@ -87,12 +86,11 @@ class AnswerFile(Answers):
         try:
             self._lock()
             torn_at = self._read()
-            self.start = self._compare()
+            self._compare()
             if torn_at is not None:
                 self._file.truncate(torn_at)
             if retry_errors and self.failed:
                 self._drop_errors()
-                self.start = (1, 0)
         except BaseException:  # also Ctrl-C: __exit__ is not called then; raised again
             self._file.close()
             raise
@@ -154,36 +152,21 @@ class AnswerFile(Answers):
             BAD_USAGE,
         )
 
-    def _compare(self) -> tuple[int, int]:
-        """Compare every answer with the input line that it names. Returns the first line without an answer, and its offset."""
-        if len(self._crcs) == 1:
-            return 1, 0
-        start: tuple[int, int] | None = None
-        offset = number = 0
+    def _compare(self) -> None:
+        """Compare every answer with the input line that it names."""
+        last = len(self._crcs) - 1
+        number = 0
         with open(self._source, "rb") as source:
-            for number, offset, text in input_lines(source):
-                if number >= len(self._crcs):
-                    break
-                crc = self._crcs[number]
-                if crc == 0:
-                    # A blank line has no answer and needs none.
-                    if start is None and not text.isspace():
-                        start = number, offset
-                elif crc != checksum(text, self._seed) + 1:
-                    raise CommandFailed(
-                        f"{self.path}: its answer to line {number} of {self._source} was made from another line or with other "
-                        "options; name another output file, or delete this one",
-                        BAD_USAGE,
+            for number, _, text in itertools.islice(input_lines(source), last):
+                if self._crcs[number] not in (0, checksum(text, self._seed) + 1):
+                    raise self._other_input(
+                        f"its answer to line {number} of {self._source} was made from another line or with other options"
                     )
-            else:
-                if number < len(self._crcs) - 1:
-                    raise CommandFailed(
-                        f"{self.path}: answers line {len(self._crcs) - 1}, but {self._source} has {number} lines; "
-                        "name another output file, or delete this one",
-                        BAD_USAGE,
-                    )
-                number, offset = number + 1, source.tell()
-        return start or (number, offset)
+        if number < last:
+            raise self._other_input(f"answers line {last}, but {self._source} has {number} lines")
+
+    def _other_input(self, why: str) -> CommandFailed:
+        return CommandFailed(f"{self.path}: {why}; name another output file, or delete this one", BAD_USAGE)
 
     def _drop_errors(self) -> None:
         """Rewrite the file without its error lines, so that those requests are made again and answered once."""

@@ -88,10 +88,8 @@ def describe(error: Exception) -> tuple[str, int]:
     text = "; ".join(line.strip() for line in str(error).splitlines())
     if isinstance(error, CommandFailed):
         return f"enginepool: {text}", error.code
-    if isinstance(error, ConfigError):
-        return f"enginepool: {text}", BAD_USAGE
     if isinstance(error, EnginepoolError):
-        return f"enginepool: {text}", RUN_FAILED
+        return f"enginepool: {text}", BAD_USAGE if isinstance(error, ConfigError) else RUN_FAILED
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"enginepool: {where}{error.strerror}", RUN_FAILED

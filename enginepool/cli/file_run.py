@@ -116,7 +116,7 @@ def _answer_all(run: "_FileRun[Any]", source: Path, address: str, concurrency: i
         if source == STREAM:
             lines: AsyncIterator[Line] = PipeLines(sys.stdin.fileno())
         else:
-            lines = file_lines(stack.enter_context(open(source, "rb")), *answers.start)
+            lines = file_lines(stack.enter_context(open(source, "rb")))
             size = source.stat().st_size
 
         async def main() -> None:

@@ -17,9 +17,9 @@ _CHUNK = 1 << 16
 Line = tuple[int, int, bytes]
 
 
-async def file_lines(file: BinaryIO, number: int, offset: int) -> AsyncIterator[Line]:
-    """The lines of a file from line `number` at `offset`. It never waits, so several readers can share it."""
-    for line in input_lines(file, number, offset):
+async def file_lines(file: BinaryIO) -> AsyncIterator[Line]:
+    """The lines of a file. It never waits, so several readers can share it."""
+    for line in input_lines(file):
         yield line
 
 

@@ -46,13 +46,12 @@ L = TypeVar("L", bound=InputLine)
 Ask: TypeAlias = Callable[[Any, L, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
-def input_lines(source: BinaryIO, number: int = 1, offset: int = 0) -> Iterator[tuple[int, int, bytes]]:
-    """Lines of the input from line `number`, which begins at `offset`: (number, offset, text).
+def input_lines(source: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """Lines of the input: (number, offset, text).
 
     Of a line over MAX_LINE_BYTES the text is its first MAX_LINE_BYTES + 1 bytes, which `read_line` refuses.
     """
-    if offset:
-        source.seek(offset)
+    number, offset = 1, 0
     while text := source.readline(MAX_LINE_BYTES + 1):
         yield number, offset, text
         rest = text

@@ -27,7 +27,7 @@ class Progress:
         self._answers = answers
         self._known = size is not None
         self._size = max(size or 0, 1)
-        self._place = min(answers.start[1], self._size)
+        self._place = 0
         self._began = time.monotonic()
         self._count = self._before = answers.count
         self._counted_at = self._began

@@ -14,7 +14,7 @@ from enginepool.protocol.frames import encode_header
 from enginepool.protocol.messages import FromClient, FromWorker
 from enginepool.protocol.messages.weight_reports import InspectWeights
 from enginepool.protocol.messages.weights import MemoryRegion, Publish, Sent
-from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES, Role
+from enginepool.protocol.roles import FROM_CLIENT, INCLUDES, Role
 from tests.wire.make_vectors import VALID
 
 SEAL = b"0123456789abcdef"
@@ -25,9 +25,8 @@ def tags(union: Any) -> set[str]:
     return {str(struct.__struct_config__.tag) for struct in union.__args__}
 
 
-def test_every_message_of_both_endpoints_has_a_role() -> None:
+def test_every_message_of_a_client_has_a_role() -> None:
     assert FROM_CLIENT.keys() == tags(FromClient)
-    assert FROM_WORKER.keys() == tags(FromWorker)
     assert all(least in INCLUDES[least] for least in INCLUDES)
 
 
@@ -52,7 +51,7 @@ def test_a_client_s_message_becomes_an_event_for_its_roles_alone(role: Role, typ
 
 
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("type_", FROM_WORKER)
+@pytest.mark.parametrize("type_", sorted(tags(FromWorker)))
 def test_a_worker_s_message_becomes_an_event_for_workers_alone(role: Role, type_: str) -> None:
     frames = frames_of("worker-coordinator", type_)
     if role == "worker":

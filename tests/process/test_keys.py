@@ -5,7 +5,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -16,7 +16,8 @@ import zmq.utils.monitor
 from enginepool import BlockingPool, Pool, errors
 from enginepool.coordinator.shell.authentication import NAMED, Authenticator
 from enginepool.net.keys import AUTHORIZED, FIRST, make_keys, read_key
-from enginepool.protocol.roles import FROM_CLIENT, FROM_WORKER, INCLUDES
+from enginepool.protocol.messages import FromWorker
+from enginepool.protocol.roles import FROM_CLIENT, INCLUDES
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.attackers import Raw, raw
 from tests.process.commands import call
@@ -25,6 +26,8 @@ from tests.process.processes import Processes
 from tests.wire.make_vectors import VALID
 from tests.wire.test_vectors import mutated
 
+#: the message types of a worker, with the role that they need
+FROM_WORKER = dict.fromkeys((str(struct.__struct_config__.tag) for struct in get_args(FromWorker)), "worker")
 #: messages, over all the roles that may not send them
 MUTATED = 100_000
 #: what a role on the wrong endpoint, or a message of another role, is answered
