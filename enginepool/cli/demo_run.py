@@ -37,10 +37,12 @@ Scores = npt.NDArray[np.float32]
 
 @dataclass
 class DemoClient:
-    """What one client saw. A request is its number; `answers` holds the scores and when it was sent and answered."""
+    """What one client saw, which keeps `depth` requests under way. A request is its number. `answers` holds the scores of a
+    request, and when it was sent and answered."""
 
     name: str
     priority: int
+    depth: int = 1
     sent: int = 0
     answers: dict[int, tuple[Scores, float, float]] = field(default_factory=dict[int, tuple[Scores, float, float]])
     errors: list[str] = field(default_factory=list[str])
@@ -139,15 +141,12 @@ class DemoRun:
             await pool.close()
 
     async def _load(self, pool: Pool) -> Story:
-        clients = [DemoClient(name, priority) for name, priority, _ in CLIENTS]
-        links = [await Pool.connect(pool.address) for _ in clients]
-        tasks = [
-            asyncio.create_task(self._client(link, client, depth))
-            for link, client, (_, _, depth) in zip(links, clients, CLIENTS, strict=True)
-        ]
+        clients = [DemoClient(*facts) for facts in CLIENTS]
+        tasks = [asyncio.create_task(self._client(pool.address, client)) for client in clients]
         try:
-            for name, priority, depth in CLIENTS:
-                self.say(f"Client {name}: priority {priority}, {depth} request{'s' if depth > 1 else ''} under way at a time.")
+            for one in clients:
+                requests = f"{one.depth} request{'s' if one.depth > 1 else ''}"
+                self.say(f"Client {one.name}: priority {one.priority}, {requests} under way at a time.")
             await asyncio.sleep(self._work_s)
             self.say(f"\n{sum(len(c.answers) for c in clients)} answers so far.")
             killed = await self._kill(pool)
@@ -170,28 +169,25 @@ class DemoRun:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(link.close() for link in links), return_exceptions=True)
         return Story(clients, group, open_at_kill, killed, back_s, meanwhile, asked, differing)
 
-    async def _client(self, link: Pool, client: DemoClient, depth: int) -> None:
-        """Keep `depth` requests under way until told to stop."""
+    async def _client(self, address: str, client: DemoClient) -> None:
+        """Keep requests under way until told to stop."""
+        async with Pool.connect(address) as link:
+            await asyncio.gather(*(self._one_after_another(link, client) for _ in range(client.depth)))
 
-        async def one_after_another() -> None:
-            while not self._stop.is_set():
-                number = client.sent
-                client.sent += 1
-                query, items = content(client.name, number)
-                at = time.monotonic()
-                try:
-                    result = await link.score(
-                        query, items, label_token_ids=LABELS, apply_softmax=True, priority=client.priority
-                    )
-                except EnginepoolError as error:
-                    client.errors.append(f"request {number}: {error}")
-                    return
-                client.answers[number] = (result.scores, at, time.monotonic())
-
-        await asyncio.gather(*(one_after_another() for _ in range(depth)))
+    async def _one_after_another(self, link: Pool, client: DemoClient) -> None:
+        while not self._stop.is_set():
+            number = client.sent
+            client.sent += 1
+            query, items = content(client.name, number)
+            at = time.monotonic()
+            try:
+                result = await link.score(query, items, label_token_ids=LABELS, apply_softmax=True, priority=client.priority)
+            except EnginepoolError as error:
+                client.errors.append(f"request {number}: {error}")
+                return
+            client.answers[number] = (result.scores, at, time.monotonic())
 
     async def _kill(self, pool: Pool) -> WorkerStatus:
         """SIGKILL a worker that has batches under way. Only a process that this program started is ever touched."""
