@@ -47,6 +47,7 @@ from enginepool.protocol.messages import (
     Usage,
     Welcome,
 )
+from tests.core.session_invariants import check_session
 
 SPECS = [FrameSpec("query", "int32", (1,)), FrameSpec("items", "int32", (1,)), FrameSpec("item_lengths", "uint32", (1,))]
 FRAMES = (b"\1\0\0\0", b"\2\0\0\0", b"\1\0\0\0")
@@ -61,7 +62,7 @@ def result(id_: int, version: int = 1) -> Result:
 
 
 class Driver:
-    """A session under test: every event is followed by `check`, and effects are sorted by kind."""
+    """A session under test: the invariants are checked after every event, and effects are sorted by kind."""
 
     def __init__(self, settings: SessionSettings | None = None, jitter: float = 0.5) -> None:
         self.session = ClientSession(b"c" * 16, b"t" * 16, lambda: jitter, settings or SessionSettings())
@@ -70,7 +71,7 @@ class Driver:
 
     def __call__(self, event: SessionEvent) -> list[SessionEffect]:
         self.effects = self.session.handle(event)
-        self.session.check()
+        check_session(self.session)
         return self.effects
 
     def start(self, connect_by: float | None = None) -> None:
@@ -665,7 +666,7 @@ def test_memory_of_timers_and_queues_is_bounded_by_what_is_pending():
     sizes = {name: len(value) for name, value in vars(session.calls).items() if isinstance(value, Sized)}
     assert sizes
     assert {name: size for name, size in sizes.items() if size > 1026} == {}
-    session.check()
+    check_session(session)
 
 
 # --- a coordinator that does everything wrong that a network can -------------------------------------------------------
@@ -741,7 +742,7 @@ def test_every_request_gets_exactly_one_final_answer_whatever_the_network_does(s
                 outcomes[effect.id].append("result")
             elif isinstance(effect, Fail):
                 outcomes[effect.id].append(effect.failure.code)
-        session.check()
+        check_session(session)
 
     do(Start(now))
     while now < 400.0 and (now < until or session.calls.by_id):

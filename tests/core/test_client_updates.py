@@ -32,6 +32,7 @@ from enginepool.protocol.messages import Ack, ErrorReply, Goodbye, Hello, Messag
 from enginepool.protocol.messages import weights as updates
 from enginepool.protocol.messages.weight_reports import InspectWeights, UpdateRecord, WeightsReport
 from enginepool.protocol.messages.weights import Commit, Join, Phase, Publish, Published, Renew, Sent, Transfer, WeightsNeeded
+from tests.core.session_invariants import check_session
 from tests.core.test_client_session import Driver
 
 DIGEST = "d" * 32
@@ -465,7 +466,7 @@ def test_every_update_ends_once_and_as_the_journal_says_whatever_the_network_doe
                 id_ = effect.message.id
                 todo.append(UpdateSent(now, id_, digests[id_], 10))
                 todo.append(UpdateCommit(now, id_, now + 30.0))
-        session.check()
+        check_session(session)
         for after in todo:
             if rng.random() < 0.8:
                 do(after)

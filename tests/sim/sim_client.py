@@ -25,6 +25,7 @@ from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.frames import Buffer, check_frames, decode_header
 from enginepool.protocol.messages import Result, Status, ToClient
 from enginepool.protocol.messages.control import Control
+from tests.core.session_invariants import check_session
 from tests.sim.commands import SimCommand
 from tests.sim.network import Dealer, Network
 from tests.sim.oracle import Oracle
@@ -128,7 +129,7 @@ class SimClient:
     def _take(self, event: SessionEvent) -> None:
         self.world.note(self.name, event)
         effects = self.session.handle(event)
-        self.session.check()
+        check_session(self.session)
         for effect in effects:
             if type(effect) is SendMessage:
                 assert self.dealer is not None

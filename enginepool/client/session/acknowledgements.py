@@ -39,8 +39,3 @@ class Acknowledgements:
         """A coordinator of a new epoch knows none of them, or the session ended."""
         self._ids = []
         self.wake_at = inf
-
-    def check(self, welcomed: bool) -> None:
-        """Raise AssertionError when the state contradicts itself, or the state of the link."""
-        assert not welcomed or len(self._ids) < self.settings.ack_batch, "acknowledgements pile up"
-        assert not welcomed or bool(self._ids) == (self.wake_at < inf), "acknowledgements have a time"

@@ -147,11 +147,3 @@ class LinkState:
         """Nothing more is said."""
         self.state = "ended"
         self._connect_by = self._greet_by = self._hello_at = self._ping_at = self._silent_at = inf
-
-    def check(self) -> None:
-        """Raise AssertionError when the state contradicts itself."""
-        state = self.state
-        assert (state == "greeting") == (self._hello_at < inf), "an unanswered Hello is said again"
-        assert (state == "greeting") == (self._greet_by < inf), "greeting ends"
-        assert (state == "welcomed") == (self._ping_at < inf), "a standing link is pinged"
-        assert state != "welcomed" or self._connect_by == inf, "connected, and still to connect"

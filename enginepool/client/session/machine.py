@@ -321,17 +321,3 @@ class ClientSession:
             said = f"failed ({self.end.code})"
         known = f" epoch={epoch}" if epoch else ""
         return f"{said}{known} pending={len(self.calls.by_id)} sent={self.calls.used} resends={self.calls.resends}"
-
-    def check(self) -> None:
-        """Raise AssertionError when the state contradicts itself. Costs time in proportion to what is pending."""
-        state, stands = self.link.state, self.link.stands
-        self.link.check()
-        self.calls.check()
-        self.questions.check(stands)
-        self.updates.check(stands)
-        self._acks.check(stands)
-        assert self.calls.open == stands, "requests are sent on a standing link, and then always"
-        assert all(id_ <= self._last_id for id_ in self.calls.by_id), "ids only grow"
-        assert state != "ended" or not (self.calls.by_id or self.questions or self.updates or self.wake_at < inf), (
-            "an ended session waits"
-        )

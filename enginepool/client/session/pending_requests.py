@@ -296,22 +296,6 @@ class PendingRequests:
             self._timers[:] = [(c.due, c.id) for c in self.by_id.values() if c.due < inf]
             heapify(self._timers)
 
-    def check(self) -> None:
-        """Raise AssertionError when the state contradicts itself. Costs time in proportion to what is pending."""
-        counted = [call for call in self.by_id.values() if call.counted]
-        assert self.used == len(counted), "window: requests"
-        assert self.used_bytes == sum(call.charge for call in counted), "window: bytes"
-        waiting, timers = set(self._waiting), set(self._timers)
-        for id_, call in self.by_id.items():
-            at = f"request {id_} ({call.place})"
-            assert call.id == id_, f"{at} is kept under another id"
-            assert not call.counted or call.place in ("sent", "cancelling"), f"{at} occupies the window"
-            assert call.place != "sent" or (self.open and call.counted and call.held), f"{at} without a link"
-            assert call.place != "waiting" or (-call.request.priority, id_) in waiting, f"{at} is not in the queue"
-            assert call.due == inf or (call.due, id_) in timers, f"{at} has no timer"
-            assert call.due < inf or call.deadline is None, f"{at} would outlive its deadline"
-            assert call.due < inf or call.place in ("waiting", "sent"), f"{at} would stay there"
-
 
 def _cancelled(call: Call) -> ErrorReply:
     return ErrorReply("cancelled", "the request was taken back", id=call.id)

@@ -36,21 +36,18 @@ class PendingQuestions:
         self.wake_at = inf
         #: the link stands: questions may be sent
         self._open = False
-        self._by_id: dict[int, PendingQuestion] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_id)
+        self.by_id: dict[int, PendingQuestion] = {}
 
     def ask(self, event: Ask, now: float, out: list[SessionEffect]) -> None:
         message = event.question
         deadline = inf if event.deadline is None else event.deadline
-        self._by_id[message.id] = PendingQuestion(message, deadline, now + self._again_s(message))
+        self.by_id[message.id] = PendingQuestion(message, deadline, now + self._again_s(message))
         self._time()
         self._send(message, out)
 
     def abort(self, id_: int) -> bool:
         """The caller no longer wants it; False: `id_` is no question that waits."""
-        known = self._by_id.pop(id_, None) is not None
+        known = self.by_id.pop(id_, None) is not None
         self._time()
         return known
 
@@ -70,7 +67,7 @@ class PendingQuestions:
     def welcome(self, out: list[SessionEffect]) -> None:
         """The link stands: ask everything."""
         self._open = True
-        for question in self._by_id.values():
+        for question in self.by_id.values():
             self._send(question.message, out)
 
     def shelve(self) -> None:
@@ -78,11 +75,11 @@ class PendingQuestions:
         self._open = False
 
     def tick(self, now: float, out: list[SessionEffect]) -> None:
-        for id_, question in list(self._by_id.items()):
+        for id_, question in list(self.by_id.items()):
             message = question.message
             if now >= question.deadline:
                 what = "status" if isinstance(message, Status) else "control" if isinstance(message, Control) else "weights"
-                del self._by_id[id_]
+                del self.by_id[id_]
                 out.append(Fail(id_, ErrorReply("deadline_exceeded", f"no {what} report came in time", id=id_)))
             elif now >= question.again_at:
                 question.again_at = now + self._again_s(message)
@@ -91,8 +88,8 @@ class PendingQuestions:
 
     def end(self, failure: ErrorReply, out: list[SessionEffect]) -> None:
         """`failure` is the answer of everything."""
-        out.extend(Fail(id_, failure) for id_ in self._by_id)
-        self._by_id.clear()
+        out.extend(Fail(id_, failure) for id_ in self.by_id)
+        self.by_id.clear()
         self._open = False
         self._time()
 
@@ -104,9 +101,4 @@ class PendingQuestions:
             out.append(SendMessage(message))
 
     def _time(self) -> None:
-        self.wake_at = min((min(question.deadline, question.again_at) for question in self._by_id.values()), default=inf)
-
-    def check(self, welcomed: bool) -> None:
-        """Raise AssertionError when the state contradicts itself, or what the session knows of the link."""
-        assert self._open == welcomed, "questions are asked on a standing link, and then always"
-        assert bool(self._by_id) == (self.wake_at < inf), "questions have a time"
+        self.wake_at = min((min(question.deadline, question.again_at) for question in self.by_id.values()), default=inf)

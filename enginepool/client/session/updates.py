@@ -74,9 +74,6 @@ class Updates:
         self.wake_at = inf
         self._open = False
 
-    def __len__(self) -> int:
-        return len(self.by_id)
-
     # --- the caller's side ---------------------------------------------------------------------------------------------
 
     def open(self, event: UpdateBegin, now: float, out: list[SessionEffect]) -> None:
@@ -266,16 +263,6 @@ class Updates:
         self.wake_at = min(
             (min(update.deadline, update.renew_at if self._open else inf) for update in self.by_id.values()), default=inf
         )
-
-    def check(self, welcomed: bool) -> None:
-        """Raise AssertionError when the state contradicts itself, or what the session knows of the link."""
-        assert self._open == welcomed, "updates are spoken of on a standing link, and then always"
-        for id_, update in self.by_id.items():
-            assert update.id == id_, f"update {id_} is kept under another id"
-            assert not self._open or update.said, f"update {id_} was not opened"
-            assert not self._open or self.wake_at <= update.renew_at < inf, f"update {id_} is not renewed"
-            assert self.wake_at <= update.deadline, f"update {id_} would outlive its deadline"
-            assert update.place == "open" or update.may_be_committed, f"update {id_}: nothing to ask about"
 
 
 def _renew_s(update: PublishedUpdate) -> float:

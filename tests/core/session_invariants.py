@@ -1,0 +1,69 @@
+"""What must hold in the state of a client's session between events. Tests and the simulator check it."""
+
+# pyright: reportPrivateUsage=false
+
+from math import inf
+
+from enginepool.client.session.acknowledgements import Acknowledgements
+from enginepool.client.session.link_state import LinkState
+from enginepool.client.session.machine import ClientSession
+from enginepool.client.session.pending_requests import PendingRequests
+from enginepool.client.session.questions import PendingQuestions
+from enginepool.client.session.updates import Updates
+
+
+def check_session(session: ClientSession) -> None:
+    """Every invariant of the session. Costs time in proportion to what is pending."""
+    stands = session.link.stands
+    check_link(session.link)
+    check_requests(session.calls)
+    check_questions(session.questions, stands)
+    check_updates(session.updates, stands)
+    check_acknowledgements(session._acks, stands)
+    assert session.calls.open == stands, "requests are sent on a standing link, and then always"
+    assert all(id_ <= session._last_id for id_ in session.calls.by_id), "ids only grow"
+    pending = session.calls.by_id or session.questions.by_id or session.updates.by_id
+    assert session.link.state != "ended" or not (pending or session.wake_at < inf), "an ended session waits"
+
+
+def check_link(link: LinkState) -> None:
+    assert (link.state == "greeting") == (link._hello_at < inf), "an unanswered Hello is said again"
+    assert (link.state == "greeting") == (link._greet_by < inf), "greeting ends"
+    assert (link.state == "welcomed") == (link._ping_at < inf), "a standing link is pinged"
+    assert link.state != "welcomed" or link._connect_by == inf, "connected, and still to connect"
+
+
+def check_requests(calls: PendingRequests) -> None:
+    counted = [call for call in calls.by_id.values() if call.counted]
+    assert calls.used == len(counted), "window: requests"
+    assert calls.used_bytes == sum(call.charge for call in counted), "window: bytes"
+    waiting, timers = set(calls._waiting), set(calls._timers)
+    for id_, call in calls.by_id.items():
+        at = f"request {id_} ({call.place})"
+        assert call.id == id_, f"{at} is kept under another id"
+        assert not call.counted or call.place in ("sent", "cancelling"), f"{at} occupies the window"
+        assert call.place != "sent" or (calls.open and call.counted and call.held), f"{at} without a link"
+        assert call.place != "waiting" or (-call.request.priority, id_) in waiting, f"{at} is not in the queue"
+        assert call.due == inf or (call.due, id_) in timers, f"{at} has no timer"
+        assert call.due < inf or call.deadline is None, f"{at} would outlive its deadline"
+        assert call.due < inf or call.place in ("waiting", "sent"), f"{at} would stay there"
+
+
+def check_questions(questions: PendingQuestions, stands: bool) -> None:
+    assert questions._open == stands, "questions are asked on a standing link, and then always"
+    assert bool(questions.by_id) == (questions.wake_at < inf), "questions have a time"
+
+
+def check_updates(updates: Updates, stands: bool) -> None:
+    assert updates._open == stands, "updates are spoken of on a standing link, and then always"
+    for id_, update in updates.by_id.items():
+        assert update.id == id_, f"update {id_} is kept under another id"
+        assert not updates._open or update.said, f"update {id_} was not opened"
+        assert not updates._open or updates.wake_at <= update.renew_at < inf, f"update {id_} is not renewed"
+        assert updates.wake_at <= update.deadline, f"update {id_} would outlive its deadline"
+        assert update.place == "open" or update.may_be_committed, f"update {id_}: nothing to ask about"
+
+
+def check_acknowledgements(acks: Acknowledgements, stands: bool) -> None:
+    assert not stands or len(acks._ids) < acks.settings.ack_batch, "acknowledgements pile up"
+    assert not stands or bool(acks._ids) == (acks.wake_at < inf), "acknowledgements have a time"
