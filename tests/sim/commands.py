@@ -6,7 +6,7 @@
 - An outcome with a code is justified: the worker was not ready, was lost, or did not answer in time.
 """
 
-from enginepool.client.session.events import ControlAnswer, Fail
+from enginepool.client.session.events import Answer, Fail
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToClient
 from enginepool.coordinator.core.events import Link
@@ -50,7 +50,7 @@ class CommandOracle:
         if command in self.open:
             self.open.remove(command)
 
-    def finished(self, now: float, command: SimCommand, effect: ControlAnswer | Fail) -> None:
+    def finished(self, now: float, command: SimCommand, effect: Answer | Fail) -> None:
         """The caller hears its final answer."""
         assert not command.outcome, f"{command}: a second final answer: {effect}"
         assert command.asked >= 0, f"{command}: answered before it was asked"
@@ -60,7 +60,8 @@ class CommandOracle:
             self._justified(now, command, effect.failure)
             return
         command.outcome = "reported"
-        report = effect.report
+        report = effect.message
+        assert isinstance(report, ControlReport)
         assert report.command == "flush" and command.group in ("", report.group), f"{command}: {report}"
         assert not command.bad, f"{command}: reported, and should be refused"
         for row in report.workers:

@@ -9,7 +9,6 @@ from enginepool.client.session.events import (
     Answer,
     Ask,
     Close,
-    ControlAnswer,
     Ended,
     Fail,
     MessageReceived,
@@ -139,10 +138,8 @@ class SimClient:
                 call = self._calls.get(effect.id)
                 if call is not None:
                     self.oracle.finished(self.world.now, call, effect)
-                elif type(effect) is Fail and effect.id in self._commands:
+                elif effect.id in self._commands:
                     self.oracle.commands.finished(self.world.now, self._commands[effect.id], effect)
-            elif type(effect) is ControlAnswer:
-                self.oracle.commands.finished(self.world.now, self._commands[effect.id], effect)
             elif type(effect) is OpenLink:
                 if self.dealer is not None:
                     self.dealer.close()
