@@ -10,11 +10,9 @@ import numpy as np
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Batch, FrameSpec, Part, PartDone, TaskId, Tokenize
 from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, read_rows
-from enginepool.workers.engine import BatchScores, EngineError, ScoreBatch, ScorePart, Scores
+from enginepool.workers.engine import BatchOutcome, EngineError, Floats, RowBatch, RowPart
 from enginepool.workers.events import Frame
 
-#: by operation, the name of the frame with its rows
-_ROWS = {"score": "scores", "embed": "embeddings"}
 #: answers below this are copied into bytes, so that they do not keep a larger array alive
 _COPY_BELOW = 1 << 16
 
@@ -42,13 +40,13 @@ def name_task(header: Frame) -> Batch | Tokenize | None:
     return Tokenize(task.task, []) if task.type == "tokenize" and task.task is not None else None
 
 
-def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> ScoreBatch:
+def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> RowBatch:
     """The batch that an engine takes. The arrays are read-only views of `frames`.
 
     Raises:
         WireError: when the frames are not what the header says.
     """
-    parts: list[ScorePart] = []
+    parts: list[RowPart] = []
     at = 0
     for i, part in enumerate(batch.parts):
         end = at + len(part.frames)
@@ -61,22 +59,17 @@ def decode_batch(batch: Batch, frames: tuple[Frame, ...]) -> ScoreBatch:
             "malformed", f"batch {batch.batch}: its parts are of {', '.join(sorted(operations))}: one operation each"
         )
     hidden = any(part.hidden for part in batch.parts)
-    return ScoreBatch(tuple(parts), batch.priority, hidden, batch.parts[0].operation)
+    return RowBatch(tuple(parts), batch.priority, hidden, batch.parts[0].operation)
 
 
-def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> ScorePart:
+def _decode_part(i: int, part: Part, frames: tuple[Frame, ...]) -> RowPart:
     query, query_lengths, items, lengths = _read(f"parts[{i}]", part.frames, frames, text=False)
-    return ScorePart(
+    return RowPart(
         np.frombuffer(query, np.int32),
         np.frombuffer(items, np.int32),
         np.frombuffer(lengths, np.uint32),
         None if query_lengths is None else np.frombuffer(query_lengths, np.uint32),
-        tuple(part.labels),
-        part.softmax,
-        part.item_first,
-        part.logprobs,
-        part.dimensions,
-        part.normalize,
+        part,
     )
 
 
@@ -121,24 +114,20 @@ def encode_rows(rows: list[list[int]]) -> tuple[bytes, bytes]:
     return ids.tobytes(), lengths.tobytes()
 
 
-def encode_scores(scores: BatchScores, operation: str = "score") -> tuple[list[PartDone], tuple[Frame, ...]]:
+def encode_outputs(outcome: BatchOutcome) -> tuple[list[PartDone], tuple[Frame, ...]]:
     """The parts of a `done` message and their payload frames. Shapes are the engine's own: the coordinator checks them."""
     parts: list[PartDone] = []
     frames: list[Frame] = []
-    for part in scores.parts:
+    for part in outcome.parts:
         if isinstance(part, EngineError):
             parts.append(PartDone(code="engine_error", message=str(part)))
             continue
-        specs = [FrameSpec(_ROWS[operation], "float32", part.scores.shape)]
-        frames.append(_to_frame(part.scores))
-        if part.hidden is not None:
-            specs.append(FrameSpec("hidden", "float32", part.hidden.shape))
-            frames.append(_to_frame(part.hidden))
-        parts.append(PartDone(specs))
+        parts.append(PartDone([FrameSpec(name, "float32", values.shape) for name, values in part.items()]))
+        frames += map(_to_frame, part.values())
     return parts, tuple(frames)
 
 
-def _to_frame(array: Scores) -> Frame:
+def _to_frame(array: Floats) -> Frame:
     if array.nbytes < _COPY_BELOW:
         return array.tobytes()
     return np.ascontiguousarray(array).data.cast("B")

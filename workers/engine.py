@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from enginepool.protocol.manifest import Tensor, overflow
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import Capabilities, Part
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.protocol.messages.weights import MemoryRegion
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.uint32]
-Scores = npt.NDArray[np.float32]
+Floats = npt.NDArray[np.float32]
 
 
 class EngineError(Exception):
@@ -52,31 +52,30 @@ class EngineUnusable(EngineDied):
 
 
 @dataclass(frozen=True, slots=True)
-class ScorePart:
-    """Rows of one request. Row i is `query` + `item` i (`item_first` swaps them).
+class RowPart:
+    """Rows of one request. Row i is `query` + item `i` (`asked.item_first` swaps them).
 
     query: int32, one query for all rows when `query_lengths` is None, else the concatenation of one query for each row.
     items: int32, the concatenation of all items; item_lengths: uint32 [rows].
-    labels: token ids whose probabilities are wanted (causal models; empty for classifiers).
-    softmax: over the labels, or over the head's outputs, alone. logprobs: logarithms instead of probabilities.
-    dimensions: of each embedding, the first ones; 0: all. normalize: embeddings have length 1.
+    asked: what the operation is to do with the rows, as the coordinator says it.
     """
 
     query: Ids
     items: Ids
     item_lengths: Lengths
     query_lengths: Lengths | None = None
-    labels: tuple[int, ...] = ()
-    softmax: bool = False
-    item_first: bool = False
-    logprobs: bool = False
-    dimensions: int = 0
-    normalize: bool = True
+    asked: Part = field(default_factory=lambda: Part([]))
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each row, query and item together."""
+        queries = self.query.size if self.query_lengths is None else self.query_lengths
+        return self.item_lengths.astype(np.int64) + queries
 
     @property
     def shared(self) -> int:
         """Tokens of the one query that several rows begin with; 0: there is none."""
-        several = self.item_lengths.size > 1 and self.query_lengths is None and not self.item_first
+        several = self.item_lengths.size > 1 and self.query_lengths is None and not self.asked.item_first
         return self.query.size if several else 0
 
     def prompts(self) -> list[list[int]]:
@@ -85,6 +84,7 @@ class ScorePart:
         items = self.items.tolist()
         query = self.query.tolist()
         query_ends = None if self.query_lengths is None else np.cumsum(self.query_lengths).tolist()
+        item_first = self.asked.item_first
         rows: list[list[int]] = []
         start = query_start = 0
         for i, end in enumerate(ends):
@@ -95,36 +95,31 @@ class ScorePart:
             else:
                 head = query[query_start : query_ends[i]]
                 query_start = query_ends[i]
-            rows.append(item + head if self.item_first else head + item)
+            rows.append(item + head if item_first else head + item)
         return rows
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreBatch:
-    """Parts that must run as exactly one forward pass. `priority`: larger runs first, in every engine. `operation`: `score` or
-    `embed`."""
+class RowBatch:
+    """Parts of one operation that must run as exactly one forward pass. `priority`: larger runs first, in every engine.
+    `hidden`: pooled hidden states are answered as well."""
 
-    parts: tuple[ScorePart, ...]
+    parts: tuple[RowPart, ...]
     priority: int = 0
     hidden: bool = False
     operation: str = "score"
 
 
-@dataclass(frozen=True, slots=True)
-class PartScores:
-    """scores: float32 [rows, labels], or the embeddings [rows, dimensions]; hidden: float32 [rows, hidden size] when it was
-    asked for."""
-
-    scores: Scores
-    hidden: Scores | None = None
+#: The frames that answer a part, by name: float32, with a row for each of its rows. The operation says which they are.
+Outputs = dict[str, Floats]
 
 
 @dataclass(frozen=True, slots=True)
-class BatchScores:
+class BatchOutcome:
     """The outcome of a batch: one entry for each part, in order; `forwards` of its rows as measured inside the engine;
     `cached`: tokens of the rows that the engine had computed before."""
 
-    parts: tuple[PartScores | EngineError, ...]
+    parts: tuple[Outputs | EngineError, ...]
     forwards: int
     version: int
     cached: int = 0
@@ -259,7 +254,7 @@ class Engine(Protocol):
         for a cross-encoder, unless `raw`, those of the pair. Raises EngineError."""
         ...
 
-    async def score(self, batch: ScoreBatch) -> BatchScores:
+    async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch. Raises EngineError when the whole batch is refused, EngineDied when the engine is lost."""
         ...
 

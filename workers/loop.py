@@ -17,8 +17,8 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Exiting, TaskId
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers.between_batches import BetweenBatches
-from enginepool.workers.codec import decode_batch, decode_texts, encode_rows, encode_scores
-from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights, ScoreBatch
+from enginepool.workers.codec import decode_batch, decode_texts, encode_outputs, encode_rows
+from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights, RowBatch
 from enginepool.workers.events import (
     CommandDone,
     DrainWanted,
@@ -250,14 +250,14 @@ class WorkerProcess:
             return
         self._spawn(self._score(run.batch.batch, batch))
 
-    async def _score(self, key: TaskId, batch: ScoreBatch) -> None:
+    async def _score(self, key: TaskId, batch: RowBatch) -> None:
         began = time.monotonic()
         try:
             async with self.between.batch():
-                scores = await self.engine.score(batch)
+                outcome = await self.engine.score(batch)
             now = time.monotonic()
-            parts, frames = encode_scores(scores, batch.operation)
-            event = EngineBatchDone(now, key, parts, frames, scores.version, scores.forwards, int((now - began) * 1e6))
+            parts, frames = encode_outputs(outcome)
+            event = EngineBatchDone(now, key, parts, frames, outcome.version, outcome.forwards, int((now - began) * 1e6))
         except Exception as error:  # engines raise what they like, and every batch has an answer: this one's is the error
             event = _failure(key, error)
         self.feed(event)

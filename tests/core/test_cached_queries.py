@@ -6,18 +6,19 @@ from collections.abc import Awaitable
 import numpy as np
 import pytest
 
-from enginepool.workers.engine import ScorePart
+from enginepool.protocol.messages import Part
+from enginepool.workers.engine import RowPart
 from enginepool.workers.sglang.score.prefix_cache import CachedQueries
 
 
-def part_of(query: list[int], rows: int = 2, *, item_first: bool = False, own: bool = False) -> ScorePart:
+def part_of(query: list[int], rows: int = 2, *, item_first: bool = False, own: bool = False) -> RowPart:
     """`rows` rows of one token after `query`; with `own`, each has a query of its own."""
-    return ScorePart(
+    return RowPart(
         np.array(query * (rows if own else 1), np.int32),
         np.zeros(rows, np.int32),
         np.ones(rows, np.uint32),
         np.full(rows, len(query), np.uint32) if own else None,
-        item_first=item_first,
+        Part([], item_first=item_first),
     )
 
 
@@ -41,7 +42,7 @@ class Computing:
             done.set_exception(error)
 
 
-async def begun(cached: CachedQueries, computing: Computing, *parts: ScorePart, priority: int = 0) -> "asyncio.Task[None]":
+async def begun(cached: CachedQueries, computing: Computing, *parts: RowPart, priority: int = 0) -> "asyncio.Task[None]":
     """A batch that asks for its queries, as far as it comes by itself."""
     task = asyncio.create_task(cached.ensure(parts, priority, computing))
     for _ in range(3):

@@ -30,8 +30,8 @@ from enginepool.protocol.messages import (
     StatusReport,
     Tokenize,
 )
-from enginepool.workers.codec import decode_batch, encode_scores
-from enginepool.workers.engine import ScoreBatch
+from enginepool.workers.codec import decode_batch, encode_outputs
+from enginepool.workers.engine import RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sim.engine import SimEngine
 from enginepool.workers.sim.scores import expected_scores
@@ -625,7 +625,7 @@ def asked(shape: str, first: int, lengths: list[int]) -> tuple[Work, npt.NDArray
     frames = [*heads, tail.tobytes(), np.array(lengths, np.uint32).tobytes()]
     item_first = shape == "item_first"
     work = SCORE.open(Score(1, specs, labels=list(labels), item_first=item_first), frames)
-    return work, expected_scores(queries, items, labels=labels, item_first=item_first).scores
+    return work, expected_scores(queries, items, labels=labels, item_first=item_first)["scores"]
 
 
 class Engines:
@@ -644,10 +644,10 @@ class Engines:
     def finish(self, sent: Sent) -> list[Sent]:
         assert isinstance(sent.message, Batch)
         self.pool.batches.remove(sent)
-        batch: ScoreBatch = decode_batch(sent.message, tuple(sent.frames))
+        batch: RowBatch = decode_batch(sent.message, tuple(sent.frames))
         scores = run(self.engines[sent.link].score(batch))
         assert scores.forwards == 1
-        parts, frames = encode_scores(scores)
+        parts, frames = encode_outputs(scores)
         outcomes: list[ev.Outcome] = []
         at = 0
         for part in parts:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.protocol.messages import Capabilities, Part
+from enginepool.workers.engine import EngineError, Outputs, RowBatch, RowPart
 from enginepool.workers.sglang.score.scoring import EngineScoring
 
 NAN, INF = float("nan"), float("inf")
@@ -33,7 +33,7 @@ Wanted = dict[str, Any]
 
 def scored(
     kind: Any, rows: list[Any], hidden: list[list[float]] | None = None, wanted: Wanted | None = None
-) -> list[PartScores | EngineError]:
+) -> list[Outputs | EngineError]:
     """A batch of parts with one row each, for which the engine says `rows`."""
 
     async def generate(request: Any, _: None) -> AsyncIterator[list[dict[str, Any]]]:
@@ -68,56 +68,57 @@ def scored(
         operations=("embed",) if embeds else ("score",), embedding=2,
     )  # fmt: skip
     scoring = EngineScoring(tm, types, entries, capabilities, SimpleNamespace(settings={}))  # type: ignore[arg-type]
-    labels = tuple(range(len(rows[0]))) if causal else ()
+    labels = list(range(len(rows[0]))) if causal else []
+    asked_of_each = Part([], labels, **(wanted or {}))
     ids, length = np.array([1, 2], np.int32), np.array([2], np.uint32)
-    parts = tuple(ScorePart(np.empty(0, np.int32), ids, length, labels=labels, **(wanted or {})) for _ in rows)
-    outcomes, _, _ = asyncio.run(scoring.score(ScoreBatch(parts, 0, hidden is not None, "embed" if embeds else "score")))
+    parts = tuple(RowPart(np.empty(0, np.int32), ids, length, asked=asked_of_each) for _ in rows)
+    outcomes, _, _ = asyncio.run(scoring.score(RowBatch(parts, 0, hidden is not None, "embed" if embeds else "score")))
     return list(outcomes)
 
 
-def refused(outcome: PartScores | EngineError, what: str) -> bool:
-    return isinstance(outcome, EngineError) and str(outcome).startswith(f"row 0: its {what} is NaN or infinite (1 of 1 rows)")
+def refused(outcome: Outputs | EngineError, what: str) -> bool:
+    return isinstance(outcome, EngineError) and str(outcome).startswith(f"{what}[0]: NaN or infinite (1 of 1 rows)")
 
 
 @pytest.mark.parametrize("softmax", [False, True])
 @pytest.mark.parametrize("wrong", [NAN, INF, -INF])
 def test_a_reward_that_is_not_finite_is_an_error_of_its_request_alone(wrong: float, softmax: bool) -> None:
     first, second, third = scored("classifier", [[1.0, 2.0], [wrong, wrong], [3.0, 4.0]], wanted={"softmax": softmax})
-    assert isinstance(first, PartScores) and isinstance(third, PartScores)
-    assert refused(second, "score"), second
+    assert isinstance(first, dict) and isinstance(third, dict)
+    assert refused(second, "scores"), second
 
 
 @pytest.mark.parametrize("wanted", [{}, {"softmax": True}, {"logprobs": True}, {"softmax": True, "logprobs": True}])
 def test_a_logprob_of_nan_is_an_error_of_its_request_alone(wanted: Wanted) -> None:
     first, second = scored("causal", [[-1.0, -2.0], [NAN, -2.0]], wanted=wanted)
-    assert isinstance(first, PartScores), first
-    assert refused(second, "score"), second
+    assert isinstance(first, dict), first
+    assert refused(second, "scores"), second
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("wrong", [NAN, INF])
 def test_an_embedding_that_is_not_finite_is_an_error_of_its_request_alone(wrong: float, normalize: bool) -> None:
     first, second, third = scored("embedding", [[3.0, 4.0], [wrong, 2.0], [0.0, 0.0]], wanted={"normalize": normalize})
-    assert isinstance(first, PartScores) and first.scores.tolist() == [
+    assert isinstance(first, dict) and first["embeddings"].tolist() == [
         [3.0, 4.0] if not normalize else pytest.approx([0.6, 0.8])
     ]
-    assert refused(second, "embedding"), second
-    assert isinstance(third, PartScores) and third.scores.tolist() == [[0.0, 0.0]], "a vector of zeros stays one"
+    assert refused(second, "embeddings"), second
+    assert isinstance(third, dict) and third["embeddings"].tolist() == [[0.0, 0.0]], "a vector of zeros stays one"
 
 
 def test_a_dimension_that_is_cut_off_does_not_matter() -> None:
     [outcome] = scored("embedding", [[2.0, NAN]], wanted={"dimensions": 1})
-    assert isinstance(outcome, PartScores) and outcome.scores.tolist() == [[1.0]]
+    assert isinstance(outcome, dict) and outcome["embeddings"].tolist() == [[1.0]]
 
 
 def test_a_hidden_state_of_nan_is_an_error_of_its_request_alone() -> None:
     first, second = scored("classifier", [[1.0], [1.0]], [[1.0, 2.0], [NAN, 2.0]])
-    assert isinstance(first, PartScores) and first.hidden is not None
-    assert refused(second, "hidden state"), second
+    assert isinstance(first, dict) and "hidden" in first
+    assert refused(second, "hidden"), second
 
 
 def test_a_probability_of_zero_is_an_answer_and_so_is_its_logarithm() -> None:
     for wanted in ({"logprobs": False}, {"logprobs": True}):
         [outcome] = scored("causal", [[-INF, -1.0]], wanted=wanted)
-        assert isinstance(outcome, PartScores), outcome
-        assert outcome.scores[0, 0] == (-INF if wanted["logprobs"] else 0.0)
+        assert isinstance(outcome, dict), outcome
+        assert outcome["scores"][0, 0] == (-INF if wanted["logprobs"] else 0.0)

@@ -1,23 +1,27 @@
 """The rule by which rows become sequences: what the coordinator counts is what the worker builds."""
 
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import Capabilities, Part
 from enginepool.protocol.packing import Packing, sequences
-from enginepool.workers.engine import EngineError, ScorePart
-from enginepool.workers.packed import join, packed_cost, refuse_unpackable, take_apart
+from enginepool.workers.engine import EngineError, RowPart
+from enginepool.workers.packed import packed_cost, refuse_unpackable
+from enginepool.workers.sglang.score.prompts import packed_prompts
 
 CAN = Capabilities("causal", 1000, 20, 100, 8, 200, 16, max_item=9)
 D = 999
 
 
-def part(query: list[int], items: list[list[int]], **settings: object) -> ScorePart:
+def part(query: list[int], items: list[list[int]], query_lengths: Any = None, **asked: object) -> RowPart:
     flat = [token for item in items for token in item]
     lengths = np.array([len(item) for item in items], np.uint32)
-    return ScorePart(np.array(query, np.int32), np.array(flat, np.int32), lengths, **settings)  # pyright: ignore[reportArgumentType]
+    return RowPart(np.array(query, np.int32), np.array(flat, np.int32), lengths, query_lengths, Part([], **asked))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -67,25 +71,26 @@ def test_what_is_built_is_what_was_counted_and_no_sequence_is_too_long(
     asked: list[tuple[list[int], list[int]]], context: int, page: int
 ) -> None:
     first = 10
-    parts: list[ScorePart] = []
+    parts: list[RowPart] = []
     for query, lengths in asked:
         items: list[list[int]] = []
         for length in lengths:
             items.append([*range(first, first + length)])
             first += length
-        parts.append(part(query, items, labels=(len(parts),)))
+        parts.append(part(query, items, labels=[len(parts)]))
     can = Capabilities("causal", 2000, context, 10**6, 100, 10**6, 100, page=page, max_item=9)
-    joined = join(parts, context, D * 10)
-    assert packed_cost(parts, can) == sum(len(s.ids) + page - 1 for s in joined)
-    assert all(len(s.ids) <= context for s in joined)
+    prompts = packed_prompts(parts, context, D * 10)
+    assert prompts.delimiters is not None
+    assert packed_cost(parts, can) == sum(len(ids) + page - 1 for ids in prompts.ids)
+    assert all(len(ids) <= context for ids in prompts.ids)
     answers: list[list[list[int]]] = []
-    for s in joined:
-        assert [at for at, token in enumerate(s.ids) if token == D * 10] == s.delimiters
-        query = s.ids[: s.delimiters[0]]
-        ends = [query + s.ids[a + 1 : b] for a, b in zip(s.delimiters, s.delimiters[1:], strict=False)]
+    for ids, delimiters, labels, runs in zip(prompts.ids, prompts.delimiters, prompts.labels, prompts.runs, strict=True):
+        assert [at for at, token in enumerate(ids) if token == D * 10] == delimiters
+        query = ids[: delimiters[0]]
+        ends = [query + ids[a + 1 : b] for a, b in pairwise(delimiters)]
         answers.append([[], *ends])
-        assert set(s.labels) == {p for p, _, _ in s.runs}
-    assert take_apart(joined, answers, len(parts)) == [p.prompts() for p in parts]
+        assert set(labels) == {p for p, _, _ in runs}
+    assert prompts.take_apart(answers, len(parts)) == [p.prompts() for p in parts]
 
 
 @given(PARTS, st.integers(15, 60))
@@ -113,7 +118,7 @@ def test_a_query_is_computed_again_only_where_its_last_sequence_is_full(
         (part([1] * 12, [[2] * 7]), "an item has 7 tokens after a query of 12"),
     ],
 )
-def test_what_multi_item_scoring_gets_wrong_is_refused(wrong: ScorePart, why: str) -> None:
+def test_what_multi_item_scoring_gets_wrong_is_refused(wrong: RowPart, why: str) -> None:
     with pytest.raises(EngineError, match=why):
         refuse_unpackable(wrong, CAN)
     refuse_unpackable(part([1] * 11, [[2] * 7]), CAN)
@@ -122,4 +127,4 @@ def test_what_multi_item_scoring_gets_wrong_is_refused(wrong: ScorePart, why: st
 def test_an_answer_of_another_number_of_delimiters_is_an_error() -> None:
     parts = [part([1], [[2], [3]])]
     with pytest.raises(EngineError, match="2 of 3 delimiters"):
-        take_apart(join(parts, 20, D), [[0, 1]], 1)
+        packed_prompts(parts, 20, D).take_apart([[0, 1]], 1)

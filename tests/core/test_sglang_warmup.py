@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import PartScores
-from enginepool.workers.sglang.host.requests import Parts
+from enginepool.workers.engine import Outputs, RowPart
 from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.operations.base import RowOperation
+from enginepool.workers.sglang.operations.score import LabelScores
 from enginepool.workers.sglang.score import warmup
 from enginepool.workers.sglang.score.scoring import EngineScoring
 from enginepool.workers.sglang.score.warmup import warm_up
@@ -20,14 +21,15 @@ from enginepool.workers.sglang.score.warmup import warm_up
 class Scoring:
     """An engine that takes one row at a time into a forward, as SGLang does where it splits prefills over GPUs."""
 
-    cached = None
+    cached = config = None
 
     def __init__(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
+        self.operations = {"score": LabelScores()}
 
-    async def compute(self, parts: Parts, priority: int, hidden: bool) -> tuple[list[PartScores], int, int]:
-        rows = sum(len(rows) for _, rows in parts)
-        return [PartScores(np.zeros((rows, 1), np.float32))], rows, 0
+    async def compute(self, operation: RowOperation, parts: list[RowPart]) -> tuple[list[Outputs], int, int]:
+        rows = sum(part.item_lengths.size for part in parts)
+        return [{"scores": np.zeros((rows, 1), np.float32)}], rows, 0
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -47,17 +49,18 @@ def test_an_engine_whose_batches_are_whole_starts() -> None:
 class Timed:
     """A CPU whose forwards cost what `seconds` says of their tokens, on a clock of its own."""
 
-    cached = None
+    cached = config = None
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.capabilities = Capabilities("causal", 1000, 4000, 4096, 128, 8192, 256, device="cpu")
+        self.operations = {"score": LabelScores()}
         self.seconds = seconds
         self.now = 0.0
 
-    async def compute(self, parts: Parts, priority: int, hidden: bool) -> tuple[list[PartScores], int, int]:
-        rows = [row for _, rows in parts for row in rows]
-        self.now += self.seconds(sum(map(len, rows)))
-        return [PartScores(np.zeros((len(rows), 1), np.float32))], 1, 0
+    async def compute(self, operation: RowOperation, parts: list[RowPart]) -> tuple[list[Outputs], int, int]:
+        lengths = np.concatenate([part.lengths for part in parts])
+        self.now += self.seconds(int(lengths.sum()))
+        return [{"scores": np.zeros((lengths.size, 1), np.float32)}], 1, 0
 
     def perf_counter(self) -> float:
         """In the place of `time.perf_counter`."""

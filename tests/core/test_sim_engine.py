@@ -14,21 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from enginepool.protocol.manifest import Tensor
+from enginepool.protocol.messages import Part
 from enginepool.transfer.process_group import CollectiveError
 from enginepool.workers.engine import (
-    BatchScores,
+    BatchOutcome,
     Engine,
     EngineDied,
     EngineError,
     NewWeights,
-    PartScores,
-    ScoreBatch,
-    ScorePart,
+    Outputs,
+    RowBatch,
+    RowPart,
     ran_out_of_memory,
 )
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sim.embeddings import expected_embeddings
 from enginepool.workers.sim.engine import BYTE_OFFSET, SimEngine
+from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.scores import expected_scores, score_part
 
 IDS = st.lists(st.integers(0, 151_935), max_size=8)
@@ -42,15 +44,12 @@ def part(
     softmax: bool = False,
     item_first: bool = False,
     logprobs: bool = False,
-) -> ScorePart:
-    return ScorePart(
+) -> RowPart:
+    return RowPart(
         np.array(query, np.int32),
         np.array([token for item in items for token in item], np.int32),
         np.array([len(item) for item in items], np.uint32),
-        labels=labels,
-        softmax=softmax,
-        item_first=item_first,
-        logprobs=logprobs,
+        asked=Part([], list(labels), softmax, item_first, logprobs),
     )
 
 
@@ -69,13 +68,14 @@ def work(coroutine: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(bounded())
 
 
-def score(sim: SimEngine, *parts: ScorePart, hidden: bool = False) -> BatchScores:
-    return work(sim.score(ScoreBatch(parts, hidden=hidden)))
+def score(sim: SimEngine, *parts: RowPart, hidden: bool = False) -> BatchOutcome:
+    return work(sim.score(RowBatch(parts, hidden=hidden)))
 
 
-def rows(answer: PartScores | EngineError) -> list[list[float]]:
-    assert isinstance(answer, PartScores)
-    return answer.scores.tolist()
+def rows(answer: Outputs | EngineError) -> list[list[float]]:
+    assert isinstance(answer, dict)
+    [values, *_] = answer.values()
+    return values.tolist()
 
 
 # --- answers ------------------------------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ def test_a_causal_score_is_the_documented_function(
 @given(st.lists(st.tuples(IDS, IDS), min_size=1, max_size=5), st.booleans())
 def test_a_query_for_each_item_scores_as_each_pair_alone(pairs: list[tuple[list[int], list[int]]], item_first: bool) -> None:
     together = expected_scores([q for q, _ in pairs], [i for _, i in pairs], labels=(1, 2), item_first=item_first)
-    alone = [expected_scores(q, [i], labels=(1, 2), item_first=item_first).scores[0].tolist() for q, i in pairs]
-    assert together.scores.tolist() == alone
+    alone = [expected_scores(q, [i], labels=(1, 2), item_first=item_first)["scores"][0].tolist() for q, i in pairs]
+    assert together["scores"].tolist() == alone
 
 
 def test_softmax_makes_the_labels_of_a_row_sum_to_one() -> None:
@@ -137,17 +137,16 @@ def test_a_classifier_answers_logits_and_softmax_is_that_of_logits() -> None:
 def test_hidden_states_come_when_asked_for_and_are_refused_when_there_are_none() -> None:
     sim = engine(kind="classifier", hidden=4)
     (answer,) = score(sim, part([1], [[2], [3]], ()), hidden=True).parts
-    assert isinstance(answer, PartScores)
-    assert answer.hidden is not None
+    assert isinstance(answer, dict)
     want = [[in_plain_python([1, t], 2**32 + j, 0, 0) for j in range(4)] for t in (2, 3)]
-    assert answer.hidden.tolist() == want
-    assert score(sim, part([1], [[2]], ())).parts[0].hidden is None  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    assert answer["hidden"].tolist() == want
+    assert "hidden" not in score(sim, part([1], [[2]], ())).parts[0]  # pyright: ignore[reportOperatorIssue]
     with pytest.raises(EngineError, match="hidden"):
         score(engine(), part([1], [[2]]), hidden=True)
 
 
 def test_scores_depend_on_prompt_label_seed_and_version_and_on_nothing_else() -> None:
-    def one(sim: SimEngine, p: ScorePart) -> float:
+    def one(sim: SimEngine, p: RowPart) -> float:
         return rows(score(sim, p).parts[0])[0][0]
 
     base = one(engine(), part([1], [[2]]))
@@ -162,21 +161,21 @@ def test_scores_depend_on_prompt_label_seed_and_version_and_on_nothing_else() ->
     assert len({base, *others}) == 5
 
 
-def embedded(sim: SimEngine, *parts: ScorePart) -> tuple[Any, ...]:
-    return work(sim.score(ScoreBatch(parts, operation="embed"))).parts
+def embedded(sim: SimEngine, *parts: RowPart) -> tuple[Any, ...]:
+    return work(sim.score(RowBatch(parts, operation="embed"))).parts
 
 
 def test_embeddings_are_cut_before_they_are_normalized_and_alike_however_they_are_batched() -> None:
     sim, items = engine(embedding=6, seed=3), [[1, 2], [3], [4, 5, 6]]
-    whole = replace(part([], items, ()), normalize=False)
-    raw, short, rest = embedded(sim, whole, replace(whole, dimensions=4, normalize=True), replace(part([], items[1:], ())))
-    assert raw.scores.shape == (3, 6) and np.abs(raw.scores).max() < 0.5
-    cut = raw.scores[:, :4].astype(np.float64)
-    np.testing.assert_allclose(short.scores, cut / np.linalg.norm(cut, axis=1, keepdims=True), rtol=1e-6)
-    np.testing.assert_allclose(np.linalg.norm(rest.scores, axis=1), 1.0, rtol=1e-6)
-    np.testing.assert_array_equal(rest.scores, expected_embeddings(items, 6, seed=3).scores[1:])
+    whole = replace(part([], items, ()), asked=Part([], normalize=False))
+    raw, short, rest = embedded(sim, whole, replace(whole, asked=Part([], dimensions=4)), part([], items[1:], ()))
+    assert raw["embeddings"].shape == (3, 6) and np.abs(raw["embeddings"]).max() < 0.5
+    cut = raw["embeddings"][:, :4].astype(np.float64)
+    np.testing.assert_allclose(short["embeddings"], cut / np.linalg.norm(cut, axis=1, keepdims=True), rtol=1e-6)
+    np.testing.assert_allclose(np.linalg.norm(rest["embeddings"], axis=1), 1.0, rtol=1e-6)
+    np.testing.assert_array_equal(rest["embeddings"], expected_embeddings(items, 6, seed=3)["embeddings"][1:])
     [other] = embedded(engine(embedding=6, seed=3, version=1), whole)
-    assert not np.isclose(other.scores, raw.scores).any(), "of other weights"
+    assert not np.isclose(other["embeddings"], raw["embeddings"]).any(), "of other weights"
 
 
 def test_an_engine_runs_the_operations_that_it_says() -> None:
@@ -185,7 +184,7 @@ def test_an_engine_runs_the_operations_that_it_says() -> None:
     only = engine(kind="embedding", embedding=4)
     assert work(only.start(lambda _stage, _detail: None)).operations == ("embed",)
     with pytest.raises(EngineError, match="score: this engine runs embed"):
-        work(only.score(ScoreBatch((part([1], [[2]]),))))
+        work(only.score(RowBatch((part([1], [[2]]),))))
     with pytest.raises(ValueError, match="embedding = 0: must be more than 0 where kind is 'embedding'"):
         engine(kind="embedding")
 
@@ -203,7 +202,7 @@ def test_text_is_its_bytes() -> None:
 
 def test_scores_lie_strictly_between_zero_and_one() -> None:
     p = part([], [[i] for i in range(20_000)])
-    scores = score_part(p).scores
+    scores = score_part(p, Weights())["scores"]
     assert scores.min() > 0
     assert scores.max() < 1
     assert abs(scores.mean() - 0.5) < 0.01
@@ -269,7 +268,7 @@ def test_one_forward_at_a_time_by_priority_then_arrival() -> None:
     order: list[int] = []
 
     async def one(n: int, priority: int) -> None:
-        await sim.score(ScoreBatch((part([n], [[n]]),), priority))
+        await sim.score(RowBatch((part([n], [[n]]),), priority))
         order.append(n)
 
     async def all_of_them() -> None:
@@ -285,12 +284,12 @@ def test_a_cancelled_batch_gives_its_turn_away() -> None:
     sim = engine(forward_s=1e-4)
 
     async def scenario() -> int:
-        tasks = [asyncio.create_task(sim.score(ScoreBatch((part([n], [[n]]),)))) for n in range(4)]
+        tasks = [asyncio.create_task(sim.score(RowBatch((part([n], [[n]]),)))) for n in range(4)]
         await asyncio.sleep(0)
         tasks[0].cancel()
         tasks[1].cancel()
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        return sum(isinstance(result, BatchScores) for result in results)
+        return sum(isinstance(result, BatchOutcome) for result in results)
 
     assert work(scenario()) == 2
 
@@ -312,7 +311,7 @@ def test_the_cost_is_that_of_forward_rows_and_tokens(monkeypatch: pytest.MonkeyP
 
 
 def test_without_costs_nothing_is_awaited() -> None:
-    coroutine = engine().score(ScoreBatch((part([1], [[2]]),)))
+    coroutine = engine().score(RowBatch((part([1], [[2]]),)))
     with pytest.raises(StopIteration):
         coroutine.send(None)
 
@@ -329,10 +328,10 @@ def test_a_crash_fails_the_batch_and_everything_after_it_and_wakes_the_watcher()
 
     async def scenario() -> str:
         watcher = asyncio.create_task(sim.died())
-        await sim.score(ScoreBatch((part([1], [[2]]),)))
+        await sim.score(RowBatch((part([1], [[2]]),)))
         for _ in range(2):
             with pytest.raises(EngineDied, match="crash"):
-                await sim.score(ScoreBatch((part([1], [[2]]),)))
+                await sim.score(RowBatch((part([1], [[2]]),)))
         return await watcher
 
     assert "crash" in work(scenario())
@@ -342,7 +341,7 @@ def test_a_hang_never_answers_nor_lets_others_run() -> None:
     sim = faulty("hang", on_token=13)
 
     async def scenario() -> set[bool]:
-        tasks = [asyncio.create_task(sim.score(ScoreBatch((part([token], [[2]]),)))) for token in (13, 1)]
+        tasks = [asyncio.create_task(sim.score(RowBatch((part([token], [[2]]),)))) for token in (13, 1)]
         for _ in range(100):
             await asyncio.sleep(0)
         done = {task.done() for task in tasks}
@@ -437,7 +436,7 @@ def test_an_error_refuses_the_batch_or_only_the_part_with_the_token() -> None:
     with pytest.raises(EngineError, match="asked for"):
         score(faulty("error", at_batch=1), part([1], [[2]]))
     good, bad = score(faulty("error", on_token=13), part([1], [[2]]), part([1], [[13]])).parts
-    assert isinstance(good, PartScores)
+    assert isinstance(good, dict)
     assert isinstance(bad, EngineError)
     assert "13" in str(bad)
 
@@ -492,7 +491,7 @@ def test_the_hard_faults_end_the_process(kind: str, monkeypatch: pytest.MonkeyPa
 
     async def scenario() -> None:
         await sim.start(lambda stage, detail: None)
-        await sim.score(ScoreBatch((part([1], [[2]]),)))
+        await sim.score(RowBatch((part([1], [[2]]),)))
 
     with pytest.raises(SystemExit):
         work(scenario())

@@ -221,7 +221,7 @@ def test_a_checkpoint_s_path_that_no_directory_can_have_here_is_refused_and_harm
 
 def test_sim_scores_depend_on_the_digest_of_the_weights() -> None:
     def scores(digest: str) -> Any:
-        return expected_scores([1], [[2], [3]], labels=[4], version=1, digest=digest).scores
+        return expected_scores([1], [[2], [3]], labels=[4], version=1, digest=digest)["scores"]
 
     assert np.array_equal(scores(""), scores("0" * 32))
     assert not np.array_equal(scores("1" + "0" * 31), scores(""))

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 
 from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import BatchScores, EngineDied, EngineError, ScoreBatch
+from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
 
@@ -67,7 +67,7 @@ class HostedEngine:
             raise answer
         return answer
 
-    def score(self, *batches: ScoreBatch, at_once: int = 1) -> list[BatchScores | Exception]:
+    def score(self, *batches: RowBatch, at_once: int = 1) -> list[BatchOutcome | Exception]:
         """Run batches, `at_once` of them in flight; their outcomes in order."""
         return self.call("score", batches, at_once)
 
@@ -118,10 +118,10 @@ class _Host:
         self._termed = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._termed.set)
 
-    async def score(self, batches: tuple[ScoreBatch, ...], at_once: int) -> list[BatchScores | Exception]:
+    async def score(self, batches: tuple[RowBatch, ...], at_once: int) -> list[BatchOutcome | Exception]:
         slots = asyncio.Semaphore(at_once)
 
-        async def one(batch: ScoreBatch) -> BatchScores | Exception:
+        async def one(batch: RowBatch) -> BatchOutcome | Exception:
             async with slots:
                 try:
                     return await self._engine.score(batch)
@@ -130,7 +130,7 @@ class _Host:
 
         return await asyncio.gather(*(one(batch) for batch in batches))
 
-    async def finish_order(self, batches: tuple[ScoreBatch, ...]) -> list[int]:
+    async def finish_order(self, batches: tuple[RowBatch, ...]) -> list[int]:
         """In which order batches finish that are sent all at once, in the given order."""
         order: list[int] = []
         engine: Any = self._engine
@@ -193,7 +193,7 @@ class _Host:
         os.kill(os.getpid(), signal.SIGTERM)
         return await self._termed.wait()
 
-    async def kill_scheduler(self, batch: ScoreBatch) -> tuple[str, Exception]:
+    async def kill_scheduler(self, batch: RowBatch) -> tuple[str, Exception]:
         """SIGKILL the scheduler with a batch in flight; (why the engine died, how the batch ended)."""
         scheduler = _scheduler()
         scheduler.suspend()  # so that the batch is in flight when it dies

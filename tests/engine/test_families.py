@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from enginepool.workers.engine import BatchScores, EngineUnusable, PartScores, ScoreBatch, ScorePart
+from enginepool.protocol.messages import Part
+from enginepool.workers.engine import BatchOutcome, EngineUnusable, RowBatch, RowPart
 from enginepool.workers.sglang.score.packing_support import wrong_for_packing
 from tests.engine.families import CLS, FAMILIES, SEP, VOCAB, Family, checkpoint, computed
 from tests.engine.hosted import HostedEngine
@@ -48,19 +49,19 @@ def rows() -> list[list[int]]:
     return [[CLS, *draw.integers(5, VOCAB, 5), SEP, *draw.integers(5, VOCAB, size), SEP] for size in (1, 7, 20, 40)]
 
 
-def part(family: Family) -> ScorePart:
+def part(family: Family) -> RowPart:
     items = [[int(token) for token in row] for row in rows()]
     lengths = np.array([len(row) for row in items], np.uint32)
-    labels = LABELS if family.kind == "causal" else ()
-    return ScorePart(np.empty(0, np.int32), np.array([*chain.from_iterable(items)], np.int32), lengths, labels=labels)
+    asked = Part([], [*LABELS] if family.kind == "causal" else [])
+    return RowPart(np.empty(0, np.int32), np.array([*chain.from_iterable(items)], np.int32), lengths, asked=asked)
 
 
 def scored(engine: HostedEngine, family: Family) -> Any:
-    [outcome] = engine.score(ScoreBatch((part(family),)))
-    assert isinstance(outcome, BatchScores), outcome
+    [outcome] = engine.score(RowBatch((part(family),)))
+    assert isinstance(outcome, BatchOutcome), outcome
     [found] = outcome.parts
-    assert isinstance(found, PartScores), found
-    return found.scores
+    assert isinstance(found, dict), found
+    return found["scores"]
 
 
 @pytest.fixture(scope="module")

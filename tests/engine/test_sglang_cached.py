@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from enginepool.cli.tiny_model_files import make_tiny_model
-from enginepool.workers.engine import BatchScores, EngineDied, NewWeights, PartScores, ScoreBatch, ScorePart
+from enginepool.protocol.messages import Part
+from enginepool.workers.engine import BatchOutcome, EngineDied, NewWeights, RowBatch, RowPart
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
@@ -45,37 +46,36 @@ def ids(chance: random.Random, count: int) -> list[int]:
 
 def sharing(
     engine: HostedEngine, query: list[int], items: list[list[int]], softmax: bool = False, item_first: bool = False
-) -> ScorePart:
+) -> RowPart:
     """Rows of one query."""
-    return ScorePart(
+    return RowPart(
         np.array(query, np.int32),
         np.array([token for item in items for token in item], np.int32),
         np.array([len(item) for item in items], np.uint32),
-        labels=(3, 8) if declared(engine).kind == "causal" else (),
-        softmax=softmax,
-        item_first=item_first,
+        asked=Part([], [3, 8] if declared(engine).kind == "causal" else [], softmax, item_first),
     )
 
 
-def long_request(engine: HostedEngine, seed: int, rows: int = 8, query: int = 100) -> ScorePart:
+def long_request(engine: HostedEngine, seed: int, rows: int = 8, query: int = 100) -> RowPart:
     chance = random.Random(seed)
     return sharing(engine, ids(chance, query), [ids(chance, 5) for _ in range(rows)])
 
 
-def assert_right(reference: Reference, batch: ScoreBatch, outcome: BatchScores) -> int:
+def assert_right(reference: Reference, batch: RowBatch, outcome: BatchOutcome) -> int:
     """Every row equals the direct computation; how many there were."""
     rows = 0
     for part, scored in zip(batch.parts, outcome.parts, strict=True):
-        assert isinstance(scored, PartScores)
+        assert isinstance(scored, dict)
         prompts = part.prompts()
         rows += len(prompts)
-        if part.labels:
-            assert_close(scored.scores, [reference.label_scores(row, part.labels, part.softmax) for row in prompts])
+        labels = part.asked.labels
+        if labels:
+            assert_close(scored["scores"], [reference.label_scores(row, labels, part.asked.softmax) for row in prompts])
             continue
-        assert_close(scored.scores, [reference.rewards(row, part.softmax) for row in prompts])
-        assert (scored.hidden is not None) == batch.hidden
-        if scored.hidden is not None:
-            assert_close(scored.hidden, [reference.hidden(row) for row in prompts])
+        assert_close(scored["scores"], [reference.rewards(row, part.asked.softmax) for row in prompts])
+        assert ("hidden" in scored) == batch.hidden
+        if batch.hidden:
+            assert_close(scored["hidden"], [reference.hidden(row) for row in prompts])
     return rows
 
 
@@ -84,9 +84,9 @@ def test_mixes_of_cached_and_other_requests_equal_a_direct_computation(engine: H
     can = declared(engine)
     causal = can.kind == "causal"
     queries = [ids(chance, chance.randint(SHORTEST - 2, 60)) for _ in range(8)]
-    batches: list[ScoreBatch] = []
+    batches: list[RowBatch] = []
     for _ in range(50):
-        parts: list[ScorePart] = []
+        parts: list[RowPart] = []
         for _ in range(chance.randint(1, 2)):
             if chance.random() < 0.3:
                 parts.append(random_part(chance, can.batch_tokens // 4, 4, causal))
@@ -94,7 +94,7 @@ def test_mixes_of_cached_and_other_requests_equal_a_direct_computation(engine: H
             rows = [ids(chance, chance.randint(1, 6)) for _ in range(chance.randint(1, 4))]
             parts.append(sharing(engine, chance.choice(queries), rows, chance.random() < 0.5, chance.random() < 0.1))
         hidden = not causal and chance.random() < 0.5
-        batches.append(ScoreBatch(tuple(parts), priority=chance.randint(-1000, 1000), hidden=hidden))
+        batches.append(RowBatch(tuple(parts), priority=chance.randint(-1000, 1000), hidden=hidden))
     before, _ = engine.call("queries")
     outcomes = whole(engine.score(*batches, at_once=3))
     rows = sum(assert_right(reference, *pair) for pair in zip(batches, outcomes, strict=True))
@@ -110,7 +110,7 @@ def test_the_query_of_a_request_that_was_cut_is_computed_once(engine: HostedEngi
     request = long_request(engine, seed=32, rows=24)
     assert can.batch_tokens < 24 * 105 // 3 <= can.cached_tokens
     pieces = [
-        ScoreBatch((sharing(engine, request.query.tolist(), request.items[at * 5 : at * 5 + 40].reshape(8, 5).tolist()),))
+        RowBatch((sharing(engine, request.query.tolist(), request.items[at * 5 : at * 5 + 40].reshape(8, 5).tolist()),))
         for at in (0, 8, 16)
     ]
     before, _ = engine.call("queries")
@@ -125,7 +125,7 @@ def test_the_query_of_a_request_that_was_cut_is_computed_once(engine: HostedEngi
 def test_rows_whose_query_is_gone_are_right_and_one_forward_and_it_is_computed_again(
     engine: HostedEngine, reference: Reference
 ) -> None:
-    batch = ScoreBatch((long_request(engine, seed=33),))
+    batch = RowBatch((long_request(engine, seed=33),))
     counts: list[tuple[int, int]] = [engine.call("queries")]
     found: list[int] = []
     for flushed in (False, True, False):
@@ -142,7 +142,7 @@ def test_rows_whose_query_is_gone_are_right_and_one_forward_and_it_is_computed_a
 
 
 def test_the_command_flush_empties_the_engine_s_cache_and_the_adapter_knows(engine: HostedEngine, reference: Reference) -> None:
-    batch = ScoreBatch((long_request(engine, seed=37),))
+    batch = RowBatch((long_request(engine, seed=37),))
     found: list[int] = []
     for flushed in (False, True):
         if flushed:
@@ -162,12 +162,12 @@ def test_the_count_of_forwards_tells_when_rows_that_cannot_fit_do_not_find_their
     assert sum(part.item_lengths.size * 125 for part in parts) > 2 * declared(engine).inflight_tokens
     engine.call("pretend", 4)
     try:
-        [with_queries] = engine.score(ScoreBatch(parts))
+        [with_queries] = engine.score(RowBatch(parts))
         engine.call("flush")
-        [without] = engine.score(ScoreBatch(parts))
+        [without] = engine.score(RowBatch(parts))
     finally:
         engine.call("pretend", 1)
-    assert isinstance(with_queries, BatchScores) and isinstance(without, BatchScores)
+    assert isinstance(with_queries, BatchOutcome) and isinstance(without, BatchOutcome)
     assert with_queries.forwards == 1
     assert with_queries.cached >= 36 * 120
     assert without.forwards > 1
@@ -179,7 +179,7 @@ def test_queries_of_other_weights_are_forgotten(
     causal = declared(engine).kind == "causal"
     head = "causal" if causal else "reward"
     other = make_tiny_model(tmp_path / "other", head=head, labels=3, seed=9)
-    batch = ScoreBatch((long_request(engine, seed=37),))
+    batch = RowBatch((long_request(engine, seed=37),))
     [old] = whole(engine.score(batch))
     before = engine.call("queries")
     engine.call("do", "load_weights", NewWeights(checkpoint=str(other)), 5, "")

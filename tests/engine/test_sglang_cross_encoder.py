@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from enginepool.protocol.messages import Part
 from enginepool.workers import cpu_bridge
-from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart
 from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.operations.score import head_scores
 from enginepool.workers.sglang.score.cross_encoder import activation_of
-from enginepool.workers.sglang.score.outputs import head_scores
 from enginepool.workers.sglang.score.token_types import send_token_types, types_of
 from tests.engine.hosted import HostedEngine
 
@@ -83,12 +84,11 @@ def test_another_function_is_refused_by_name(named: str) -> None:
 
 
 def test_the_outputs_of_a_head_go_through_sigmoid_and_its_logarithm_is_finite() -> None:
-    part = ScorePart(np.array([], np.int32), np.array([1], np.int32), np.array([1], np.uint32))
-    plain = head_scores([0.0, -800.0, 40.0], part, "sigmoid")
+    plain = head_scores([0.0, -800.0, 40.0], Part([]), "sigmoid")
     assert plain.tolist() == [[0.5], [0.0], [1.0]]
-    logarithms = head_scores([0.0, -800.0, 40.0], dataclasses.replace(part, logprobs=True), "sigmoid")
+    logarithms = head_scores([0.0, -800.0, 40.0], Part([], logprobs=True), "sigmoid")
     np.testing.assert_allclose(logarithms, [[-np.log(2)], [-800.0], [-np.exp(-40)]], rtol=1e-6)
-    assert np.isnan(head_scores([np.inf, -np.inf, np.nan], part, "sigmoid")).all(), "which is answered with an error"
+    assert np.isnan(head_scores([np.inf, -np.inf, np.nan], Part([]), "sigmoid")).all(), "which is answered with an error"
 
 
 # --- on the real engine --------------------------------------------------------------------------------------------------
@@ -179,12 +179,12 @@ def words(chance: random.Random, count: int) -> str:
 def scores_of(engine: HostedEngine, rows: list[list[int]]) -> Any:
     """Scores of whole rows, as one part."""
     flat = np.array([*chain.from_iterable(rows)], np.int32)
-    [outcome] = engine.score(ScoreBatch((ScorePart(np.array([], np.int32), flat, np.array([*map(len, rows)], np.uint32)),)))
-    assert isinstance(outcome, BatchScores), outcome
+    [outcome] = engine.score(RowBatch((RowPart(np.array([], np.int32), flat, np.array([*map(len, rows)], np.uint32)),)))
+    assert isinstance(outcome, BatchOutcome), outcome
     assert outcome.forwards == 1
     [part] = outcome.parts
-    assert isinstance(part, PartScores), part
-    return part.scores
+    assert isinstance(part, dict), part
+    return part["scores"]
 
 
 def test_text_is_ranked_as_a_cross_encoder_ranks_it(encoder: CrossEncoder, engine: HostedEngine) -> None:
@@ -239,9 +239,9 @@ def test_a_query_that_contains_the_separator_is_refused_where_types_tell_texts_a
 def test_logarithms_of_a_sigmoid_are_those_of_its_logits(encoder: CrossEncoder, engine: HostedEngine) -> None:
     if encoder.family == "bert":
         return
-    row = ScorePart(np.array([], np.int32), np.array([CLS, 9, SEP], np.int32), np.array([3], np.uint32))
-    [outcome] = engine.score(ScoreBatch((row, dataclasses.replace(row, logprobs=True))))
-    assert isinstance(outcome, BatchScores), outcome
+    row = RowPart(np.array([], np.int32), np.array([CLS, 9, SEP], np.int32), np.array([3], np.uint32))
+    [outcome] = engine.score(RowBatch((row, dataclasses.replace(row, asked=Part([], logprobs=True)))))
+    assert isinstance(outcome, BatchOutcome), outcome
     plain, logarithm = outcome.parts
-    assert isinstance(plain, PartScores) and isinstance(logarithm, PartScores)
-    np.testing.assert_allclose(logarithm.scores, np.log(plain.scores), rtol=1e-4)
+    assert isinstance(plain, dict) and isinstance(logarithm, dict)
+    np.testing.assert_allclose(logarithm["scores"], np.log(plain["scores"]), rtol=1e-4)

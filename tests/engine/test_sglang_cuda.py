@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart
 from enginepool.workers.packed import packed_cost
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
@@ -42,17 +42,17 @@ def test_scores_equal_a_direct_computation(engine: HostedEngine, reference: Refe
     batches = [random_batch(chance, declared(engine)) for _ in range(20)]
     for batch, outcome in zip(batches, whole(engine.score(*batches, at_once=2)), strict=True):
         for part, scored in zip(batch.parts, outcome.parts, strict=True):
-            assert isinstance(scored, PartScores)
+            assert isinstance(scored, dict)
             rows = part.prompts()
             if causal:
-                expected = [np.log(reference.label_scores(row, part.labels, part.softmax)) for row in rows]
-                np.testing.assert_allclose(np.log(scored.scores), expected, rtol=0, atol=BFLOAT16)
+                expected = [np.log(reference.label_scores(row, part.asked.labels, part.asked.softmax)) for row in rows]
+                np.testing.assert_allclose(np.log(scored["scores"]), expected, rtol=0, atol=BFLOAT16)
             else:
-                expected = [reference.rewards(row, part.softmax) for row in rows]
-                np.testing.assert_allclose(scored.scores, expected, rtol=0, atol=BFLOAT16)
-            if scored.hidden is not None:
+                expected = [reference.rewards(row, part.asked.softmax) for row in rows]
+                np.testing.assert_allclose(scored["scores"], expected, rtol=0, atol=BFLOAT16)
+            if "hidden" in scored:
                 hidden = [reference.hidden(row) for row in rows]
-                np.testing.assert_allclose(scored.hidden, hidden, rtol=0, atol=BFLOAT16)
+                np.testing.assert_allclose(scored["hidden"], hidden, rtol=0, atol=BFLOAT16)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
@@ -61,13 +61,13 @@ def test_full_batches_that_wait_together_take_one_forward_each(engine: HostedEng
 
 
 def test_an_engine_that_must_split_is_caught_by_the_count(engine: HostedEngine) -> None:
-    batch = ScoreBatch(full_batch(declared(engine), rows=16, seed=5).parts * 6)
+    batch = RowBatch(full_batch(declared(engine), rows=16, seed=5).parts * 6)
     engine.call("pretend", 4)
     try:
         [outcome] = engine.score(batch)
     finally:
         engine.call("pretend", 1)
-    assert isinstance(outcome, BatchScores)
+    assert isinstance(outcome, BatchOutcome)
     assert outcome.forwards > 1
 
 
@@ -95,12 +95,12 @@ def packed(request: pytest.FixtureRequest, models: Models) -> Iterator[HostedEng
     hosted.end()
 
 
-def packed_batch(chance: random.Random, engine: HostedEngine) -> ScoreBatch:
+def packed_batch(chance: random.Random, engine: HostedEngine) -> RowBatch:
     """Up to six parts that can be packed, some of them behind the same query, within the declared budget."""
     can = declared(engine)
     causal = can.kind == "causal"
     queries = [[chance.randrange(VOCAB) for _ in range(chance.randint(1, 200))] for _ in range(2)]
-    parts: list[ScorePart] = []
+    parts: list[RowPart] = []
     for _ in range(chance.randint(1, 6)):
         query = chance.choice(queries)
         rows = [(query, [chance.randrange(VOCAB) for _ in range(chance.randint(1, 40))]) for _ in range(chance.randint(1, 30))]
@@ -111,7 +111,7 @@ def packed_batch(chance: random.Random, engine: HostedEngine) -> ScoreBatch:
             break
     if not parts:
         return packed_batch(chance, engine)
-    return ScoreBatch(tuple(parts), hidden=not causal and chance.random() < 0.5)
+    return RowBatch(tuple(parts), hidden=not causal and chance.random() < 0.5)
 
 
 def test_packed_scores_equal_a_direct_computation_of_each_row(packed: HostedEngine, reference: Reference) -> None:
@@ -122,38 +122,38 @@ def test_packed_scores_equal_a_direct_computation_of_each_row(packed: HostedEngi
     rows = 0
     for batch, outcome in zip(batches, whole(packed.score(*batches, at_once=2)), strict=True):
         for part, scored in zip(batch.parts, outcome.parts, strict=True):
-            assert isinstance(scored, PartScores)
+            assert isinstance(scored, dict)
             prompts = part.prompts()
             rows += len(prompts)
             if can.kind == "causal":
-                expected = [np.log(reference.label_scores(row, part.labels, part.softmax)) for row in prompts]
-                np.testing.assert_allclose(np.log(scored.scores), expected, rtol=0, atol=BFLOAT16)
+                expected = [np.log(reference.label_scores(row, part.asked.labels, part.asked.softmax)) for row in prompts]
+                np.testing.assert_allclose(np.log(scored["scores"]), expected, rtol=0, atol=BFLOAT16)
             else:
-                expected = [reference.rewards(row, part.softmax) for row in prompts]
-                np.testing.assert_allclose(scored.scores, expected, rtol=0, atol=BFLOAT16)
-            assert (scored.hidden is not None) == batch.hidden
-            if scored.hidden is not None:
-                np.testing.assert_allclose(scored.hidden, [reference.hidden(row) for row in prompts], rtol=0, atol=BFLOAT16)
+                expected = [reference.rewards(row, part.asked.softmax) for row in prompts]
+                np.testing.assert_allclose(scored["scores"], expected, rtol=0, atol=BFLOAT16)
+            assert ("hidden" in scored) == batch.hidden
+            if "hidden" in scored:
+                np.testing.assert_allclose(scored["hidden"], [reference.hidden(row) for row in prompts], rtol=0, atol=BFLOAT16)
     assert rows > 500
 
 
 def test_full_packed_batches_that_wait_together_take_one_forward_each(packed: HostedEngine) -> None:
     can = declared(packed)
     labels = (7,) if can.kind == "causal" else ()
-    batches: list[ScoreBatch] = []
+    batches: list[RowBatch] = []
     for seed in range(40):
         query = [seed + 1] * 100
         rows = [(query, [(seed * 7 + i) % VOCAB] * 14) for i in range(120)]
         part = part_of(rows, shared=True, labels=labels)
         assert can.batch_tokens * 0.9 < packed_cost([part], can) <= can.batch_tokens
-        batches.append(ScoreBatch((part,)))
+        batches.append(RowBatch((part,)))
     whole(packed.score(*batches, at_once=2))
 
 
 def test_a_part_that_cannot_be_packed_is_refused_and_its_neighbor_runs(packed: HostedEngine) -> None:
     labels = (7,) if declared(packed).kind == "causal" else ()
     good = part_of([([1, 2], [3])], shared=True, labels=labels)
-    [outcome] = whole(packed.score(ScoreBatch((part_of([([1], [2])], shared=True, labels=labels, item_first=True), good))))
+    [outcome] = whole(packed.score(RowBatch((part_of([([1], [2])], shared=True, labels=labels, item_first=True), good))))
     refused, scored = outcome.parts
     assert isinstance(refused, EngineError)
-    assert isinstance(scored, PartScores)
+    assert isinstance(scored, dict)

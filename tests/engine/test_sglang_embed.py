@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.protocol.messages import Part
+from enginepool.workers.engine import BatchOutcome, EngineError, Outputs, RowBatch, RowPart
 from tests.engine.embedders import Embedder, last_token_model
 from tests.engine.families import VOCAB, torch, transformers
 from tests.engine.hosted import HostedEngine
@@ -19,21 +20,22 @@ ROWS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15, 16], [5, 6, 7, 8]]
 BUDGETS: dict[str, Any] = {"max_batch_tokens": 256, "max_batch_rows": 24}
 
 
-def part(rows: list[list[int]], dimensions: int = 0, normalize: bool = True) -> ScorePart:
+def part(rows: list[list[int]], dimensions: int = 0, normalize: bool = True) -> RowPart:
     items = np.array([token for row in rows for token in row], np.int32)
     lengths = np.array([len(row) for row in rows], np.uint32)
-    return ScorePart(np.empty(0, np.int32), items, lengths, dimensions=dimensions, normalize=normalize)
+    asked = Part([], operation="embed", dimensions=dimensions, normalize=normalize)
+    return RowPart(np.empty(0, np.int32), items, lengths, asked=asked)
 
 
-def embed(engine: HostedEngine, *parts: ScorePart) -> BatchScores:
-    [outcome] = engine.score(ScoreBatch(parts, operation="embed"))
-    assert isinstance(outcome, BatchScores), outcome
+def embed(engine: HostedEngine, *parts: RowPart) -> BatchOutcome:
+    [outcome] = engine.score(RowBatch(parts, operation="embed"))
+    assert isinstance(outcome, BatchOutcome), outcome
     return outcome
 
 
-def rows_of(outcome: PartScores | EngineError) -> npt.NDArray[np.float32]:
-    assert isinstance(outcome, PartScores), outcome
-    return outcome.scores
+def rows_of(outcome: Outputs | EngineError) -> npt.NDArray[np.float32]:
+    assert isinstance(outcome, dict), outcome
+    return outcome["embeddings"]
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +77,14 @@ def test_embeddings_equal_those_of_transformers_in_one_forward(engine: HostedEng
 
 
 def test_a_part_that_is_wrong_fails_alone(engine: HostedEngine, last_token: Embedder) -> None:
-    outcome = embed(engine, part(ROWS, 65), part(ROWS), replace(part(ROWS), labels=(1,)))
+    outcome = embed(engine, part(ROWS, 65), part(ROWS), replace(part(ROWS), asked=Part([], [1])))
     assert [isinstance(one, EngineError) for one in outcome.parts] == [True, False, True]
     assert str(outcome.parts[0]) == "dimensions: 65; an embedding of this model has 64"
     np.testing.assert_allclose(rows_of(outcome.parts[1]), last_token.pooled(ROWS), rtol=1e-4, atol=1e-6)
 
 
 def test_an_engine_that_embeds_does_not_score(engine: HostedEngine) -> None:
-    [refused] = engine.score(ScoreBatch((part(ROWS),)))
+    [refused] = engine.score(RowBatch((part(ROWS),)))
     assert str(refused) == "score: this engine runs embed"
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from enginepool.cli.tiny_model_files import make_tiny_model
-from enginepool.workers.engine import PartScores, ScoreBatch
+from enginepool.workers.engine import RowBatch
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Models, Reference
@@ -48,11 +48,11 @@ def test_logprobs_of_a_peaked_policy_are_finite_and_equal_a_direct_computation(
 ) -> None:
     reference = Reference(dataclasses.replace(models, causal=peaked))
     part = part_of(ROWS, shared=True, labels=LABELS, softmax=softmax, logprobs=True)
-    [outcome] = whole(engine.score(ScoreBatch((part, dataclasses.replace(part, logprobs=False)))))
+    [outcome] = whole(engine.score(RowBatch((part, part_of(ROWS, shared=True, labels=LABELS, softmax=softmax)))))
     logarithms, probabilities = outcome.parts
-    assert isinstance(logarithms, PartScores) and isinstance(probabilities, PartScores)
-    assert (probabilities.scores == 0).sum(axis=1).min() > VOCAB // 4, "probabilities say nothing of these labels"
-    assert np.isfinite(logarithms.scores).all()
+    assert isinstance(logarithms, dict) and isinstance(probabilities, dict)
+    assert (probabilities["scores"] == 0).sum(axis=1).min() > VOCAB // 4, "probabilities say nothing of these labels"
+    assert np.isfinite(logarithms["scores"]).all()
     with np.errstate(divide="ignore"):
         expected = np.stack([np.log(reference.label_scores(row, LABELS, softmax)) for row in part.prompts()])
-    np.testing.assert_allclose(logarithms.scores, expected, rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(logarithms["scores"], expected, rtol=1e-4, atol=1e-3)

@@ -1,31 +1,29 @@
 """Packed batches as SGLang takes and answers them, in recorded shapes; the models for which packing is wrong. No SGLang."""
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from enginepool.workers.engine import EngineError, ScorePart
+from enginepool.protocol.messages import Capabilities, Part
+from enginepool.workers.engine import EngineError, Outputs, RowPart
 from enginepool.workers.engine_settings import EngineSettings
-from enginepool.workers.packed import join
 from enginepool.workers.sglang.host.settings import SettingsError
-from enginepool.workers.sglang.score.packed import (
-    DELIMITER,
-    packed_head_scores,
-    packed_heads,
-    packed_label_scores,
-    packed_labels,
-)
+from enginepool.workers.sglang.operations.score import HeadScores, LabelScores
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing, wrong_for_caching, wrong_for_packing
+from enginepool.workers.sglang.score.prompts import packed_prompts
+from enginepool.workers.sglang.score.scoring import DELIMITER, EngineScoring
 
 
-def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False, logprobs: bool = False) -> ScorePart:
+def part(query: list[int], items: list[list[int]], *labels: int, softmax: bool = False, logprobs: bool = False) -> RowPart:
     flat = np.array([token for item in items for token in item], np.int32)
     lengths = np.array([len(item) for item in items], np.uint32)
-    return ScorePart(np.array(query, np.int32), flat, lengths, labels=labels, softmax=softmax, logprobs=logprobs)
+    return RowPart(np.array(query, np.int32), flat, lengths, asked=Part([], list(labels), softmax, logprobs=logprobs))
 
 
 class Request(SimpleNamespace):
@@ -44,8 +42,8 @@ D = DELIMITER
 
 def test_a_request_is_what_sglangs_own_multi_item_scoring_makes() -> None:
     """Two callers with one query and other labels, and one with another query."""
-    joined = join([part([1, 2], [[3], [4, 5]], 8, 9), part([6], [[7]], 8), part([1, 2], [[3]], 9, 10)], 100, D)
-    request = packed_labels(TYPES, joined, 5)
+    parts = [part([1, 2], [[3], [4, 5]], 8, 9), part([6], [[7]], 8), part([1, 2], [[3]], 9, 10)]
+    request = LabelScores().request(TYPES, packed_prompts(parts, 100, D), 5, False)
     assert request.input_ids == [[1, 2, D, 3, D, 4, 5, D, 3, D], [6, D, 7, D]]
     assert request.multi_item_delimiter_indices == [[2, 4, 7, 9], [1, 3]]
     assert request.token_ids_logprob == [[8, 9, 10], [8]]
@@ -56,11 +54,25 @@ def test_a_request_is_what_sglangs_own_multi_item_scoring_makes() -> None:
 
 
 def test_a_request_for_a_head_carries_its_priority_in_each_sequence() -> None:
-    joined = join([part([1], [[3]]), part([2], [[3]])], 100, D)
-    request = packed_heads(TYPES, joined, -3, hidden=True)
+    prompts = packed_prompts([part([1], [[3]]), part([2], [[3]])], 100, D)
+    request = HeadScores().request(TYPES, prompts, -3, hidden=True)
     assert request.return_pooled_hidden_states is True
     assert [request[i].priority for i in range(2)] == [-3, -3]
     assert request.multi_item_delimiter_indices == [[1, 3], [1, 3]]
+
+
+def computed(kind: Any, parts: list[RowPart], answers: list[dict[str, Any]], *, hidden: bool = False) -> list[Outputs]:
+    """What a packed engine makes of these answers of SGLang."""
+
+    async def generate(request: Any, _: None) -> AsyncIterator[list[dict[str, Any]]]:
+        yield answers
+
+    entries: Any = SimpleNamespace(expect=len, pop=lambda rows: [SimpleNamespace(time=1.0, cached=0) for _ in rows])
+    can = Capabilities(kind, 10_000, 100, 500, 50, 1000, 100, max_item=90)
+    tm = SimpleNamespace(generate_request=generate)
+    scoring = EngineScoring(tm, TYPES, entries, can, SimpleNamespace(settings={}))  # type: ignore[arg-type]
+    [operation] = scoring.operations.values()
+    return asyncio.run(scoring.compute(operation, parts, hidden=hidden))[0]
 
 
 def at(**probabilities: float) -> list[tuple[float, int, None]]:
@@ -70,7 +82,6 @@ def at(**probabilities: float) -> list[tuple[float, int, None]]:
 
 def test_labels_are_read_at_the_delimiters_behind_items_and_the_first_is_skipped() -> None:
     parts = [part([1], [[3], [4]], 8, 9), part([1], [[5]], 9, 10, softmax=True), part([2], [[6]], 8)]
-    joined = join(parts, 100, D)
     answers: list[dict[str, Any]] = [
         {
             "meta_info": {
@@ -84,15 +95,15 @@ def test_labels_are_read_at_the_delimiters_behind_items_and_the_first_is_skipped
         },
         {"meta_info": {"input_token_ids_logprobs": [at(t8=0.9), at(t8=0.75)]}},
     ]
-    first, second, third = packed_label_scores(joined, answers, parts)
-    np.testing.assert_allclose(first.scores, [[0.5, 0.25], [0.125, 0.5]], rtol=1e-6)
-    np.testing.assert_allclose(second.scores, [[0.75, 0.25]], rtol=1e-6)
-    np.testing.assert_allclose(third.scores, [[0.75]], rtol=1e-6)
-    assert first.scores.dtype == np.float32
+    first, second, third = computed("causal", parts, answers)
+    np.testing.assert_allclose(first["scores"], [[0.5, 0.25], [0.125, 0.5]], rtol=1e-6)
+    np.testing.assert_allclose(second["scores"], [[0.75, 0.25]], rtol=1e-6)
+    np.testing.assert_allclose(third["scores"], [[0.75]], rtol=1e-6)
+    assert first["scores"].dtype == np.float32
     peaked: list[dict[str, Any]] = [{"meta_info": {"input_token_ids_logprobs": [[], [(-900.0, 8, None)]]}}]
     alone = [part([1], [[3]], 8, logprobs=True)]
-    [logarithm] = packed_label_scores(join(alone, 100, D), peaked, alone)
-    assert logarithm.scores.tolist() == [[-900.0]], "no probability of it fits into float32"
+    [logarithm] = computed("causal", alone, peaked)
+    assert logarithm["scores"].tolist() == [[-900.0]], "no probability of it fits into float32"
 
 
 class Tensor:
@@ -113,7 +124,6 @@ class Tensor:
 
 def test_heads_and_hidden_states_are_read_at_the_delimiters_behind_items() -> None:
     parts = [part([1], [[3], [4]]), part([1], [[5]], softmax=True)]
-    joined = join(parts, 100, D)
     answers: list[dict[str, Any]] = [
         {
             "meta_info": {},
@@ -121,19 +131,19 @@ def test_heads_and_hidden_states_are_read_at_the_delimiters_behind_items() -> No
             "pooled_hidden_state": Tensor([[9, 9, 9], [1, 2, 3], [4, 5, 6], [7, 8, 9]]),
         }
     ]
-    first, second = packed_head_scores(joined, answers, parts, hidden=True)
-    assert first.scores.tolist() == [[1.0, 2.0], [3.0, 4.0]]
-    assert second.scores.tolist() == [[0.5, 0.5]]
-    assert first.hidden is not None and first.hidden.tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert second.hidden is not None and second.hidden.tolist() == [[7, 8, 9]]
-    assert packed_head_scores(joined, answers, parts, hidden=False)[0].hidden is None
+    first, second = computed("classifier", parts, answers, hidden=True)
+    assert first["scores"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert second["scores"].tolist() == [[0.5, 0.5]]
+    assert first["hidden"].tolist() == [[1, 2, 3], [4, 5, 6]]
+    assert second["hidden"].tolist() == [[7, 8, 9]]
+    assert list(computed("classifier", parts, answers)[0]) == ["scores"]
 
 
 def test_a_head_without_hidden_states_is_an_error_that_says_so() -> None:
     parts = [part([1], [[3]])]
     answers: list[dict[str, Any]] = [{"meta_info": {}, "embedding": [[9.0], [1.0]]}]
     with pytest.raises(EngineError, match="no pooled hidden states"):
-        packed_head_scores(join(parts, 100, D), answers, parts, hidden=True)
+        computed("classifier", parts, answers, hidden=True)
 
 
 QWEN3: dict[str, Any] = {
@@ -220,16 +230,20 @@ cpu_bridge.install()
 import numpy as np
 from sglang.srt.constants import MIS_DELIMITER_TOKEN_ID
 from sglang.srt.managers import io_struct
-from enginepool.workers.engine import ScorePart
-from enginepool.workers.packed import join
-from enginepool.workers.sglang.score.packed import DELIMITER, packed_heads, packed_labels
+from enginepool.protocol.messages import Part
+from enginepool.workers.engine import RowPart
+from enginepool.workers.sglang.operations.score import HeadScores, LabelScores
+from enginepool.workers.sglang.score.prompts import packed_prompts
+from enginepool.workers.sglang.score.scoring import DELIMITER
 
 def part(query, *labels):
-    return ScorePart(np.array(query, np.int32), np.array([3, 4, 5], np.int32), np.array([1, 2], np.uint32), labels=labels)
+    lengths, asked = np.array([1, 2], np.uint32), Part([], list(labels))
+    return RowPart(np.array(query, np.int32), np.array([3, 4, 5], np.int32), lengths, asked=asked)
 
 assert DELIMITER == MIS_DELIMITER_TOKEN_ID
-joined = join([part([1, 2], 7, 8), part([6], 9)], 100, DELIMITER)
-for request in (packed_labels(io_struct, joined, 5), packed_heads(io_struct, joined, 5, True)):
+prompts = packed_prompts([part([1, 2], 7, 8), part([6], 9)], 100, DELIMITER)
+for operation in (LabelScores(), HeadScores()):
+    request = operation.request(io_struct, prompts, 5, True)
     request.normalize_batch_and_arguments()
     assert request.batch_size == 2 and not request.is_single
     first, second = request[0], request[1]

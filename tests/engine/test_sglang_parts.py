@@ -19,10 +19,12 @@ import psutil
 import pytest
 import torch
 
+from enginepool.protocol.messages import Part
 from enginepool.workers.cpu_bridge import sgl_kernel
-from enginepool.workers.engine import EngineError, ScorePart
+from enginepool.workers.engine import EngineError
 from enginepool.workers.sglang.host.host import EngineHost
 from enginepool.workers.sglang.host.process import NOTES_VARIABLE, keep_notes
+from enginepool.workers.sglang.operations.score import head_scores, label_scores
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
@@ -31,7 +33,7 @@ from enginepool.workers.sglang.patches.scheduler import (
     report_every_forward,
 )
 from enginepool.workers.sglang.score.forward_counter import Entries
-from enginepool.workers.sglang.score.outputs import forward_count, head_scores, label_scores, refuse_aborted
+from enginepool.workers.sglang.score.outputs import forward_count, refuse_aborted
 
 # --- read-out ----------------------------------------------------------------------------------------------------------
 
@@ -72,14 +74,12 @@ def test_the_times_of_rows_are_read_from_the_messages_that_answer_them() -> None
     asyncio.run(answer())
 
 
-def labeled(*logprobs: tuple[int, float]) -> dict[str, Any]:
-    return {"meta_info": {"output_token_ids_logprobs": [[(value, token, None) for token, value in logprobs]]}}
+def labeled(*logprobs: tuple[int, float]) -> list[tuple[float, int, None]]:
+    return [(value, token, None) for token, value in logprobs]
 
 
-def wanted(*labels: int, softmax: bool = False, logprobs: bool = False) -> ScorePart:
-    """A part of one row that asks for this."""
-    row = np.array([1], np.int32)
-    return ScorePart(row, row, np.array([1], np.uint32), labels=labels, softmax=softmax, logprobs=logprobs)
+def wanted(*labels: int, softmax: bool = False, logprobs: bool = False) -> Part:
+    return Part([], list(labels), softmax, logprobs=logprobs)
 
 
 def test_a_label_that_is_asked_twice_is_answered_twice() -> None:

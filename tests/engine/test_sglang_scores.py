@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import BatchScores, EngineError, PartScores, ScoreBatch, ScorePart
+from enginepool.protocol.messages import Capabilities, Part
+from enginepool.workers.engine import BatchOutcome, EngineError, RowBatch, RowPart
 from tests.engine.hosted import HostedEngine
 from tests.engine.reference import Reference
 
@@ -20,19 +20,19 @@ def assert_close(found: Any, expected: Any) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def part_of(rows: list[tuple[list[int], list[int]]], shared: bool, **settings: object) -> ScorePart:
+def part_of(rows: list[tuple[list[int], list[int]]], shared: bool, **settings: object) -> RowPart:
     """A part from (query, item) pairs; `shared`: one query for all."""
     queries = [query for query, _ in rows]
-    return ScorePart(
+    return RowPart(
         query=np.array(queries[0] if shared else [*chain.from_iterable(queries)], np.int32),
         items=np.array([*chain.from_iterable(item for _, item in rows)], np.int32),
         item_lengths=np.array([len(item) for _, item in rows], np.uint32),
         query_lengths=None if shared else np.array([len(query) for query in queries], np.uint32),
-        **settings,  # pyright: ignore[reportArgumentType]
+        asked=Part([], **settings),  # pyright: ignore[reportArgumentType]
     )
 
 
-def random_part(chance: random.Random, tokens: int, rows: int, causal: bool) -> ScorePart:
+def random_part(chance: random.Random, tokens: int, rows: int, causal: bool) -> RowPart:
     """A part within these bounds, of any form that there is."""
     shared = chance.random() < 0.5
     count = chance.randint(1, rows)
@@ -47,22 +47,22 @@ def random_part(chance: random.Random, tokens: int, rows: int, causal: bool) -> 
     return part_of(pairs, shared, labels=labels, softmax=chance.random() < 0.5, item_first=chance.random() < 0.5)
 
 
-def random_batch(chance: random.Random, capabilities: Capabilities) -> ScoreBatch:
+def random_batch(chance: random.Random, capabilities: Capabilities) -> RowBatch:
     """A batch of up to four parts within the declared budget, from nearly empty to full."""
     causal = capabilities.kind == "causal"
     count = chance.randint(1, 4)
     parts = tuple(
         random_part(chance, capabilities.batch_tokens // count, capabilities.batch_rows // count, causal) for _ in range(count)
     )
-    return ScoreBatch(parts, priority=chance.randint(-1000, 1000), hidden=not causal and chance.random() < 0.5)
+    return RowBatch(parts, priority=chance.randint(-1000, 1000), hidden=not causal and chance.random() < 0.5)
 
 
-def full_batch(capabilities: Capabilities, rows: int, seed: int) -> ScoreBatch:
+def full_batch(capabilities: Capabilities, rows: int, seed: int) -> RowBatch:
     """A batch that takes the whole declared budget of tokens in `rows` rows of random ids."""
     chance = random.Random(seed)
     length = capabilities.batch_tokens // rows
     pairs: list[tuple[list[int], list[int]]] = [([], [chance.randrange(VOCAB) for _ in range(length)]) for _ in range(rows)]
-    return ScoreBatch((part_of(pairs, shared=True, labels=(7,) if capabilities.kind == "causal" else ()),))
+    return RowBatch((part_of(pairs, shared=True, labels=(7,) if capabilities.kind == "causal" else ()),))
 
 
 def declared(engine: HostedEngine) -> Capabilities:
@@ -70,12 +70,12 @@ def declared(engine: HostedEngine) -> Capabilities:
     return engine.capabilities
 
 
-def whole(outcomes: list[BatchScores | Exception]) -> list[BatchScores]:
+def whole(outcomes: list[BatchOutcome | Exception]) -> list[BatchOutcome]:
     """The outcomes, all of them answers that took one forward."""
     for outcome in outcomes:
-        assert isinstance(outcome, BatchScores), outcome
+        assert isinstance(outcome, BatchOutcome), outcome
         assert outcome.forwards == 1
-    return [outcome for outcome in outcomes if isinstance(outcome, BatchScores)]
+    return [outcome for outcome in outcomes if isinstance(outcome, BatchOutcome)]
 
 
 @pytest.mark.every_version
@@ -85,11 +85,11 @@ def test_causal_scores_equal_a_direct_computation(causal: HostedEngine, referenc
     rows = 0
     for batch, outcome in zip(batches, whole(causal.score(*batches, at_once=2)), strict=True):
         for part, scored in zip(batch.parts, outcome.parts, strict=True):
-            assert isinstance(scored, PartScores)
-            expected = [reference.label_scores(row, part.labels, part.softmax) for row in part.prompts()]
-            assert_close(scored.scores, expected)
-            assert scored.scores.dtype == np.float32
-            assert scored.hidden is None
+            assert isinstance(scored, dict)
+            expected = [reference.label_scores(row, part.asked.labels, part.asked.softmax) for row in part.prompts()]
+            assert_close(scored["scores"], expected)
+            assert scored["scores"].dtype == np.float32
+            assert "hidden" not in scored
             rows += len(expected)
     assert rows > 400
 
@@ -101,13 +101,13 @@ def test_rewards_and_hidden_states_equal_a_direct_computation(reward: HostedEngi
     rows = hidden_rows = 0
     for batch, outcome in zip(batches, whole(reward.score(*batches, at_once=2)), strict=True):
         for part, scored in zip(batch.parts, outcome.parts, strict=True):
-            assert isinstance(scored, PartScores)
+            assert isinstance(scored, dict)
             prompts = part.prompts()
-            assert_close(scored.scores, [reference.rewards(row, part.softmax) for row in prompts])
+            assert_close(scored["scores"], [reference.rewards(row, part.asked.softmax) for row in prompts])
             rows += len(prompts)
-            assert (scored.hidden is not None) == batch.hidden
-            if scored.hidden is not None:
-                assert_close(scored.hidden, [reference.hidden(row) for row in prompts])
+            assert ("hidden" in scored) == batch.hidden
+            if batch.hidden:
+                assert_close(scored["hidden"], [reference.hidden(row) for row in prompts])
                 hidden_rows += len(prompts)
     assert rows > 400
     assert hidden_rows > 100
@@ -116,8 +116,8 @@ def test_rewards_and_hidden_states_equal_a_direct_computation(reward: HostedEngi
 def test_scores_of_different_rows_differ(causal: HostedEngine, reward: HostedEngine) -> None:
     for engine in (causal, reward):
         [outcome] = whole(engine.score(full_batch(declared(engine), rows=16, seed=1)))
-        assert isinstance(outcome.parts[0], PartScores)
-        assert len(np.unique(outcome.parts[0].scores[:, 0])) == 16
+        assert isinstance(outcome.parts[0], dict)
+        assert len(np.unique(outcome.parts[0]["scores"][:, 0])) == 16
 
 
 @pytest.mark.parametrize("rows", [1, 2, 24])
@@ -130,9 +130,9 @@ def test_full_batches_that_wait_together_take_one_forward_each(causal: HostedEng
 def test_the_longest_row_that_is_declared_is_taken_whole(causal: HostedEngine, reference: Reference) -> None:
     chance = random.Random(3)
     row = [chance.randrange(VOCAB) for _ in range(declared(causal).context)]
-    [outcome] = whole(causal.score(ScoreBatch((part_of([([], row)], shared=True, labels=(1, 2)),))))
-    assert isinstance(outcome.parts[0], PartScores)
-    assert_close(outcome.parts[0].scores[0], reference.label_scores(row, (1, 2), False))
+    [outcome] = whole(causal.score(RowBatch((part_of([([], row)], shared=True, labels=(1, 2)),))))
+    assert isinstance(outcome.parts[0], dict)
+    assert_close(outcome.parts[0]["scores"][0], reference.label_scores(row, (1, 2), False))
 
 
 def test_an_engine_that_must_split_is_caught_by_the_count(causal: HostedEngine, reward: HostedEngine) -> None:
@@ -140,13 +140,13 @@ def test_an_engine_that_must_split_is_caught_by_the_count(causal: HostedEngine, 
     for engine in (causal, reward):
         capabilities = declared(engine)
         too_much = full_batch(capabilities, rows=16, seed=5)
-        batch = ScoreBatch(too_much.parts * 6)
+        batch = RowBatch(too_much.parts * 6)
         engine.call("pretend", 4)
         try:
             [outcome] = engine.score(batch)
         finally:
             engine.call("pretend", 1)
-        assert isinstance(outcome, BatchScores)
+        assert isinstance(outcome, BatchOutcome)
         assert outcome.forwards > 1
         # The same work inside the budget is whole again.
         whole(engine.score(too_much))
@@ -156,7 +156,7 @@ def test_a_larger_priority_runs_first_inside_the_engine(causal: HostedEngine, re
     """With more waiting than one forward takes, a late batch of high priority overtakes."""
     for engine in (causal, reward):
         parts = [full_batch(declared(engine), rows=4, seed=seed).parts for seed in range(12)]
-        batches = (*(ScoreBatch(part, priority=-5) for part in parts), ScoreBatch(parts[0], priority=5))
+        batches = (*(RowBatch(part, priority=-5) for part in parts), RowBatch(parts[0], priority=5))
         engine.call("pretend", 8)
         try:
             order = engine.call("finish_order", batches)
@@ -167,8 +167,8 @@ def test_a_larger_priority_runs_first_inside_the_engine(causal: HostedEngine, re
 
 def test_a_batch_beyond_the_budget_is_refused_not_cut(causal: HostedEngine) -> None:
     part = full_batch(declared(causal), rows=8, seed=1).parts[0]
-    [tokens] = causal.score(ScoreBatch((part, part, part)))
-    [rows] = causal.score(ScoreBatch(tuple(part_of([([1], [2])] * 24, shared=True, labels=(1,)) for _ in range(3))))
+    [tokens] = causal.score(RowBatch((part, part, part)))
+    [rows] = causal.score(RowBatch(tuple(part_of([([1], [2])] * 24, shared=True, labels=(1,)) for _ in range(3))))
     for outcome in (tokens, rows):
         assert isinstance(outcome, EngineError)
         assert "would be cut" in str(outcome)
@@ -184,26 +184,26 @@ def test_a_wrong_part_does_not_harm_its_neighbors(causal: HostedEngine) -> None:
         "no tokens": part_of([([], [])], shared=True, labels=(1,)),
         f"this engine takes {context}": part_of([([], [5] * (context + 1))], shared=True, labels=(1,)),
     }
-    [alone] = whole(causal.score(ScoreBatch((good,))))
-    [mixed] = whole(causal.score(ScoreBatch((good, *wrong.values(), good))))
+    [alone] = whole(causal.score(RowBatch((good,))))
+    [mixed] = whole(causal.score(RowBatch((good, *wrong.values(), good))))
     for reason, part in zip(wrong, mixed.parts[1:-1], strict=True):
         assert isinstance(part, EngineError)
         assert reason in str(part)
-    assert isinstance(alone.parts[0], PartScores)
+    assert isinstance(alone.parts[0], dict)
     for part in (mixed.parts[0], mixed.parts[-1]):
-        assert isinstance(part, PartScores)
-        assert_close(part.scores, alone.parts[0].scores)
+        assert isinstance(part, dict)
+        assert_close(part["scores"], alone.parts[0]["scores"])
 
 
 def test_hidden_states_of_a_causal_model_are_refused(causal: HostedEngine) -> None:
-    [outcome] = causal.score(ScoreBatch((part_of([([], [5])], shared=True, labels=(1,)),), hidden=True))
+    [outcome] = causal.score(RowBatch((part_of([([], [5])], shared=True, labels=(1,)),), hidden=True))
     assert isinstance(outcome, EngineError)
     assert "no pooled hidden states" in str(outcome)
 
 
 def test_labels_for_a_classifier_are_refused(reward: HostedEngine) -> None:
-    [outcome] = reward.score(ScoreBatch((part_of([([], [5])], shared=True, labels=(1,)),)))
-    assert isinstance(outcome, BatchScores)
+    [outcome] = reward.score(RowBatch((part_of([([], [5])], shared=True, labels=(1,)),)))
+    assert isinstance(outcome, BatchOutcome)
     assert "labels must be empty" in str(outcome.parts[0])
     assert outcome.forwards == 0
 

@@ -17,7 +17,7 @@ from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
-from enginepool.workers.engine import EngineError, LoadTimes, MemoryRegion, ModelTensors, NewWeights, PartScores, ScoreBatch
+from enginepool.workers.engine import EngineError, LoadTimes, MemoryRegion, ModelTensors, NewWeights, RowBatch
 from enginepool.workers.weights.checkpoint import checkpoint_tensors
 from tests.engine.conftest import BUDGETS
 from tests.engine.hosted import HostedEngine
@@ -90,12 +90,12 @@ class Subject:
     def holds(self) -> tuple[int, str]:
         return self.engine.call("do", "version"), self.engine.call("do", "digest")
 
-    def scores(self, *batches: ScoreBatch) -> list[Any]:
+    def scores(self, *batches: RowBatch) -> list[Any]:
         found: list[Any] = []
         for outcome in whole(self.engine.score(*batches)):
             for part in outcome.parts:
-                assert isinstance(part, PartScores)
-                found.append(part.scores)
+                assert isinstance(part, dict)
+                found.append(part["scores"])
         return found
 
 
@@ -109,10 +109,12 @@ def subject(request: pytest.FixtureRequest, models: Models, tmp_path: Path) -> I
         subject.load_weights(NewWeights(), 0, "")
 
 
-def expected(reference: Reference, batch: ScoreBatch, causal: bool) -> list[Any]:
+def expected(reference: Reference, batch: RowBatch, causal: bool) -> list[Any]:
     return [
         [
-            reference.label_scores(row, part.labels, part.softmax) if causal else reference.rewards(row, part.softmax)
+            reference.label_scores(row, part.asked.labels, part.asked.softmax)
+            if causal
+            else reference.rewards(row, part.asked.softmax)
             for row in part.prompts()
         ]
         for part in batch.parts

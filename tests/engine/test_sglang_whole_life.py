@@ -6,15 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from enginepool.workers.engine import EngineDied, EngineUnusable, ScoreBatch, ScorePart
+from enginepool.protocol.messages import Part
+from enginepool.workers.engine import EngineDied, EngineUnusable, RowBatch, RowPart
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.engine import SglangEngine
 from tests.engine.hosted import CLOSE_S, HostedEngine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 ROW = (np.array([5], np.int32), np.array([6, 7], np.int32), np.array([2], np.uint32))
-BATCH = ScoreBatch((ScorePart(*ROW, labels=(1,)),))
-REWARD_BATCH = ScoreBatch((ScorePart(*ROW),))
+BATCH = RowBatch((RowPart(*ROW, asked=Part([], [1])),))
+REWARD_BATCH = RowBatch((RowPart(*ROW),))
 
 
 def test_capabilities_are_those_of_the_loaded_model(causal: HostedEngine, reward: HostedEngine) -> None:

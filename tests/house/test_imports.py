@@ -272,7 +272,7 @@ BAD = [
     ("enginepool/cli/doctor.py", "__import__('zmq')", "zmq is imported only in"),
     (f"{COORDINATOR}shell/daemon.py", "from enginepool.client.pool import Pool", "knows no client"),
     (f"{COORDINATOR}shell/daemon.py", "import torch", "need no torch"),
-    ("bench/wire.py", "from enginepool.workers.engine import ScorePart", "nobody imports workers"),
+    ("bench/wire.py", "from enginepool.workers.engine import RowPart", "nobody imports workers"),
     ("tests/core/test_x.py", "import protocol.messages", "other people's packages"),
     (PURE_FILE, "from enginepool.coordinator.shell import daemon", "pure files of its own room"),
     (PURE_FILE, "from ..shell.daemon import Daemon", "across rooms are absolute"),

@@ -126,7 +126,7 @@ def test_a_hundred_thousand_mutated_messages_leave_the_coordinator_up_and_others
             while any(vandal.is_alive() for vandal in vandals):
                 items = [[served % 1000, 1], [2]]
                 result = await asyncio.wait_for(pool.score([1], items, label_token_ids=[3]), PATIENCE_S)
-                np.testing.assert_array_equal(result.scores, expected_scores([1], items, labels=[3]).scores)
+                np.testing.assert_array_equal(result.scores, expected_scores([1], items, labels=[3])["scores"])
                 served += 1
                 if served == SERVED:
                     enough.set()
@@ -297,7 +297,7 @@ def test_clients_and_workers_reach_a_pool_at_an_ipv6_address(processes: Processe
     async def scenario() -> None:
         async with Pool.connect(daemon.address) as pool:
             result = await pool.score([1], [[2]], label_token_ids=[3], timeout=PATIENCE_S)
-            np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=[3]).scores)
+            np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=[3])["scores"])
 
     asyncio.run(scenario())
     assert daemon.end() == 0

@@ -19,7 +19,7 @@ OPTIONS: dict[str, Any] = {"kind": "embedding", "embedding": SIZE, "forward_s": 
 
 
 def check(inputs: list[list[int]], result: EmbedResult, dimensions: int = 0, *, normalize: bool = True) -> None:
-    expected = expected_embeddings(inputs, SIZE, dimensions=dimensions, normalize=normalize).scores
+    expected = expected_embeddings(inputs, SIZE, dimensions=dimensions, normalize=normalize)["embeddings"]
     np.testing.assert_allclose(result.embeddings, expected, rtol=1e-6)
     assert set(result.forwards) == {1} and result.usage == (len(inputs), sum(map(len, inputs)))
 
@@ -57,10 +57,10 @@ def test_the_command_embeds_a_file_and_continues_it(processes: Processes, tmp_pa
     found = records(target)
     assert sorted(found) == list(range(1, 9))
     for i in range(5):
-        expected = expected_embeddings([[i, 1], [2]], SIZE, dimensions=4).scores
+        expected = expected_embeddings([[i, 1], [2]], SIZE, dimensions=4)["embeddings"]
         np.testing.assert_allclose(found[i + 1]["embeddings"], expected, rtol=1e-6)
         assert (found[i + 1]["id"], found[i + 1]["version"], found[i + 1]["tokens"]) == (i, 0, 3)
     assert found[6]["error"]["field"] == "dimensions" and found[6]["error"]["limit"] == f"1..{SIZE}"
     assert found[7]["error"]["code"] == "bad_line" and "unknown key texts" in found[7]["error"]["message"]
-    expected = expected_embeddings([[7]], SIZE, dimensions=4, normalize=False).scores
+    expected = expected_embeddings([[7]], SIZE, dimensions=4, normalize=False)["embeddings"]
     np.testing.assert_allclose(found[8]["embeddings"], expected, rtol=1e-6)

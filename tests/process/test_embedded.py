@@ -88,7 +88,7 @@ def test_texts_of_a_cross_encoder_are_joined_as_pairs_on_the_way_to_its_engine()
     options = {"kind": "classifier", "separator": separator}
 
     def scores(*rows: list[int]) -> list[list[float]]:
-        return expected_scores([], rows, classes=1).scores.tolist()
+        return expected_scores([], rows, classes=1)["scores"].tolist()
 
     with BlockingPool.start("sim", engine="sim", options=options) as pool:
         joined = pool.score("a", ["b", ""])
@@ -113,8 +113,8 @@ def test_packed_and_plain_workers_serve_one_group_with_the_same_scores():
             calls.append(pool.score(query, items, label_token_ids=[2], item_first=True))
             *shared, turned = await asyncio.gather(*calls)
             for result in shared:
-                np.testing.assert_array_equal(result.scores, expected_scores(query, items, labels=(2,)).scores)
-            want = expected_scores(query, items, labels=(2,), item_first=True).scores
+                np.testing.assert_array_equal(result.scores, expected_scores(query, items, labels=(2,))["scores"])
+            want = expected_scores(query, items, labels=(2,), item_first=True)["scores"]
             np.testing.assert_array_equal(turned.scores, want)
             workers = {worker.packed: worker for worker in (await pool.status()).groups[0].workers}
             assert workers[True].done and workers[False].done
@@ -129,7 +129,7 @@ def test_a_long_query_that_is_computed_once_lets_a_request_stay_whole():
             await pool.ready(PATIENCE_S)
             items = [[7], [8], [9], [10]]
             result = await pool.score(query, items, label_token_ids=[2])
-            np.testing.assert_array_equal(result.scores, expected_scores(query, items, labels=(2,)).scores)
+            np.testing.assert_array_equal(result.scores, expected_scores(query, items, labels=(2,))["scores"])
             return result.forwards
 
     assert uvloop.run(forwards([5] * 20)) == (1,), "4 x 21 tokens in a batch, where others have 40"

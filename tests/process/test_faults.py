@@ -53,7 +53,7 @@ class Load:
         items = [[rng.randrange(1000) for _ in range(rng.randrange(1, 30))] for _ in range(rng.randrange(1, 25))]
         self.asked += 1
         result = await pool.score(query, items, label_token_ids=LABELS, priority=rng.randrange(-5, 6))
-        want = expected_scores(query, items, labels=LABELS).scores
+        want = expected_scores(query, items, labels=LABELS)["scores"]
         np.testing.assert_array_equal(result.scores, want)
         assert set(result.forwards) == {1}
         self.answered += 1
@@ -269,7 +269,7 @@ def test_sigterm_answers_what_was_begun_and_leaves_no_process(processes: Process
             await pool.status()  # asked after them on the same link: all of them have come in
             daemon.process.send_signal(signal.SIGTERM)
             for i, result in enumerate(await asyncio.gather(*calls), start=1):
-                np.testing.assert_array_equal(result.scores, expected_scores([1], [[i]], labels=LABELS).scores)
+                np.testing.assert_array_equal(result.scores, expected_scores([1], [[i]], labels=LABELS)["scores"])
         assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
         for pid in pids:
             with pytest.raises(ProcessLookupError):
@@ -327,7 +327,7 @@ def test_a_closed_terminal_lets_begun_work_finish_however_often_it_says_so(proce
             await asyncio.to_thread(daemon.wait_for, "draining")
             daemon.process.send_signal(signal.SIGHUP)
             for i, result in enumerate(await asyncio.gather(*calls), start=1):
-                np.testing.assert_array_equal(result.scores, expected_scores([1], [[i]], labels=LABELS).scores)
+                np.testing.assert_array_equal(result.scores, expected_scores([1], [[i]], labels=LABELS)["scores"])
         assert await asyncio.to_thread(daemon.process.wait, PATIENCE_S) == 0
 
     run(scenario)
@@ -406,7 +406,7 @@ def test_a_coordinator_whose_log_is_full_and_not_read_serves_and_drains(processe
     async def scenario() -> None:
         async with Pool.connect(config.listen) as pool:
             result = await pool.score([1], [[2]], label_token_ids=LABELS)
-            np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=LABELS).scores)
+            np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=LABELS)["scores"])
 
     run(scenario)
     process.send_signal(signal.SIGTERM)

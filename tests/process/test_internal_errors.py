@@ -25,7 +25,7 @@ SIM = GroupConfig(model="sim", engine="sim", workers=2, options={"forward_s": 0.
 
 async def score(pool: Pool, label: int) -> None:
     result = await pool.score([1], [[2]], label_token_ids=[label], timeout=PATIENCE_S)
-    np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=(label,)).scores)
+    np.testing.assert_array_equal(result.scores, expected_scores([1], [[2]], labels=(label,))["scores"])
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, directory: Path, how: str) -> Path:

@@ -275,7 +275,7 @@ def test_mutated_messages_with_valid_keys_of_the_wrong_role_change_nothing(pool:
             while any(vandal.is_alive() for vandal in vandals):
                 items = [[served % 1000, 1], [2]]
                 result = await asyncio.wait_for(client.score([1], items, label_token_ids=[3]), PATIENCE_S)
-                expected = expected_scores([1], items, labels=[3], version=before.version).scores
+                expected = expected_scores([1], items, labels=[3], version=before.version)["scores"]
                 np.testing.assert_array_equal(result.scores, expected)
                 served += 1
             assert served

@@ -104,7 +104,7 @@ class Load:
         assert len(self.answers) == self.asked
         for query, items, result in self.answers:
             wanted = [
-                expected_scores(query, items, labels=LABELS, version=result.version, digest=digest).scores
+                expected_scores(query, items, labels=LABELS, version=result.version, digest=digest)["scores"]
                 for digest in self.committed[result.version]
             ]
             assert any(np.array_equal(result.scores, want) for want in wanted)

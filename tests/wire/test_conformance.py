@@ -350,5 +350,5 @@ def test_a_plain_client_is_served_by_the_package_s_own_workers(processes: Proces
     daemon = listening(processes, tmp_path, GroupConfig(model="sim", engine="sim", workers=1))
     with greeted(context, daemon) as plain:
         answer = plain.score([11, 12, 13], [[21, 22], [23]], labels=[5, 6])
-        want = expected_scores([11, 12, 13], [[21, 22], [23]], labels=[5, 6]).scores
+        want = expected_scores([11, 12, 13], [[21, 22], [23]], labels=[5, 6])["scores"]
         assert answer.rows() == want.tolist()

@@ -19,7 +19,7 @@ from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import (
-    BatchScores,
+    BatchOutcome,
     Chunk,
     EngineDied,
     EngineError,
@@ -27,23 +27,20 @@ from enginepool.workers.engine import (
     ModelTensors,
     NewWeights,
     Report,
-    ScoreBatch,
-    ScorePart,
+    RowBatch,
 )
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sglang.host.settings import CACHED_ROOM
-from enginepool.workers.sim.embeddings import embed_part
 from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faults_on_load, faults_on_take, spoil, suffer
+from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions, read_options
-from enginepool.workers.sim.scores import score_part
+from enginepool.workers.sim.table import OPERATIONS
 from enginepool.workers.sim.weights import SimWeights
 
 #: tokens of the rows by which its pace is measured
 PACE_LENGTH = 64
-#: by whether it only embeds, and whether it embeds
-OPERATIONS = {(False, False): ("score",), (False, True): ("score", "embed"), (True, True): ("embed",)}
 #: token id of the byte 0 in the sim's tokenizer; ids below are special
 BYTE_OFFSET = 3
 
@@ -64,6 +61,10 @@ class SimEngine:
         self._taken = self.flushes = 0
         tokens = min(o.batch_tokens, settings.max_batch_tokens or o.batch_tokens)
         rows = min(o.batch_rows, settings.max_batch_rows or o.batch_rows)
+        self._operations = {one.name: one for one in OPERATIONS if one.serves(o)}
+        sizes: dict[str, Any] = {}
+        for operation in self._operations.values():
+            sizes |= operation.sizes(o)
         cached = settings.cached_query_tokens or 0
         inflight_tokens = o.inflight_tokens or tokens * settings.forwards_in_flight * (CACHED_ROOM if cached else 1)
         self._capabilities = Capabilities(
@@ -74,10 +75,7 @@ class SimEngine:
             batch_rows=rows,
             inflight_tokens=inflight_tokens,
             inflight_rows=o.inflight_rows or rows * settings.forwards_in_flight,
-            labels=o.labels if o.kind == "classifier" else 0,
-            hidden=o.hidden,
-            operations=OPERATIONS[o.kind == "embedding", o.embedding > 0],
-            embedding=o.embedding,
+            operations=tuple(self._operations),
             model=settings.model,
             engine="sim",
             device="none",
@@ -86,10 +84,10 @@ class SimEngine:
             cached_query=cached,
             separator=o.separator,
             cached_tokens=max(tokens, inflight_tokens // settings.forwards_in_flight) if cached else 0,
+            **sizes,
         )
         if any((o.forward_s, o.row_s, o.token_s)):
             self._capabilities = self._paced(o, self._capabilities)
-        self._classes = o.labels if o.kind == "classifier" else 0
         self._costs = any((o.forward_s, o.row_s, o.token_s))
         self._random = random.Random(o.seed)
         self._given = 0
@@ -203,12 +201,12 @@ class SimEngine:
             return [first + second for first, second in ids]
         return [[*first, separator, *second, separator] if first else [*second, separator] for first, second in ids]
 
-    async def score(self, batch: ScoreBatch) -> BatchScores:
+    async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch, after the running one and those of higher priority."""
         self._given += 1
         self._must_live()
-        if batch.operation not in self._capabilities.operations:
-            raise EngineError(f"{batch.operation}: this engine runs {', '.join(self._capabilities.operations)}")
+        if batch.operation not in self._operations:
+            raise EngineError(f"{batch.operation}: this engine runs {', '.join(self._operations)}")
         if self._capabilities.packed:
             self._must_pack(batch)
         faults = faults_of(self.options.faults, batch, self._given) if self.options.faults else []
@@ -233,7 +231,7 @@ class SimEngine:
         self._reason = reason
         self._dead.set()
 
-    def _must_pack(self, batch: ScoreBatch) -> None:
+    def _must_pack(self, batch: RowBatch) -> None:
         try:
             for part in batch.parts:
                 refuse_unpackable(part, self._capabilities)
@@ -274,30 +272,26 @@ class SimEngine:
 
     # --- costs and answers ----------------------------------------------------------------------------------------------
 
-    def _seconds(self, batch: ScoreBatch) -> float:
+    def _seconds(self, batch: RowBatch) -> float:
         o = self.options
         rows = sum(len(part.item_lengths) for part in batch.parts)
         seconds = o.forward_s + rows * o.row_s + self._tokens(batch) * o.token_s
         return seconds * (1 + o.jitter * (2 * self._random.random() - 1)) if o.jitter else seconds
 
-    def _tokens(self, batch: ScoreBatch) -> int:
+    def _tokens(self, batch: RowBatch) -> int:
         if self._capabilities.packed:
-            return packed_cost(list(batch.parts), self._capabilities)
-        return sum(tokens_of(part) for part in batch.parts)
+            return packed_cost(batch.parts, self._capabilities)
+        return sum(int(part.lengths.sum()) for part in batch.parts)
 
-    def _answer(self, batch: ScoreBatch) -> BatchScores:
-        o = self.options
-        hidden = o.hidden if batch.hidden else 0
-        if batch.hidden and not hidden:
+    def _answer(self, batch: RowBatch) -> BatchOutcome:
+        o, operation = self.options, self._operations[batch.operation]
+        if batch.hidden and not o.hidden:
             raise EngineError("hidden states are not available: options.hidden is 0")
-        weights: Any = {"seed": o.seed, "version": self.version, "digest": self.digest}
-        if batch.operation == "embed":
-            parts = tuple(embed_part(part, o.embedding, **weights) for part in batch.parts)
-        else:
-            parts = tuple(score_part(part, classes=self._classes, hidden=hidden, **weights) for part in batch.parts)
-        return BatchScores(parts, self._forwards(batch), self.version)
+        weights = Weights(o.seed, self.version, self.digest)
+        parts = tuple(operation.outputs(part, o, weights, hidden=batch.hidden) for part in batch.parts)
+        return BatchOutcome(parts, self._forwards(batch), self.version)
 
-    def _forwards(self, batch: ScoreBatch) -> int:
+    def _forwards(self, batch: RowBatch) -> int:
         """Greedy admission of rows: how many forwards the batch takes under the budget."""
         rows = sum(len(part.item_lengths) for part in batch.parts)
         tokens = self._tokens(batch)
@@ -316,9 +310,3 @@ class SimEngine:
                     forwards, rows, tokens = forwards + 1, 0, 0
                 rows, tokens = rows + 1, tokens + len(prompt)
         return forwards
-
-
-def tokens_of(part: ScorePart) -> int:
-    """Prompt tokens of all rows."""
-    query = part.query.size if part.query_lengths is not None else part.query.size * part.item_lengths.size
-    return query + part.items.size

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from enginepool.workers.engine import BatchScores, EngineDied, EngineError, EngineUnusable, PartScores, ScoreBatch, ScorePart
+from enginepool.workers.engine import BatchOutcome, EngineDied, EngineError, EngineUnusable, RowBatch, RowPart
 from enginepool.workers.sim.options import Fault
 
 
@@ -27,7 +27,7 @@ def faults_on_take(faults: Iterable[Fault], take: int) -> list[Fault]:
     return [fault for fault in faults if fault.kind.endswith("_on_take") and fault.at_take in (None, take)]
 
 
-def faults_of(faults: Iterable[Fault], batch: ScoreBatch, number: int) -> list[Fault]:
+def faults_of(faults: Iterable[Fault], batch: RowBatch, number: int) -> list[Fault]:
     """Those of a batch, the engine's `number`th, from 1."""
     return [
         fault
@@ -69,22 +69,22 @@ async def suffer(fault: Fault, rows: int = 0) -> None:
             pass
 
 
-def spoil(scores: BatchScores, batch: ScoreBatch, faults: Iterable[Fault]) -> BatchScores:
+def spoil(outcome: BatchOutcome, batch: RowBatch, faults: Iterable[Fault]) -> BatchOutcome:
     """The answer as these faults leave it."""
-    parts = list(scores.parts)
-    forwards = scores.forwards
+    parts = list(outcome.parts)
+    forwards = outcome.forwards
     for fault in faults:
         first = parts[0]
         if fault.kind == "lie_forwards":
             forwards += 1
-        elif fault.kind == "wrong_rows" and isinstance(first, PartScores):
-            parts[0] = PartScores(first.scores[:-1], None if first.hidden is None else first.hidden[:-1])
+        elif fault.kind == "wrong_rows" and not isinstance(first, EngineError):
+            parts[0] = {name: values[:-1] for name, values in first.items()}
         elif fault.kind == "error" and fault.on_token is not None:
             for i, part in enumerate(batch.parts):
                 if _has(part, fault.on_token):
                     parts[i] = EngineError(f"sim engine: token {fault.on_token} is refused by options.faults")
-    return BatchScores(tuple(parts), forwards, scores.version)
+    return BatchOutcome(tuple(parts), forwards, outcome.version)
 
 
-def _has(part: ScorePart, token: int) -> bool:
+def _has(part: RowPart, token: int) -> bool:
     return bool(np.any(part.query == token) or np.any(part.items == token))

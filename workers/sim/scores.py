@@ -8,8 +8,7 @@ For a prompt (query and item joined) of ids p and a column c, all modulo 2**64:
     k   = mix(A * seed + B * version + D * w + C * (c + 1)) | 1
     u   = ((((crc + 1) * k) >> 41) + 0.5) / 2**23       in (0, 1), exact in float32
 
-c is the label's token id (causal), the column (classifier), 2**32 + the column (hidden states), or 2**33 + the dimension
-(embeddings, `embeddings.py`). A causal score is u, and
+c is the label's token id (causal), the column (classifier), or 2**32 + the column (hidden states). A causal score is u, and
 softmax divides by the row's sum, as it does over log-probabilities. A classifier's logit is u, and softmax is that of logits.
 With logprobs the answer is the natural logarithm, computed in float64.
 """
@@ -22,7 +21,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from enginepool.workers.engine import Ids, Lengths, PartScores, ScorePart, Scores
+from enginepool.protocol.messages import Part
+from enginepool.workers.engine import Floats, Ids, Lengths, Outputs, RowPart
+from enginepool.workers.sim.operation import SimOperation, Weights
+from enginepool.workers.sim.options import SimOptions
 
 _A = 0x9E3779B97F4A7C15
 _B = 0xD1B54A32D192ED03
@@ -34,24 +36,44 @@ _64 = (1 << 64) - 1
 _HIDDEN = 1 << 32
 
 
-def score_part(
-    part: ScorePart, *, classes: int = 0, hidden: int = 0, seed: int = 0, version: int = 0, digest: str = ""
-) -> PartScores:
+class SimScores(SimOperation):
+    """`score`."""
+
+    name = "score"
+
+    def serves(self, options: SimOptions) -> bool:
+        return options.kind in ("causal", "classifier")
+
+    def sizes(self, options: SimOptions) -> dict[str, int]:
+        return {"labels": classes_of(options), "hidden": options.hidden}
+
+    def outputs(self, part: RowPart, options: SimOptions, weights: Weights, *, hidden: bool) -> Outputs:
+        return score_part(part, weights, classes=classes_of(options), hidden=options.hidden if hidden else 0)
+
+
+def classes_of(options: SimOptions) -> int:
+    """Columns of a classifier; 0: a causal model."""
+    return options.labels if options.kind == "classifier" else 0
+
+
+def score_part(part: RowPart, weights: Weights, *, classes: int = 0, hidden: int = 0) -> Outputs:
     """Scores of every row of `part`, and hidden states of size `hidden` when that is not 0.
 
     Args:
         classes: columns of a classifier; 0: a causal model, whose columns are the part's labels.
     """
-    crcs, salt = hashes_of(part), salt_of(seed, version, digest)
-    scores = uniform(crcs, range(classes) if classes else part.labels, salt)
-    if part.softmax or part.logprobs:
+    asked = part.asked
+    crcs, salt = hashes_of(part), salt_of(weights)
+    scores = uniform(crcs, range(classes) if classes else tuple(asked.labels), salt)
+    if asked.softmax or asked.logprobs:
         wide = scores.astype(np.float64)
-        if part.softmax:
+        if asked.softmax:
             wide = np.exp(wide) if classes else wide
             wide /= wide.sum(axis=1, keepdims=True)
-        scores = (np.log(wide) if part.logprobs else wide).astype(np.float32)
-    states = uniform(crcs, range(_HIDDEN, _HIDDEN + hidden), salt) if hidden else None
-    return PartScores(scores, states)
+        scores = (np.log(wide) if asked.logprobs else wide).astype(np.float32)
+    if not hidden:
+        return {"scores": scores}
+    return {"scores": scores, "hidden": uniform(crcs, range(_HIDDEN, _HIDDEN + hidden), salt)}
 
 
 def expected_scores(
@@ -67,7 +89,7 @@ def expected_scores(
     version: int = 0,
     digest: str = "",
     logprobs: bool = False,
-) -> PartScores:
+) -> Outputs:
     """What a sim engine answers to a request, for callers that hold lists of ids. `query` is one for all items, or one each."""
     lengths = np.array([len(item) for item in items], np.uint32)
     flat = np.array([token for item in items for token in item], np.int32)
@@ -77,16 +99,17 @@ def expected_scores(
         paired = np.array([len(row) for row in rows], np.uint32)
     else:
         head, paired = np.array(query, np.int32), None
-    part = ScorePart(head, flat, lengths, paired, tuple(labels), softmax, item_first, logprobs)
-    return score_part(part, classes=classes, hidden=hidden, seed=seed, version=version, digest=digest)
+    asked = Part([], list(labels), softmax, item_first, logprobs)
+    weights = Weights(seed, version, digest)
+    return score_part(RowPart(head, flat, lengths, paired, asked), weights, classes=classes, hidden=hidden)
 
 
-def salt_of(seed: int, version: int, digest: str) -> int:
+def salt_of(weights: Weights) -> int:
     """What the weights add to each column."""
-    return _A * seed + _B * version + _D * weight_of(digest)
+    return _A * weights.seed + _B * weights.version + _D * weight_of(weights.digest)
 
 
-def hashes_of(part: ScorePart) -> npt.NDArray[np.uint64]:
+def hashes_of(part: RowPart) -> npt.NDArray[np.uint64]:
     """crc + 1 of each row's prompt."""
     crcs = np.array(prompt_crcs(part), np.uint64)
     crcs += 1
@@ -99,7 +122,7 @@ def weight_of(digest: str) -> int:
     return ((number >> 64) + number) & _64
 
 
-def prompt_crcs(part: ScorePart) -> list[int]:
+def prompt_crcs(part: RowPart) -> list[int]:
     """The CRC-32 of each row's prompt."""
     items = _bytes(part.items)
     ends = _byte_ends(part.item_lengths)
@@ -107,7 +130,7 @@ def prompt_crcs(part: ScorePart) -> list[int]:
     crcs: list[int] = []
     start = 0
     if part.query_lengths is None:
-        if part.item_first:
+        if part.asked.item_first:
             for end in ends:
                 crcs.append(zlib.crc32(query, zlib.crc32(items[start:end])))
                 start = end
@@ -120,7 +143,7 @@ def prompt_crcs(part: ScorePart) -> list[int]:
     query_start = 0
     for end, query_end in zip(ends, _byte_ends(part.query_lengths), strict=True):
         first, second = query[query_start:query_end], items[start:end]
-        if part.item_first:
+        if part.asked.item_first:
             first, second = second, first
         crcs.append(zlib.crc32(second, zlib.crc32(first)))
         start, query_start = end, query_end
@@ -136,7 +159,7 @@ def _byte_ends(lengths: Lengths) -> list[int]:
     return (np.cumsum(lengths, dtype=np.int64) * 4).tolist()
 
 
-def uniform(hashes: npt.NDArray[np.uint64], columns: range | tuple[int, ...], salt: int) -> Scores:
+def uniform(hashes: npt.NDArray[np.uint64], columns: range | tuple[int, ...], salt: int) -> Floats:
     """float32 [rows, columns] in (0, 1)."""
     z = hashes[:, None] * _factors(columns, salt)
     z >>= 41

@@ -5,14 +5,11 @@ from typing import Any
 from enginepool.protocol.messages import Capabilities
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.packed import MAX_ITEM
-from enginepool.workers.sglang.embed import refuse_partial_pooling
 from enginepool.workers.sglang.host.settings import Running, budgets, reserved
 from enginepool.workers.sglang.host.tokenizer import tokenizer_of
+from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.score.cross_encoder import activation_of, is_cross_encoder, positions
 from enginepool.workers.sglang.score.packing_support import refuse_wrong_sharing
-
-#: Architectures without a next token whose head scores; the others are embedding models.
-_SCORING_HEADS = ("Classification", "Reward")
 
 
 async def what_runs(engine: Any) -> Running:
@@ -30,8 +27,7 @@ async def what_runs(engine: Any) -> Running:
 
 
 def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, running: Running) -> Capabilities:
-    """Capabilities from what the engine really runs with; `labels`, `hidden`, `embedding` and `pace` are measured by the
-    warm-up.
+    """Capabilities from what the engine really runs with; the warm-up measures its pace, and the sizes of its outputs.
 
     Args:
         tm: SGLang's tokenizer manager, which knows the model.
@@ -45,14 +41,14 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         refuse_wrong_sharing(settings, tm.model_config.hf_config.to_dict())
     bounds = budgets(settings, running)
     architectures: list[str] = getattr(tm.model_config.hf_config, "architectures", None) or ["?"]
-    embeds = not tm.is_generation and not any(head in architectures[0] for head in _SCORING_HEADS)
-    if embeds:
-        refuse_partial_pooling(settings, running.settings)
+    operations = [one for one in OPERATIONS if one.serves(tm.is_generation, architectures[0])]
+    for operation in operations:
+        operation.refuse_settings(settings, running.settings)
     config = tm.model_config.hf_config
     crossing, tokenizer = is_cross_encoder(config), tokenizer_of(tm)
     return Capabilities(
-        kind="causal" if tm.is_generation else "embedding" if embeds else "classifier",
-        operations=("embed",) if embeds else ("score",),
+        kind=operations[0].kind,
+        operations=tuple(operation.name for operation in operations),
         vocab=tm.model_config.vocab_size,
         context=min(bounds.context, positions(config)) if crossing else bounds.context,
         batch_tokens=bounds.batch_tokens,

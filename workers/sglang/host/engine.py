@@ -15,7 +15,7 @@ from enginepool.protocol.capabilities import halved
 from enginepool.protocol.messages import Capabilities
 from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import (
-    BatchScores,
+    BatchOutcome,
     Chunk,
     EngineDied,
     EngineError,
@@ -24,7 +24,7 @@ from enginepool.workers.engine import (
     ModelTensors,
     NewWeights,
     Report,
-    ScoreBatch,
+    RowBatch,
 )
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.build import PreparedEngine, prepare
@@ -224,13 +224,13 @@ class SglangEngine:
         except (ValueError, TypeError) as error:
             raise EngineError(f"the tokenizer refused the text: {one_line(error)}") from error
 
-    async def score(self, batch: ScoreBatch) -> BatchScores:
+    async def score(self, batch: RowBatch) -> BatchOutcome:
         """Run one batch. A part that is wrong gets its own error; the others run.
 
         Raises EngineError when the whole batch is refused, EngineDied when the engine is lost.
         """
         parts, forwards, cached = await self._end.unless_over(self._serving().score(batch))
-        return BatchScores(parts, forwards, self.version, cached)
+        return BatchOutcome(parts, forwards, self.version, cached)
 
     async def flush(self) -> None:
         """Have SGLang empty its prefix cache; no batch is inside. Raises EngineError: it refused."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from enginepool.workers import cpu_bridge
-from enginepool.workers.sglang.embed import answer_raw
 from enginepool.workers.sglang.host.settings import LOADER
+from enginepool.workers.sglang.operations.table import OPERATIONS
 from enginepool.workers.sglang.patches.scheduler import (
     answer_at_once,
     answer_before_the_next_launch,
@@ -24,7 +24,7 @@ from enginepool.workers.sglang.patches.scheduler import (
     pass_tickets_of_refused_updates,
     report_every_forward,
 )
-from enginepool.workers.sglang.score.cross_encoder import answer_logits, use_all_positions
+from enginepool.workers.sglang.score.cross_encoder import use_all_positions
 
 #: Set for the engine's processes when they need the bridge.
 BRIDGE_VARIABLE = "ENGINEPOOL_CPU_BRIDGE"
@@ -157,8 +157,8 @@ def run_scheduler(
     answer_before_the_next_launch(scheduler)
     complete_configurations(importlib.import_module("transformers"))
     use_all_positions(model_config)
-    answer_logits(pooler)
-    answer_raw(pooler)
+    for operation in OPERATIONS:
+        operation.change_scheduler(pooler)
     note_own_load(loader)
     note_scheduler(scheduler)
     open_session_for_tickets(updater, LOADER)

@@ -126,9 +126,9 @@ PRIVATE: tuple[Private, ...] = (
         ("TokenizerManager.freeze_gc", "called", "no collection of what start-up left", "self"),
     ),
     *_private("score/scoring.py", TOKENIZER, ("TokenizerManager.generate_request", "called", "scores", "self, obj, request")),
+    *_private("operations/score.py", REQUESTS, ("GenerateReqInput", "called", "label log-probabilities")),
     *_private(
-        "host/requests.py", REQUESTS,
-        ("GenerateReqInput", "called", "label log-probabilities"),
+        "operations/base.py", REQUESTS,
         ("EmbeddingReqInput", "called", "outputs of a head"),
         ("EmbeddingReqInput.normalize_batch_and_arguments", "called", "0.5.17 does not hand the priority on", "self"),
         ("EmbeddingReqInput.input_ids rid", "read", "the rows of a request"),
@@ -164,7 +164,7 @@ PRIVATE: tuple[Private, ...] = (
         ("get_cross_encoder_activation_function", "replaced", "the engine answers logits", "config"),
     ),
     *_private(
-        "embed.py", POOLER,
+        "operations/embed.py", POOLER,
         ("Pooler.__init__", "replaced", "embeddings are normalized here", "self, pooling_type, normalize"),
     ),
     *_private("host/build.py", POOLER, ("CrossEncodingPooler", "read", "its module has the function")),

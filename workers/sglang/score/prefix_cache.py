@@ -10,7 +10,7 @@ found, and believes no longer in a query that was not.
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from enginepool.workers.engine import ScorePart
+from enginepool.workers.engine import RowPart
 
 #: Computes these queries, one row each.
 Compute = Callable[[list[list[int]]], Awaitable[object]]
@@ -38,11 +38,11 @@ class CachedQueries:
         self.computed = 0
         self.missed = 0
 
-    def shared(self, part: ScorePart) -> bool:
+    def shared(self, part: RowPart) -> bool:
         """Whether the rows of `part` share a query that is worth it."""
         return self._shortest <= part.shared <= self._capacity
 
-    async def ensure(self, parts: Iterable[ScorePart], priority: int, compute: Compute) -> None:
+    async def ensure(self, parts: Iterable[RowPart], priority: int, compute: Compute) -> None:
         """Return when the engine has the query of every part that shares one. A query that another batch computes is
         not computed again, unless that batch has a lower priority and could wait without a limit."""
         left = {part.query.tobytes(): part.query for part in parts if self.shared(part)}
@@ -65,7 +65,7 @@ class CachedQueries:
                 sign[1].set()
             left = {key: query for key, query in left.items() if key not in mine}
 
-    def look(self, parts: Iterable[ScorePart], found: Sequence[int]) -> None:
+    def look(self, parts: Iterable[RowPart], found: Sequence[int]) -> None:
         """Forget queries that rows did not find; `found` are the tokens that each row of the batch did not have to compute."""
         row = 0
         for part in parts:

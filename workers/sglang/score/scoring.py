@@ -1,40 +1,35 @@
-"""A batch through SGLang: parts checked, one message to the scheduler, its answers read as scores. No SGLang here."""
+"""A batch through SGLang: parts checked, one message to the scheduler, its answers read. No SGLang here."""
 
 import contextlib
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import EngineError, PartScores, ScoreBatch, ScorePart, Scores
-from enginepool.workers.packed import join
-from enginepool.workers.sglang.embed import embedding_rows
+from enginepool.workers.engine import EngineError, Outputs, RowBatch, RowPart
 from enginepool.workers.sglang.host.lifetime import one_line
-from enginepool.workers.sglang.host.requests import Parts, head_request, label_request
 from enginepool.workers.sglang.host.settings import Running
-from enginepool.workers.sglang.score.checks import checked_rows, refuse_oversize
+from enginepool.workers.sglang.operations.base import RowOperation
+from enginepool.workers.sglang.operations.table import OPERATIONS
+from enginepool.workers.sglang.score.checks import check_rows, refuse_oversize
 from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.outputs import (
     forward_count,
-    head_scores,
     hidden_rows,
-    label_scores,
+    pooled_entries,
     refuse_aborted,
     unless_not_finite,
 )
-from enginepool.workers.sglang.score.packed import (
-    DELIMITER,
-    packed_head_scores,
-    packed_heads,
-    packed_label_scores,
-    packed_labels,
-)
 from enginepool.workers.sglang.score.prefix_cache import CachedQueries
+from enginepool.workers.sglang.score.prompts import Prompts, packed_prompts, plain_prompts
+
+#: Token id that SGLang itself puts between items. Positions are sent with the ids, and no item attends to a delimiter.
+DELIMITER = 9999
 
 
 class EngineScoring:
-    """Scores batches on one engine. Its calls never return once the engine is gone: await them by `EngineEnd.unless_over`.
+    """Runs batches of rows on one engine. Its calls never return once the engine is gone: await them by
+    `EngineEnd.unless_over`.
 
     Args:
         tokenizer_manager: SGLang's, which talks to the scheduler.
@@ -51,6 +46,8 @@ class EngineScoring:
         self._requests = requests
         self._entries = entries
         self.capabilities = capabilities
+        #: by name, those that this model has
+        self.operations = {one.name: one for one in OPERATIONS if one.kind == capabilities.kind}
         #: +1 when the engine runs larger priorities first, as the pool does.
         self._priority_sign = -1 if running.settings.get("schedule_low_priority_values_first") else 1
         #: None where no query is computed ahead of its rows.
@@ -64,81 +61,59 @@ class EngineScoring:
         """The model's own configuration."""
         return self._tm.model_config.hf_config
 
-    async def score(self, batch: ScoreBatch) -> tuple[tuple[PartScores | EngineError, ...], int, int]:
+    async def score(self, batch: RowBatch) -> tuple[tuple[Outputs | EngineError, ...], int, int]:
         """Each part's outcome, how many forwards the rows took, and tokens of them that were cached.
 
         A part that is wrong gets its own error; the others run. Raises EngineError when the whole batch is refused.
         """
-        if batch.operation not in self.capabilities.operations:
-            raise EngineError(f"{batch.operation}: this engine runs {', '.join(self.capabilities.operations)}")
+        operation = self.operations.get(batch.operation)
+        if operation is None:
+            raise EngineError(f"{batch.operation}: this engine runs {', '.join(self.operations)}")
         if batch.hidden and not self.capabilities.hidden:
             raise EngineError("this model gives no pooled hidden states")
-        outcome: dict[int, PartScores | EngineError] = {}
-        runnable: Parts = []
-        places: list[int] = []
+        outcome: dict[int, Outputs | EngineError] = {}
+        runnable: dict[int, RowPart] = {}
         for place, part in enumerate(batch.parts):
             try:
-                runnable.append((part, checked_rows(part, self.capabilities)))
-                places.append(place)
+                check_rows(part, self.capabilities)
+                operation.check(part, self.capabilities)
+                runnable[place] = part
             except EngineError as error:
                 outcome[place] = error
         forwards = cached = 0
         if runnable:
-            refuse_oversize(runnable, self.capabilities)
-            scored, forwards, cached = await self.compute(runnable, batch.priority, batch.hidden)
-            parts = [part for part, _ in runnable]
-            checked = map(partial(unless_not_finite, embedding=batch.operation == "embed"), parts, scored)
-            outcome.update(zip(places, checked, strict=True))
+            parts = list(runnable.values())
+            refuse_oversize(parts, self.capabilities)
+            found, forwards, cached = await self.compute(operation, parts, batch.priority, batch.hidden)
+            outcome.update(zip(runnable, map(unless_not_finite, parts, found), strict=True))
         return tuple(outcome[place] for place in range(len(batch.parts))), forwards, cached
 
-    async def compute(self, parts: Parts, priority: int, hidden: bool) -> tuple[list[PartScores], int, int]:
-        """Scores of each part, how many forwards their rows took, and tokens of them that were cached. Raises EngineError."""
+    async def compute(
+        self, operation: RowOperation, parts: Sequence[RowPart], priority: int = 0, hidden: bool = False
+    ) -> tuple[list[Outputs], int, int]:
+        """Outputs of each part, how many forwards their rows took, and tokens of them that were cached. Raises EngineError."""
+        sent = priority * self._priority_sign
+        if self.cached is not None:
+            await self.cached.ensure(parts, priority, partial(self._send_ahead, operation, sent))
         if self.capabilities.packed:
-            return await self._compute_packed([part for part, _ in parts], priority, hidden)
-        causal = self._tm.is_generation
-        types = self._requests
-        wanted = [part for part, _ in parts]
+            prompts = packed_prompts(parts, self.capabilities.context, min(DELIMITER, self.capabilities.vocab - 1))
+        else:
+            prompts = plain_prompts(parts)
+        answers, forwards, cached = await self._ask(operation.request(self._requests, prompts, sent, hidden))
         if self.cached is not None:
-            await self.cached.ensure(wanted, priority, partial(self._send_ahead, priority * self._priority_sign))
-        priority *= self._priority_sign
-        answers, forwards, cached = await self._ask(
-            label_request(types, parts, priority) if causal else head_request(types, parts, priority, hidden)
-        )
-        if self.cached is not None:
-            self.cached.look(wanted, cached)
-        scored: list[PartScores] = []
-        start = 0
-        for part, rows in parts:
-            mine = answers[start : start + len(rows)]
-            start += len(rows)
-            if causal:
-                scored.append(PartScores(label_scores(mine, part)))
-                continue
-            outputs = [answer["embedding"] for answer in mine]
-            if self.capabilities.kind == "embedding":
-                scored.append(PartScores(embedding_rows(outputs, part)))
-                continue
-            scores = head_scores(outputs, part, self.capabilities.activation)
-            scored.append(PartScores(scores, _pooled(mine) if hidden else None))
-        return scored, forwards, sum(cached)
+            self.cached.look(parts, cached)
+        entries = prompts.take_apart([operation.entries(answer, prompts.packed) for answer in answers], len(parts))
+        found = [operation.outputs(mine, part, self.capabilities) for part, mine in zip(parts, entries, strict=True)]
+        if hidden:
+            pooled = prompts.take_apart([pooled_entries(answer, prompts.packed) for answer in answers], len(parts))
+            for outputs, mine in zip(found, pooled, strict=True):
+                outputs["hidden"] = hidden_rows(mine)
+        return found, forwards, sum(cached)
 
-    async def _send_ahead(self, priority: int, queries: list[list[int]]) -> None:
-        """Compute queries whose rows follow: one more row each, whose score is not read. Raises EngineError."""
-        causal = self._tm.is_generation
-        part = ScorePart(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.uint32), labels=(0,) if causal else ())
-        parts: Parts = [(part, queries)]
-        types = self._requests
-        await self._ask(label_request(types, parts, priority) if causal else head_request(types, parts, priority, False))
-
-    async def _compute_packed(self, parts: list[ScorePart], priority: int, hidden: bool) -> tuple[list[PartScores], int, int]:
-        """The same by sequences: each is one request to SGLang, and all of them are one forward."""
-        joined = join(parts, self.capabilities.context, min(DELIMITER, self.capabilities.vocab - 1))
-        priority *= self._priority_sign
-        if self._tm.is_generation:
-            answers, forwards, _ = await self._ask(packed_labels(self._requests, joined, priority))
-            return packed_label_scores(joined, answers, parts), forwards, 0
-        answers, forwards, _ = await self._ask(packed_heads(self._requests, joined, priority, hidden))
-        return packed_head_scores(joined, answers, parts, hidden), forwards, 0
+    async def _send_ahead(self, operation: RowOperation, priority: int, queries: list[list[int]]) -> None:
+        """Compute queries whose rows follow: one more row each, whose answer is not read. Raises EngineError."""
+        prompts = Prompts(queries, [operation.trial().labels for _ in queries], [])
+        await self._ask(operation.request(self._requests, prompts, priority, False))
 
     async def _ask(self, request: Any) -> tuple[list[dict[str, Any]], int, list[int]]:
         """SGLang's answers to one request object, in its order, how many forwards they took, and each one's cached tokens.
@@ -157,9 +132,3 @@ class EngineScoring:
             entered = self._entries.pop(rows)
         refuse_aborted(answers)
         return answers, forward_count([entry.time for entry in entered]), [entry.cached for entry in entered]
-
-
-def _pooled(answers: list[dict[str, Any]]) -> Scores:
-    if any("pooled_hidden_state" not in answer for answer in answers):
-        raise EngineError("the engine returned no pooled hidden states")
-    return hidden_rows([answer["pooled_hidden_state"] for answer in answers])

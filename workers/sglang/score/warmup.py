@@ -10,12 +10,11 @@ import numpy as np
 
 from enginepool.protocol.capabilities import FORWARD_S
 from enginepool.protocol.messages import Capabilities
-from enginepool.workers.engine import EngineError, ScorePart
+from enginepool.workers.engine import EngineError, RowPart
 from enginepool.workers.forward_time import MOST_FORWARD_S, forward_ms
 from enginepool.workers.forward_time import pace as pace_of
-from enginepool.workers.sglang.embed import sized
-from enginepool.workers.sglang.host.requests import Parts
 from enginepool.workers.sglang.host.settings import SettingsError
+from enginepool.workers.sglang.operations.base import RowOperation
 from enginepool.workers.sglang.score.scoring import EngineScoring
 
 _WARM_ROWS = 2
@@ -34,52 +33,62 @@ async def warm_up(scoring: EngineScoring) -> Capabilities:
     What `scoring` was told of the engine, completed. Raises SettingsError when a batch inside its budget was cut.
     """
     capabilities = scoring.capabilities
-    labels, hidden = 0, 0
     length = min(_WARM_LENGTH, capabilities.context, capabilities.batch_tokens)
     rows = min(_WARM_ROWS, capabilities.batch_rows, max(1, capabilities.batch_tokens // max(length, capabilities.page)))
-    parts = _made_up(capabilities, rows, length)
-    [scored, *_], forwards, _ = await scoring.compute(parts, 0, hidden=False)
-    if capabilities.kind == "embedding":
-        capabilities = sized(capabilities, scoring.config, scored.scores.shape[1])
-    if capabilities.kind == "classifier":
-        labels = scored.scores.shape[1]
-        with contextlib.suppress(EngineError):  # some heads give no hidden states; then `hidden` stays 0
-            [scored, *_], _, _ = await scoring.compute(parts, 0, hidden=True)
-            hidden = 0 if scored.hidden is None else scored.hidden.shape[1]
-    if capabilities.device != "cpu" and forwards == 1:
-        # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never.
-        rows = min(capabilities.inflight_rows, capabilities.inflight_tokens // capabilities.context)
-        parts = _made_up(capabilities, max(1, rows), capabilities.context)
-        _, forwards, _ = await scoring.compute(parts, 0, hidden=False)
-    if capabilities.packed and forwards == 1:
-        # The same for the rows: at the end of each the whole vocabulary is computed.
-        _, forwards, _ = await scoring.compute(_short_rows(capabilities), 0, hidden=False)
-    if scoring.cached is not None and forwards == 1:
-        parts = [(part := _long_query(capabilities), part.prompts())]
-        _, forwards, _ = await scoring.compute(parts, 0, hidden=False)
-        if scoring.cached.missed or not scoring.cached.computed:
-            raise SettingsError("the engine finds no query again that it has computed; unset cached_query_tokens")
+    forwards = 1
+    for operation in scoring.operations.values():
+        parts = _made_up(capabilities, operation, rows, length)
+        [outputs, *_], forwards, _ = await scoring.compute(operation, parts)
+        capabilities = operation.measured(capabilities, outputs, scoring.config)
+        if operation.has_hidden:
+            with contextlib.suppress(EngineError):  # some heads give no hidden states; then `hidden` stays 0
+                [outputs, *_], _, _ = await scoring.compute(operation, parts, hidden=True)
+                capabilities = msgspec.structs.replace(capabilities, hidden=outputs["hidden"].shape[1])
+        if forwards == 1:
+            forwards = await _largest_forwards(scoring, operation)
     if forwards != 1:
         raise SettingsError(f"the engine took {forwards} forwards for one batch inside its budget")
     if capabilities.device == "cpu":
         pace, wanted_ms = await _cpu_pace(scoring)
     else:
         pace, wanted_ms = await _pace(scoring), capabilities.forward_ms
-    return msgspec.structs.replace(capabilities, labels=labels, hidden=hidden, pace=pace, forward_ms=wanted_ms)
+    return msgspec.structs.replace(capabilities, pace=pace, forward_ms=wanted_ms)
+
+
+async def _largest_forwards(scoring: EngineScoring, operation: RowOperation) -> int:
+    """Into how many forwards the engine cuts the largest batches of an operation: 1, or the first other number."""
+    can = scoring.capabilities
+    batches: list[list[RowPart]] = []
+    if can.device != "cpu":
+        # The most that may ever run as one forward: kernels are chosen by shape, and memory is taken now or never.
+        rows = min(can.inflight_rows, can.inflight_tokens // can.context)
+        batches.append(_made_up(can, operation, max(1, rows), can.context))
+    if can.packed:
+        # The same for the rows: at the end of each the whole vocabulary is computed.
+        batches.append(_short_rows(can, operation))
+    if scoring.cached is not None:
+        batches.append([_long_query(can, operation)])
+    for parts in batches:
+        _, forwards, _ = await scoring.compute(operation, parts)
+        if forwards != 1:
+            return forwards
+    if scoring.cached is not None and (scoring.cached.missed or not scoring.cached.computed):
+        raise SettingsError("the engine finds no query again that it has computed; unset cached_query_tokens")
+    return 1
 
 
 async def _pace(scoring: EngineScoring) -> int:
     """Tokens of a forward that takes FORWARD_S where others follow it, from the quickest of some pairs of full batches."""
-    capabilities = scoring.capabilities
+    capabilities, operation = scoring.capabilities, next(iter(scoring.operations.values()))
     length = min(_PACE_LENGTH, capabilities.context)
     rows = max(1, min(capabilities.batch_rows, capabilities.batch_tokens // length))
     quickest = math.inf
     for run in range(_PACE_RUNS):
         # Rows that were never seen: what an engine keeps, it does not compute again.
         seen = 1 + 2 * run
-        pair = [scoring.compute(_made_up(capabilities, rows, length, seed), 0, hidden=False) for seed in (seen, seen + 1)]
+        parts = [_made_up(capabilities, operation, rows, length, seed) for seed in (seen, seen + 1)]
         began = time.perf_counter()
-        await asyncio.gather(*pair)
+        await asyncio.gather(*(scoring.compute(operation, each) for each in parts))
         quickest = min(quickest, time.perf_counter() - began)
     return max(1, min(capabilities.batch_tokens, int(2 * rows * length * FORWARD_S / quickest)))
 
@@ -89,7 +98,7 @@ async def _cpu_pace(scoring: EngineScoring) -> tuple[int, int]:
 
     CPUs differ by a factor of a thousand: forwards grow from a few tokens until one takes long enough to tell.
     """
-    capabilities = scoring.capabilities
+    capabilities, operation = scoring.capabilities, next(iter(scoring.operations.values()))
     seed = 0
 
     async def seconds(rows: int, length: int) -> float:
@@ -98,9 +107,9 @@ async def _cpu_pace(scoring: EngineScoring) -> tuple[int, int]:
         quickest = math.inf
         for _ in range(_PACE_RUNS):
             seed += 1
-            parts = _made_up(capabilities, rows, length, seed)
+            parts = _made_up(capabilities, operation, rows, length, seed)
             began = time.perf_counter()
-            await scoring.compute(parts, 0, hidden=False)
+            await scoring.compute(operation, parts)
             quickest = min(quickest, time.perf_counter() - began)
             if quickest >= MOST_FORWARD_S:
                 break
@@ -116,30 +125,28 @@ async def _cpu_pace(scoring: EngineScoring) -> tuple[int, int]:
     return pace_of(rows * length, took, wanted_ms, most), wanted_ms
 
 
-def _made_up(capabilities: Capabilities, rows: int, length: int, seed: int = 0) -> Parts:
+def _made_up(capabilities: Capabilities, operation: RowOperation, rows: int, length: int, seed: int = 0) -> list[RowPart]:
     """`rows` different rows of `length` tokens in all; packed, as many sequences of that length, one after the other."""
-    labels = (0,) if capabilities.kind == "causal" else ()
+    asked = operation.trial()
     ids = np.arange(rows * length, dtype=np.int32) % capabilities.vocab
     if not capabilities.packed:
         # Low ids are words everywhere; among the high ones are places for images that there are none of.
         words = min(capabilities.vocab, _WORDS)
         ids = np.random.default_rng(seed).integers(0, words, rows * length, dtype=np.int32)
-        part = ScorePart(np.empty(0, np.int32), ids, np.full(rows, length, np.uint32), labels=labels)
-        return [(part, part.prompts())]
+        return [RowPart(np.empty(0, np.int32), ids, np.full(rows, length, np.uint32), asked=asked)]
     # Queries that differ, so that none joins another; a context that holds no row at all has been refused by now.
     item = max(1, length - 3)
-    return [(ScorePart(ids[i : i + 1], ids[:item], np.full(1, item, np.uint32), labels=labels), []) for i in range(rows)]
+    return [RowPart(ids[i : i + 1], ids[:item], np.full(1, item, np.uint32), asked=asked) for i in range(rows)]
 
 
-def _long_query(capabilities: Capabilities) -> ScorePart:
+def _long_query(capabilities: Capabilities, operation: RowOperation) -> RowPart:
     """Two rows of the shortest query that is computed ahead of them."""
     ids = np.arange(capabilities.cached_query, dtype=np.int32)[::-1] % capabilities.vocab
-    labels = (0,) if capabilities.kind == "causal" else ()
-    return ScorePart(ids, np.array([0, 1], np.int32), np.ones(2, np.uint32), labels=labels)
+    return RowPart(ids, np.array([0, 1], np.int32), np.ones(2, np.uint32), asked=operation.trial())
 
 
-def _short_rows(capabilities: Capabilities) -> Parts:
+def _short_rows(capabilities: Capabilities, operation: RowOperation) -> list[RowPart]:
     """As many packed rows of one token as may be in flight."""
     rows = max(1, min(capabilities.inflight_rows, capabilities.inflight_tokens // (4 + capabilities.page)))
-    labels = (0,) if capabilities.kind == "causal" else ()
-    return [(ScorePart(np.zeros(1, np.int32), np.zeros(rows, np.int32), np.ones(rows, np.uint32), labels=labels), [])]
+    query, items = np.zeros(1, np.int32), np.zeros(rows, np.int32)
+    return [RowPart(query, items, np.ones(rows, np.uint32), asked=operation.trial())]
