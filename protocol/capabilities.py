@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+#: of a model
+Kind = Literal["causal", "classifier", "embedding"]
 #: Seconds of a forward of several requests on a GPU. A request of high priority waits for the one that runs and for one more.
 #: Another device may need longer forwards, and says so in `Capabilities.forward_ms`.
 FORWARD_S = 0.025
@@ -34,7 +36,7 @@ class Capabilities(msgspec.Struct, omit_defaults=True, frozen=True):
     `operations`: what the worker can be asked for.
     """
 
-    kind: Literal["causal", "classifier", "embedding"]
+    kind: Kind
     vocab: int
     context: int
     batch_tokens: int

@@ -9,6 +9,7 @@ as [name, dtype, shape]; see `frames.py`.
 
 from enginepool.protocol.basis import *
 from enginepool.protocol.capabilities import Capabilities as Capabilities
+from enginepool.protocol.capabilities import Kind as Kind
 from enginepool.protocol.messages.control import *
 from enginepool.protocol.messages.embed import *
 from enginepool.protocol.messages.link import *

@@ -1,10 +1,9 @@
 """Messages for operators: the status of the pool, and the restart of a worker."""
 
-from typing import Literal
-
 import msgspec
 
 from enginepool.protocol.basis import Message
+from enginepool.protocol.capabilities import Kind
 
 
 class Status(Message, tag="status"):
@@ -52,7 +51,7 @@ class GroupLimits(msgspec.Struct, omit_defaults=True, frozen=True):
     `embedding`, `dimensions`: as in `capabilities`.
     """
 
-    kind: Literal["causal", "classifier", "embedding"]
+    kind: Kind
     vocab: int
     context: int
     items: int

@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from enginepool.conversion import TOML, located, value_at, wrong_type
+from enginepool.protocol.messages import Kind
 
 FaultKind = Literal[
     "crash",
@@ -62,7 +63,7 @@ class SimOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     with quantized weights does.
     """
 
-    kind: Literal["causal", "classifier", "embedding"] = "causal"
+    kind: Kind = "causal"
     vocab: int = 151_936
     context: int = 32_768
     labels: int = 1

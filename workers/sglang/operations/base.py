@@ -16,16 +16,14 @@ not know which operation it is (`score/scoring.py`, `score/warmup.py`). The oper
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
-from enginepool.protocol.messages import Capabilities, Part
+from enginepool.protocol.messages import Capabilities, Kind, Part
 from enginepool.workers.engine import EngineError, Outputs, RowPart
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.score.prompts import Prompts
 
-#: as in `Capabilities`
-Kind = Literal["causal", "classifier", "embedding"]
-#: architectures without a next token whose head scores; the others are embedding models
+#: in the names of architectures without a next token whose head scores
 SCORING_HEADS = ("Classification", "Reward")
 
 

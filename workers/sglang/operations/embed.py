@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from msgspec.structs import replace
 
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import Capabilities, Kind
 from enginepool.workers.engine import EngineError, Outputs, RowPart
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sglang.host.settings import SettingsError
-from enginepool.workers.sglang.operations.base import SCORING_HEADS, HeadOperation, Kind
+from enginepool.workers.sglang.operations.base import SCORING_HEADS, HeadOperation
 
 #: as in `torch.nn.functional.normalize`: a vector of zeros stays one
 _LEAST_LENGTH = 1e-12

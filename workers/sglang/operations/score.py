@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from enginepool.protocol.messages import Capabilities, Part
+from enginepool.protocol.messages import Capabilities, Kind, Part
 from enginepool.workers.engine import EngineError, Floats, Outputs, RowPart
-from enginepool.workers.sglang.operations.base import SCORING_HEADS, HeadOperation, Kind, RowOperation, common_fields
+from enginepool.workers.sglang.operations.base import SCORING_HEADS, HeadOperation, RowOperation, common_fields
 from enginepool.workers.sglang.score.cross_encoder import answer_logits
 from enginepool.workers.sglang.score.prompts import Prompts
 
