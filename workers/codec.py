@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Batch, FrameSpec, Part, PartDone, TaskId, Tokenize
+from enginepool.protocol.messages import Batch, Done, FrameSpec, Part, PartDone, TaskId, Tokenize, Tokenized
 from enginepool.protocol.ragged import ITEMS, PAIRED, SHARED, read_rows
 from enginepool.workers.engine import BatchOutcome, EngineError, Floats, RowBatch, RowPart
 from enginepool.workers.events import Frame
@@ -107,15 +107,15 @@ def _cut(data: Frame, lengths: Frame) -> list[str]:
     return [str(data[start:end], "utf-8") for start, end in pairwise(ends)]
 
 
-def encode_rows(rows: list[list[int]]) -> tuple[bytes, bytes]:
-    """`items` and `item_lengths` of tokenized rows."""
+def encode_ids(task: TaskId, rows: list[list[int]]) -> tuple[Tokenized, tuple[Frame, ...]]:
+    """The answer to a tokenizing task, with `items` and `item_lengths`."""
     ids = np.fromiter((token for row in rows for token in row), np.int32)
-    lengths = np.fromiter((len(row) for row in rows), np.uint32)
-    return ids.tobytes(), lengths.tobytes()
+    specs = [FrameSpec("items", "int32", ids.shape), FrameSpec("item_lengths", "uint32", (len(rows),))]
+    return Tokenized(task, specs), (ids.tobytes(), np.fromiter(map(len, rows), np.uint32).tobytes())
 
 
-def encode_outputs(outcome: BatchOutcome) -> tuple[list[PartDone], tuple[Frame, ...]]:
-    """The parts of a `done` message and their payload frames. Shapes are the engine's own: the coordinator checks them."""
+def encode_outcome(batch: TaskId, outcome: BatchOutcome, run_us: int) -> tuple[Done, tuple[Frame, ...]]:
+    """The answer to a batch, with the frames of its parts. Shapes are the engine's own: the coordinator checks them."""
     parts: list[PartDone] = []
     frames: list[Frame] = []
     for part in outcome.parts:
@@ -124,7 +124,7 @@ def encode_outputs(outcome: BatchOutcome) -> tuple[list[PartDone], tuple[Frame, 
             continue
         parts.append(PartDone([FrameSpec(name, "float32", values.shape) for name, values in part.items()]))
         frames += map(_to_frame, part.values())
-    return parts, tuple(frames)
+    return Done(batch, parts, outcome.version, outcome.forwards, run_us), tuple(frames)
 
 
 def _to_frame(array: Floats) -> Frame:

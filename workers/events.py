@@ -5,7 +5,7 @@ from enum import IntEnum
 import msgspec
 
 from enginepool.protocol.basis import Message, TaskId
-from enginepool.protocol.messages import Batch, Capabilities, PartDone, Tokenize
+from enginepool.protocol.messages import Batch, Capabilities, Done, Tokenize, Tokenized
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import Committed, ReleaseWeights, Restore, Restored
@@ -80,23 +80,12 @@ class EngineReady(WorkerEvent, frozen=True):
     digest: str = ""
 
 
-class EngineBatchDone(WorkerEvent, frozen=True):
-    """The engine answered a batch; `frames` are the payload of all parts in order."""
-
-    batch: TaskId
-    parts: list[PartDone]
-    frames: tuple[Frame, ...] = ()
-    version: int = 0
-    forwards: int = 1
-    run_us: int = 0
-
-
-class TextDone(WorkerEvent, frozen=True):
-    """The engine tokenized the texts of a task."""
+class WorkDone(WorkerEvent, frozen=True):
+    """The engine has finished a batch, or tokenized the texts of a task. `answer` is what the coordinator is to hear."""
 
     task: TaskId
-    items: Frame
-    item_lengths: Frame
+    answer: Done | Tokenized
+    frames: tuple[Frame, ...] = ()
 
 
 class CommandDone(WorkerEvent, frozen=True):
@@ -174,7 +163,7 @@ class SendToCoordinator(WorkerEffect, frozen=True):
 
 
 class RunBatch(WorkerEffect, frozen=True):
-    """Give a batch to the engine; exactly one `EngineBatchDone` or `WorkFailed` follows, unless the engine is lost."""
+    """Give a batch to the engine; exactly one `WorkDone` or `WorkFailed` follows, unless the engine is lost."""
 
     batch: Batch
     frames: tuple[Frame, ...] = ()
@@ -183,7 +172,7 @@ class RunBatch(WorkerEffect, frozen=True):
 
 
 class RunTokenize(WorkerEffect, frozen=True):
-    """Give texts to the engine's tokenizer; exactly one `TextDone` or `WorkFailed` follows, unless the engine is lost."""
+    """Give texts to the engine's tokenizer; exactly one `WorkDone` or `WorkFailed` follows, unless the engine is lost."""
 
     task: Tokenize
     frames: tuple[Frame, ...] = ()

@@ -5,13 +5,11 @@
 
 from collections.abc import Iterable
 
-from enginepool.protocol.messages import Done, FrameSpec, PartDone, TaskId, Tokenized
+from enginepool.protocol.messages import Done, PartDone, TaskId, Tokenized
 from enginepool.workers.events import (
-    EngineBatchDone,
     RunBatch,
     RunTokenize,
     SendToCoordinator,
-    TextDone,
     WorkerEffect,
     WorkFailed,
 )
@@ -110,18 +108,3 @@ class TaskLedger:
         assert len(self.answers) <= KEPT_ANSWERS
         assert self.answer_bytes == sum(len(frame) for answer in self.answers.values() for frame in answer.frames)
         assert self.answer_bytes <= KEPT_BYTES
-
-
-def scored(event: EngineBatchDone) -> SendToCoordinator:
-    """The answer to a batch."""
-    done = Done(event.batch, event.parts, version=event.version, forwards=event.forwards, run_us=event.run_us)
-    return SendToCoordinator(done, event.frames)
-
-
-def tokenized(event: TextDone) -> SendToCoordinator:
-    """The answer to a tokenize task."""
-    specs = [
-        FrameSpec("items", "int32", (len(event.items) // 4,)),
-        FrameSpec("item_lengths", "uint32", (len(event.item_lengths) // 4,)),
-    ]
-    return SendToCoordinator(Tokenized(event.task, specs), (event.items, event.item_lengths))

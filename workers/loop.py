@@ -14,27 +14,27 @@ from typing import Any
 import msgspec
 
 from enginepool.protocol.errors import WireError
-from enginepool.protocol.messages import Exiting, TaskId
+from enginepool.protocol.messages import Done, Exiting, TaskId, Tokenized
 from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers.between_batches import BetweenBatches
-from enginepool.workers.codec import decode_batch, decode_texts, encode_outputs, encode_rows
-from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights, RowBatch
+from enginepool.workers.codec import decode_batch, decode_texts, encode_ids, encode_outcome
+from enginepool.workers.engine import Engine, EngineDied, EngineError, EngineUnusable, NewWeights
 from enginepool.workers.events import (
     CommandDone,
     DrainWanted,
     EndProcess,
-    EngineBatchDone,
     EngineLost,
     EngineReady,
     EngineStage,
     Exit,
+    Frame,
     Note,
     RunBatch,
     RunCommand,
     RunTokenize,
     RunWeights,
     SendToCoordinator,
-    TextDone,
+    WorkDone,
     WorkerEffect,
     WorkerEvent,
     WorkerTick,
@@ -126,10 +126,8 @@ class WorkerProcess:
     def _perform(self, effect: WorkerEffect) -> None:
         if isinstance(effect, SendToCoordinator):
             self.link.send(effect.message, effect.frames)
-        elif isinstance(effect, RunBatch):
-            self._run_batch(effect)
-        elif isinstance(effect, RunTokenize):
-            self._run_tokenize(effect)
+        elif isinstance(effect, RunBatch | RunTokenize):
+            self._spawn(self._work(effect))
         elif isinstance(effect, RunCommand):
             self._spawn(self._command(effect.command))
         elif isinstance(effect, RunWeights):
@@ -239,28 +237,27 @@ class WorkerProcess:
         reason = await self.engine.died()
         self.feed(EngineLost(time.monotonic(), reason))
 
-    def _run_batch(self, run: RunBatch) -> None:
-        if run.unreadable:
-            self.feed(WorkFailed(time.monotonic(), run.batch.batch, run.unreadable))
-            return
+    async def _work(self, run: RunBatch | RunTokenize) -> None:
+        key = run.batch.batch if isinstance(run, RunBatch) else run.task.task
         try:
-            batch = decode_batch(run.batch, run.frames)
-        except WireError as error:
-            self.feed(WorkFailed(time.monotonic(), run.batch.batch, error.message, error.code))
-            return
-        self._spawn(self._score(run.batch.batch, batch))
-
-    async def _score(self, key: TaskId, batch: RowBatch) -> None:
-        began = time.monotonic()
-        try:
-            async with self.between.batch():
-                outcome = await self.engine.score(batch)
-            now = time.monotonic()
-            parts, frames = encode_outputs(outcome)
-            event = EngineBatchDone(now, key, parts, frames, outcome.version, outcome.forwards, int((now - began) * 1e6))
-        except Exception as error:  # engines raise what they like, and every batch has an answer: this one's is the error
+            if run.unreadable:
+                raise EngineError(run.unreadable)
+            answer, frames = await (self._batch(run) if isinstance(run, RunBatch) else self._tokenize(run))
+            event = WorkDone(time.monotonic(), key, answer, frames)
+        except Exception as error:  # engines raise what they like, and all work has an answer: this one's is the error
             event = _failure(key, error)
         self.feed(event)
+
+    async def _batch(self, run: RunBatch) -> tuple[Done, tuple[Frame, ...]]:
+        batch = decode_batch(run.batch, run.frames)
+        began = time.monotonic()
+        async with self.between.batch():
+            outcome = await self.engine.score(batch)
+        return encode_outcome(run.batch.batch, outcome, int((time.monotonic() - began) * 1e6))
+
+    async def _tokenize(self, run: RunTokenize) -> tuple[Tokenized, tuple[Frame, ...]]:
+        rows = await self.engine.tokenize(decode_texts(run.task, run.frames), run.task.raw)
+        return encode_ids(run.task.task, rows)
 
     async def _command(self, command: Command) -> None:
         answer = Commanded(command.task)
@@ -270,28 +267,9 @@ class WorkerProcess:
         except EngineDied as error:
             self.feed(EngineLost(time.monotonic(), str(error)))
             return
-        except Exception as error:  # as in `_score`
+        except Exception as error:  # as in `_work`
             answer.code, answer.message = "engine_error", str(error) if isinstance(error, EngineError) else _one_line(error)
         self.feed(CommandDone(time.monotonic(), answer))
-
-    def _run_tokenize(self, run: RunTokenize) -> None:
-        if run.unreadable:
-            self.feed(WorkFailed(time.monotonic(), run.task.task, run.unreadable))
-            return
-        try:
-            pairs = decode_texts(run.task, run.frames)
-        except WireError as error:
-            self.feed(WorkFailed(time.monotonic(), run.task.task, error.message, error.code))
-            return
-        self._spawn(self._tokenize(run.task.task, pairs, run.task.raw))
-
-    async def _tokenize(self, key: TaskId, pairs: list[tuple[str, str]], raw: bool) -> None:
-        try:
-            items, lengths = encode_rows(await self.engine.tokenize(pairs, raw))
-            event = TextDone(time.monotonic(), key, items, lengths)
-        except Exception as error:  # as in `_score`
-            event = _failure(key, error)
-        self.feed(event)
 
 
 def _failure(key: TaskId, error: Exception) -> WorkerEvent:
@@ -300,6 +278,8 @@ def _failure(key: TaskId, error: Exception) -> WorkerEvent:
         return EngineLost(now, str(error))
     if isinstance(error, EngineError):
         return WorkFailed(now, key, str(error))
+    if isinstance(error, WireError):
+        return WorkFailed(now, key, error.message, error.code)
     report(error, f"work {key}")
     return WorkFailed(now, key, _one_line(error))
 

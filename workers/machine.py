@@ -29,7 +29,7 @@ from enginepool.protocol.messages.control import Command, Commanded
 from enginepool.workers import events as ev
 from enginepool.workers.engine import ran_out_of_memory
 from enginepool.workers.events import SendToCoordinator, WorkerEffect
-from enginepool.workers.ledger import Run, TaskLedger, scored, tokenized
+from enginepool.workers.ledger import Run, TaskLedger
 from enginepool.workers.silence import CoordinatorSilence
 from enginepool.workers.weights.machine import WorkerUpdates
 
@@ -91,8 +91,7 @@ class WorkerMachine:
         self.ended: ev.EndProcess | None = None
         self._handlers: dict[type[ev.WorkerEvent], Callable[[Any], list[WorkerEffect]]] = {
             ev.FromCoordinator: self._received,
-            ev.EngineBatchDone: lambda event: self._finished(event.batch, scored(event)),
-            ev.TextDone: lambda event: self._finished(event.task, tokenized(event)),
+            ev.WorkDone: lambda event: self._finished(event.task, SendToCoordinator(event.answer, event.frames)),
             ev.WorkFailed: lambda event: self._finished(event.task, self.work.failed(event, self.updates.version)),
             ev.CommandDone: lambda event: self._allowed([SendToCoordinator(event.answer)]),
             ev.WorkerTick: self._tick,

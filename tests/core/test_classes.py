@@ -24,13 +24,12 @@ from enginepool.protocol.messages import (
     Capabilities,
     FrameSpec,
     GroupLimits,
-    PartDone,
     Result,
     Score,
     StatusReport,
     Tokenize,
 )
-from enginepool.workers.codec import decode_batch, encode_outputs
+from enginepool.workers.codec import decode_batch, encode_outcome
 from enginepool.workers.engine import RowBatch
 from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.sim.engine import SimEngine
@@ -647,11 +646,10 @@ class Engines:
         batch: RowBatch = decode_batch(sent.message, tuple(sent.frames))
         scores = run(self.engines[sent.link].score(batch))
         assert scores.forwards == 1
-        parts, frames = encode_outputs(scores)
+        answer, frames = encode_outcome(sent.message.batch, scores, 0)
         outcomes: list[ev.Outcome] = []
         at = 0
-        for part in parts:
-            assert isinstance(part, PartDone)
+        for part in answer.parts:
             outcomes.append(ev.Outcome(part.frames, [bytes(f) for f in frames[at : at + len(part.frames)]]))
             at += len(part.frames)
         return self.pool.do(ev.BatchDone(0, sent.link, sent.message.batch, outcomes, 0, scores.forwards, 1000))

@@ -29,12 +29,12 @@ from enginepool.protocol.messages import (
     Tokenize,
     Tokenized,
 )
+from enginepool.workers.codec import encode_ids
 from enginepool.workers.events import (
     Connected,
     Disconnected,
     DrainWanted,
     EndProcess,
-    EngineBatchDone,
     EngineLost,
     EngineReady,
     EngineStage,
@@ -45,7 +45,7 @@ from enginepool.workers.events import (
     RunBatch,
     RunTokenize,
     SendToCoordinator,
-    TextDone,
+    WorkDone,
     WorkerEffect,
     WorkerEvent,
     WorkerTick,
@@ -90,7 +90,7 @@ def ready(epoch: int = 5, *, orphan_s: float = 60.0, drain_s: float = 10.0) -> W
 
 
 def done(w: WorkerMachine, epoch: int, n: int, frames: tuple[bytes, ...] = ()) -> list[WorkerEffect]:
-    return run(w, EngineBatchDone(w.now, (epoch, n), [PartDone()], frames, 3, 1, 10))
+    return run(w, WorkDone(w.now, (epoch, n), Done((epoch, n), [PartDone()], 3, 1, 10), frames))
 
 
 # --- registration -------------------------------------------------------------------------------------------------------
@@ -282,9 +282,10 @@ def test_text_comes_back_as_ids_and_a_failure_as_a_code() -> None:
     w = ready()
     task = Tokenize((5, 1), [])
     assert hear(w, task) == [RunTokenize(task)]
-    frames = (bytes(12), bytes(8))
+    answer, frames = encode_ids((5, 1), [[1], [2, 3]])
     specs = [FrameSpec("items", "int32", (3,)), FrameSpec("item_lengths", "uint32", (2,))]
-    assert run(w, TextDone(0.0, (5, 1), *frames)) == [SendToCoordinator(Tokenized((5, 1), specs), frames)]
+    assert [len(frame) for frame in frames] == [12, 8]
+    assert run(w, WorkDone(0.0, (5, 1), answer, frames)) == [SendToCoordinator(Tokenized((5, 1), specs), frames)]
     hear(w, Tokenize((5, 2), []))
     assert sent(run(w, WorkFailed(0.0, (5, 2), "odd", "malformed"))) == [Tokenized((5, 2), code="malformed", message="odd")]
 
@@ -385,7 +386,7 @@ def test_a_draining_worker_finishes_what_runs_and_refuses_what_is_new() -> None:
     assert isinstance(refusal, ErrorReply)
     assert refusal.code == "shutting_down"
     assert [type(m) for m in sent(done(w, 5, 1))] == [Done]
-    assert [type(m) for m in sent(run(w, TextDone(0.0, (5, 2), b"", b"")))] == [Tokenized, Exiting]
+    assert [type(m) for m in sent(run(w, WorkDone(0.0, (5, 2), Tokenized((5, 2)))))] == [Tokenized, Exiting]
     assert w.ended is not None
 
 
@@ -595,9 +596,9 @@ class AnyOrder(RuleBasedStateMachine):
         if fails:
             self.handle(WorkFailed(self.w.now, key, "no"))
         elif self.w.work.running.get(key, 0) is None:
-            self.handle(TextDone(self.w.now, key, bytes(4), bytes(4)))
+            self.handle(WorkDone(self.w.now, key, Tokenized(key), (bytes(4), bytes(4))))
         else:
-            self.handle(EngineBatchDone(self.w.now, key, [PartDone()]))
+            self.handle(WorkDone(self.w.now, key, Done(key, [PartDone()])))
 
     @rule(how=st.sampled_from(["drain", "sigterm", "lost", "superseded"]), really=st.integers(0, 9))
     def end(self, how: str, really: int) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from enginepool.protocol.layout import layered
-from enginepool.protocol.messages import Accept, Batch, Capabilities, Exiting, Idle, Message, Part, Ready, Stage
+from enginepool.protocol.messages import Accept, Batch, Capabilities, Done, Exiting, Idle, Message, Part, Ready, Stage
 from enginepool.protocol.messages.weight_reports import Inspect, Inspected
 from enginepool.protocol.messages.weights import (
     Committed,
@@ -24,7 +24,6 @@ from enginepool.workers.events import (
     Connected,
     Disconnected,
     EndProcess,
-    EngineBatchDone,
     EngineReady,
     Exit,
     FromCoordinator,
@@ -33,6 +32,7 @@ from enginepool.workers.events import (
     RunWeights,
     SendToCoordinator,
     WeightsAnswered,
+    WorkDone,
     WorkerEffect,
     WorkerEvent,
 )
@@ -138,7 +138,7 @@ def test_the_engine_empties_before_it_takes_weights_and_nothing_enters_it() -> N
     worker.hear(batch(10))
     assert given(worker.to_load()) == []
     assert worker.hear(batch(11)) == []
-    done = worker.do(EngineBatchDone(0, (7, 10), [], ()))
+    done = worker.do(WorkDone(0, (7, 10), Done((7, 10), [])))
     assert said(done) == [], "nobody waits for it any more"
     assert given(done) == [LOAD]
     after = worker.answer(WeightsLoaded(UPDATE, 1, "d"))
@@ -255,7 +255,7 @@ def test_a_restore_takes_the_engine_and_ends_in_ready() -> None:
     worker.hear(batch(10))
     restore = Restore(3, "d", "/s")
     assert given(worker.hear(restore)) == []
-    assert given(worker.do(EngineBatchDone(0, (7, 10), [], ()))) == [restore]
+    assert given(worker.do(WorkDone(0, (7, 10), Done((7, 10), [])))) == [restore]
     assert worker.hear(restore) == [], "it is at it"
     assert said(worker.answer(Restored(3, "", ""))) == [Ready(CAN, 3, "d", (0, 3))]
     assert said(worker.hear(restore)) == [Ready(CAN, 3, "d", (0, 3))], "it has them"

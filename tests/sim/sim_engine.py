@@ -8,19 +8,18 @@ from typing import Protocol
 
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS
 from enginepool.protocol.frames import Buffer
-from enginepool.protocol.messages import Capabilities, FrameSpec, PartDone, TaskId, Tokenize
+from enginepool.protocol.messages import Capabilities, Done, FrameSpec, PartDone, TaskId, Tokenize, Tokenized
 from enginepool.protocol.messages.control import Commanded
 from enginepool.protocol.packing import sequences
 from enginepool.workers.events import (
     CommandDone,
-    EngineBatchDone,
     EngineLost,
     EngineReady,
     EngineStage,
     RunBatch,
     RunCommand,
     RunTokenize,
-    TextDone,
+    WorkDone,
     WorkerEvent,
     WorkFailed,
 )
@@ -200,7 +199,8 @@ class SimEngine:
             else:
                 forwards = 2 if fault == "two_forwards" else 1
                 parts, frames = self._answer(task, fault)
-                self.host.post(EngineBatchDone(now, id_, parts, frames, self.version, forwards, int(seconds * 1e6)))
+                done = Done(id_, parts, self.version, forwards, int(seconds * 1e6))
+                self.host.post(WorkDone(now, id_, done, frames))
             self._next()
 
     def _answer(self, task: "Task", fault: str) -> tuple[list[PartDone], tuple[Buffer, ...]]:
@@ -283,7 +283,8 @@ class SimEngine:
             self.host.post(WorkFailed(now, task, "the tokenizer refused the text"))
         else:
             lengths = array("I", [len(row) for row in rows]).tobytes()
-            self.host.post(TextDone(now, task, array("i", flat).tobytes(), lengths))
+            specs = [FrameSpec("items", "int32", (len(flat),)), FrameSpec("item_lengths", "uint32", (len(rows),))]
+            self.host.post(WorkDone(now, task, Tokenized(task, specs), (array("i", flat).tobytes(), lengths)))
 
 
 def _most(run: RunBatch, can: Capabilities) -> int:
