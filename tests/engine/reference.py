@@ -1,7 +1,7 @@
 """The direct computation that the engine's answers must equal."""
 
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class Reference:
         yield
         model.load_state_dict(before)
 
-    def label_scores(self, row: list[int], labels: tuple[int, ...], softmax: bool) -> npt.NDArray[np.float64]:
+    def label_scores(self, row: list[int], labels: Sequence[int], softmax: bool) -> npt.NDArray[np.float64]:
         with self._torch.no_grad():
             logits = self._causal(self._torch.tensor([row])).logits[0, -1].double()
         if softmax:

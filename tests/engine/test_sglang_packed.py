@@ -67,7 +67,10 @@ def computed(kind: Any, parts: list[RowPart], answers: list[dict[str, Any]], *, 
     async def generate(request: Any, _: None) -> AsyncIterator[list[dict[str, Any]]]:
         yield answers
 
-    entries: Any = SimpleNamespace(expect=len, pop=lambda rows: [SimpleNamespace(time=1.0, cached=0) for _ in rows])
+    def popped(rows: list[str]) -> list[Any]:
+        return [SimpleNamespace(time=1.0, cached=0) for _ in rows]
+
+    entries: Any = SimpleNamespace(expect=len, pop=popped)
     can = Capabilities(kind, 10_000, 100, 500, 50, 1000, 100, max_item=90)
     tm = SimpleNamespace(generate_request=generate)
     scoring = EngineScoring(tm, TYPES, entries, can, SimpleNamespace(settings={}))  # type: ignore[arg-type]

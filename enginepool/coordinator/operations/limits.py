@@ -1,5 +1,7 @@
 """What the requests to a group may ask for, as its status report says."""
 
+from typing import Any
+
 from enginepool.coordinator.operations.base import longest_row
 from enginepool.protocol.messages import Capabilities, GroupLimits
 
@@ -17,7 +19,7 @@ def limits_of(
     return _limits(packed, context=longest, items=items, text=False, max_item=min(packed.max_item, longest - 1))
 
 
-def _limits(can: Capabilities, **limits: int) -> GroupLimits:
+def _limits(can: Capabilities, **limits: Any) -> GroupLimits:
     """`limits`, and for all others what `can` has under the same name."""
     same = {name: getattr(can, name) for name in GroupLimits.__struct_fields__ if name not in limits}
     return GroupLimits(**same, **limits)
