@@ -67,7 +67,7 @@ def scored(
         kind=kind, vocab=64, context=32, batch_tokens=256, batch_rows=8, inflight_tokens=256, inflight_rows=8, hidden=4,
         operations=("embed",) if embeds else ("score",), embedding=2,
     )  # fmt: skip
-    scoring = EngineScoring(tm, types, entries, capabilities, SimpleNamespace(settings={}))  # type: ignore[arg-type]
+    scoring = EngineScoring(tm, types, entries, capabilities, SimpleNamespace(settings={}, kv_tokens=0))  # type: ignore[arg-type]
     labels = list(range(len(rows[0]))) if causal else []
     asked_of_each = Part([], labels, **(wanted or {}))
     ids, length = np.array([1, 2], np.int32), np.array([2], np.uint32)

@@ -21,7 +21,7 @@ from enginepool.workers.sglang.score.warmup import warm_up
 class Scoring:
     """An engine that takes one row at a time into a forward, as SGLang does where it splits prefills over GPUs."""
 
-    cached = config = None
+    config = None
 
     def __init__(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
@@ -49,7 +49,7 @@ def test_an_engine_whose_batches_are_whole_starts() -> None:
 class Timed:
     """A CPU whose forwards cost what `seconds` says of their tokens, on a clock of its own."""
 
-    cached = config = None
+    config = None
 
     def __init__(self, seconds: Callable[[int], float]) -> None:
         self.capabilities = Capabilities("causal", 1000, 4000, 4096, 128, 8192, 256, device="cpu")

@@ -73,7 +73,7 @@ def computed(kind: Any, parts: list[RowPart], answers: list[dict[str, Any]], *, 
     entries: Any = SimpleNamespace(expect=len, pop=popped)
     can = Capabilities(kind, 10_000, 100, 500, 50, 1000, 100, max_item=90)
     tm = SimpleNamespace(generate_request=generate)
-    scoring = EngineScoring(tm, TYPES, entries, can, SimpleNamespace(settings={}))  # type: ignore[arg-type]
+    scoring = EngineScoring(tm, TYPES, entries, can, SimpleNamespace(settings={}, kv_tokens=0))  # type: ignore[arg-type]
     [operation] = scoring.operations.values()
     return asyncio.run(scoring.compute(operation, parts, hidden=hidden))[0]
 

@@ -1,5 +1,6 @@
 """What an engine that has started runs with, and what it can do as far as that tells. No SGLang here."""
 
+from dataclasses import asdict, replace
 from typing import Any
 
 from enginepool.protocol.messages import Capabilities
@@ -50,20 +51,13 @@ def capabilities_of(tm: Any, name: str, version: str, settings: EngineSettings, 
         kind=operations[0].kind,
         operations=tuple(operation.name for operation in operations),
         vocab=tm.model_config.vocab_size,
-        context=min(bounds.context, positions(config)) if crossing else bounds.context,
-        batch_tokens=bounds.batch_tokens,
-        batch_rows=bounds.batch_rows,
-        inflight_tokens=bounds.inflight_tokens,
-        inflight_rows=bounds.inflight_rows,
-        page=bounds.page,
         model=name,
         engine=f"sglang {version}",
         device=settings.device,
         text=tokenizer is not None,
         max_item=min(MAX_ITEM, bounds.context) if settings.packed else 0,
-        cached_query=bounds.cached_query,
-        cached_tokens=bounds.cached_tokens,
         separator=getattr(tokenizer, "sep_token_id", None) if crossing else None,
         activation=activation_of(config) if crossing else "",
         reserved=reserved(running, bounds.context, tm.context_len),
+        **asdict(replace(bounds, context=min(bounds.context, positions(config))) if crossing else bounds),
     )

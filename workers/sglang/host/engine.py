@@ -189,7 +189,7 @@ class SglangEngine:
         try:
             return await self._updates().load_weights(weights, version, digest)
         finally:
-            if self._scoring is not None and self._scoring.cached is not None:
+            if self._scoring is not None:
                 self._scoring.cached.clear()
 
     async def inspect(self, what: str) -> tuple[str, list[Finding]]:
@@ -238,8 +238,7 @@ class SglangEngine:
         answer = await self._end.unless_over(self._tm.flush_cache(timeout_s=FLUSH_S))
         if not answer.success:
             raise EngineError(f"SGLang did not flush its cache within {FLUSH_S:g} s")
-        if scoring.cached is not None:
-            scoring.cached.clear()
+        scoring.cached.clear()
 
     # --- end -------------------------------------------------------------------------------------------------------
 

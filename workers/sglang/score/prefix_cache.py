@@ -20,7 +20,7 @@ class CachedQueries:
     """The queries that one engine has, as far as its worker knows.
 
     Args:
-        shortest: a query of fewer tokens is not worth a forward of its own.
+        shortest: a query of fewer tokens is not worth a forward of its own; 0: none is.
         capacity: tokens of queries to believe in; what was used longest ago is forgotten first, as in the engine.
         page: the engine keeps whole pages of a query.
     """
@@ -40,7 +40,7 @@ class CachedQueries:
 
     def shared(self, part: RowPart) -> bool:
         """Whether the rows of `part` share a query that is worth it."""
-        return self._shortest <= part.shared <= self._capacity
+        return 0 < self._shortest <= part.shared <= self._capacity
 
     async def ensure(self, parts: Iterable[RowPart], priority: int, compute: Compute) -> None:
         """Return when the engine has the query of every part that shares one. A query that another batch computes is

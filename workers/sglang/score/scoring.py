@@ -50,11 +50,8 @@ class EngineScoring:
         self.operations = {one.name: one for one in OPERATIONS if one.kind == capabilities.kind}
         #: +1 when the engine runs larger priorities first, as the pool does.
         self._priority_sign = -1 if running.settings.get("schedule_low_priority_values_first") else 1
-        #: None where no query is computed ahead of its rows.
-        self.cached: CachedQueries | None = None
-        if capabilities.cached_query:
-            # Half of the engine's memory: what batches leave behind is kept there too, and what they need is taken from it.
-            self.cached = CachedQueries(capabilities.cached_query, running.kv_tokens // 2, capabilities.page)
+        # Half of the engine's memory: what batches leave behind is kept there too, and what they need is taken from it.
+        self.cached = CachedQueries(capabilities.cached_query, running.kv_tokens // 2, capabilities.page)
 
     @property
     def config(self) -> Any:
@@ -93,15 +90,13 @@ class EngineScoring:
     ) -> tuple[list[Outputs], int, int]:
         """Outputs of each part, how many forwards their rows took, and tokens of them that were cached. Raises EngineError."""
         sent = priority * self._priority_sign
-        if self.cached is not None:
-            await self.cached.ensure(parts, priority, partial(self._send_ahead, operation, sent))
+        await self.cached.ensure(parts, priority, partial(self._send_ahead, operation, sent))
         if self.capabilities.packed:
             prompts = packed_prompts(parts, self.capabilities.context, min(DELIMITER, self.capabilities.vocab - 1))
         else:
             prompts = plain_prompts(parts)
         answers, forwards, cached = await self._ask(operation.request(self._requests, prompts, sent, hidden))
-        if self.cached is not None:
-            self.cached.look(parts, cached)
+        self.cached.look(parts, cached)
         entries = prompts.take_apart([operation.entries(answer, prompts.packed) for answer in answers], len(parts))
         found = [operation.outputs(mine, part, self.capabilities) for part, mine in zip(parts, entries, strict=True)]
         if hidden:

@@ -66,13 +66,13 @@ async def _largest_forwards(scoring: EngineScoring, operation: RowOperation) -> 
     if can.packed:
         # The same for the rows: at the end of each the whole vocabulary is computed.
         batches.append(_short_rows(can, operation))
-    if scoring.cached is not None:
+    if can.cached_query:
         batches.append([_long_query(can, operation)])
     for parts in batches:
         _, forwards, _ = await scoring.compute(operation, parts)
         if forwards != 1:
             return forwards
-    if scoring.cached is not None and (scoring.cached.missed or not scoring.cached.computed):
+    if can.cached_query and (scoring.cached.missed or not scoring.cached.computed):
         raise SettingsError("the engine finds no query again that it has computed; unset cached_query_tokens")
     return 1
 
