@@ -11,7 +11,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import Effect, ToClient, ToWorker
 from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.operations.score import SCORE
-from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Result, Score
+from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Idle, Ready, Result, Score
 
 CAPABILITIES = Capabilities(
     "causal", 50_000, 4096, batch_tokens=16_000, batch_rows=64, inflight_tokens=32_000, inflight_rows=128
@@ -28,8 +28,8 @@ def open_pool(handle: Callable[[ev.Event], object], links: Sequence[bytes], work
     for i in range(workers):
         link = b"w%d" % i
         handle(ev.WorkerRegistered(0.0, link, "g", f"w{i}", 1, "h"))
-        handle(ev.WorkerIdle(0.0, link, 1))
-        handle(ev.WorkerReady(0.0, link, CAPABILITIES, 0))
+        handle(ev.WorkerSaid(0.0, link, Idle(1)))
+        handle(ev.WorkerSaid(0.0, link, Ready(CAPABILITIES, 0)))
 
 
 class Load:

@@ -40,11 +40,11 @@ def updates(load: Load) -> Times:
         load.handle(ev.PublishAsked(load.now, trainer, offer, [], (), version))
         update = load.machine.core.updates["g"].id
         load.handle(ev.JournalChecked(load.now, update))
-        load.handle(ev.MemberSaid(load.now, worker, Prepared(update)))
+        load.handle(ev.WorkerSaid(load.now, worker, Prepared(update)))
         hold = timed(load, ev.PublisherSaid(load.now, trainer, Commit(offer.id)))
         while load.running:
             load.answer()
-        load.handle(ev.MemberSaid(load.now, worker, WeightsLoaded(update, version, "")))
+        load.handle(ev.WorkerSaid(load.now, worker, WeightsLoaded(update, version, "")))
         yield HOLD, hold
         yield COMMIT, timed(load, ev.JournalWritten(load.now, update))
 

@@ -16,7 +16,9 @@ from enginepool.protocol.messages import (
     Capabilities,
     ErrorReply,
     FrameSpec,
+    Idle,
     Message,
+    Ready,
     Result,
     Score,
     Tokenize,
@@ -165,8 +167,8 @@ class Pool:
         link = name.encode()
         self.do(ev.WorkerRegistered(0, link, group, name, 1, "host"))
         if ready:
-            self.do(ev.WorkerIdle(0, link, EPOCH))
-            self.do(ev.WorkerReady(0, link, can, version))
+            self.do(ev.WorkerSaid(0, link, Idle(EPOCH)))
+            self.do(ev.WorkerSaid(0, link, Ready(can, version)))
         return link
 
     def submit(self, link: bytes, id: int, content: Work, *, priority: int = 0, timeout: float | None = None) -> list[Sent]:

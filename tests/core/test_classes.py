@@ -22,10 +22,14 @@ from enginepool.errors import ConfigError
 from enginepool.protocol.messages import (
     Batch,
     Capabilities,
+    Exiting,
     FrameSpec,
     GroupLimits,
+    Idle,
+    Ready,
     Result,
     Score,
+    Stage,
     StatusReport,
     Tokenize,
 )
@@ -322,8 +326,8 @@ def start(pool: Pool, index: int, can: Capabilities) -> bytes:
     place = pool.machine.core.groups["g"].slots[index]
     link = b"link%d" % index
     pool.do(ev.WorkerRegistered(0, link, "g", place.incarnation, 1, "host"))
-    pool.do(ev.WorkerIdle(0, link, 7))
-    pool.do(ev.WorkerReady(0, link, can, 0))
+    pool.do(ev.WorkerSaid(0, link, Idle(7)))
+    pool.do(ev.WorkerSaid(0, link, Ready(can, 0)))
     return link
 
 
@@ -370,7 +374,7 @@ def test_once_no_plain_worker_will_come_back_what_needs_one_is_told_so() -> None
     pool.submit(client, 1, paired((3, 4)))
     place = pool.machine.core.groups["g"].slots[0]
     incarnation = place.incarnation
-    pool.do(ev.WorkerBye(0, plain, "no such kernel", True, True))
+    pool.do(ev.WorkerSaid(0, plain, Exiting("no such kernel", True, True)))
     pool.do(ev.WorkerExited(0, incarnation, "exit code 78", True))
     assert codes(pool.sent) == ["pool_down"]
     pool.submit(client, 2, paired((3, 4)))
@@ -391,7 +395,7 @@ def test_once_no_packed_worker_will_come_back_what_only_fits_one_is_told_so() ->
     assert who(pool.batches) == [packed]
     incarnation = pool.machine.core.groups["g"].slots[1].incarnation
     pool.machine.core.groups["g"].slots[0].end_reason = "another story"
-    pool.do(ev.WorkerBye(0, packed, "no such mask", True, True))
+    pool.do(ev.WorkerSaid(0, packed, Exiting("no such mask", True, True)))
     pool.do(ev.WorkerExited(0, incarnation, "exit code 78", True))
     failure = failures(pool.sent)[1]
     assert failure.code == "pool_down"
@@ -409,12 +413,12 @@ def test_a_packed_worker_that_still_loads_is_no_hope_for_what_needs_a_plain_one(
         own, loading = group.slots[0].incarnation, group.slots[1].incarnation
         name = "dialled" if dials_in else loading
         pool.do(ev.WorkerRegistered(0, b"loading", "g", name, 1, "host"))
-        pool.do(ev.WorkerIdle(0, b"loading", 7))
+        pool.do(ev.WorkerSaid(0, b"loading", Idle(7)))
         pool.submit(client, 1, paired((3, 4)))
-        pool.do(ev.WorkerBye(0, plain, "no such kernel", True, True))
+        pool.do(ev.WorkerSaid(0, plain, Exiting("no such kernel", True, True)))
         pool.do(ev.WorkerExited(0, own, "exit code 78", True))
         assert codes(pool.sent) == ([] if dials_in else ["pool_down"])
-        pool.do(ev.WorkerReady(0, b"loading", PACKED, 0))
+        pool.do(ev.WorkerSaid(0, b"loading", Ready(PACKED, 0)))
         assert codes(pool.sent) == ["pool_down"]
 
 
@@ -425,14 +429,14 @@ def test_once_no_place_has_a_worker_what_one_that_dialled_in_cannot_serve_is_tol
     packed = pool.worker("dialled", can=PACKED)
     own = pool.machine.core.groups["g"].slots[0].incarnation
     pool.submit(client, 1, paired((3, 4)))
-    pool.do(ev.WorkerBye(0, plain, "no such kernel", True, True))
+    pool.do(ev.WorkerSaid(0, plain, Exiting("no such kernel", True, True)))
     pool.do(ev.WorkerExited(0, own, "exit code 78", True))
     failure = failures(pool.sent)[1]
     assert failure.code == "pool_down"
     assert "no plain worker is left" in failure.message and "no such kernel" in failure.message
     pool.batches.clear()
     assert who(pool.submit(client, 2, shared(40, 20, 20))) == [packed]
-    pool.do(ev.WorkerBye(0, packed, "it ends", True))
+    pool.do(ev.WorkerSaid(0, packed, Exiting("it ends", True)))
     pool.submit(client, 3, shared(40, 20, 20))
     assert "no worker is left" in failures(pool.sent)[3].message
 
@@ -441,7 +445,7 @@ def test_when_the_packed_workers_are_gone_plain_ones_serve_all() -> None:
     pool, client = both()
     for i in range(1, 6):
         pool.submit(client, i, shared(40, 20, 20, first=i))
-    pool.do(ev.WorkerBye(0, b"packed", "it ends", True))
+    pool.do(ev.WorkerSaid(0, b"packed", Exiting("it ends", True)))
     pool.batches = [sent for sent in pool.batches if sent.link != b"packed"]
     pool.finish_all()
     assert sorted(results(pool.sent)) == [1, 2, 3, 4, 5]
@@ -451,7 +455,7 @@ def test_a_suspect_is_tried_on_a_worker_that_can_serve_it() -> None:
     pool, client = both()
     pool.submit(client, 1, paired((40, 40)))
     pool.submit(client, 2, paired((40, 40)))
-    pool.do(ev.WorkerBye(0, b"plain", "died", True))
+    pool.do(ev.WorkerSaid(0, b"plain", Exiting("died", True)))
     pool.batches.clear()
     assert not pool.batches, "the packed worker is idle, and no worker for them"
     pool.worker("plain2")
@@ -483,10 +487,10 @@ def test_a_suspect_s_old_place_in_the_queue_ends_no_packed_batch() -> None:
     pool.submit(client, 2, shared(10, 5), priority=5)
     pool.submit(client, 3, shared(10, 5))
     other = pool.worker("other", can=msgspec.structs.replace(PACKED, inflight_tokens=300, pace=150), ready=False)
-    pool.do(ev.WorkerReady(0, other, msgspec.structs.replace(PACKED, inflight_tokens=300, pace=150), 0))
+    pool.do(ev.WorkerSaid(0, other, Ready(msgspec.structs.replace(PACKED, inflight_tokens=300, pace=150), 0)))
     pool.batches.clear()
     pool.do(ev.WorkerBroken(0, link, "dies"))
-    pool.do(ev.WorkerIdle(0, other, 7))
+    pool.do(ev.WorkerSaid(0, other, Idle(7)))
     assert [rows(sent) for sent in pool.batches] == [[1, 1]]
 
 
@@ -509,13 +513,13 @@ def a_suspect_beside_busy_workers(*names: str, others: tuple[Work, ...] = ()) ->
     for number, name in enumerate(names):
         link = pool.worker(name, can=PACKED if "packed" in name else CAN)
         pool.submit(client, 10 + number, shared(10, 5))
-        pool.do(ev.WorkerStage(0, link, "loading", ""))
+        pool.do(ev.WorkerSaid(0, link, Stage("loading", "")))
     assert who(pool.batches) == [name.encode() for name in names]
     lost = pool.worker("lost")
     for number, content in enumerate((shared(10, 5), *others), 1):
         pool.submit(client, number, content)
         assert pool.batches.pop().link == lost
-    pool.do(ev.WorkerStage(0, names[0].encode(), "ready", ""))
+    pool.do(ev.WorkerSaid(0, names[0].encode(), Stage("ready", "")))
     pool.do(ev.WorkerBroken(0, lost, "dies"))
     return pool, client
 
@@ -529,7 +533,7 @@ def kept(pool: Pool) -> bytes | None:
 def test_a_worker_that_is_kept_for_a_trial_stays_so_beside_others_that_are_busy(names: tuple[str, str]) -> None:
     pool, _ = a_suspect_beside_busy_workers(*names)
     assert kept(pool) == names[0].encode()
-    pool.do(ev.WorkerStage(0, names[1].encode(), "ready", ""))
+    pool.do(ev.WorkerSaid(0, names[1].encode(), Stage("ready", "")))
     assert kept(pool) == names[0].encode()
 
 
@@ -578,7 +582,7 @@ def test_what_runs_is_held_to_the_limits_of_a_class_that_comes_later() -> None:
     incarnation = pool.machine.core.groups["g"].slots[1].incarnation
     pool.submit(client, 1, shared(100, 40))
     start(pool, 0, CAN)
-    pool.do(ev.WorkerBye(0, packed, "died", True))
+    pool.do(ev.WorkerSaid(0, packed, Exiting("died", True)))
     pool.do(ev.WorkerExited(0, incarnation, "exit code 70"))
     assert who(pool.sent) == [packed]
     pool.wait(2.0)

@@ -8,7 +8,7 @@ from enginepool.config import Limits, RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.errors import CODES
-from enginepool.protocol.messages import ErrorReply
+from enginepool.protocol.messages import ErrorReply, Idle
 from tests.core.machines import EPOCH, Pool, Sent, config, failures, results, work
 
 ID = 5
@@ -41,7 +41,7 @@ def refused_at_once(pool: Pool) -> list[Sent]:
 def refused_by_the_first_worker(pool: Pool) -> list[Sent]:
     asked(pool, UNFIT)
     link = pool.worker(ready=False)
-    pool.do(ev.WorkerIdle(0, link, EPOCH))
+    pool.do(ev.WorkerSaid(0, link, Idle(EPOCH)))
     before = len(pool.sent)
     pool.worker()
     return pool.sent[before:]

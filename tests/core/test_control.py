@@ -6,6 +6,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.fan_out import OPEN_EACH
+from enginepool.protocol.messages import Exiting
 from enginepool.protocol.messages.control import Command, Commanded, Control, ControlReport, WorkerOutcome
 from enginepool.protocol.roles import FROM_CLIENT
 from enginepool.workers.between_batches import BetweenBatches
@@ -25,7 +26,7 @@ def reports(sent: list[Sent]) -> list[ControlReport]:
 
 
 def answer(pool: Pool, link: bytes, command: Command, code: str = "", message: str = "") -> list[Sent]:
-    return pool.do(ev.WorkerCommanded(0, link, Commanded(command.task, code, message)))
+    return pool.do(ev.WorkerSaid(0, link, Commanded(command.task, code, message)))
 
 
 def test_every_ready_worker_is_commanded_and_the_answer_has_a_row_for_each() -> None:
@@ -48,7 +49,7 @@ def test_a_worker_that_is_lost_or_silent_has_an_outcome_too() -> None:
     pool = Pool()
     first, second = pool.worker("w1"), pool.worker("w2")
     assert commands(flush(pool)).keys() == {first, second}
-    pool.do(ev.WorkerBye(0, first, "it crashed", True))
+    pool.do(ev.WorkerSaid(0, first, Exiting("it crashed", True)))
     seconds = pool.machine.core.config.timing.update_inspect_s
     pool.do(ev.WorkerHeard(0, second))
     [report] = [report for _ in range(int(seconds) + 2) for report in reports(beat(pool, second))]

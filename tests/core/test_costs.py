@@ -16,7 +16,7 @@ from enginepool.coordinator.core.machine import Machine
 from enginepool.coordinator.operations.base import Work
 from enginepool.coordinator.operations.score import SCORE
 from enginepool.protocol import ragged
-from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Score
+from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Idle, Ready, Score
 from enginepool.protocol.messages.weights import Commit, Prepared, Publish, WeightsLoaded
 from enginepool.protocol.ragged import Offsets, cut, row_lengths
 from tests.core.counting import Cost, cost_of
@@ -68,8 +68,8 @@ class Pool:
     def worker(self, name: str = "w", can: Capabilities = CAN, group: str = "g") -> bytes:
         link = name.encode()
         self.do(ev.WorkerRegistered(0, link, group, name, 1, "host"))
-        self.do(ev.WorkerIdle(0, link, 7))
-        self.do(ev.WorkerReady(0, link, can, 0))
+        self.do(ev.WorkerSaid(0, link, Idle(7)))
+        self.do(ev.WorkerSaid(0, link, Ready(can, 0)))
         return link
 
     def submit(self, link: bytes = b"many", content: Work = ONE, **kwargs: float) -> int:
@@ -96,7 +96,7 @@ class Pool:
         self.do(self.done(self.batches.pop(0)))
 
     def say(self, link: bytes, message: Prepared | WeightsLoaded) -> list[ef.Effect]:
-        return self.do(ev.MemberSaid(0, link, message))
+        return self.do(ev.WorkerSaid(0, link, message))
 
     def publish(self, version: int = 1, **kwargs: bool) -> None:
         """A transaction of the workers `w` that waits for its commit."""
@@ -271,7 +271,7 @@ def a_lone_worker_that_comes_back(number: int) -> Step:
     pool.queue(number)
     pool.do(pool.lose(b"w"))
     pool.do(ev.WorkerRegistered(0, b"x", "g", "x", 1, "host"))
-    return event(pool, ev.WorkerReady(pool.now, b"x", msgspec.structs.replace(CAN, pace=1000), 0))
+    return event(pool, ev.WorkerSaid(pool.now, b"x", Ready(msgspec.structs.replace(CAN, pace=1000), 0)))
 
 
 def one_more_worker(number: int) -> Step:
@@ -279,8 +279,8 @@ def one_more_worker(number: int) -> Step:
     pool.worker()
     pool.queue(number)
     pool.do(ev.WorkerRegistered(0, b"x", "g", "x", 1, "host"))
-    pool.do(ev.WorkerIdle(0, b"x", 7))
-    return event(pool, ev.WorkerReady(pool.now, b"x", CAN, 0))
+    pool.do(ev.WorkerSaid(0, b"x", Idle(7)))
+    return event(pool, ev.WorkerSaid(pool.now, b"x", Ready(CAN, 0)))
 
 
 def a_tick(number: int) -> Step:

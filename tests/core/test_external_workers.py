@@ -12,7 +12,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.group import LOST
 from enginepool.coordinator.core.status import report
 from enginepool.errors import DeadlineExceeded
-from enginepool.protocol.messages import GroupStatus, StatusReport, WorkerStatus
+from enginepool.protocol.messages import Exiting, GroupStatus, StatusReport, WorkerStatus
 from tests.core.machines import Pool, work
 
 NONE = (
@@ -31,7 +31,7 @@ def register(pool: Pool, name: str, pid: int) -> None:
 def test_a_lost_external_worker_stays_in_the_status_for_five_minutes() -> None:
     pool = Pool()
     register(pool, "outside", 7)
-    pool.do(ev.WorkerBye(0, b"outside", "it ends", failed=False))
+    pool.do(ev.WorkerSaid(0, b"outside", Exiting("it ends", failed=False)))
     pool.wait(299.0)
     (lost,) = group(pool).workers
     assert (lost.name, lost.stage, lost.pid, lost.host, lost.detail) == ("outside", "lost", 7, "far", "it ends")
@@ -54,7 +54,7 @@ def test_the_status_remembers_no_more_lost_workers_than_fit() -> None:
     pool = Pool()
     for number in range(LOST + 10):
         register(pool, f"w{number}", number)
-        pool.do(ev.WorkerBye(0, b"w%d" % number, "it ends", failed=False))
+        pool.do(ev.WorkerSaid(0, b"w%d" % number, Exiting("it ends", failed=False)))
     assert [worker.pid for worker in group(pool).workers] == list(range(10, LOST + 10))
 
 
@@ -64,7 +64,7 @@ def test_a_group_without_a_worker_says_so() -> None:
     register(pool, "outside", 7)
     assert group(pool).no_worker == ""
     pool.submit(pool.client(), 1, work())
-    pool.do(ev.WorkerBye(0, b"outside", "it ends", failed=False))
+    pool.do(ev.WorkerSaid(0, b"outside", Exiting("it ends", failed=False)))
     assert group(pool).no_worker == NONE
     assert pool.logged[-1] == f"group g: {NONE}; requests that wait: 1"
 

@@ -5,7 +5,7 @@ import pytest
 from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.failures import signature
-from enginepool.protocol.messages import StatusReport
+from enginepool.protocol.messages import Exiting, StatusReport
 from tests.core.machines import Pool, codes, config, failures, results, work
 
 SAME = [
@@ -55,7 +55,7 @@ def fail(pool: Pool, incarnation: str, reason: str) -> None:
     """A worker that dialled in says why it ends, and ends."""
     link = incarnation.encode()
     pool.worker(incarnation, ready=False)
-    pool.do(ev.WorkerBye(0, link, reason, failed=True))
+    pool.do(ev.WorkerSaid(0, link, Exiting(reason, failed=True)))
     pool.do(ev.WorkerExited(0, incarnation, f"ended by SIGKILL: {reason}"))
 
 

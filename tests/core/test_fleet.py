@@ -13,9 +13,13 @@ from enginepool.protocol.messages import (
     Batch,
     Drain,
     ErrorReply,
+    Exiting,
     Expired,
     FrameSpec,
+    Idle,
     Ping,
+    Ready,
+    Stage,
     StatusReport,
     WorkerSettings,
 )
@@ -27,11 +31,11 @@ def test_a_worker_gets_work_only_when_ready_and_idle_in_this_epoch() -> None:
     client = pool.client()
     pool.submit(client, 1, work())
     link = pool.worker(ready=False)
-    pool.do(ev.WorkerReady(0, link, CAN, 0))
+    pool.do(ev.WorkerSaid(0, link, Ready(CAN, 0)))
     assert not pool.batches
-    pool.do(ev.WorkerIdle(0, link, EPOCH - 1))
+    pool.do(ev.WorkerSaid(0, link, Idle(EPOCH - 1)))
     assert not pool.batches
-    pool.do(ev.WorkerIdle(0, link, EPOCH))
+    pool.do(ev.WorkerSaid(0, link, Idle(EPOCH)))
     assert len(pool.batches) == 1
 
 
@@ -52,7 +56,7 @@ def test_work_of_a_worker_that_turns_out_to_hold_other_weights_runs_elsewhere() 
     pool.worker("a")
     pool.submit(client, 1, work())
     pool.worker("b")
-    pool.do(ev.WorkerReady(0, b"a", CAN, 5))
+    pool.do(ev.WorkerSaid(0, b"a", Ready(CAN, 5)))
     assert [s.link for s in pool.batches] == [b"a", b"b"]
     assert list(results(pool.finish(pool.batches[1]))) == [1]
 
@@ -94,7 +98,7 @@ def test_a_forward_that_takes_too_long_loses_a_worker_that_still_answers_pings()
 def test_each_stage_has_its_own_deadline(stage: str, allowed: int) -> None:
     pool = Pool()
     link = pool.worker(ready=False)
-    pool.do(ev.WorkerStage(0, link, stage, ""))
+    pool.do(ev.WorkerSaid(0, link, Stage(stage, "")))
     for _ in range(allowed // 5 - 1):
         pool.wait(5)
         pool.do(ev.WorkerHeard(0, link))
@@ -438,7 +442,7 @@ def test_a_worker_that_said_goodbye_has_a_moment_to_end_by_itself_and_is_killed_
     for _ in range(100):
         pool.wait(2)
         pool.do(ev.WorkerHeard(0, incarnation.encode()))
-    pool.do(ev.WorkerBye(0, incarnation.encode(), "drained", False))
+    pool.do(ev.WorkerSaid(0, incarnation.encode(), Exiting("drained", False)))
     pool.wait(GOODBYE_S - WATCH_S)
     assert not pool.killed
     pool.wait(2 * WATCH_S)
@@ -448,7 +452,7 @@ def test_a_worker_that_said_goodbye_has_a_moment_to_end_by_itself_and_is_killed_
 def test_what_a_worker_said_at_its_goodbye_is_said_of_its_end() -> None:
     pool = Pool(workers=1)
     incarnation = start(pool)
-    pool.do(ev.WorkerBye(0, incarnation.encode(), "its machine goes down", False))
+    pool.do(ev.WorkerSaid(0, incarnation.encode(), Exiting("its machine goes down", False)))
     pool.do(ev.WorkerExited(0, incarnation, "exit code 0"))
     assert pool.machine.core.groups["g"].slots[0].end_reason == "its machine goes down"
 
@@ -469,7 +473,7 @@ def test_a_worker_that_says_that_a_restart_cannot_help_is_not_restarted() -> Non
     pool.submit(client, 1, work())
     incarnation = pool.started[-1].incarnation
     pool.worker(incarnation, ready=False)
-    pool.do(ev.WorkerBye(0, incarnation.encode(), "no such model", failed=True, permanent=True))
+    pool.do(ev.WorkerSaid(0, incarnation.encode(), Exiting("no such model", failed=True, permanent=True)))
     pool.do(ev.WorkerExited(0, incarnation, "ended by SIGKILL"))
     assert failures(pool.sent)[1].code == "pool_down"
     assert "no such model" in failures(pool.sent)[1].message
@@ -487,7 +491,7 @@ def test_what_a_worker_said_of_its_end_is_said_of_its_kill_and_shown_until_its_s
 
     first = pool.started[-1].incarnation
     pool.worker(first, ready=False)
-    pool.do(ev.WorkerBye(0, first.encode(), "nowhere: no such model", failed=True))
+    pool.do(ev.WorkerSaid(0, first.encode(), Exiting("nowhere: no such model", failed=True)))
     assert (pool.killed, pool.reasons) == ([first], ["nowhere: no such model"])
     assert shown() == ("ending", "nowhere: no such model")
     pool.do(ev.WorkerExited(0, first, "ended by SIGKILL"))
@@ -498,11 +502,11 @@ def test_what_a_worker_said_of_its_end_is_said_of_its_kill_and_shown_until_its_s
     assert second != first
     assert shown() == ("starting", "the last one ended: nowhere: no such model")
     pool.worker(second, ready=False)
-    pool.do(ev.WorkerStage(0, second.encode(), "loading", "nowhere"))
+    pool.do(ev.WorkerSaid(0, second.encode(), Stage("loading", "nowhere")))
     assert shown() == ("loading", "nowhere; the last one ended: nowhere: no such model")
     pool.worker(second)
     assert shown() == ("ready", "")
-    pool.do(ev.WorkerStage(0, second.encode(), "loading", "takes weights"))
+    pool.do(ev.WorkerSaid(0, second.encode(), Stage("loading", "takes weights")))
     assert shown() == ("loading", "takes weights")
 
 
@@ -575,7 +579,7 @@ def test_a_drain_finishes_begun_work_refuses_new_and_ends_the_workers() -> None:
     sent = pool.finish_all()
     assert list(results(sent)) == [1]
     assert [s.link for s in sent if isinstance(s.message, Drain)] == [incarnation.encode()]
-    pool.do(ev.WorkerBye(0, incarnation.encode(), "drained", False))
+    pool.do(ev.WorkerSaid(0, incarnation.encode(), Exiting("drained", False)))
     assert not pool.drained and not pool.killed
     pool.do(ev.WorkerExited(0, incarnation, "exit code 0"))
     assert pool.drained
@@ -637,7 +641,7 @@ def test_work_that_a_worker_refuses_goes_elsewhere_and_nobody_is_suspected() -> 
     pool.submit(client, 1, work())
     (batch,) = pool.batches
     assert isinstance(batch.message, Batch)
-    sent = pool.do(ev.WorkerRefused(0, link, batch.message.batch[1], False))
+    sent = pool.do(ev.WorkerSaid(0, link, ErrorReply("hello_required", "", batch.message.batch[1])))
     assert codes(sent) == ["hello_required"]
     pool.batches.clear()
     pool.worker("b")
@@ -645,7 +649,7 @@ def test_work_that_a_worker_refuses_goes_elsewhere_and_nobody_is_suspected() -> 
     pool.submit(client, 2, work())
     assert [s.link for s in pool.batches] == [b"b", b"b"], "the first worker gets nothing before it is ready again"
     pool.do(ev.WorkerRegistered(0, link, "g", "a", 1, "h"))
-    pool.do(ev.WorkerReady(0, link, CAN, 0))
+    pool.do(ev.WorkerSaid(0, link, Ready(CAN, 0)))
     pool.submit(client, 3, work())
     assert pool.batches[-1].link == b"a"
     assert sorted(results(pool.finish_all())) == [1, 2, 3]
@@ -659,8 +663,8 @@ def test_a_link_belongs_to_the_last_worker_that_registered_on_it() -> None:
     pool.batches.clear()
     pool.do(ev.WorkerRegistered(0, b"a", "g", "another", 1, "h"))
     assert list(pool.machine.core.groups["g"].workers) == ["another"]
-    pool.do(ev.WorkerIdle(0, b"a", EPOCH))
-    pool.do(ev.WorkerReady(0, b"a", CAN, 0))
+    pool.do(ev.WorkerSaid(0, b"a", Idle(EPOCH)))
+    pool.do(ev.WorkerSaid(0, b"a", Ready(CAN, 0)))
     assert list(results(pool.finish_all())) == [1]
 
 

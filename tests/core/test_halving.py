@@ -9,7 +9,7 @@ from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.fleet.checks import impossible
 from enginepool.protocol.capabilities import MOST_HALVINGS, halved
-from enginepool.protocol.messages import Accept, Batch, Capabilities
+from enginepool.protocol.messages import Accept, Batch, Capabilities, Exiting
 from tests.core.machines import CAN, Pool, accepts, config, failures, results, work
 from tests.core.test_classes import PACKED
 
@@ -17,7 +17,7 @@ from tests.core.test_classes import PACKED
 def bye(pool: Pool, link: bytes, *, memory: bool = True) -> None:
     """The worker on `link` says that its engine is lost, and ends."""
     pool.batches = [sent for sent in pool.batches if sent.link != link]
-    pool.do(ev.WorkerBye(0, link, "OutOfMemoryError", True, False, memory))
+    pool.do(ev.WorkerSaid(0, link, Exiting("OutOfMemoryError", True, False, memory)))
 
 
 def in_flight(pool: Pool) -> list[tuple[bytes, list[int]]]:

@@ -5,6 +5,7 @@ import re
 from enginepool.config import Limits, RestartConfig
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.group_weights import GroupWeights
+from enginepool.protocol.messages import Exiting, Ready
 from enginepool.protocol.messages.weights import AbortUpdate, Restored
 from tests.core.machines import CAN, EPOCH, Pool, codes, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool
@@ -28,7 +29,7 @@ def test_an_external_worker_is_named_by_its_incarnation() -> None:
     pool = Pool()
     pool.worker("outside")
     pool.wait(6.0)
-    pool.do(ev.WorkerBye(0, b"outside", "drained", failed=False))
+    pool.do(ev.WorkerSaid(0, b"outside", Exiting("drained", failed=False)))
     assert pool.logged == [
         "worker outside is ready: incarnation outside, process 1 on host, weight version 0",
         "worker outside ends: drained (incarnation outside, 0 batches, process 1 on host, connected for 6 s)",
@@ -133,5 +134,5 @@ def test_a_worker_that_cannot_restore_the_committed_weights_is_one_line_and_one_
     assert lines(pool, "restore") == [
         "worker second cannot restore weight version 3: no snapshot; it gets no work, and tries again every 10 s"
     ]
-    pool.do(ev.WorkerReady(0, second, CAN, 3, DIGEST))
+    pool.do(ev.WorkerSaid(0, second, Ready(CAN, 3, DIGEST)))
     assert lines(pool, "restore")[1:] == ["worker second has restored the committed weight version 3"]

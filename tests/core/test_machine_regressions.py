@@ -8,7 +8,7 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.effects import ToWorker
 from enginepool.coordinator.core.request_state import TEXT
 from enginepool.coordinator.scheduling.batches import MOST_TEXTS, TEXT_BYTES
-from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Tokenize
+from enginepool.protocol.messages import Batch, Capabilities, FrameSpec, Idle, Ready, Stage, Tokenize
 from tests.core.machines import CAN, EPOCH, Pool, Sent, codes, config, failures, results, text, texts, work
 
 
@@ -99,7 +99,7 @@ def test_a_trial_goes_to_an_idle_worker_rather_than_to_one_that_has_text() -> No
 
 def test_no_trial_is_sent_to_a_worker_that_began_to_drain_while_it_was_kept() -> None:
     pool, first, second = one_suspect_and_two_busy_workers()
-    pool.do(ev.WorkerStage(0, b"a", "draining", ""))
+    pool.do(ev.WorkerSaid(0, b"a", Stage("draining", "")))
     assert not [sent for sent in pool.finish(first) if isinstance(sent.message, Batch)]
     assert [sent.link for sent in pool.finish(second) if isinstance(sent.message, Batch)] == [b"b"]
 
@@ -112,7 +112,7 @@ def test_a_suspect_starts_when_what_stood_before_it_has_left_in_the_same_moment(
     lose(pool, lost)
     pool.worker("a", ready=False)
     pool.worker("b", ready=False)
-    together = [event for link in (b"a", b"b") for event in (ev.WorkerIdle(0, link, EPOCH), ev.WorkerReady(0, link, CAN, 0))]
+    together = [ev.WorkerSaid(0, link, said) for link in (b"a", b"b") for said in (Idle(EPOCH), Ready(CAN, 0))]
     effects = pool.machine.handle(*together, ev.Submit(0, client, 2, work(), 5, None))
     sent = [effect.link for effect in effects if isinstance(effect, ToWorker) and isinstance(effect.message, Batch)]
     assert sorted(sent) == [b"a", b"b"]
@@ -226,7 +226,7 @@ def test_a_worker_whose_idle_was_lost_with_its_link_gets_work() -> None:
     client = pool.client()
     pool.do(ev.WorkerRegistered(0, b"a", "g", "a", 1, "h"))
     pool.do(ev.WorkerRegistered(0, b"a2", "g", "a", 1, "h", epoch=EPOCH))
-    pool.do(ev.WorkerReady(0, b"a2", CAN, 0))
+    pool.do(ev.WorkerSaid(0, b"a2", Ready(CAN, 0)))
     pool.submit(client, 1, work())
     pool.finish_all()
     assert list(results(pool.sent)) == [1]

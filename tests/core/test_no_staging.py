@@ -7,7 +7,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.states import WorkerState
-from enginepool.protocol.messages import Capabilities
+from enginepool.protocol.messages import Capabilities, Ready
 from enginepool.protocol.messages.weights import Committed, Join, LoadWeights, Prepared, Published, ReleaseWeights, Restore
 from tests.core.machines import CAN, failures, results, work
 from tests.core.publishers import DIGEST, Trainer, UpdatePool, of_type
@@ -79,7 +79,7 @@ def test_it_serves_the_old_version_until_the_commit_and_nothing_after_until_it_i
     for batch in list(pool.batches):
         assert batch.link != links[1]
         pool.finish(batch, version=1)
-    pool.do(ev.WorkerReady(0, links[1], CAN, 1, DIGEST))
+    pool.do(ev.WorkerSaid(0, links[1], Ready(CAN, 1, DIGEST)))
     assert worker.open
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from enginepool.config import RestartConfig
 from enginepool.coordinator.core import events as ev
-from enginepool.protocol.messages import Batch, StatusReport, WorkerStatus
+from enginepool.protocol.messages import Batch, Stage, StatusReport, WorkerStatus
 from tests.core.machines import Pool, Sent, codes, failures, results, work
 
 
@@ -131,7 +131,7 @@ def test_a_worker_that_starts_is_started_again(registered: bool) -> None:
     incarnation = pool.started[0].incarnation
     if registered:
         up(pool, ready=False)
-        pool.do(ev.WorkerStage(0, incarnation.encode(), "loading", ""))
+        pool.do(ev.WorkerSaid(0, incarnation.encode(), Stage("loading", "")))
     restart(pool, "g-0", incarnation)
     assert pool.killed == [incarnation]
     ended(pool, incarnation)

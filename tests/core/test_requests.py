@@ -674,7 +674,7 @@ def test_text_that_a_worker_refuses_goes_to_another_one() -> None:
     (task,) = texts(pool.sent)
     assert isinstance(task.message, Tokenize)
     pool.worker("b")
-    (again,) = texts(pool.do(ev.WorkerRefused(0, b"a", task.message.task[1], True)))
+    (again,) = texts(pool.do(ev.WorkerSaid(0, b"a", ErrorReply("shutting_down", "", task.message.task[1]))))
     assert again.link == b"b"
     ids(pool, again, [[1]])
     assert list(results(pool.finish_all())) == [1]

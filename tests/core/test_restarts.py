@@ -6,7 +6,7 @@ import pytest
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.group_weights import GroupWeights
-from enginepool.protocol.messages import Batch, Result
+from enginepool.protocol.messages import Batch, Idle, Ready, Result
 from enginepool.protocol.messages.weights import Committed, Prepare, Prepared, Published, ReleaseWeights
 from tests.core.machines import CAN, EPOCH, failures, results, work
 from tests.core.machines import Sent as Message_
@@ -33,9 +33,9 @@ class RestartPool(UpdatePool):
         link = name.encode()
         held = start.weights or GroupWeights()
         self.do(ev.WorkerRegistered(0, link, "g", name, 1, "host"))
-        self.do(ev.WorkerIdle(0, link, EPOCH))
+        self.do(ev.WorkerSaid(0, link, Idle(EPOCH)))
         version = held.version if version is None else version
-        self.do(ev.WorkerReady(0, link, CAN, version, digest or held.digest))
+        self.do(ev.WorkerSaid(0, link, Ready(CAN, version, digest or held.digest)))
         return link
 
     def end(self) -> None:

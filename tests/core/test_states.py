@@ -12,6 +12,7 @@ from enginepool.coordinator.core.request_state import NAMES, REQUEST_MEANING, RE
 from enginepool.coordinator.core.states import SLOT_MEANING, SLOT_TRANSITIONS, WORKER_MEANING, WORKER_TRANSITIONS
 from enginepool.coordinator.core.states import SlotState as Slot
 from enginepool.coordinator.core.states import WorkerState as State
+from enginepool.protocol.messages import Exiting, Idle, Ready, Stage
 from tests.core.machines import CAN, EPOCH, Pool, work
 from tests.core.state_page import PAGE, draw
 
@@ -103,7 +104,7 @@ def test_a_transition_that_the_table_does_not_have_is_an_internal_error() -> Non
     link = pool.worker("one")
     core = pool.machine.core
     worker = core.worker_links[link]
-    pool.do(ev.WorkerBye(0, link, "it ends", failed=False))
+    pool.do(ev.WorkerSaid(0, link, Exiting("it ends", failed=False)))
     assert worker.state is State.LOST
     with pytest.raises(AssertionError, match="cannot go from lost to restoring"):
         transitions.start_restore(core, worker, 1.0)
@@ -114,13 +115,13 @@ def test_the_states_of_a_worker_that_starts_serves_and_ends() -> None:
     link = pool.worker("one", ready=False)
     worker = pool.machine.core.worker_links[link]
     seen = [worker.state]
-    pool.do(ev.WorkerReady(0, link, CAN, 0))
+    pool.do(ev.WorkerSaid(0, link, Ready(CAN, 0)))
     seen.append(worker.state)
-    pool.do(ev.WorkerIdle(0, link, EPOCH))
+    pool.do(ev.WorkerSaid(0, link, Idle(EPOCH)))
     seen.append(worker.state)
     client = pool.client()
     pool.submit(client, 1, work())
-    pool.do(ev.WorkerStage(0, link, "draining", ""))
+    pool.do(ev.WorkerSaid(0, link, Stage("draining", "")))
     seen.append(worker.state)
-    pool.do(ev.WorkerBye(0, link, "it ends", failed=False))
+    pool.do(ev.WorkerSaid(0, link, Exiting("it ends", failed=False)))
     assert [*seen, worker.state] == [State.NOT_READY, State.SYNCING, State.READY, State.DRAINING, State.LOST]

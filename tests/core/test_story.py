@@ -6,7 +6,9 @@ from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.story import story
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
+from enginepool.protocol.messages import Stage
 from tests.core.machines import Pool, work
 
 
@@ -39,11 +41,11 @@ def test_the_story_of_a_worker_names_its_batches_and_their_requests(monkeypatch:
     worker = pool.worker()
     pool.submit(pool.client(), 1, work())
 
-    def fail(self: WorkerRegistry, e: ev.WorkerStage) -> None:
+    def fail(self: WorkerRegistry, worker: Worker) -> None:
         raise KeyError(0)
 
-    monkeypatch.setitem(pool.machine._on, ev.WorkerStage, lambda e: fail(pool.machine.fleet, e))  # pyright: ignore[reportPrivateUsage]
-    told = broken(pool, ev.WorkerStage(0, worker, "ready", "detail"))
+    monkeypatch.setitem(pool.machine._on_worker, Stage, lambda worker, _: fail(pool.machine.fleet, worker))  # pyright: ignore[reportPrivateUsage]
+    told = broken(pool, ev.WorkerSaid(0, worker, Stage("ready", "detail")))
     assert "worker: <Worker w ready batches=1" in told and "batch: <Batch" in told and "/1 RUNNING rows=1" in told
 
 

@@ -13,7 +13,7 @@ from enginepool.protocol.basis import MAX_CHUNK, MAX_FINDINGS, MAX_HEADER_BYTES
 from enginepool.protocol.frames import encode_header
 from enginepool.protocol.layout import layered
 from enginepool.protocol.manifest import worst
-from enginepool.protocol.messages import Batch, Capabilities, ErrorReply, Ready, Stage
+from enginepool.protocol.messages import Batch, Capabilities, ErrorReply, Idle, Ready, Stage
 from enginepool.protocol.messages.weight_reports import HELD, Finding, Inspect, Inspected, InspectWeights, WeightsReport
 from enginepool.protocol.messages.weights import (
     AbortUpdate,
@@ -707,7 +707,7 @@ def test_nothing_is_given_to_an_engine_that_takes_weights() -> None:
     of_late = list(pool.batches)
     pool.batches.clear()
     for batch in of_late:
-        pool.do(ev.WorkerRefused(0, late, batch.message.batch[1], True))  # type: ignore[union-attr]
+        pool.do(ev.WorkerSaid(0, late, ErrorReply("shutting_down", "", batch.message.batch[1])))  # type: ignore[union-attr]
     assert of_late and not pool.batches
     pool.answer(asked)
     pool.written()
@@ -1157,13 +1157,13 @@ def test_a_worker_that_holds_other_weights_is_restored_before_it_gets_work() -> 
     pool = committed_before()
     client = pool.client()
     link = pool.worker("w", ready=False)
-    pool.do(ev.WorkerIdle(0, link, EPOCH))
-    asked = pool.do(ev.WorkerReady(0, link, CAN, 0))
+    pool.do(ev.WorkerSaid(0, link, Idle(EPOCH)))
+    asked = pool.do(ev.WorkerSaid(0, link, Ready(CAN, 0)))
     assert of_type(asked, Restore) == [Restore(3, DIGEST, "/snapshots/g", "/models/3")]
     assert said_of_workers(pool, client) == [("restoring", "")]
     pool.submit(client, 1, work())
     assert not pool.batches
-    told = pool.do(ev.WorkerReady(0, link, CAN, 3, DIGEST))
+    told = pool.do(ev.WorkerSaid(0, link, Ready(CAN, 3, DIGEST)))
     assert said_of_workers(pool, client) == [("ready", "")]
     assert of_type(told, Committed) == [Committed((0, 0), 3, DIGEST, "/snapshots/g")]
     assert len(pool.batches) == 1
@@ -1178,8 +1178,8 @@ def test_who_is_ready_on_a_checkpoint_that_nobody_updated_hears_of_no_commit() -
 def test_the_same_version_with_another_digest_is_another_one() -> None:
     pool = committed_before()
     link = pool.worker("w", ready=False)
-    pool.do(ev.WorkerIdle(0, link, EPOCH))
-    assert of_type(pool.do(ev.WorkerReady(0, link, CAN, 3, "e" * 32)), Restore)
+    pool.do(ev.WorkerSaid(0, link, Idle(EPOCH)))
+    assert of_type(pool.do(ev.WorkerSaid(0, link, Ready(CAN, 3, "e" * 32))), Restore)
 
 
 def test_a_restore_is_said_again_on_a_new_link_and_has_a_deadline() -> None:
@@ -1312,8 +1312,8 @@ def test_weights_may_be_missing_for_one_class_of_workers_alone() -> None:
     packed = Capabilities("causal", 1000, 100, 100, 8, 200, 16, max_item=50)
     plain = pool.worker("plain")
     other = pool.worker("packed", can=packed, ready=False)
-    pool.do(ev.WorkerIdle(0, other, EPOCH))
-    pool.do(ev.WorkerReady(0, other, packed, 3, DIGEST))
+    pool.do(ev.WorkerSaid(0, other, Idle(EPOCH)))
+    pool.do(ev.WorkerSaid(0, other, Ready(packed, 3, DIGEST)))
     pool.submit(client, 1, work())
     pool.tell(plain, Restored(3, "needs_weights", "no snapshot"))
     assert failures(pool.live(11.0))[1].code == "needs_weights", "an empty query is for plain workers"
@@ -1343,7 +1343,7 @@ def test_a_worker_that_finds_them_ends_the_need() -> None:
     asked = pool.live(11.0)
     assert pool.machine.core.groups["g"].weights_lost
     assert of_type(asked, Restore), "it tries again"
-    pool.do(ev.WorkerReady(0, link, CAN, 3, DIGEST))
+    pool.do(ev.WorkerSaid(0, link, Ready(CAN, 3, DIGEST)))
     assert not pool.machine.core.groups["g"].weights_lost
 
 
@@ -1355,9 +1355,9 @@ def test_weights_that_one_class_of_workers_has_found_are_still_missing_for_the_o
     for link in (plain, other):
         pool.tell(link, Restored(3, "needs_weights", "no snapshot"))
     pool.live(11.0)
-    pool.do(ev.WorkerReady(0, other, packed, 3, DIGEST))
+    pool.do(ev.WorkerSaid(0, other, Ready(packed, 3, DIGEST)))
     assert codes(pool.submit(client, 1, work())) == ["needs_weights"], "an empty query is for plain workers"
-    pool.do(ev.WorkerReady(0, plain, CAN, 3, DIGEST))
+    pool.do(ev.WorkerSaid(0, plain, Ready(CAN, 3, DIGEST)))
     pool.submit(client, 2, work())
     assert 2 in results(pool.finish_all())
 
@@ -1365,7 +1365,7 @@ def test_weights_that_one_class_of_workers_has_found_are_still_missing_for_the_o
 def test_a_worker_that_is_lost_in_the_moment_in_which_it_finds_them_ends_no_need() -> None:
     pool, trainer, links = lost_everywhere()
     link = links[0]
-    pool.machine.handle(ev.WorkerReady(pool.now, link, CAN, 3, DIGEST), ev.WorkerBroken(pool.now, link, "dies"))
+    pool.machine.handle(ev.WorkerSaid(pool.now, link, Ready(CAN, 3, DIGEST)), ev.WorkerBroken(pool.now, link, "dies"))
     assert codes(pool.submit(trainer.link, 50, work())) == ["needs_weights"]
 
 
@@ -1373,10 +1373,10 @@ def test_a_worker_that_comes_while_others_are_updated_is_restored_at_once() -> N
     pool = committed_before()
     trainer = Trainer(pool)
     member, late = pool.worker("member", ready=False), pool.worker("late", ready=False)
-    pool.do(ev.WorkerIdle(0, member, EPOCH))
-    pool.do(ev.WorkerReady(0, member, CAN, 3, DIGEST))
+    pool.do(ev.WorkerSaid(0, member, Idle(EPOCH)))
+    pool.do(ev.WorkerSaid(0, member, Ready(CAN, 3, DIGEST)))
     trainer.publish(4)
-    assert of_type(pool.do(ev.WorkerReady(0, late, CAN, 0)), Restore) == [Restore(3, DIGEST, "/snapshots/g", "/models/3")]
+    assert of_type(pool.do(ev.WorkerSaid(0, late, Ready(CAN, 0))), Restore) == [Restore(3, DIGEST, "/snapshots/g", "/models/3")]
 
 
 def test_a_member_that_is_ready_on_weights_that_are_not_committed_yet_keeps_them() -> None:
@@ -1384,7 +1384,7 @@ def test_a_member_that_is_ready_on_weights_that_are_not_committed_yet_keeps_them
     pool, _, links = to_load()
     for link in links:
         pool.tell(link, WeightsLoaded(pool.update.id, 1, DIGEST))
-    assert not of_type(pool.do(ev.WorkerReady(0, links[0], CAN, 1, DIGEST)), Restore)
+    assert not of_type(pool.do(ev.WorkerSaid(0, links[0], Ready(CAN, 1, DIGEST))), Restore)
     assert not of_type(pool.written(), Restore)
     assert all(worker.able for worker in pool.machine.core.groups["g"].workers.values())
 
@@ -1393,7 +1393,7 @@ def test_a_worker_that_drains_is_not_restored() -> None:
     pool, trainer, links = ready(1)
     to_transfer(pool, trainer)
     late = pool.worker("late")
-    pool.do(ev.WorkerStage(0, late, "draining", ""))
+    pool.do(ev.WorkerSaid(0, late, Stage("draining", "")))
     trainer.sent()
     pool.stage(links)
     pool.answer(trainer.commit())
@@ -1418,20 +1418,20 @@ def test_who_was_told_to_take_other_weights_gets_no_work_before_it_says_what_it_
     pool.answer(trainer.commit(), digest="e" * 32)
     pool.written()
     late = pool.worker("late", ready=False)
-    pool.do(ev.WorkerIdle(0, late, EPOCH))
-    assert of_type(pool.do(ev.WorkerReady(0, late, CAN, 1, DIGEST)), Restore)
+    pool.do(ev.WorkerSaid(0, late, Idle(EPOCH)))
+    assert of_type(pool.do(ev.WorkerSaid(0, late, Ready(CAN, 1, DIGEST))), Restore)
     told = committed(pool, trainer, 1, links, new_run=True)
     assert [s.link for s in told if isinstance(s.message, Restore)] == [late]
     for number in (50, 51, 52):
         pool.submit(trainer.link, number, work(8, 10))
     assert {batch.link for batch in pool.batches} == set(links)
     if found:
-        pool.do(ev.WorkerReady(0, late, CAN, 1, DIGEST))
+        pool.do(ev.WorkerSaid(0, late, Ready(CAN, 1, DIGEST)))
     else:
         pool.tell(late, Restored(1, "needs_weights", "no snapshot"))
         assert {batch.link for batch in pool.batches} == set(links)
         assert [s.link for s in pool.live(11.0) if isinstance(s.message, Restore)] == [late], "it is asked again"
-        pool.do(ev.WorkerReady(0, late, CAN, 1, DIGEST))
+        pool.do(ev.WorkerSaid(0, late, Ready(CAN, 1, DIGEST)))
     assert {batch.link for batch in pool.batches} == {late, *links}
 
 
@@ -1554,7 +1554,7 @@ def test_a_member_that_takes_weights_says_so_and_is_ready_after() -> None:
     pool.written()
     worker = pool.machine.core.groups["g"].workers["w1"]
     assert not worker.able
-    pool.do(ev.WorkerReady(0, b"new", CAN, 1, DIGEST))
+    pool.do(ev.WorkerSaid(0, b"new", Ready(CAN, 1, DIGEST)))
     assert worker.able
 
 

@@ -13,7 +13,7 @@ from enginepool.coordinator.core.group_weights import GroupWeights, LiveProcess
 from enginepool.coordinator.operations.base import Work
 from enginepool.protocol.frames import Buffer as Buffer
 from enginepool.protocol.manifest import Tensor
-from enginepool.protocol.messages import Capabilities, FrameSpec
+from enginepool.protocol.messages import ErrorReply, Exiting, FrameSpec, Idle, Ready, Stage
 from enginepool.protocol.messages.control import Commanded, Control
 from enginepool.protocol.messages.weight_reports import Inspected, InspectWeights, UpdateRecord
 from enginepool.protocol.messages.weights import (
@@ -23,6 +23,7 @@ from enginepool.protocol.messages.weights import (
     Prepared,
     Publish,
     Renew,
+    Restored,
     Sent,
     Staged,
     WeightsLoaded,
@@ -215,29 +216,11 @@ class SettingsAsked(Event):
     group: str
 
 
-class WorkerStage(Event):
-    """A worker says what it is doing."""
+class WorkerSaid(Event):
+    """A registered worker says something about itself, its task or its weights. What has frames is an event of its own."""
 
     link: Link
-    stage: str
-    detail: str
-
-
-class WorkerReady(Event):
-    """A worker's engine is loaded and warm."""
-
-    link: Link
-    capabilities: Capabilities
-    version: int
-    digest: str = ""
-    committed: tuple[int, int] = (0, 0)
-
-
-class WorkerIdle(Event):
-    """A worker has heard `epoch` and holds nothing older."""
-
-    link: Link
-    epoch: int
+    message: Stage | Ready | Idle | Exiting | ErrorReply | Prepared | Joined | Staged | WeightsLoaded | Restored | Commanded
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
@@ -270,30 +253,12 @@ class TextTokenized(Event):
     message: str = ""
 
 
-class WorkerRefused(Event):
-    """A worker did not take the batch or text with this number of our epoch: it drains, or is not ready in this epoch."""
-
-    link: Link
-    number: int | None
-    draining: bool
-
-
 class WorkerHeard(Event):
     """A pong of a worker, or a ping with its `at`."""
 
     link: Link
     at: int | None = None
     proof: int = 0
-
-
-class WorkerBye(Event):
-    """A worker says that it ends, and why. `permanent`: starting it again cannot help. `out_of_memory`: of a batch."""
-
-    link: Link
-    reason: str
-    failed: bool
-    permanent: bool = False
-    out_of_memory: bool = False
 
 
 class WorkerBroken(Event):
@@ -306,7 +271,7 @@ class WorkerBroken(Event):
 
 class WorkerExited(Event):
     """A worker's process and all its children have ended. `failed`: by itself, with an error. `unstarted`: the host could not
-    start the process. `permanent` and `out_of_memory`: as in `WorkerBye`, which may arrive later or never."""
+    start the process. `permanent` and `out_of_memory`: as in `Exiting`, which may arrive later or never."""
 
     incarnation: str
     reason: str
@@ -314,29 +279,6 @@ class WorkerExited(Event):
     failed: bool = False
     unstarted: bool = False
     out_of_memory: bool = False
-
-
-class MemberSaid(Event):
-    """A worker answers what was asked of it in an update."""
-
-    link: Link
-    message: Prepared | Joined | Staged | WeightsLoaded
-
-
-class RestoreFailed(Event):
-    """A worker could not get the committed weights."""
-
-    link: Link
-    version: int
-    code: str
-    message: str
-
-
-class WorkerCommanded(Event):
-    """A worker has done a command, or could not."""
-
-    link: Link
-    message: Commanded
 
 
 class WorkerInspected(Event):

@@ -15,9 +15,10 @@ from enginepool.coordinator.core.effects import Drained, Effect, ToClient
 from enginepool.coordinator.core.group import Group
 from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.request import Client
-from enginepool.coordinator.core.secondary import SecondaryEvent, WorkerLoaded, WorkerLost, WorkerReturned
+from enginepool.coordinator.core.secondary import SecondaryEvent, WorkerLost, WorkerReturned
 from enginepool.coordinator.core.status import report
 from enginepool.coordinator.core.transitions import hold, release
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.deadlines import WorkerDeadlines
 from enginepool.coordinator.fleet.fan_out import FanOut
 from enginepool.coordinator.fleet.planned_restarts import PlannedRestarts
@@ -35,6 +36,9 @@ from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.publishing import Publishers
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Transactions
+from enginepool.protocol.messages import ErrorReply, Exiting, Idle, Message, Ready, Stage
+from enginepool.protocol.messages.control import Commanded
+from enginepool.protocol.messages.weights import Joined, Prepared, Restored, Staged, WeightsLoaded
 
 #: how often silence, stages, slots and kept answers are checked
 WATCH_S = 0.25
@@ -79,31 +83,29 @@ class Machine:
             ev.RestartAsked: self._restart,
             ev.WorkerRegistered: registration.register,
             ev.SettingsAsked: registration.settings,
-            ev.WorkerStage: reports.stage,
-            ev.WorkerReady: reports.ready,
-            ev.WorkerIdle: reports.idle,
+            ev.WorkerSaid: self._worker_said,
             ev.BatchDone: reports.done,
             ev.TextTokenized: reports.tokenized,
-            ev.WorkerRefused: reports.refused,
             ev.WorkerHeard: reports.heard,
-            ev.WorkerBye: fleet.bye,
             ev.WorkerBroken: fleet.broken,
             ev.WorkerExited: fleet.exited,
             ev.PublishAsked: publishers.publish,
             ev.PublisherSaid: publishers.said,
-            ev.MemberSaid: weights.answered,
             ev.JournalChecked: weights.checked,
             ev.JournalWritten: weights.journaled,
-            ev.RestoreFailed: self._restore_failed,
             ev.WeightsAsked: self._weights_asked,
             ev.WorkerInspected: self._inspected,
             ev.ControlAsked: self._control,
-            ev.WorkerCommanded: self._commanded,
         }
-        self._on_secondary: dict[type[SecondaryEvent], Callable[[Any], None]] = {
-            WorkerLost: self._worker_lost,
-            WorkerReturned: self._worker_returned,
-            WorkerLoaded: self._worker_loaded,
+        self._on_worker: dict[type[Message], Callable[[Worker, Any], None]] = {
+            Stage: reports.stage,
+            Ready: reports.ready,
+            Idle: reports.idle,
+            ErrorReply: reports.refused,
+            Exiting: fleet.bye,
+            **dict.fromkeys((Prepared, Joined, Staged, WeightsLoaded), weights.answered),
+            Restored: self.restoring.failed,
+            Commanded: self._commanded,
         }
 
     def handle(self, *events: ev.Event) -> list[Effect]:
@@ -228,24 +230,21 @@ class Machine:
         while True:
             events, core.secondary = core.secondary, []
             for event in events:
-                self._on_secondary[type(event)](event)
+                self._handle_secondary(event)
             self.weights.phases.advance()
             if not core.secondary:
                 return
 
-    def _worker_lost(self, e: WorkerLost) -> None:
-        self.weights.lost(e.worker, e.reason)
-        self.questions.lost(e.worker, e.reason)
-
-    def _worker_returned(self, e: WorkerReturned) -> None:
-        self.weights.returned(e.worker)
-        self.restoring.returned(e.worker)
-        self.questions.returned(e.worker)
-
-    def _worker_loaded(self, e: WorkerLoaded) -> None:
-        if not e.worker.lost:
+    def _handle_secondary(self, e: SecondaryEvent) -> None:
+        if isinstance(e, WorkerLost):
+            self.weights.lost(e.worker, e.reason)
+            self.questions.lost(e.worker, e.reason)
+        elif isinstance(e, WorkerReturned):
+            self.weights.returned(e.worker)
+            self.restoring.returned(e.worker)
+            self.questions.returned(e.worker)
+        elif not e.worker.lost:
             self.weights.phases.restarts.loaded(e.worker)
-        if not e.worker.lost:
             self.restoring.loaded(e.worker)
 
     def _hello(self, e: ev.ClientHello) -> None:
@@ -262,20 +261,18 @@ class Machine:
         self.clients.spoke(e.link)
         control(self.core, self.questions, e)
 
-    def _restore_failed(self, e: ev.RestoreFailed) -> None:
-        worker = self.fleet.of(e.link)
-        if worker is not None:
-            self.restoring.failed(worker, e)
-
     def _inspected(self, e: ev.WorkerInspected) -> None:
         worker = self.fleet.of(e.link)
         if worker is not None and not self.weights.phases.verifying.inspected(worker, e.message):
             self.questions.answered(worker, e.message.task, e.message, e.frames)
 
-    def _commanded(self, e: ev.WorkerCommanded) -> None:
+    def _commanded(self, worker: Worker, message: Commanded) -> None:
+        self.questions.answered(worker, message.task, message)
+
+    def _worker_said(self, e: ev.WorkerSaid) -> None:
         worker = self.fleet.of(e.link)
         if worker is not None:
-            self.questions.answered(worker, e.message.task, e.message)
+            self._on_worker[type(e.message)](worker, e.message)
 
     def __repr__(self) -> str:
         core = self.core

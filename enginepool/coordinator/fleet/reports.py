@@ -5,6 +5,7 @@ from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import KeepHistory, ToWorker
 from enginepool.coordinator.core.secondary import WorkerLoaded
 from enginepool.coordinator.core.transitions import confirm_epoch, end_batch, end_text, report_stage
+from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.checks import alone_in_class, differs, impossible, misfit, stranger, usual
 from enginepool.coordinator.fleet.workers import WorkerRegistry, failed_to_start, put_text_back
 from enginepool.coordinator.requests import texts
@@ -12,7 +13,7 @@ from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.cost_model import ForwardCostModel
 from enginepool.coordinator.scheduling.oom_backoff import shrink
 from enginepool.protocol.capabilities import halved
-from enginepool.protocol.messages import Pong
+from enginepool.protocol.messages import ErrorReply, Idle, Pong, Ready, Stage
 
 
 class WorkerReports:
@@ -23,21 +24,15 @@ class WorkerReports:
         self.requests = requests
         self.workers = workers
 
-    def stage(self, e: ev.WorkerStage) -> None:
+    def stage(self, worker: Worker, message: Stage) -> None:
         """A worker says what it does; a new stage has a new deadline."""
-        worker = self.workers.of(e.link)
-        if worker is None:
-            return
-        worker.detail = e.detail
-        if worker.stage != e.stage:
-            report_stage(self.core, worker, e.stage)
+        worker.detail = message.detail
+        if worker.stage != message.stage:
+            report_stage(self.core, worker, message.stage)
 
-    def ready(self, e: ev.WorkerReady) -> None:
+    def ready(self, worker: Worker, message: Ready) -> None:
         """A worker's engine is ready. The first one of a class sets the limits of that class."""
-        worker = self.workers.of(e.link)
-        if worker is None:
-            return
-        group, can = worker.group, e.capabilities
+        group, can = worker.group, message.capabilities
         if not impossible(can):
             if can.halvings > group.halvings:
                 # It was halved under an earlier coordinator.
@@ -50,14 +45,14 @@ class WorkerReports:
             return
         alone = alone_in_class(worker, can)
         if worker.capabilities is None:
-            where = f"process {worker.pid} on {worker.host}, weight version {e.version}"
+            where = f"process {worker.pid} on {worker.host}, weight version {message.version}"
             self.workers.log(worker, f"worker {worker.name} is ready: incarnation {worker.incarnation}, {where}")
-        worker.declared, worker.capabilities = e.capabilities, can
+        worker.declared, worker.capabilities = message.capabilities, can
         forward_s = can.forward_ms / 1000
         if worker.pace is None or (worker.pace.said, worker.pace.forward_s) != (can.pace, forward_s):
             worker.pace = ForwardCostModel(can.pace, forward_s) if can.pace else None
         worker.routing = group.packed_routing if can.packed else group.routing
-        worker.version, worker.digest, worker.committed = e.version, e.digest, e.committed
+        worker.version, worker.digest, worker.committed = message.version, message.digest, message.committed
         worker.detail = ""
         report_stage(self.core, worker, "ready")
         known = group.packed if can.packed else group.plain
@@ -84,10 +79,9 @@ class WorkerReports:
         self.core.wake(group)
         self.core.secondary.append(WorkerLoaded(worker))
 
-    def idle(self, e: ev.WorkerIdle) -> None:
+    def idle(self, worker: Worker, message: Idle) -> None:
         """A worker has dropped everything of earlier epochs."""
-        worker = self.workers.of(e.link)
-        if worker is not None and e.epoch == self.core.epoch:
+        if message.epoch == self.core.epoch:
             confirm_epoch(self.core, worker)
 
     def heard(self, e: ev.WorkerHeard) -> None:
@@ -129,18 +123,18 @@ class WorkerReports:
         if worker is not None:
             texts.tokenized(self.requests, worker, e)
 
-    def refused(self, e: ev.WorkerRefused) -> None:
-        """A worker did not take a batch or a text: that goes elsewhere, and the worker registers again before it gets more."""
-        worker = self.workers.of(e.link)
-        if worker is None or e.number is None:
+    def refused(self, worker: Worker, message: ErrorReply) -> None:
+        """A worker did not take the batch or text with this number of this epoch, because it drains or is not ready. The work
+        goes elsewhere, and a worker that does not drain registers again before it gets more."""
+        if message.id is None:
             return
-        task = (self.core.epoch, e.number)
+        task, draining = (self.core.epoch, message.id), message.code == "shutting_down"
         batch = worker.batches.get(task)
         text = end_text(self.core, worker, task)
         if batch is None and text is None:
             return
-        report_stage(self.core, worker, "draining" if e.draining else "starting")
-        if not e.draining:
+        report_stage(self.core, worker, "draining" if draining else "starting")
+        if not draining:
             self.workers.refuse(worker.link, "hello_required", "register again: work was refused")
         if batch is not None:
             end_batch(self.core, batch)

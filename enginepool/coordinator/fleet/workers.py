@@ -23,7 +23,7 @@ from enginepool.coordinator.fleet.slots import WorkerSlots
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.requests.texts import texts_lost
 from enginepool.coordinator.scheduling.oom_backoff import halve
-from enginepool.protocol.messages import Drain, ErrorReply, Expired
+from enginepool.protocol.messages import Drain, ErrorReply, Exiting, Expired
 
 #: how many refused incarnations are remembered
 REFUSED = 65_536
@@ -92,22 +92,19 @@ class WorkerRegistry:
         if worker is not None:
             self.lose(worker, e.reason, kill=True, silent=e.silent)
 
-    def bye(self, e: ev.WorkerBye) -> None:
+    def bye(self, worker: Worker, message: Exiting) -> None:
         """A worker ends. A worker that failed is killed with all its processes. A drained worker gets GOODBYE_S to end."""
-        worker = self.of(e.link)
-        if worker is None:
-            return
         slot = worker.slot
-        if e.out_of_memory:
+        if message.out_of_memory:
             self._out_of_memory(worker)
-        if e.failed:
-            failed_to_start(worker, e.reason)
-        self.lose(worker, e.reason, kill=e.failed, own=True)
-        if slot is not None and not e.failed:
-            slot.end_reason = e.reason
-            slot.due = e.now + GOODBYE_S
+        if message.failed:
+            failed_to_start(worker, message.reason)
+        self.lose(worker, message.reason, kill=message.failed, own=True)
+        if slot is not None and not message.failed:
+            slot.end_reason = message.reason
+            slot.due = self.core.now + GOODBYE_S
         if slot is not None:
-            slot.unstartable = e.permanent
+            slot.unstartable = message.permanent
 
     def _out_of_memory(self, worker: Worker) -> None:
         """The engine of `worker` ran out of memory in a batch. If smaller batches may help, the loss counts neither against

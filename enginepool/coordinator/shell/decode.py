@@ -187,8 +187,8 @@ def _tokenized(now: float, link: Link, tokenized: m.Tokenized, frames: Sequence[
     return ev.TextTokenized(now, link, tokenized.task, tokenized.frames, frames, tokenized.message)
 
 
-def _answer(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.Event:
-    return ev.MemberSaid(now, link, message)
+def _worker_said(now: float, link: Link, message: Any, frames: Sequence[Buffer]) -> ev.Event:
+    return ev.WorkerSaid(now, link, message)
 
 
 def _inspected(now: float, link: Link, inspected: m.Inspected, frames: Sequence[Buffer]) -> ev.Event:
@@ -199,28 +199,21 @@ def _inspected(now: float, link: Link, inspected: m.Inspected, frames: Sequence[
 def _ready(now: float, link: Link, ready: m.Ready, frames: Sequence[Buffer]) -> ev.Event:
     if not all(0 <= number <= m.MAX_ID for number in ready.committed):
         raise WireError("malformed", f"committed: {list(ready.committed)} is outside 0..{m.MAX_ID}", field="committed")
-    return ev.WorkerReady(now, link, ready.capabilities, ready.version, ready.digest, ready.committed)
+    return ev.WorkerSaid(now, link, ready)
 
 
+#: messages without frames and with nothing to check
+_SAID = (
+    m.Stage, m.Idle, m.Exiting, m.ErrorReply, m.Prepared, m.Joined, m.Staged, m.WeightsLoaded, m.Restored, m.Commanded,
+)  # fmt: skip
 _WORKER: dict[type, Callable[[float, Link, Any, Sequence[Buffer]], ev.Event]] = {
     m.Register: _register,
     m.GetSettings: lambda now, link, message, _: ev.SettingsAsked(now, link, message.group),
-    m.Stage: lambda now, link, message, _: ev.WorkerStage(now, link, message.stage, message.detail),
     m.Ready: _ready,
-    m.Idle: lambda now, link, message, _: ev.WorkerIdle(now, link, message.epoch),
     m.Done: _done,
     m.Tokenized: _tokenized,
-    m.Prepared: _answer,
-    m.Joined: _answer,
-    m.Staged: _answer,
-    m.WeightsLoaded: _answer,
-    m.Restored: lambda now, link, message, _: ev.RestoreFailed(now, link, message.version, message.code, message.message),
+    **dict.fromkeys(_SAID, _worker_said),
     m.Inspected: _inspected,
-    m.Commanded: lambda now, link, message, _: ev.WorkerCommanded(now, link, message),
-    m.Exiting: lambda now, link, message, _: ev.WorkerBye(
-        now, link, message.reason, message.failed, message.permanent, message.out_of_memory
-    ),
-    m.ErrorReply: lambda now, link, message, _: ev.WorkerRefused(now, link, message.id, message.code == "shutting_down"),
     m.Ping: lambda now, link, message, _: ev.WorkerHeard(now, link, message.at),
     m.Pong: lambda now, link, message, _: ev.WorkerHeard(now, link, proof=message.at),
 }

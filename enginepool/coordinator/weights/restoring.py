@@ -10,7 +10,6 @@ the only copy, and older ones must not answer: no worker of the group is restore
 weights as above, until a publisher brings them or an operator set_version what those workers hold.
 """
 
-from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.context import Context
 from enginepool.coordinator.core.effects import ToClient, ToWorker
 from enginepool.coordinator.core.group import Group
@@ -21,7 +20,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.requests.lifecycle import RequestLifecycle
 from enginepool.coordinator.scheduling.worker_kinds import PACKED, PLAIN
-from enginepool.protocol.messages.weights import Committed, Restore, WeightsNeeded
+from enginepool.protocol.messages.weights import Committed, Restore, Restored, WeightsNeeded
 
 
 class Restoring:
@@ -115,13 +114,13 @@ class Restoring:
         if worker.state is WorkerState.RESTORING and not handed:
             self._post(worker)
 
-    def failed(self, worker: Worker, e: ev.RestoreFailed) -> None:
+    def failed(self, worker: Worker, message: Restored) -> None:
         """A worker could not have the committed weights."""
-        if worker.state is not WorkerState.RESTORING or e.version != worker.group.version:
+        if worker.state is not WorkerState.RESTORING or message.version != worker.group.version:
             return
         again_s = self.core.config.timing.restore_again_s
-        fail_restore(self.core, worker, f"{e.code}: {e.message}", self.core.now + again_s)
-        detail = f"cannot restore weight version {e.version}: {e.message}"
+        fail_restore(self.core, worker, f"{message.code}: {message.message}", self.core.now + again_s)
+        detail = f"cannot restore weight version {message.version}: {message.message}"
         if detail != worker.detail:  # it tries again every few seconds
             again = f"it gets no work, and tries again every {again_s:g} s"
             self.fleet.log(worker, f"worker {worker.name} {detail}; {again}")

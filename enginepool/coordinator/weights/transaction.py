@@ -36,7 +36,6 @@ class Transactions:
     def __init__(self, core: Context, ending: UpdateOutcomes) -> None:
         self.core = core
         self.ending = ending
-        self.fleet = ending.fleet
         self.phases = Phases(core, ending)
 
     def begin(self, update: Update) -> None:
@@ -46,12 +45,9 @@ class Transactions:
         self.core.effects.append(CheckJournal(update.id))
         self.phases.ask_all(update)
 
-    def answered(self, e: ev.MemberSaid) -> None:
+    def answered(self, worker: Worker, message: Prepared | Joined | Staged | WeightsLoaded) -> None:
         """A member has done what was asked of it, or says why not."""
-        worker = self.fleet.of(e.link)
-        if worker is None:
-            return
-        update, message = self.core.update_of(worker.group), e.message
+        update = self.core.update_of(worker.group)
         if update is None or message.update != update.id or worker.incarnation not in update.members:
             return
         member = update.members[worker.incarnation]
