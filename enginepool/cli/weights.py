@@ -77,7 +77,7 @@ def digest(connect: Address = DEFAULT_ADDRESS, group: Group = "", as_json: AsJso
     from enginepool.cli.weights_tables import digest_table, not_comparable
 
     report = _report(connect, lambda pool: pool.weights_digest(group), digest_table, as_json)
-    _all_answered(report, besides=not_comparable)
+    _all_answered(report, excused=not_comparable)
     if len({worker.digest for worker in report.workers if not not_comparable(worker)}) > 1:
         raise CommandFailed(f"the workers of {report.group} hold different weights", RUN_FAILED)
 
@@ -201,10 +201,10 @@ def _report(
     return report
 
 
-def _all_answered(report: "WeightsReport", besides: "Callable[[WorkerWeights], bool]" = lambda _: False) -> None:
-    """Raises CommandFailed: no worker is ready, or one of them, of those that `besides` does not excuse, says why it cannot."""
+def _all_answered(report: "WeightsReport", excused: "Callable[[WorkerWeights], bool]" = lambda _: False) -> None:
+    """Raises CommandFailed: no worker is ready, or a worker that is not `excused` says why it cannot answer."""
     if not report.workers:
         raise CommandFailed(f"no worker of {report.group} is ready", RUN_FAILED)
-    silent = [f"{worker.name}: {worker.message}" for worker in report.workers if worker.message and not besides(worker)]
+    silent = [f"{worker.name}: {worker.message}" for worker in report.workers if worker.message and not excused(worker)]
     if silent:
         raise CommandFailed("; ".join(silent), RUN_FAILED)

@@ -1,7 +1,7 @@
 """Arguments of the Python API, checked one by one, and how one that is wrong is named.
 
-What needs no knowledge of the model is refused here with the same error that the coordinator would give, in Python's names
-(`items[3][7]`, `label_token_ids`).
+What can be checked without knowledge of the model is refused here, with the error that the coordinator would give and in
+Python's names (`items[3][7]`, `label_token_ids`).
 """
 
 import difflib
@@ -32,7 +32,7 @@ def bad(field: str, message: str, limit: str = "") -> BadRequest:
 
 
 def kind(value: object) -> str:
-    """What a value is that should have been something else."""
+    """The type of a wrong value, with its article, for an error."""
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
 
@@ -122,11 +122,11 @@ def check_address(value: Any) -> str:
 
 
 def check_options(method: str, options: Mapping[str, object], known: type, *named: str) -> None:
-    """Refuse an option that the method does not have, with the name of the one that was meant. Raises TypeError.
+    """Refuse an option that the method does not have, and name a similar one. Raises TypeError.
 
     Args:
         known: a TypedDict of the method's options.
-        named: its arguments besides.
+        named: its other arguments.
     """
     for name in options:
         if name not in known.__annotations__:

@@ -55,7 +55,7 @@ _ALL = 1 << 16
 
 
 class Connection:
-    """A client of the coordinator at `address`, on the loop that runs now, until `close`."""
+    """A client of the coordinator at `address`, on the running loop, until `close`."""
 
     def __init__(self, address: str, key: Key | None = None) -> None:
         self.address = address
@@ -73,10 +73,10 @@ class Connection:
         self._timer: asyncio.TimerHandle | None = None
         self._wake_at = math.inf
         self._opened: asyncio.Future[ErrorReply | None] = self._loop.create_future()
-        #: why its host cannot be found by its name; "": it can, or has none; and who finds out
+        #: why the name of the host cannot be resolved, or ""
         self._unnamed = ""
         self._lookup: asyncio.Task[None] | None = None
-        #: the log was told that the coordinator is silent
+        #: the log says that the coordinator is silent
         self._lost = False
 
     def describe(self) -> str:
@@ -93,7 +93,7 @@ class Connection:
         """Find the coordinator, within so many seconds.
 
         Raises:
-            EnginepoolError: there is none, or it wants no such client; the connection is to be closed.
+            EnginepoolError: no coordinator answered, or it refused this client; the caller closes the connection.
         """
         now = self._loop.time()
         self._lookup = self._loop.create_task(follow_name(self.address, self._named))
@@ -181,7 +181,7 @@ class Connection:
         self.handle(Abort(self._loop.time(), failure))
 
     def close(self) -> None:
-        """Take back what is not answered and say goodbye. Twice is once."""
+        """Take back what is not answered and say goodbye. Idempotent."""
         self.handle(Close(self._loop.time()))
 
     def error(self, failure: ErrorReply, names: Mapping[str, str] | None = None) -> EnginepoolError:

@@ -104,7 +104,8 @@ class EmbeddedCoordinator:
         self._settled = False
         self._stopping = False
         self._lifeline: int | None = None
-        self._cut: Callable[[], object] = _nothing
+        #: closes both ends of the lifeline
+        self._cut: Callable[[], object] | None = None
         self._process: ChildProcess | None = None
         self._again: asyncio.TimerHandle | None = None
 
@@ -130,7 +131,7 @@ class EmbeddedCoordinator:
         self._settled = True
 
     async def stop(self) -> None:
-        """End the child and its workers: a drain first, then the lifeline, then SIGKILL. Twice is once."""
+        """End the child and its workers: a drain first, then the lifeline, then SIGKILL. Idempotent."""
         self._stopping = True
         if self._again is not None:
             self._again.cancel()
@@ -213,11 +214,8 @@ class EmbeddedCoordinator:
     def cut_lifeline(self) -> None:
         """Close both ends in this process; the coordinator ends when no process holds the write end."""
         self._lifeline = None
-        self._cut()
-
-
-def _nothing() -> None:
-    """Before the start there is no lifeline to cut."""
+        if self._cut is not None:
+            self._cut()
 
 
 def _close(*descriptors: int) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import prod
 
 import msgspec
 import zmq
@@ -198,10 +199,7 @@ def _readable(socket: "zmq.Socket[bytes]") -> bool:
 
 
 def _is_large(spec: FrameSpec) -> bool:
-    size = 1
-    for side in spec.shape:
-        size *= side
-    return size * 4 > _LARGE
+    return prod(spec.shape) * 4 > _LARGE
 
 
 def _try_send(socket: "zmq.Socket[bytes]", parts: Sequence[Buffer]) -> bool:

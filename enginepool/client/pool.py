@@ -56,7 +56,7 @@ class Pool(ScoreCalls, EmbedCalls, WeightCalls, ControlCalls):
 
     @property
     def connection(self) -> Connection:
-        """What a `WeightPublisher` speaks through; not for other callers."""
+        """The connection, for a `WeightPublisher` alone."""
         return self._connection
 
     def __repr__(self) -> str:
@@ -148,7 +148,7 @@ class Pool(ScoreCalls, EmbedCalls, WeightCalls, ControlCalls):
         return Opening("Pool.start", open_)
 
     async def close(self) -> None:
-        """Take back what is not answered, say goodbye, end what `start` started. Never hangs; twice is once."""
+        """Take back what is not answered, say goodbye, end what `start` started. Never hangs. Idempotent."""
         self._notices.close()
         try:
             self._connection.close()

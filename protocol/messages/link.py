@@ -116,7 +116,7 @@ class Accept(Message, tag="accept"):
 class WorkerSettings(Message, tag="settings"):
     """With what the workers of `group` are started. `settings`: JSON with the keys of the pool's file. `path`: the checkpoint
     directory that an engine starts on in place of the model, where the committed weights can be had in no other way; they are
-    `version`, and `digest` is theirs. `drain_s`: seconds that begun work has to finish when a worker drains."""
+    `version`, and have this `digest`. `drain_s`: seconds that begun work has to finish when a worker drains."""
 
     group: str
     settings: str

@@ -16,7 +16,7 @@ class Stage(Message, tag="stage"):
 
 
 class Ready(Message, tag="ready"):
-    """The engine is loaded and warm, and holds `version` of the weights; `digest` is theirs ("": its checkpoint's own).
+    """The engine is loaded and warm, and holds `version` of the weights, with this `digest` ("": its checkpoint's own).
     `committed`: the run and the version of the weights that a coordinator called committed last; (0, 0): none."""
 
     capabilities: Capabilities

@@ -1,6 +1,6 @@
 """Whether the link of a client's session stands, and when the next Hello, ping or new socket is due.
 
-Part of the pure machine in `session.py`, which says what a lost link means for everything else. How it thinks:
+Part of the pure machine in `machine.py`, which says what a lost link means for everything else. How it thinks:
 
 The link goes new → greeting → welcomed, and back to greeting whenever the coordinator does not know this client (it answers
 `hello_required`, or speaks of a higher epoch) or says nothing for `silence_s`; finally it is ended. Silence counts from the
@@ -65,7 +65,7 @@ class LinkState:
         return min(self._connect_by, self._greet_by, self._hello_at, self._ping_at, self._silent_at)
 
     def connect_by(self, time: float | None) -> None:
-        """When somebody must have answered for the first time."""
+        """When a coordinator must have answered for the first time."""
         self._connect_by = inf if time is None else time
 
     def greet(self, now: float, out: list[SessionEffect], *, open_link: bool) -> None:
@@ -84,12 +84,12 @@ class LinkState:
         out.append(SendMessage(hello))
 
     def forgotten(self, now: float) -> bool:
-        """The coordinator says that it does not know this link: whether it is to be greeted again. What is said within the gap
-        was about messages before the last Hello."""
+        """Whether to send a new Hello to a coordinator that does not know this link. An error within the gap is about messages
+        before the last Hello."""
         return self.state == "welcomed" and now >= self._hello_after
 
     def superseded(self, now: float) -> Literal["ignored", "greet", "end"]:
-        """An old link of our own, or somebody with our identity (a fork): the second never stops."""
+        """An old link of this client, or another process with its identity (a fork). The second never stops."""
         if now < self._hello_after:
             return "ignored"
         if now - self._strike_at > _STRIKE_S:
@@ -135,7 +135,7 @@ class LinkState:
             self._ping_at = min(self._ping_at, now + self._ping_s)
 
     def forgive(self, now: float) -> None:
-        """This side was stopped: what the coordinator said meanwhile may still be on the way, so everybody gets their time."""
+        """This process was stopped. Messages of the coordinator may still be on the way, so all waits are extended."""
         if self._silent_at < inf:
             self._silent_at = max(self._silent_at, now + self.settings.silence_s)
         if self._greet_by < inf:

@@ -1,6 +1,6 @@
 """The requests of a client's session: where each one is, the window that it occupies, and what its time brings.
 
-Part of the pure machine in `session.py`, which says how the whole thinks. A request is in one place:
+Part of the pure machine in `machine.py`, which describes the whole. A request is in one place:
 
     waiting ──window──► sent ──result, error──► gone
        ▲  ▲              │ │
@@ -27,7 +27,7 @@ from enginepool.protocol.messages import Cancel, ErrorReply, RowRequest, Welcome
 
 Place = Literal["waiting", "sent", "backoff", "cancelling"]
 
-#: Frame 0 of a score request has at most this many bytes, besides 5 for each label and 4 for each character of the group.
+#: Frame 0 of a request has at most this many bytes, plus 5 for each label and 4 for each character of the group.
 _HEADER_BYTES = 512
 #: Lazily deleted heap entries that are tolerated before a heap is rebuilt.
 _SLACK = 1024

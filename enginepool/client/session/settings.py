@@ -32,9 +32,9 @@ class SessionSettings(msgspec.Struct, frozen=True):
     #: backoff after `busy` without `retry_after_ms`, doubling up to the cap
     busy_s: float = 0.05
     busy_cap_s: float = 5.0
-    #: a tick that comes so late was held up on this side: silence is not held against the coordinator
+    #: a tick that is this late means that this process was stopped: the silence is not the fault of the coordinator
     stall_s: float = 1.0
-    #: more often `superseded` than this, each within ten seconds of the one before: somebody else has this identity
+    #: more often `superseded` than this, each within ten seconds of the one before: another process has this identity
     superseded_limit: int = 5
 
 

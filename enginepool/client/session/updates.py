@@ -1,6 +1,6 @@
 """The weight updates of a client's session: each is one transaction, from `publish` to its one final answer.
 
-Part of the pure machine in `session.py`. An update is in one place:
+Part of the pure machine in `machine.py`. An update is in one place:
 
     open ──published, error──► gone
      │ ▲
