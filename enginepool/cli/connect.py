@@ -19,7 +19,8 @@ DEFAULT_ADDRESS = ""
 CONNECT_S = 10.0
 
 
-def _check_address(address: str) -> str:
+def check_address(address: str) -> str:
+    """The address, or that of the user's own pool. Raises BadParameter."""
     address = address or default_address()
     if why := wrong_address(address):
         raise typer.BadParameter(f"{address!r}: {why}")
@@ -32,7 +33,7 @@ Address = Annotated[
         "--connect",
         metavar="ADDRESS",
         envvar=ADDRESS_VARIABLE,
-        callback=_check_address,
+        callback=check_address,
         help=f"Where the pool listens: {FORM}.",
         show_default="the socket of your own pool",
     ),

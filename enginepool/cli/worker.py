@@ -6,19 +6,12 @@ from typing import Annotated
 import typer
 
 from enginepool.cli.cli_errors import CommandFailed
-
-
-def _check_address(address: str) -> str:
-    from enginepool.net.address import wrong_address
-
-    if why := wrong_address(address):
-        raise typer.BadParameter(f"{address!r}: {why}")
-    return address
+from enginepool.cli.connect import check_address
 
 
 def worker(
     connect: Annotated[
-        str, typer.Option(metavar="ADDRESS", callback=_check_address, help="The pool's address for workers: listen_workers.")
+        str, typer.Option(metavar="ADDRESS", callback=check_address, help="The pool's address for workers: listen_workers.")
     ],
     group: Annotated[
         str, typer.Option(metavar="NAME", help="The group to work for.  [default: the only group of the pool]")

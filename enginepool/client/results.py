@@ -68,12 +68,12 @@ def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
     return ScoreResult(scores, hidden, *figures(result))
 
 
-def float_frame(answer: Result | WeightsReport, frames: Sequence[Buffer], name: str) -> Floats | None:
-    """The float32 frame of this name in an answer, or None; the array can be written to."""
+def float_frame(answer: Result | WeightsReport, frames: Sequence[Buffer], name: str, *, writable: bool = True) -> Floats | None:
+    """The float32 frame of this name in an answer, or None. A `writable` array may be a copy."""
     for spec, frame in zip(answer.frames, frames, strict=True):
         if spec.name == name and spec.dtype == "float32":
             array = np.frombuffer(frame, np.float32).reshape(spec.shape)
-            return array if array.flags.writeable else array.copy()
+            return array if array.flags.writeable or not writable else array.copy()
     return None
 
 
@@ -134,7 +134,7 @@ class WeightReader:
         self.offset += values.size
 
     def _chunk(self, report: WeightsReport, frames: Sequence[Buffer]) -> Floats:
-        tensor = float_frame(report, frames, "tensor")
+        tensor = float_frame(report, frames, "tensor", writable=False)
         if tensor is not None:
             return tensor.ravel()
         for worker in report.workers:
