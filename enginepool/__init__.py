@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from enginepool.client.blocking import BlockingPool
     from enginepool.client.embed import EmbedResult
     from enginepool.client.pool import Pool
-    from enginepool.client.results import ScoreResult
+    from enginepool.client.score import ScoreResult
     from enginepool.errors import EnginepoolError
     from enginepool.trainer.blocking_publisher import BlockingWeightPublisher
     from enginepool.trainer.publisher import WeightPublisher
@@ -37,7 +37,7 @@ _MODULES = {
     "EmbedResult": "client.embed",
     "EnginepoolError": "errors",
     "Pool": "client.pool",
-    "ScoreResult": "client.results",
+    "ScoreResult": "client.score",
     "WeightPublisher": "trainer.publisher",
 }
 

@@ -16,7 +16,7 @@ from bench.score.workloads import VARIANTS, Shape
 from bench.weights.figures import Answer
 from bench.weights.obeying import obey_awaited
 from enginepool import Pool
-from enginepool.client.results import ScoreResult
+from enginepool.client.score import ScoreResult
 
 
 class Load:

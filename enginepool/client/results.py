@@ -1,8 +1,7 @@
-"""What calls return: the arrays and figures in an answer."""
+"""What the results of all calls share: the arrays and figures in an answer; and reading one weight in chunks."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,42 +29,6 @@ class RequestTimings(NamedTuple):
 
     queued_s: float
     run_s: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ScoreResult:
-    """The answer of a score request.
-
-    Attributes:
-        scores: float32 [items, labels]. CausalLM: the probability of each label token, in the order asked. Classifiers and
-            reward models: one column for each output of the head. With `logprobs` the natural logarithms of probabilities.
-        hidden: pooled hidden states, float32 [items, size], if asked for.
-        version: version of the weights that computed every row.
-        forwards: for each batch that held rows of this request, the forward passes that it took, as measured in the engine:
-            1 is whole.
-        timings: time in the queue and in the engine.
-        usage: rows and tokens.
-    """
-
-    scores: Floats
-    hidden: Floats | None
-    version: int
-    forwards: tuple[int, ...]
-    timings: RequestTimings
-    usage: RequestUsage
-
-
-def read_result(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
-    """The result in an answer whose frames are of the announced lengths; the arrays are the caller's to change.
-
-    Raises:
-        Malformed: there are no scores, or they are no numbers.
-    """
-    scores = float_frame(result, frames, "scores")
-    if scores is None or scores.ndim != 2:
-        raise Malformed("the answer holds no scores float32 [items, labels]", field="scores")
-    hidden = float_frame(result, frames, "hidden")
-    return ScoreResult(scores, hidden, *figures(result))
 
 
 def float_frame(answer: Result | WeightsReport, frames: Sequence[Buffer], name: str, *, writable: bool = True) -> Floats | None:

@@ -1,13 +1,16 @@
-"""The calls of a `Pool` that score rows."""
+"""`Pool.score` and `Pool.score_pairs`: the calls, their arguments in Python's names, and their result."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Unpack
 
 from enginepool.client.arguments import Ids, check_options
 from enginepool.client.payload import Payload, check_labels, check_softmax, encode_pairs, encode_shared
-from enginepool.client.results import ScoreResult, read_result
+from enginepool.client.results import Floats, RequestTimings, RequestUsage, figures, float_frame
 from enginepool.client.row_calls import RowCalls, RowOptions, flag
-from enginepool.protocol.messages import Score
+from enginepool.errors import Malformed
+from enginepool.protocol.frames import Buffer
+from enginepool.protocol.messages import Result, Score
 
 #: What the wire calls the arguments of `score` and `score_pairs`.
 _SCORE_NAMES = {
@@ -28,6 +31,29 @@ class ScoreOptions(RowOptions, total=False):
     return_pooled_hidden_states: bool
     logprobs: bool
     raw: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreResult:
+    """The answer of a score request.
+
+    Attributes:
+        scores: float32 [items, labels]. CausalLM: the probability of each label token, in the order asked. Classifiers and
+            reward models: one column for each output of the head. With `logprobs` the natural logarithms of probabilities.
+        hidden: pooled hidden states, float32 [items, size], if asked for.
+        version: version of the weights that computed every row.
+        forwards: for each batch that held rows of this request, the forward passes that it took, as measured in the engine:
+            1 is whole.
+        timings: time in the queue and in the engine.
+        usage: rows and tokens.
+    """
+
+    scores: Floats
+    hidden: Floats | None
+    version: int
+    forwards: tuple[int, ...]
+    timings: RequestTimings
+    usage: RequestUsage
 
 
 class ScoreCalls(RowCalls):
@@ -106,4 +132,17 @@ class ScoreCalls(RowCalls):
             raw=flag(options, "raw"),
         )
         check_softmax(score.softmax, score.labels)
-        return read_result(*await self._submit(score, frames, names, options))
+        return _read(*await self._submit(score, frames, names, options))
+
+
+def _read(result: Result, frames: Sequence[Buffer]) -> ScoreResult:
+    """The result in an answer whose frames are of the announced lengths; the arrays are the caller's to change.
+
+    Raises:
+        Malformed: there are no scores, or they are no numbers.
+    """
+    scores = float_frame(result, frames, "scores")
+    if scores is None or scores.ndim != 2:
+        raise Malformed("the answer holds no scores float32 [items, labels]", field="scores")
+    hidden = float_frame(result, frames, "hidden")
+    return ScoreResult(scores, hidden, *figures(result))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from enginepool import Pool
-from enginepool.client.results import ScoreResult
+from enginepool.client.score import ScoreResult
 from enginepool.protocol.manifest import Tensor
 from enginepool.workers.sim.scores import expected_scores
 from tests.process.daemons import PATIENCE_S
