@@ -16,6 +16,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from enginepool.transfer import threads
@@ -155,9 +156,39 @@ class TorchGroup(ProcessGroup):
         if self._aborted:
             raise CollectiveError(f"group {self.name} was given up")
         try:
-            return TorchBroadcast(dist.broadcast(bucket, src=0, group=self._group, async_op=True), self)
+            work = dist.broadcast(bucket, src=0, group=self._group, async_op=True)
         except (RuntimeError, ValueError) as error:
             raise CollectiveError(f"group {self.name}: {one_line(error)}") from error
+        return Broadcast(partial(self._order, work), partial(self._wait, work))
+
+    def _order(self, work: Any, timeout_s: float) -> None:
+        if not self.on_device:
+            self._wait(work, timeout_s)
+            return
+        try:
+            work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(f"group {self.name}: {one_line(error)}") from error
+
+    def _wait(self, work: Any, timeout_s: float) -> None:
+        try:
+            self._poll(work, timeout_s)
+            work.wait(_seconds(timeout_s))
+            if self.on_device and (error := _failure(work)):
+                raise CollectiveError(f"group {self.name}: {error}")
+        except (RuntimeError, ValueError) as error:
+            raise CollectiveError(f"group {self.name}: {one_line(error)}") from error
+
+    def _poll(self, work: Any, timeout_s: float) -> None:
+        # With a limit, torch's own wait would abort an NCCL group from its watchdog's thread; with gloo it ignores `abort`.
+        # Neither has an event to wait for. This thread has no other work.
+        end = time.monotonic() + timeout_s
+        while not work.is_completed():
+            if self._aborted:
+                raise CollectiveError(f"group {self.name} was given up")
+            if time.monotonic() >= end:
+                raise CollectiveError(f"group {self.name}: a broadcast took more than {timeout_s:g} s")
+            time.sleep(_POLL_S)
 
     def finish(self, timeout_s: float) -> None:
         """Each broadcast was waited for, and torch reports nothing about other ranks."""
@@ -174,49 +205,13 @@ class TorchGroup(ProcessGroup):
         threads.start(held.clear, "collective")
 
 
-class TorchBroadcast(Broadcast):
-    """A broadcast of torch's."""
-
-    def __init__(self, work: Any, group: TorchGroup) -> None:
-        self._work = work
-        self._group = group
-
-    def order(self, timeout_s: float) -> None:
-        if not self._group.on_device:
-            self.wait(timeout_s)
-            return
-        try:
-            self._work.wait()
-        except (RuntimeError, ValueError) as error:
-            raise CollectiveError(f"group {self._group.name}: {one_line(error)}") from error
-
-    def wait(self, timeout_s: float) -> None:
-        name = self._group.name
-        try:
-            self._poll(timeout_s)
-            self._work.wait(_seconds(timeout_s))
-            if self._group.on_device and (error := self._failure()):
-                raise CollectiveError(f"group {name}: {error}")
-        except (RuntimeError, ValueError) as error:
-            raise CollectiveError(f"group {name}: {one_line(error)}") from error
-
-    def _poll(self, timeout_s: float) -> None:
-        # With a limit, torch's own wait would abort an NCCL group from its watchdog's thread; with gloo it ignores `abort`.
-        # Neither has an event to wait for. This thread has no other work.
-        end = time.monotonic() + timeout_s
-        while not self._work.is_completed():
-            if self._group._aborted:  # pyright: ignore[reportPrivateUsage]
-                raise CollectiveError(f"group {self._group.name} was given up")
-            if time.monotonic() >= end:
-                raise CollectiveError(f"group {self._group.name}: a broadcast took more than {timeout_s:g} s")
-            time.sleep(_POLL_S)
-
-    def _failure(self) -> str:
-        try:
-            error = self._work.exception()
-        except (RuntimeError, AttributeError, TypeError):  # none, as some backends say it; NCCL's cannot be told in Python
-            return ""
-        return one_line(error) if isinstance(error, BaseException) else ""
+def _failure(work: Any) -> str:
+    """Why NCCL's part of a broadcast failed, or ""."""
+    try:
+        error = work.exception()
+    except (RuntimeError, AttributeError, TypeError):  # none, as some backends say it; NCCL's cannot be told in Python
+        return ""
+    return one_line(error) if isinstance(error, BaseException) else ""
 
 
 def _formed(

@@ -14,6 +14,7 @@ import queue
 import socket
 import threading
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from enginepool.protocol.messages.weights import MemoryRegion
@@ -26,20 +27,6 @@ torch: Any = importlib.import_module("torch")
 
 #: Regions of other ranks that a rank keeps open: two buffers or one staging region, and those that replace them.
 _OPEN = 4
-
-
-class CopyBroadcast(Broadcast):
-    """One bucket that is being copied."""
-
-    def __init__(self, group: "CopySource | CopyReceiver", number: int) -> None:
-        self._group = group
-        self._number = number
-
-    def order(self, timeout_s: float) -> None:
-        self._group.order(self._number, timeout_s)
-
-    def wait(self, timeout_s: float) -> None:
-        self._group.over(self._number, timeout_s)
 
 
 class CopyGroup(ProcessGroup):
@@ -117,14 +104,10 @@ class CopySource(CopyGroup):
         except (OSError, RuntimeError) as error:
             self._still_there()
             raise CollectiveError(f"group {self.name}: {one_line(error)}") from error
-        return CopyBroadcast(self, number)
+        wait = partial(self._wait, number)
+        return Broadcast(wait, wait)
 
-    def order(self, number: int, timeout_s: float) -> None:
-        """See `Broadcast`."""
-        self.over(number, timeout_s)
-
-    def over(self, number: int, timeout_s: float) -> None:
-        """See `Broadcast.wait`."""
+    def _wait(self, number: int, timeout_s: float) -> None:
         self._until(lambda: self._have[1] > number, timeout_s)
 
     def finish(self, timeout_s: float) -> None:
@@ -183,17 +166,15 @@ class CopyReceiver(CopyGroup):
         with self._changed:
             self._targets[number] = bucket, after
             self._changed.notify_all()
-        return CopyBroadcast(self, number)
+        return Broadcast(partial(self._order, number), partial(self._wait, number))
 
-    def order(self, number: int, timeout_s: float) -> None:
-        """See `Broadcast`."""
+    def _order(self, number: int, timeout_s: float) -> None:
         self._until(lambda: self._copied > number, timeout_s)
         event = self._events.pop(number, None)
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
 
-    def over(self, number: int, timeout_s: float) -> None:
-        """See `Broadcast.wait`."""
+    def _wait(self, number: int, timeout_s: float) -> None:
         self._until(lambda: self._have > number, timeout_s)
         self._events.pop(number, None)
 

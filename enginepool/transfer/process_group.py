@@ -1,7 +1,8 @@
 """A group of ranks in which rank 0 broadcasts buckets, by torch or by copies: the interface of both."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 #: Broadcasts that may be under way at once: the queues of a GPU are bounded.
 QUEUED = 32
@@ -11,23 +12,16 @@ class CollectiveError(Exception):
     """A peer is lost, late, or never joined. The group cannot be used any more. The message is one line."""
 
 
-class Broadcast(ABC):
-    """One bucket that is being broadcast."""
+class Broadcast(NamedTuple):
+    """One bucket that is being broadcast. Both functions take seconds and raise CollectiveError: a peer is lost, the time is
+    over, or the group was aborted.
 
-    @abstractmethod
-    def order(self, timeout_s: float) -> None:
-        """Make later work on the current stream of the GPU wait for this broadcast. Between CPUs it is `wait`.
+    order: makes later work on the current stream of the GPU wait for this broadcast. Between CPUs it is `wait`.
+    wait: waits until the bytes have arrived, or are sent. Only `wait` tells whether the broadcast succeeded.
+    """
 
-        Only `wait` tells whether the broadcast succeeded. Raises CollectiveError.
-        """
-
-    @abstractmethod
-    def wait(self, timeout_s: float) -> None:
-        """Wait until the bytes have arrived, or are sent.
-
-        Raises:
-            CollectiveError: a peer is lost, the time is over, or the group was aborted.
-        """
+    order: Callable[[float], None]
+    wait: Callable[[float], None]
 
 
 class ProcessGroup(ABC):

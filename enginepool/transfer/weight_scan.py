@@ -6,7 +6,8 @@ There the Triton kernels of `digest_kernel.py` read each byte once for both, if 
 
 import importlib
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -52,60 +53,55 @@ class WeightScan:
         if len(edges) < 2 or edges[-1] != nbytes or edges != sorted(edges) or any(edge % ALIGNMENT for edge in edges):
             raise ValueError(f"parts that end at {bounds}: ascending multiples of {ALIGNMENT}, the last one {nbytes}")
         kernels = kernels_on(space.device)
-        of: _KernelScan | _HostScan
         targets = targets or [""] * len(manifest)
         space = space[:nbytes]
+        self._scan: _KernelScan | _HostScan
         if kernels and not arrivals:
-            of = _KernelScan(kernels, space, manifest, bounds, targets)
+            self._scan = _KernelScan(kernels, space, manifest, bounds, targets)
         else:
-            of = _HostScan(space, manifest, edges, targets, arrivals)
-        #: begins a scan of the present content; of any part when that has arrived
-        self.begin: Callable[[], RunningScan] = of.begin
+            self._scan = _HostScan(space, manifest, edges, targets, arrivals)
+
+    def begin(self) -> RunningScan:
+        """A scan of the present content; of each part when that has arrived."""
+        return self._scan.begin()
 
 
 class _KernelScan:
     """A space of a GPU, and what its kernels do at each part."""
 
     def __init__(self, kernels: Any, space: Any, manifest: Manifest, bounds: Sequence[int], targets: Sequence[str]) -> None:
-        self.kernels, self.space = kernels, space
-        self.manifest = list(manifest)
-        self.offsets = layout(manifest).offsets
-        self.words = space.view(torch.int32)
-        self.limits = [overflow(one.dtype, target) for one, target in zip(manifest, targets, strict=True)]
-        rows, self.starts = kernels.rows(manifest, bounds, targets)
-        self.rows = rows.to(space.device)
+        self._kernels, self._space = kernels, space
+        self._manifest = list(manifest)
+        self._offsets = layout(manifest).offsets
+        self._words = space.view(torch.int32)
+        self._limits = [overflow(one.dtype, target) for one, target in zip(manifest, targets, strict=True)]
+        rows, self._starts = kernels.rows(manifest, bounds, targets)
+        self._rows = rows.to(space.device)
         #: nothing is wrong with an empty tensor
-        self.filled = torch.tensor([tensor.nbytes > 0 for tensor in manifest], dtype=torch.bool)
+        self._filled = torch.tensor([tensor.nbytes > 0 for tensor in manifest], dtype=torch.bool)
+        #: the two sums of one scan, and the levels of its tensors: together, since they go to the host together
+        self._found: Any = None
 
     def begin(self) -> RunningScan:
-        return _RunningKernelScan(self)
-
-
-class _RunningKernelScan:
-    def __init__(self, of: _KernelScan) -> None:
-        self._of = of
-        #: the two sums, and the levels of the tensors: together, since they go to the host together
-        self._found = torch.zeros(4 + len(of.manifest), dtype=torch.int32, device=of.space.device)
-        self._sums, self._levels = self._split(self._found)
-
-    def _split(self, found: Any) -> tuple[Any, Any]:
-        return found[:4].view(torch.int64), found[4:]
+        """A copy, with results of its own."""
+        scan = copy(self)
+        scan._found = torch.zeros(4 + len(self._manifest), dtype=torch.int32, device=self._space.device)
+        return scan
 
     def add(self, first: int, until: int | None = None) -> None:
-        of = self._of
-        rows = of.rows[of.starts[first] : of.starts[first + 1 if until is None else until]]
-        of.kernels.look(of.words, rows, self._sums, self._levels)
+        rows = self._rows[self._starts[first] : self._starts[first + 1 if until is None else until]]
+        self._kernels.look(self._words, rows, self._found[:4].view(torch.int64), self._found[4:])
 
     def result(self) -> tuple[str, list[Finding]]:
-        of = self._of
-        sums, levels = self._split(self._found.cpu())
+        results = self._found.cpu()
+        sums, levels = results[:4].view(torch.int64), results[4:]
         found: list[Finding] = []
-        places: list[int] = ((levels != of.kernels.FINE.value) & of.filled).nonzero().flatten().tolist()
+        places: list[int] = ((levels != self._kernels.FINE.value) & self._filled).nonzero().flatten().tolist()
         for place in places:
-            one = of.manifest[place]
-            [tensor] = views(of.space[of.offsets[place] :], [one])
-            most = 0 if levels[place] == of.kernels.ZERO.value else float("nan")
-            found += findings_of(one.name, tensor, most, of.limits[place])
+            one = self._manifest[place]
+            [tensor] = views(self._space[self._offsets[place] :], [one])
+            most = 0 if levels[place] == self._kernels.ZERO.value else float("nan")
+            found += findings_of(one.name, tensor, most, self._limits[place])
         return digest_text(*sums.tolist()), found
 
 
@@ -115,46 +111,45 @@ class _HostScan:
     def __init__(
         self, space: Any, manifest: Manifest, edges: list[int], targets: Sequence[str], arrivals: Sequence[Any]
     ) -> None:
-        self.edges = edges
-        self.arrivals = arrivals or [space[at:end] for at, end in pairwise(edges)]
+        self._edges = edges
+        self._arrivals = arrivals or [space[at:end] for at, end in pairwise(edges)]
         names, tensors = [tensor.name for tensor in manifest], views(space, manifest)
         if space.is_cuda:
             use_once(space.device, {tensor.dtype for tensor in tensors})
-        self.order = {name: place for place, name in enumerate(names)}
+        self._order = {name: place for place, name in enumerate(names)}
         begins, nbytes = layout(manifest)
         ends = [*begins[1:], nbytes]
-        self.batches: list[DigestBatch] = []
+        self._batches: list[DigestBatch] = []
         #: by part: the batches that need it; and of how many parts each of them is
-        self.needed: list[list[int]] = [[] for _ in edges[1:]]
-        self.parts: list[int] = []
+        self._needed: list[list[int]] = [[] for _ in edges[1:]]
+        self._parts: list[int] = []
         first = 0
         for part, edge in enumerate(edges[1:]):
             until = bisect_right(ends, edge, first)
             since = min(part, bisect_right(edges, begins[first]) - 1) if first < until else part
             for need in range(since, part + 1):
-                self.needed[need].append(part)
-            self.parts.append(part + 1 - since)
-            self.batches.append(DigestBatch(names[first:until], tensors[first:until], targets[first:until]))
+                self._needed[need].append(part)
+            self._parts.append(part + 1 - since)
+            self._batches.append(DigestBatch(names[first:until], tensors[first:until], targets[first:until]))
             first = until
-
-    def begin(self) -> RunningScan:
-        return _RunningHostScan(self)
-
-
-class _RunningHostScan:
-    def __init__(self, of: _HostScan) -> None:
-        self._of = of
-        self._missing = list(of.parts)
+        #: of one scan: how many parts each batch waits for, and the results
+        self._missing = list[int]()
         self._digest, self._findings = Digest(), Findings()
 
+    def begin(self) -> RunningScan:
+        """A copy, with results of its own."""
+        scan = copy(self)
+        scan._missing = list(self._parts)
+        scan._digest, scan._findings = Digest(), Findings()
+        return scan
+
     def add(self, first: int, until: int | None = None) -> None:
-        of = self._of
         for part in range(first, first + 1 if until is None else until):
-            self._digest.add(of.arrivals[part], of.edges[part])
-            for k in of.needed[part]:
+            self._digest.add(self._arrivals[part], self._edges[part])
+            for k in self._needed[part]:
                 self._missing[k] -= 1
                 if not self._missing[k]:
-                    self._findings.add(of.batches[k])
+                    self._findings.add(self._batches[k])
 
     def result(self) -> tuple[str, list[Finding]]:
-        return self._digest.text(), sorted(self._findings.found(), key=lambda finding: self._of.order[finding.name])
+        return self._digest.text(), sorted(self._findings.found(), key=lambda finding: self._order[finding.name])
