@@ -40,6 +40,7 @@ from enginepool.net.keys import Key, no_answer_hint
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import ControlReport, ErrorReply, Result, RowRequest, StatusReport, ToClient
 from enginepool.protocol.messages.weight_reports import WeightsReport
+from enginepool.protocol.messages.weights import Publish
 
 log = logging.getLogger("enginepool")
 
@@ -165,12 +166,12 @@ class Connection:
             raise AssertionError(f"{said} is no answer to this question")
         return said.message, said.frames
 
-    def open_update(self, update: Callable[[int], UpdateBegin], hear: Hear) -> int:
-        """Begin the update that `update` makes of a fresh id. Returns the id, for the events that follow."""
-        id_ = self._fresh_id()
-        self._hears[id_] = hear
-        self.handle(update(id_))
-        return id_
+    def open_update(self, publish: Publish, frames: Sequence[Buffer], deadline: float | None, hear: Hear) -> int:
+        """Begin an update: `publish` gets a fresh id. Returns the id, for the events that follow."""
+        publish.id = self._fresh_id()
+        self._hears[publish.id] = hear
+        self.handle(UpdateBegin(self._loop.time(), publish, frames, deadline))
+        return publish.id
 
     def _fresh_id(self) -> int:
         self._last_id += 1

@@ -15,14 +15,11 @@ from enginepool.client.metadata_update import publish_message
 from enginepool.client.session.events import CommittedWeightsLost
 from enginepool.errors import BadRequest, EnginepoolError
 from enginepool.protocol.layout import ALIGNMENT
-from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.protocol.messages.weights import MAX_MS, InFlight, Publish
 from enginepool.trainer.buffers import Buffers
-from enginepool.trainer.follower_update import FollowerUpdate
 from enginepool.trainer.ipc_export import IpcExporter
 from enginepool.trainer.publisher_context import PublisherContext
-from enginepool.trainer.rank0_update import Rank0Update
 from enginepool.trainer.retries import Retries
 from enginepool.trainer.tensors import Described, Gather, Rename, SendPlan, Source, make_plan
 from enginepool.trainer.update_handle import UpdateHandle
@@ -125,6 +122,8 @@ class WeightPublisher:
         self._on_wanted = on_wanted
         buffers = Buffers(device_of(device))
         self._context = PublisherContext(
+            connection=None if pool is None else pool.connection,
+            next_version=self._next_version,
             trainer_group=trainer_group,
             buffers=buffers,
             exporter=IpcExporter(buffers, keep=check_flag("keep_memory", keep_memory)),
@@ -169,9 +168,9 @@ class WeightPublisher:
         )
         while True:
             publish, plan = self._prepared(source, version, **options)
-            handle = self._update(version, retries.again)
+            handle = UpdateHandle(self._context, version, retries.again)
             try:
-                await handle.begin(publish, plan, self._next_version)
+                await handle.begin(publish, plan)
                 return await handle.finish()
             except EnginepoolError as error:
                 if handle.again_s is None:
@@ -223,8 +222,8 @@ class WeightPublisher:
         """
         check_options("start", options, UpdateOptions, "source", "version")
         publish, plan = self._prepared(source, version, **options)
-        handle = self._update(version)
-        await handle.begin(publish, plan, self._next_version)
+        handle = UpdateHandle(self._context, version)
+        await handle.begin(publish, plan)
         return handle
 
     def _prepared(
@@ -252,11 +251,6 @@ class WeightPublisher:
         publish.partial = check_flag("partial", partial)
         publish.lease_ms, publish.bucket_bytes = self._lease_ms, self._context.bucket_bytes
         return publish, lambda: make_plan(source, manifest=manifest, **self._hooks)
-
-    def _update(self, version: int | None, again: Callable[[ErrorReply], float | None] | None = None) -> UpdateHandle:
-        if self._pool is None:
-            return FollowerUpdate(self._context, version, again)
-        return Rank0Update(self._context, self._pool.connection, version, again)
 
     async def _next_version(self) -> int:
         assert self._pool is not None, "rank 0 has the pool"

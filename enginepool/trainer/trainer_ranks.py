@@ -3,14 +3,13 @@
 So no rank enters a collective that others have left: an update that rank 0 aborts ends on every rank before the next one, and
 a rank that fails makes all of them give up. The group is a torch process group that the caller made for this alone.
 
-A rank whose source fails while the others are in the collective of that very tensor leaves their threads there for as long as
-the caller's own process group lets them; so does a rank that dies, where that process group does not notice. Heartbeats tell
-the callers of all ranks within seconds; the next update can only begin when the threads are back.
+If a rank fails or dies while the others gather that very tensor, their threads stay in the gather for as long as the caller's
+own process group lets them. Heartbeats tell the callers of all ranks within seconds. The next update can begin when the threads
+are back.
 """
 
 import importlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
@@ -29,8 +28,8 @@ torch: Any = importlib.import_module("torch")
 log = logging.getLogger("enginepool")
 
 _END, _BEGIN = -1, -2
-_ELSEWHERE = "another trainer rank could not give its part of the weights; its own log says why"
-#: After so long somebody is told what is waited for: a source, a gather, or the other ranks.
+_ELSEWHERE = "another trainer rank could not give its part of the weights; its own error says why"
+#: After so many seconds in the caller's source or gather, errors name the tensor that is waited for.
 _LONG_S = 3.0
 #: what the ranks call the version of a caller that leaves it to the pool
 _NEXT = -1
@@ -47,24 +46,24 @@ _end = msgspec.json.Decoder(RoundEnd)
 
 
 class TrainerRanks:
-    """Rank 0's side of the update to `version`; with no group, or one of a single rank, no other rank is told.
+    """Rank 0's side of the update to `version`.
 
     Args:
+        group: the process group of the trainer's ranks.
         version: that the caller named, or None.
-        heartbeats: of this rank in this update, started.
+        heartbeats: of this rank in this update, started; None: there is no other rank.
     """
 
     def __init__(self, group: Any = None, version: int | None = 0, heartbeats: Heartbeats | None = None) -> None:
-        self._group = group if group is not None and group.size() > 1 else None
         self._version = _NEXT if version is None else version
-        self._heartbeats = heartbeats
+        self._others = None if heartbeats is None else Collectives(group, heartbeats)
         #: the tensor that the source is asked for, or that is gathered, and since when
         self._reading = ("", 0.0)
 
     @property
     def alone(self) -> bool:
         """No other rank takes tensors when this rank does."""
-        return self._group is None
+        return self._others is None
 
     @contextmanager
     def reading(self, name: str) -> Generator[None]:
@@ -88,18 +87,17 @@ class TrainerRanks:
             BadRequest: ranks bring different versions, as every one of them hears.
             RankFailed: one of the others cannot go on.
         """
-        if self._group is None:
+        others = self._others
+        if others is None:
             return
-        if self._heartbeats is not None:
-            self._heartbeats.wait_for_all()
-        with _named(self._heartbeats):
-            _tell(self._group, [_BEGIN, plan.sharded])
-            wrong = _other_version(self._group, self._version)
-            failures = _failures(self._group, wrong)
+        others.heartbeats.wait_for_all()
+        others.broadcast([_BEGIN, plan.sharded])
+        wrong = others.other_version(self._version)
+        failures = others.failures(wrong)
         if wrong is not None:
             raise wrong
         if failures:
-            raise self._elsewhere()
+            raise RankFailed(others.heartbeats.why(broken=False) or _ELSEWHERE)
 
     def together(self, count: int, step: Callable[[], object]) -> None:
         """All ranks take `count` tensors from their source, this one by `step`.
@@ -107,48 +105,41 @@ class TrainerRanks:
         Raises:
             RankFailed: one of the others failed, or is gone. Else whatever `step` raises, when all have been told.
         """
-        if self._group is None:
+        others = self._others
+        if others is None:
             step()
             return
-        with _named(self._heartbeats):
-            _tell(self._group, [count, 0])
-            try:
-                step()
-            except BaseException as error:
-                # The other ranks wait for this rank. The error is raised again.
-                if self._heartbeats is not None:
-                    self._heartbeats.fail(as_error(error))
-                _failures(self._group, error)
-                raise
-            failures = _failures(self._group, None)
-        if failures:
-            raise self._elsewhere()
-
-    def _elsewhere(self) -> RankFailed:
-        """Another rank said that it failed."""
-        return RankFailed((self._heartbeats.why(broken=False) if self._heartbeats is not None else "") or _ELSEWHERE)
+        others.broadcast([count, 0])
+        try:
+            step()
+        except BaseException as error:
+            # The other ranks wait for this rank. The error is raised again.
+            others.heartbeats.fail(as_error(error))
+            others.failures(error)
+            raise
+        if others.failures(None):
+            raise RankFailed(others.heartbeats.why(broken=False) or _ELSEWHERE)
 
     def end(self, outcome: Published | ErrorReply, again_s: float | None = None) -> None:
         """How the update ended: the last word, which every update has."""
-        if self._group is None:
+        others = self._others
+        if others is None:
             return
         text = msgspec.json.encode(RoundEnd(outcome, again_s))
         untold = ""
         try:
-            if self._heartbeats is not None:
-                self._heartbeats.wait_for_all()
-            _tell(self._group, [_END, len(text)])
-            _move(self._group, torch.tensor(list(text), dtype=torch.uint8))
+            others.heartbeats.wait_for_all()
+            others.broadcast([_END, len(text)])
+            others.broadcast(list(text))
         except RankFailed as error:
             log.warning("the other trainer ranks cannot be told how the update ended: %s", error)
             untold = outcome.message if isinstance(outcome, ErrorReply) else str(error)
         finally:
-            if self._heartbeats is not None:
-                self._heartbeats.end(untold)
+            others.heartbeats.end(untold)
 
 
 def follow(
-    group: Any, plan: SendPlan | Exception, version: int | None = 0, heartbeats: Heartbeats | None = None
+    group: Any, plan: SendPlan | Exception, version: int | None, heartbeats: Heartbeats
 ) -> tuple[RoundEnd, Exception | None]:
     """What the ranks above 0 do: take tensors when rank 0 says so, until it says how the update ended.
 
@@ -159,16 +150,12 @@ def follow(
 
     Returns the end, and what is wrong with this rank's own part. Raises RankFailed: rank 0 is gone.
     """
-    own = plan if isinstance(plan, Exception) else None
-    if heartbeats is None:
-        return _follow(group, plan, version, own, None)
-    if own is not None:
-        heartbeats.fail(own)
+    if isinstance(plan, Exception):
+        heartbeats.fail(plan)
     untold = ""
     try:
         heartbeats.wait_for_all()
-        with _named(heartbeats):
-            return _follow(group, plan, version, own, heartbeats)
+        return _follow(Collectives(group, heartbeats), plan, _NEXT if version is None else version)
     except RankFailed as error:
         untold = str(error)
         raise
@@ -176,18 +163,16 @@ def follow(
         heartbeats.end(untold)
 
 
-def _follow(
-    group: Any, plan: SendPlan | Exception, version: int | None, own: Exception | None, heartbeats: Heartbeats | None
-) -> tuple[RoundEnd, Exception | None]:
-    mine = _NEXT if version is None else version
+def _follow(others: "Collectives", plan: SendPlan | Exception, version: int) -> tuple[RoundEnd, Exception | None]:
+    own = plan if isinstance(plan, Exception) else None
     source: Iterator[object] | None = None
     while True:
-        count, word = _heard(group, [0, 0], torch.int64)
+        count, word = others.broadcast([0, 0])
         if count == _END:
-            return _end.decode(bytes(_heard(group, [0] * word, torch.uint8))), own
+            return _end.decode(bytes(others.broadcast([0] * word))), own
         if count == _BEGIN:
             # Also without a plan: it is a collective.
-            own = _other_version(group, mine) or own
+            own = others.other_version(version) or own
         try:
             if isinstance(plan, SendPlan) and own is None:
                 if count == _BEGIN:
@@ -198,9 +183,50 @@ def _follow(
         except BaseException as error:
             # Rank 0 waits for this rank. The error is raised when all ranks have left the update.
             own = as_error(error)
-            if heartbeats is not None:
-                heartbeats.fail(own)
-        _failures(group, own)
+            others.heartbeats.fail(own)
+        others.failures(own)
+
+
+class Collectives:
+    """The collectives by which trainer ranks go in step: all ranks call the same ones in the same order.
+
+    Each raises RankFailed if a rank is gone. A collective only says that it failed; the heartbeats know which rank is gone.
+    """
+
+    def __init__(self, group: Any, heartbeats: Heartbeats) -> None:
+        self.heartbeats = heartbeats
+        self._group = group
+        self._device = torch.device("cuda" if "nccl" in str(group.name()).lower() else "cpu")
+
+    def broadcast(self, numbers: list[int]) -> list[int]:
+        """The numbers of rank 0; the other ranks give as many."""
+        return self._done(self._group.broadcast, numbers, 0)
+
+    def failures(self, mine: BaseException | None) -> int:
+        """How many ranks failed; `mine`: why this rank did."""
+        return self._done(self._group.allreduce, [int(mine is not None)])[0]
+
+    def other_version(self, own: int) -> BadRequest | None:
+        """What is wrong if ranks bring different versions: one of them is ahead of the others."""
+        group = self._group
+        versions = self._done(group.allreduce, [own if rank == group.rank() else 0 for rank in range(group.size())])
+        for rank, version in enumerate(versions):
+            if version != versions[0]:
+                first, other = ("None" if one == _NEXT else one for one in (versions[0], version))
+                text = f"version: {first} on trainer rank 0, {other} on rank {rank}; all ranks make the same calls"
+                return BadRequest(text, field="version")
+        return None
+
+    def _done(self, collective: Callable[..., Any], numbers: list[int], *options: int) -> list[int]:
+        """What the collective makes of these numbers."""
+        try:
+            tensor = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+            collective(tensor, *options).wait()
+            return tensor.tolist()
+        except RuntimeError as error:
+            # What torch says of a group whose ranks are not all there any more.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise RankFailed(self.heartbeats.why(broken=True) or f"a trainer rank is gone: {reason}") from error
 
 
 def store_of(group: Any) -> Any:
@@ -216,21 +242,6 @@ def store_of(group: Any) -> Any:
     return torch.distributed.PrefixStore("enginepool", store)
 
 
-def _other_version(group: Any, own: int) -> BadRequest | None:
-    """What is wrong where ranks bring different versions: one of them is ahead of the others. All ranks call it together."""
-    with _whole():
-        mine = [own if rank == group.rank() else 0 for rank in range(group.size())]
-        tensor = torch.tensor(mine, dtype=torch.int64, device=_device(group))
-        group.allreduce(tensor).wait()
-        versions: list[int] = tensor.tolist()
-    for rank, version in enumerate(versions):
-        if version != versions[0]:
-            first, other = ("None" if one == _NEXT else one for one in (versions[0], version))
-            text = f"version: {first} on trainer rank 0, {other} on rank {rank}; all ranks make the same calls"
-            return BadRequest(text, field="version")
-    return None
-
-
 def _compare(plan: SendPlan, sharded: int) -> None:
     """Each tensor is gathered out of what all ranks give at its place. Raises BadRequest: they would give different ones."""
     if sharded and plan.sharded not in (0, sharded):
@@ -240,73 +251,9 @@ def _compare(plan: SendPlan, sharded: int) -> None:
         )
 
 
-def _tell(group: Any, numbers: list[int]) -> None:
-    _move(group, torch.tensor(numbers, dtype=torch.int64))
-
-
-def _heard(group: Any, like: list[int], dtype: Any) -> list[int]:
-    return _move(group, torch.tensor(like, dtype=dtype)).tolist()
-
-
-def _move(group: Any, tensor: Any) -> Any:
-    with _whole():
-        tensor = tensor.to(_device(group))
-        group.broadcast(tensor, 0).wait()
-        return tensor.cpu()
-
-
-def _failures(group: Any, mine: BaseException | None) -> int:
-    """How many ranks failed."""
-    with _whole(), _unheard(mine):
-        tensor = torch.tensor([int(mine is not None)], dtype=torch.int64, device=_device(group))
-        group.allreduce(tensor).wait()
-        return int(tensor.item())
-
-
-@contextmanager
-def _whole() -> Generator[None]:
-    """What torch says of a group whose ranks are not all there any more."""
-    try:
-        yield
-    except RuntimeError as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise RankFailed(f"a trainer rank is gone: {reason}") from error
-
-
-@contextmanager
-def _named(heartbeats: Heartbeats | None) -> Generator[None]:
-    """A collective only says that it failed; the heartbeats know of whom."""
-    try:
-        yield
-    except RankFailed as error:
-        if heartbeats is None or not (why := heartbeats.why(broken=True)):
-            raise
-        raise RankFailed(why) from error
-
-
-@contextmanager
-def _unheard(mine: BaseException | None) -> Generator[None]:
-    """Log the error of this rank if the other ranks are not told of it soon: no other code reports it to the caller."""
-    if mine is None:
-        yield
-        return
-    text = "the weights' source failed on this trainer rank, and the others do not come to hear of it: they may be in a gather"
-    timer = threading.Timer(_LONG_S, log.error, (text + ": %s: %s", type(mine).__name__, mine))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def _device(group: Any) -> Any:
-    return torch.device("cuda" if "nccl" in str(group.name()).lower() else "cpu")
-
-
 def as_error(error: BaseException) -> Exception:
-    """What a caller's own code raised, as somebody who awaits can be told: asyncio carries no StopIteration, and what ends a
-    program (SystemExit) is not to end an event loop from a thread."""
+    """What a caller's own code raised, as an exception for a future: asyncio carries no StopIteration, and an error that ends a
+    program (SystemExit) must not end an event loop from a thread."""
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     told = RuntimeError(f"the source raised {type(error).__name__}" + (f": {error}" if str(error) else ""))

@@ -1,34 +1,51 @@
-"""`UpdateHandle`: one update on one trainer rank, as its caller sees it.
+"""`UpdateHandle`: one update on one trainer rank, from its opening to its end.
 
-Who holds what of one update:
+| step     | rank 0                                                              | the other ranks            |
+|----------|---------------------------------------------------------------------|----------------------------|
+| open     | the sender reads the source, `publish` goes to the coordinator      | read the source            |
+| join     | the sender forms the process group and fills the first buckets      | gather when rank 0 says so |
+| transfer | the sender broadcasts, and reports the digest: `sent`               | gather when rank 0 says so |
+| finish   | `commit` goes to the coordinator; its final answer ends the update  | wait for rank 0            |
 
-| object                              | holds                                                            | runs in        |
-|-------------------------------------|------------------------------------------------------------------|----------------|
-| `Rank0Update` or `FollowerUpdate`   | what the caller waits for, the phase, the cause of a failure     | the event loop |
-| `PublishedUpdate` of the session    | the messages that a coordinator must know, the lease, deadlines  | the event loop |
-| `UpdateSender`                      | the source, the buckets, the digest                              | its thread     |
-| `Heartbeats`                        | whether the other trainer ranks are alive and in the same update | its thread     |
-
-`PublisherContext` holds what outlives an update: memory and the process group.
+This object lives on the event loop. The bytes move in the thread of `UpdateSender`. `PublishedUpdate` of the session holds what
+the coordinator must know, the lease and the deadlines. `Heartbeats` watches the other ranks. `PublisherContext` holds what
+outlives an update.
 """
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
 
 from enginepool.client.arguments import check_timeout
 from enginepool.client.metadata_update import NAMES
+from enginepool.client.session.events import (
+    Answer,
+    Fail,
+    SessionEvent,
+    UpdateAbort,
+    UpdateCommit,
+    UpdateProgress,
+    UpdateSent,
+    UpdateStep,
+)
 from enginepool.errors import EnginepoolError, Publishing, error_from
-from enginepool.protocol.messages import ErrorReply
+from enginepool.host import host_identity
+from enginepool.protocol.manifest import encode_manifest
+from enginepool.protocol.messages import ErrorReply, FrameSpec
 from enginepool.protocol.messages.weight_reports import UpdateRecord
-from enginepool.protocol.messages.weights import PhaseName, Publish, Published
+from enginepool.protocol.messages.weights import Join, MemoryRegion, Phase, PhaseName, Publish, Published
+from enginepool.trainer.buffers import stand_behind
 from enginepool.trainer.heartbeats import RankFailed
 from enginepool.trainer.publisher_context import PublisherContext
+from enginepool.trainer.rank0_endpoint import Rank0Endpoint
 from enginepool.trainer.tensors import SendPlan
+from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks
+from enginepool.trainer.update_sender import UpdateSender, follow_rank0
+from enginepool.transfer import threads
 from enginepool.transfer.process_group import CollectiveError
 
 log = logging.getLogger("enginepool")
@@ -37,9 +54,10 @@ log = logging.getLogger("enginepool")
 _LEAVE_S = 10.0
 #: The same after a trainer rank failed: the threads of the other ranks may be in a collective with it.
 _LEAVE_BROKEN_S = 2.0
+_MAX_REASON = 200
 
 
-class UpdateHandle(ABC):
+class UpdateHandle:
     """An update under way.
 
     Attributes:
@@ -71,17 +89,21 @@ class UpdateHandle(ABC):
         self._context = context
         #: the version that the caller gave
         self._asked_version = version
-        self._heartbeats = context.heartbeats(version, lambda error: context.post(self._ranks_failed, error))
+        self._heartbeats = context.heartbeats(version, lambda error: context.post(self.failed, error))
+        self._sender: UpdateSender | None = None
+        #: the session's id of it, once the session knows it
+        self._id: int | None = None
         #: the caller aborted it
         self._aborted = False
         #: what failed on this rank, which is a better reason than the coordinator can give
         self._cause: Exception | None = None
+        self._planned: asyncio.Future[tuple[SendPlan, Rank0Endpoint | None]] = context.loop.create_future()
         self._opened: asyncio.Future[None] = context.loop.create_future()
         self._sent: asyncio.Future[None] = context.loop.create_future()
         self._final: asyncio.Future[UpdateRecord] = context.loop.create_future()
         #: the thread has ended
         self._left: asyncio.Future[None] = context.loop.create_future()
-        for future in (self._opened, self._sent, self._final):
+        for future in (self._planned, self._opened, self._sent, self._final):
             future.add_done_callback(_mark_retrieved)
         context.current = self
 
@@ -105,7 +127,7 @@ class UpdateHandle(ABC):
             DeadlineExceeded: it took longer than `timeout`; the message says whether it may have been committed.
         """
         seconds = check_timeout(timeout) or self._context.timeout
-        self._commit(seconds)
+        self._tell(UpdateCommit, self._context.loop.time() + seconds)
         try:
             return await asyncio.shield(self._final)
         except asyncio.CancelledError:
@@ -121,61 +143,162 @@ class UpdateHandle(ABC):
         """
         self._aborted = True
         if not self._final.done():
-            self._request_abort(reason or "the publisher gave it up")
+            if self._context.connection is not None:
+                self._request_abort(reason or "the publisher gave it up")
             await asyncio.wait([self._final])
         await self._wait_left()
 
-    # --- by rank -------------------------------------------------------------------------------------------------------
+    # --- the beginning -------------------------------------------------------------------------------------------------
 
-    @abstractmethod
-    async def begin(self, publish: Publish, plan: Callable[[], SendPlan], next_version: Callable[[], Awaitable[int]]) -> None:
+    async def begin(self, publish: Publish, plan: Callable[[], SendPlan]) -> None:
         """For the publisher: start the thread, and on rank 0 wait until all members have agreed to the update."""
+        context = self._context
+        if self._heartbeats is not None:
+            self._heartbeats.start()
+        if context.connection is None:
+            # A gather reads what this rank's stream computes.
+            stand_behind(context.buffers.device)
+            threads.start(partial(follow_rank0, self, context, plan, self._asked_version, self._heartbeats), "weights")
+            self._opened.set_result(None)
+            return
+        ranks = TrainerRanks(context.trainer_group, self._asked_version, self._heartbeats)
+        self._sender = UpdateSender(self, context, plan, ranks, ipc=publish.transfer == "ipc")
+        self._sender.start()
+        try:
+            await self._open(publish)
+        except BaseException as error:
+            # Also when cancelled: the other ranks wait, and so does the group, until the lease ends. It is raised again.
+            if isinstance(error, Exception):
+                self.failed(error)
+            await self.abort("the caller gave up")
+            raise
 
-    @abstractmethod
-    def _commit(self, seconds: float) -> None:
-        """The caller waits for the end, at most so long."""
+    async def _open(self, publish: Publish) -> None:
+        """Complete `publish`, send it, and wait until all members have agreed."""
+        context = self._context
+        if self.version is None:
+            self.version = publish.version = await context.next_version()
+        plan, endpoint = await asyncio.shield(self._planned)
+        if self._final.done():
+            self._final.result()  # it was aborted meanwhile: this raises
+        if endpoint is None:
+            publish.host, publish.gpu = host_identity(), context.exporter.gpu
+        else:
+            publish.backend, publish.address, publish.peer = endpoint.backend, endpoint.address, endpoint.peer
+        text = encode_manifest(plan.manifest)
+        publish.frames = [FrameSpec("manifest", "utf8", (len(text),))]
+        self.total_bytes = plan.nbytes
+        assert context.connection is not None
+        deadline = context.loop.time() + context.timeout
+        self._id = context.connection.open_update(publish, (text,), deadline, self._hear)
+        await asyncio.shield(self._opened)
 
-    @abstractmethod
-    def _request_abort(self, reason: str) -> None:
-        """The caller wants no end but an abort."""
+    def _hear(self, effect: Answer | UpdateStep | Fail) -> None:
+        assert self._sender is not None
+        message = effect.failure if isinstance(effect, Fail) else effect.message
+        if isinstance(message, Join):
+            self._sender.join_group(message)
+            _resolve(self._opened)
+        elif isinstance(message, Phase):
+            self.phase, self.members, self.done = message.phase, message.members, message.done
+            if message.phase == "transfer":
+                self._sender.transfer()
+                _resolve(self._opened)
+        else:
+            assert isinstance(message, Published | ErrorReply)
+            self._end(message)
 
-    @abstractmethod
-    def _ranks_failed(self, error: Exception) -> None:
-        """The heartbeats say that a trainer rank prevents this update."""
+    # --- what the threads report ---------------------------------------------------------------------------------------
 
-    def _stuck(self) -> str:
-        """What the thread waits for in the caller's own code, as the end of a sentence; "" if it does not."""
-        return ""
+    def planned(self, plan: SendPlan, endpoint: Rank0Endpoint | None) -> None:
+        """See `CurrentUpdate`."""
+        _resolve(self._planned, (plan, endpoint))
 
-    def _exception(self, failure: ErrorReply) -> EnginepoolError:
-        return error_from(failure, NAMES)
+    def progress(self, sent_bytes: int) -> None:
+        """See `CurrentUpdate`."""
+        self.sent_bytes = sent_bytes
+        self._tell(UpdateProgress, sent_bytes)
+
+    def all_sent(self, digest: str, sent_bytes: int, regions: list[MemoryRegion]) -> None:
+        """See `CurrentUpdate`."""
+        self.sent_bytes = sent_bytes
+        self._tell(UpdateSent, digest, sent_bytes, regions)
+        _resolve(self._sent)
+
+    def failed(self, error: Exception) -> None:
+        """A trainer rank prevents the update. On rank 0 the caller gets `error` when the coordinator has ended the update."""
+        if self._final.done():
+            return
+        reason = " ".join(str(error).split()) or type(error).__name__
+        self._cause = self._cause or error
+        if self._context.connection is None:
+            self._settle(self._failure(reason))
+        else:
+            self._request_abort(reason, broken=isinstance(error, CollectiveError))
+
+    def left(self) -> None:
+        """The thread has ended: the next update may begin."""
+        _resolve(self._left)
+        if self._context.current is self:
+            self._context.current = None
+
+    def follower_ended(self, end: RoundEnd, own: Exception | None) -> None:
+        """On a rank above 0: rank 0 has said how the update ended. `own`: what failed on this rank."""
+        self._cause = self._cause or own
+        self.again_s = end.again_s if own is None and not self._final.done() else None
+        self._settle(end.outcome)
+        self.left()
 
     # --- the end -------------------------------------------------------------------------------------------------------
+
+    def _request_abort(self, reason: str, *, broken: bool = False) -> None:
+        # A file name in the reason may not be UTF-8, and the message could not be sent.
+        reason = reason.encode(errors="replace").decode()
+        if not self._tell(UpdateAbort, reason[:_MAX_REASON], broken):
+            self._end(self._failure(reason))
+
+    def _tell(self, event: Callable[..., SessionEvent], *fields: object) -> bool:
+        """Tell the session `event(now, id, *fields)`; False: the session does not know this update."""
+        connection = self._context.connection
+        if self._id is None or connection is None:
+            return False
+        connection.handle(event(self._context.loop.time(), self._id, *fields))
+        return True
+
+    def _end(self, outcome: Published | ErrorReply) -> None:
+        """The final answer."""
+        # What failed on this trainer's own ranks would fail again. A process group breaks when a worker is lost.
+        of_pool = self._cause is None or isinstance(self._cause, CollectiveError)
+        if self._again is not None and of_pool and not (self._aborted or self._final.done()):
+            self.again_s = None if isinstance(outcome, Published) else self._again(outcome)
+        assert self._sender is not None
+        self._sender.end(RoundEnd(outcome, self.again_s))
+        self._settle(outcome)
 
     def _settle(self, outcome: Published | ErrorReply) -> None:
         if self._final.done():
             return
-        waiting = [future for future in (self._opened, self._sent) if not future.done()]
         if isinstance(outcome, Published):
             self.phase, self.version = "committed", outcome.version
             self._context.committed()
             self._final.set_result(outcome.record)
-            for future in waiting:
-                future.set_result(None)
+            _resolve(self._opened)
+            _resolve(self._sent)
         else:
             self.phase = "failed"
             error = self._error(outcome)
-            for future in (self._final, *waiting):
-                future.set_exception(error)
+            for future in (self._final, self._planned, self._opened, self._sent):
+                if not future.done():
+                    future.set_exception(error)
 
     def _error(self, failure: ErrorReply) -> Exception:
-        cause = self._cause
+        cause, connection = self._cause, self._context.connection
         if cause is not None and not isinstance(cause, CollectiveError | RankFailed):
             return cause
         if cause is None:
             # The coordinator only knows that no bytes arrive.
             failure = msgspec.structs.replace(failure, message=failure.message + self._stuck())
-        error = self._exception(failure)
+        error: EnginepoolError = error_from(failure, NAMES) if connection is None else connection.error(failure, NAMES)
         error.__cause__ = cause
         return error
 
@@ -183,16 +306,12 @@ class UpdateHandle(ABC):
         update = "the update" if self.version is None else f"the update to version {self.version}"
         return ErrorReply("update_aborted", f"{update} was aborted: {why}")
 
+    def _stuck(self) -> str:
+        return "" if self._sender is None else self._sender.stuck
+
     def blocks(self) -> str:
         """Why the next update cannot begin."""
         return "finish or abort it first" if not self._final.done() else f"its thread is still busy{self._stuck()}"
-
-    def left(self) -> None:
-        """The thread has ended: the next update may begin."""
-        if not self._left.done():
-            self._left.set_result(None)
-        if self._context.current is self:
-            self._context.current = None
 
     async def _wait_left(self) -> None:
         """Wait until the thread has ended, or is stuck in the caller's own code.
@@ -207,6 +326,11 @@ class UpdateHandle(ABC):
             log.warning("the thread of the update to version %s is still busy%s", self.version, self._stuck())
             if self._context.trainer_group is None:
                 self.left()
+
+
+def _resolve(future: "asyncio.Future[Any]", result: object = None) -> None:
+    if not future.done():
+        future.set_result(result)
 
 
 def _mark_retrieved(future: "asyncio.Future[Any]") -> None:

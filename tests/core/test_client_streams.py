@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from enginepool.protocol.messages import ErrorReply
 from enginepool.protocol.messages.weights import MemoryRegion
 from enginepool.trainer.buffers import Buffers, stand_behind
-from enginepool.trainer.ipc_export import IpcExport, IpcExporter
+from enginepool.trainer.ipc_export import IpcExporter
 from enginepool.trainer.tensors import SendPlan, make_plan
 from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks
 from enginepool.trainer.update_sender import UpdateSender
@@ -25,7 +26,7 @@ class Reports:
     def __init__(self) -> None:
         self.answered, self.ended = threading.Event(), threading.Event()
 
-    def planned(self, plan: SendPlan) -> None:
+    def planned(self, plan: SendPlan, endpoint: None) -> None:
         self.answered.set()
 
     def progress(self, sent_bytes: int) -> None:
@@ -47,8 +48,11 @@ def sender(plan: Callable[[], SendPlan], buffers: Buffers, reports: Reports) -> 
     def post(call: Callable[..., None], *args: Any) -> None:
         call(*args)
 
-    transport = IpcExport(IpcExporter(buffers, keep=False))
-    return UpdateSender(reports, post, plan, transport, buffers, TrainerRanks(), bucket_bytes=4096, timeout_s=1.0)
+    context: Any = SimpleNamespace(
+        post=post, buffers=buffers, exporter=IpcExporter(buffers, keep=False), bucket_bytes=4096, collective_timeout=1.0
+    )
+    update: Any = reports
+    return UpdateSender(update, context, plan, TrainerRanks(), ipc=True)
 
 
 class Watched(Buffers):

@@ -12,7 +12,7 @@ import torch
 from enginepool.errors import BadRequest
 from enginepool.protocol.basis import MAX_ID
 from enginepool.protocol.messages import ErrorReply
-from enginepool.trainer.heartbeats import RankFailed
+from enginepool.trainer.heartbeats import Heartbeats, RankFailed
 from enginepool.trainer.tensors import SendPlan, make_plan
 from enginepool.trainer.trainer_ranks import RoundEnd, TrainerRanks, follow
 
@@ -21,17 +21,32 @@ LIMIT_S = 30.0
 GIVEN_UP = ErrorReply("update_aborted", "as a test")
 
 
+class Pair:
+    """Two ranks of one group, and the store of their heartbeats."""
+
+    def __init__(self, store: Any, groups: list[Any]) -> None:
+        self.store, self.groups = store, groups
+
+    def heartbeats(self, rank: int, version: int, timeout_s: float = LIMIT_S) -> Heartbeats:
+        beats = Heartbeats(dist.PrefixStore("beats", self.store), rank, 2, version, timeout_s, lambda error: None)
+        beats.start()
+        return beats
+
+    def rank0(self, version: int = 0, timeout_s: float = LIMIT_S) -> TrainerRanks:
+        return TrainerRanks(self.groups[0], version, self.heartbeats(0, version, timeout_s))
+
+
 class Rank1:
     """The other rank, on a thread; `outcome` is what `follow` returned or raised."""
 
-    def __init__(self, group: Any, plan: SendPlan | Exception, version: int = 0) -> None:
+    def __init__(self, pair: Pair, plan: SendPlan | Exception, version: int = 0) -> None:
         self._outcome: Any = None
-        self._thread = threading.Thread(target=self._run, args=(group, plan, version), daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(pair, plan, version), daemon=True)
         self._thread.start()
 
-    def _run(self, group: Any, plan: SendPlan | Exception, version: int) -> None:
+    def _run(self, pair: Pair, plan: SendPlan | Exception, version: int) -> None:
         try:
-            self._outcome = follow(group, plan, version)
+            self._outcome = follow(pair.groups[1], plan, version, pair.heartbeats(1, version))
         except RankFailed as error:
             self._outcome = error
 
@@ -43,8 +58,8 @@ class Rank1:
 
 
 @pytest.fixture
-def groups() -> Iterator[list[Any]]:
-    """The two ends of one group."""
+def pair() -> Iterator[Pair]:
+    """Both ends of one group."""
     store, made = dist.HashStore(), [None, None]
 
     def make(rank: int) -> None:
@@ -55,7 +70,7 @@ def groups() -> Iterator[list[Any]]:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
-    yield made
+    yield Pair(store, made)
     made.clear()
 
 
@@ -77,20 +92,20 @@ def raising(error: Exception) -> Callable[[], object]:
     return step
 
 
-def test_a_rank_without_a_plan_ends_the_update_before_anybody_gathers(groups: list[Any]) -> None:
+def test_a_rank_without_a_plan_ends_the_update_before_anybody_gathers(pair: Pair) -> None:
     wrong = KeyError("no such shard")
-    other = Rank1(groups[1], wrong)
-    ranks = TrainerRanks(groups[0])
-    with pytest.raises(RankFailed, match="another trainer rank"):
+    other = Rank1(pair, wrong)
+    ranks = pair.rank0()
+    with pytest.raises(RankFailed, match="trainer rank 1 failed: KeyError: 'no such shard'"):
         ranks.begin(plan_of("a"))
     ranks.end(GIVEN_UP)
     assert other.outcome == (RoundEnd(GIVEN_UP), wrong)
 
 
 @pytest.mark.parametrize("plan", [plan_of("a"), KeyError("no such shard")], ids=["with a plan", "without one"])
-def test_ranks_that_bring_different_versions_are_all_told_which(groups: list[Any], plan: SendPlan | Exception) -> None:
-    other = Rank1(groups[1], plan, MAX_ID)
-    ranks = TrainerRanks(groups[0], 3)
+def test_ranks_that_bring_different_versions_are_all_told_which(pair: Pair, plan: SendPlan | Exception) -> None:
+    other = Rank1(pair, plan, MAX_ID)
+    ranks = pair.rank0(3)
     story = f"version: 3 on trainer rank 0, {MAX_ID} on rank 1; all ranks make the same calls"
     with pytest.raises(BadRequest) as caught:
         ranks.begin(plan_of("a"))
@@ -104,9 +119,9 @@ def test_ranks_that_bring_different_versions_are_all_told_which(groups: list[Any
 @pytest.mark.parametrize(
     "plan", [plan_of("b", "a"), plan_of("a"), plan_of("a", "b", "c"), plan_of("a", "b", dtype=torch.float16)]
 )
-def test_ranks_that_would_gather_other_tensors_at_the_same_place_are_told_so(groups: list[Any], plan: SendPlan) -> None:
-    other = Rank1(groups[1], plan)
-    ranks = TrainerRanks(groups[0])
+def test_ranks_that_would_gather_other_tensors_at_the_same_place_are_told_so(pair: Pair, plan: SendPlan) -> None:
+    other = Rank1(pair, plan)
+    ranks = pair.rank0()
     with pytest.raises(RankFailed):
         ranks.begin(plan_of("a", "b"))
     ranks.end(GIVEN_UP)
@@ -115,63 +130,60 @@ def test_ranks_that_would_gather_other_tensors_at_the_same_place_are_told_so(gro
     assert str(own).startswith("source: its sharded tensors differ from rank 0's in a name, shape, dtype or their order")
 
 
-def test_ranks_need_not_be_alike_where_the_gather_is_the_callers_own_or_a_manifest_is_given(groups: list[Any]) -> None:
+def test_ranks_need_not_be_alike_where_the_gather_is_the_callers_own_or_a_manifest_is_given(pair: Pair) -> None:
     tensors = {"z": torch.zeros(1)}
-    other = Rank1(groups[1], make_plan(tensors, gather=lambda name, tensor: tensor))
-    ranks = TrainerRanks(groups[0])
+    other = Rank1(pair, make_plan(tensors, gather=lambda name, tensor: tensor))
+    ranks = pair.rank0()
     ranks.begin(plan_of("a"))
     ranks.begin(make_plan(iter(tensors.items()), manifest=[("z", "float32", (1,))]))
     ranks.end(GIVEN_UP)
     assert other.outcome == (RoundEnd(GIVEN_UP), None)
 
 
-def test_a_rank_that_is_gone_is_no_error_of_the_source(groups: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    del groups[1:]
-    ranks = TrainerRanks(groups[0])
-    with pytest.raises(RankFailed, match=r"a trainer rank is gone: .*closed"):
+def test_a_rank_that_is_gone_is_no_error_of_the_source(
+    pair: Pair, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("enginepool.trainer.heartbeats.BELIEVE_S", 0.1)
+    del pair.groups[1:]
+    ranks = pair.rank0(timeout_s=4.0)
+    with pytest.raises(RankFailed, match=r"a trainer rank is gone: .*closed|trainer rank 1 has not called"):
         ranks.together(1, lambda: None)
     with caplog.at_level(logging.WARNING, "enginepool"):
         ranks.end(GIVEN_UP)
-    assert "cannot be told how the update ended: a trainer rank is gone" in caplog.text
+    assert "cannot be told how the update ended: trainer rank 1 has not called `publish` for 4 s" in caplog.text
 
 
-def test_what_failed_is_in_the_log_while_the_others_are_still_in_their_gather(
-    groups: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = threading.Event()
-    monkeypatch.setattr("enginepool.trainer.trainer_ranks._LONG_S", 0.0)
-    told: list[str] = []
-
-    def tell(text: str, *arguments: object) -> None:
-        told.append(text % arguments)
-        said.set()
-
-    monkeypatch.setattr("enginepool.trainer.trainer_ranks.log.error", tell)
-
+def test_a_rank_that_fails_is_named_while_the_others_are_still_in_their_gather(pair: Pair) -> None:
     def fails() -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()
         raise KeyError("my_index")
 
-    other = Rank1(groups[1], SendPlan([], fails))
-    ranks = TrainerRanks(groups[0])
+    Rank1(pair, SendPlan([], fails))
+    named = threading.Event()
+    beats = Heartbeats(dist.PrefixStore("beats", pair.store), 0, 2, 0, LIMIT_S, lambda error: named.set())
+    beats.start()
+    ranks = TrainerRanks(pair.groups[0], 0, beats)
+    ranks.begin(SendPlan([], fails))
 
     def gather() -> None:
-        with ranks.reading("layers.0"):
-            # The collective that the other rank has left: it ends when the test does not wait any more.
-            assert said.wait(LIMIT_S)
-            assert ranks.stuck_at == "layers.0"
+        # The collective that the other rank has left: it ends when this rank's caller knows why.
+        assert named.wait(LIMIT_S)
 
-    with pytest.raises(RankFailed):
+    with pytest.raises(RankFailed, match="trainer rank 1 failed: KeyError: 'my_index'"):
         ranks.together(1, gather)
+
+
+def test_the_tensor_that_the_callers_code_is_busy_with_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("enginepool.trainer.trainer_ranks._LONG_S", 0.0)
+    ranks = TrainerRanks()
+    with ranks.reading("layers.0"):
+        assert ranks.stuck_at == "layers.0"
     assert ranks.stuck_at == ""
-    ranks.end(GIVEN_UP)
-    assert [line[line.index("may be in") :] for line in told] == ["may be in a gather: KeyError: 'my_index'"]
-    assert isinstance(other.outcome[1], KeyError)
 
 
-def test_a_step_that_fails_on_rank_0_is_raised_when_all_have_heard(groups: list[Any]) -> None:
-    other = Rank1(groups[1], plan_of("a"))
-    ranks = TrainerRanks(groups[0])
+def test_a_step_that_fails_on_rank_0_is_raised_when_all_have_heard(pair: Pair) -> None:
+    other = Rank1(pair, plan_of("a"))
+    ranks = pair.rank0()
     with pytest.raises(OSError, match="no room"):
         ranks.together(1, raising(OSError("no room")))
     ranks.end(GIVEN_UP)

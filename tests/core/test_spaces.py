@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -335,12 +336,15 @@ def test_an_update_that_is_stuck_does_not_touch_what_the_next_one_lends() -> Non
     lender.close()
 
 
-def test_other_trainer_ranks_hear_how_an_update_ended_though_its_memory_is_beyond_reach(lender: IpcExporter) -> None:
+def test_other_trainer_ranks_hear_how_an_update_ended_though_its_memory_is_beyond_reach(
+    lender: IpcExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said: list[object] = []
 
-    class Lost(IpcExport):
-        def end(self) -> None:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    def lost(export: IpcExport) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(IpcExport, "end", lost)
 
     class Ranks(TrainerRanks):
         def end(self, outcome: Published | ErrorReply, again_s: float | None = None) -> None:
@@ -356,9 +360,8 @@ def test_other_trainer_ranks_hear_how_an_update_ended_though_its_memory_is_beyon
         call(*what)
 
     update: Any = Reports()
-    sender = UpdateSender(
-        update, post, lambda: make_plan(SOURCE), Lost(lender), lender.buffers, Ranks(), bucket_bytes=512, timeout_s=1.0
-    )
+    context: Any = SimpleNamespace(post=post, buffers=lender.buffers, exporter=lender, bucket_bytes=512, collective_timeout=1.0)
+    sender = UpdateSender(update, context, lambda: make_plan(SOURCE), Ranks(), ipc=True)
     outcome = ErrorReply("update_aborted", "as a test")
     sender.end(RoundEnd(outcome))
     with pytest.raises(RuntimeError, match="illegal memory access"):

@@ -13,7 +13,7 @@ import torch
 from enginepool import Pool, WeightPublisher, errors
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from enginepool.trainer import ipc_export as lending
-from enginepool.trainer import rank0_update as update
+from enginepool.trainer import update_handle as update
 from enginepool.transfer.digest import Digest
 from tests.open_files import lent_here
 from tests.process.commands import ROOT

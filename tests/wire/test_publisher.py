@@ -100,6 +100,11 @@ class Gate:
         yield "b", torch.ones(3000)
 
 
+def loop_threads() -> int:
+    """Event loops that run in threads of this process."""
+    return sum(thread.name == "enginepool" for thread in threading.enumerate())
+
+
 async def reached(event: threading.Event) -> None:
     assert await asyncio.to_thread(event.wait, PATIENCE_S)
 
@@ -273,10 +278,10 @@ def test_a_blocking_publisher_closes_after_its_pool_too_and_twice_is_once(update
     pool = BlockingPool.connect(updates.coordinator.address)
     publisher = BlockingWeightPublisher(pool, device="cpu", bucket_bytes=BUCKET)
     assert publisher.publish(model(1), 1).version == 1
-    before = threading.active_count()
+    before = loop_threads()
     pool.close()
     publisher.close()
-    assert threading.active_count() < before
+    assert loop_threads() == before - 1
     publisher.close()
     other = BlockingPool.connect(updates.coordinator.address)
     with other, BlockingWeightPublisher(other, device="cpu") as publisher:
@@ -581,16 +586,16 @@ def test_closing_the_publisher_ends_an_update_that_has_just_begun(
     open_endpoint = PublisherContext.open_endpoint
 
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
-        listening, may = asyncio.Event(), asyncio.Event()
+        listening, may = threading.Event(), threading.Event()
 
-        async def slow(context: PublisherContext) -> Rank0Endpoint:
+        def slow(context: PublisherContext) -> Rank0Endpoint:
             listening.set()
-            await may.wait()
-            return await open_endpoint(context)
+            assert may.wait(PATIENCE_S)
+            return open_endpoint(context)
 
         monkeypatch.setattr(PublisherContext, "open_endpoint", slow)
         starting = asyncio.create_task(publisher.start(model(1), 1))
-        await listening.wait()
+        await reached(listening)
         closing = asyncio.create_task(publisher.close())
         await asyncio.sleep(0)
         may.set()

@@ -177,10 +177,8 @@ class ClientSession:
         elif isinstance(message, Pong):
             if message.epoch > self.link.epoch:
                 self._greet_again()
-        elif isinstance(message, Join):
-            self.updates.joined(message, self._now, self._out)
-        elif isinstance(message, Phase):
-            self.updates.phase(message, self._now, self._out)
+        elif isinstance(message, Join | Phase):
+            self.updates.heard(message, self._now, self._out)
         elif isinstance(message, Published):
             self.updates.published(message, self._out)
             self._acknowledge(message.id)

@@ -138,12 +138,10 @@ class Updates:
         self._open = False
         self._time()
 
-    def joined(self, message: Join, now: float, out: list[SessionEffect]) -> None:
-        if self._heard(message.id, now):
-            out.append(UpdateStep(message))
-
-    def phase(self, message: Phase, now: float, out: list[SessionEffect]) -> None:
-        if self._heard(message.id, now):
+    def heard(self, message: Join | Phase, now: float, out: list[SessionEffect]) -> None:
+        update = self.by_id.get(message.id)
+        if update is not None and update.place == "open":
+            update.heard_at = now
             out.append(UpdateStep(message))
 
     def published(self, message: Published, out: list[SessionEffect]) -> bool:
@@ -236,13 +234,6 @@ class Updates:
     def _say(self, update: PublishedUpdate, message: Sent | Commit | AbortUpdate, out: list[SessionEffect]) -> None:
         if self._open and update.place == "open":
             out.append(SendMessage(message))
-
-    def _heard(self, id_: int, now: float) -> bool:
-        update = self.by_id.get(id_)
-        if update is None or update.place == "asking":
-            return False
-        update.heard_at = now
-        return True
 
     def _too_late(self, update: PublishedUpdate, out: list[SessionEffect]) -> None:
         if update.abort is not None and not update.may_be_committed:
