@@ -1,6 +1,6 @@
 """The simulator finds what it is for in weight updates too: each bug that is planted here is seen within a few schedules."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -25,7 +25,6 @@ from enginepool.coordinator.weights.restarts import Restarts
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Transactions
 from enginepool.coordinator.weights.update import Member, Phase, Update
-from enginepool.coordinator.weights.verification import Verifying
 from enginepool.protocol.messages.weights import Sent
 from enginepool.workers.events import SendToCoordinator
 from enginepool.workers.ledger import TaskLedger
@@ -39,10 +38,10 @@ Mutate = Callable[[pytest.MonkeyPatch], None]
 
 
 def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    def passes(self: Verifying, update: Update) -> bool:
-        return True
+    def why_refused(_: Update) -> None:
+        """Nothing is wrong."""
 
-    patch.setattr(Verifying, "passes", passes)
+    patch.setattr(phases, "why_refused", why_refused)
 
 
 def the_publisher_hears_before_the_journal(patch: pytest.MonkeyPatch) -> None:
@@ -218,12 +217,10 @@ def recalled_work_is_not_put_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_held_group_finishes_requests_that_were_cut(patch: pytest.MonkeyPatch) -> None:
-    real = phases.working
+    def busy(worker: Worker) -> bool:
+        return bool(worker.batches or worker.texts) or any(request.state == QUEUED for request in worker.group.cut)
 
-    def working(workers: Iterable[Worker]) -> bool:
-        return real(workers) or any(request.state == QUEUED for worker in workers for request in worker.group.cut)
-
-    patch.setattr(phases, "working", working)
+    patch.setattr(Worker, "busy", property(busy))
 
 
 def a_lease_is_not_renewed(patch: pytest.MonkeyPatch) -> None:

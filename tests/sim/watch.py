@@ -147,12 +147,12 @@ class Watch:
         update is partial. `stages`: whether the worker of this name has some."""
         real = self.machine.ending.abort
 
-        def abort(update: Update, code: str, reason: str, *, field: str = "", limit: str = "") -> None:
+        def abort(update: Update, code: str, reason: str, field: str = "", limit: str = "") -> None:
             if "has no stager" in reason and not update.offer.partial:
                 workers = [member.worker for member in update.members.values()]
                 able = {worker.class_ for worker in workers if stages(worker.name)}
                 assert any(worker.class_ not in able for worker in workers), f"aborted: {update}: {reason}"
-            real(update, code, reason, field=field, limit=limit)
+            real(update, code, reason, field, limit)
 
         self.machine.ending.abort = abort
 

@@ -36,6 +36,7 @@ from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.publishing import Publishers
 from enginepool.coordinator.weights.restoring import Restoring
 from enginepool.coordinator.weights.transaction import Transactions
+from enginepool.coordinator.weights.verification import inspected
 from enginepool.protocol.messages import ErrorReply, Exiting, Idle, Message, Ready, Stage
 from enginepool.protocol.messages.control import Commanded
 from enginepool.protocol.messages.weights import Joined, Prepared, Restored, Staged, WeightsLoaded
@@ -263,7 +264,7 @@ class Machine:
 
     def _inspected(self, e: ev.WorkerInspected) -> None:
         worker = self.fleet.of(e.link)
-        if worker is not None and not self.weights.phases.verifying.inspected(worker, e.message):
+        if worker is not None and not inspected(self.core, worker, e.message):
             self.questions.answered(worker, e.message.task, e.message, e.frames)
 
     def _commanded(self, worker: Worker, message: Commanded) -> None:

@@ -95,6 +95,11 @@ class Worker:
         return self.state is WorkerState.READY or self.state is WorkerState.RESERVED
 
     @property
+    def busy(self) -> bool:
+        """It has something in hand."""
+        return bool(self.batches or self.texts)
+
+    @property
     def holds(self) -> bool:
         """The weights in its engine are the committed ones, as far as the journal can say."""
         group = self.group

@@ -81,7 +81,7 @@ class PlannedRestarts:
         if worker is None or core.update_of(group) is not None:
             return  # a worker that has ended is reported to its slot; a worker in an open transaction ends after it
         leave(core, worker)
-        if not (worker.batches or worker.texts) or core.now >= slot.due:
+        if not worker.busy or core.now >= slot.due:
             self._end(slot)
 
     def _end(self, slot: WorkerSlot) -> None:

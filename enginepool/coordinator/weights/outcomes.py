@@ -96,7 +96,7 @@ class UpdateOutcomes:
         release(self.core, group)
         self._finish(update, Published(update.offer.id, weights.version, record))
 
-    def abort(self, update: Update, code: str, reason: str, *, field: str = "", limit: str = "") -> None:
+    def abort(self, update: Update, code: str, reason: str, field: str = "", limit: str = "") -> None:
         """Give up before any engine was touched."""
         assert not update.loading, update
         self._count(update)

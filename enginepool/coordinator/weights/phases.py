@@ -32,6 +32,10 @@ is killed or restored. After it, the group is on the new version: a worker that 
 group is on hold from `hold` to the end, and no worker gets work on other weights than the committed ones, so that no answer
 mixes versions.
 
+A hold lets the batches in flight finish, or puts them back. What is left of a request of which some rows were given to workers
+waits in the queue like all others: a large request would hold the group for as long as all its rows take. Rows of it that are
+computed count if the group stays on their version, as after an abort. If it does not, they run again.
+
 The lease. As long as a transaction needs its publisher (until `sent` and `commit`; with `ipc`, until the load), the publisher
 must send a message about it every `lease_ms`. The final answer is kept like other answers. A publish that arrives again under
 its id is attached to the open transaction.
@@ -43,8 +47,7 @@ from enginepool.coordinator.core.transitions import hold
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
 from enginepool.coordinator.weights.outgoing import ask, say_join, say_phase
 from enginepool.coordinator.weights.process_group_info import ProcessGroupInfo
-from enginepool.coordinator.weights.quiesce import working
-from enginepool.coordinator.weights.restarts import Restarts
+from enginepool.coordinator.weights.restarts import Restarts, why_not_restarted
 from enginepool.coordinator.weights.update import (
     HOLD,
     JOIN,
@@ -55,10 +58,11 @@ from enginepool.coordinator.weights.update import (
     STAGED,
     TRANSFER,
     Phase,
+    Refusal,
     Update,
     failures,
 )
-from enginepool.coordinator.weights.verification import Verifying
+from enginepool.coordinator.weights.verification import asks_for_zeros, why_refused
 
 
 class Phases:
@@ -67,7 +71,6 @@ class Phases:
     def __init__(self, core: Context, ending: UpdateOutcomes) -> None:
         self.core = core
         self.ending = ending
-        self.verifying = Verifying(core, ending)
         self.restarts = Restarts(core, ending)
 
     def enter(self, update: Update, phase: Phase, seconds: float = float("inf")) -> None:
@@ -104,8 +107,7 @@ class Phases:
         if update.phase == OPEN:
             if update.by_restart:
                 update.members_at_start = len(update.members)
-                if self.restarts.possible(update):
-                    self.enter(update, STAGED)
+                self._stage(update, why_not_restarted(update))
             elif update.uses_process_group:
                 self._join(update)
             elif update.sends_bytes:
@@ -121,8 +123,8 @@ class Phases:
             else:
                 update.due = float("inf")
         elif update.phase == TRANSFER:
-            if update.sent_digest is not None and self.verifying.passes(update):
-                self.enter(update, STAGED)
+            if update.sent_digest is not None:
+                self._stage(update, why_refused(update))
         elif update.phase == STAGED:
             if update.commit_asked and update.by_restart and not update.at_once:
                 self.enter(update, RESTART)
@@ -137,14 +139,20 @@ class Phases:
         elif update.phase == HOLD:
             if update.recalls_now:
                 self._stop_draining(update)
-            members = [member.worker for member in update.members.values()]
-            if not working(members):
+            if not any(member.worker.busy for member in update.members.values()):
                 if update.at_once:
                     self.enter(update, RESTART)
                 else:
                     self._load(update)
         elif update.phase == LOAD:
             self._loaded(update)
+
+    def _stage(self, update: Update, refusal: Refusal | None) -> None:
+        """The members have the weights: go on, unless something is wrong with them, or that is not known yet."""
+        if refusal is not None:
+            self.ending.abort(update, *refusal)
+        elif not asks_for_zeros(self.core, update):
+            self.enter(update, STAGED)
 
     def _join(self, update: Update) -> None:
         """Give ranks to all. The process group of the last update is used again if it has the same peers."""
@@ -212,7 +220,7 @@ class Phases:
                 member.loaded = False
                 member.failure = f"it took other weights than {loaded[0].worker.name}"
         if wrong := update.version_conflict(loaded[0].digest):
-            self.ending.fail(update, wrong)
+            self.ending.fail(update, wrong.reason)
             return
         self.enter(update, JOURNAL)
         update.weights = self.ending.new_weights(update, loaded[0].digest)

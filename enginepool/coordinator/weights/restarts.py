@@ -14,14 +14,12 @@ A member on its way is `leaving` (it finishes what it has), `starting` (its slot
 """
 
 from enginepool.coordinator.core.context import Context
-from enginepool.coordinator.core.group_weights import GroupWeights
 from enginepool.coordinator.core.states import SlotState
 from enginepool.coordinator.core.transitions import leave
 from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.fleet.workers import WorkerRegistry
 from enginepool.coordinator.weights.outcomes import UpdateOutcomes
-from enginepool.coordinator.weights.quiesce import working
-from enginepool.coordinator.weights.update import RESTART, Member, Update
+from enginepool.coordinator.weights.update import RESTART, Member, Refusal, Update
 
 
 class Restarts:
@@ -32,32 +30,11 @@ class Restarts:
         self.ending = ending
         self.fleet: WorkerRegistry = ending.fleet
 
-    def possible(self, update: Update) -> bool:
-        """Whether all members can be restarted on the same checkpoint; else the transaction is aborted."""
-        members = list(update.members.values())
-        for member in members:
-            if member.worker.slot is None:
-                text = f"{member.worker.name} takes weights only at its start, and this pool did not start it"
-                self.ending.abort(update, "unsupported", text)
-                return False
-            if not member.digest:
-                text = f"{member.worker.name} takes weights without a restart, and others of its group do not"
-                self.ending.abort(update, "unsupported", text)
-                return False
-            if member.digest != members[0].digest:
-                text = f"{members[0].worker.name} and {member.worker.name} see different files in {update.offer.path}: "
-                self.ending.abort(update, "weights_refused", text + "copy the same checkpoint to each of their hosts")
-                return False
-        if wrong := update.version_conflict(members[0].digest):
-            self.ending.abort(update, "version_backwards", wrong, field="version", limit=str(update.group.version))
-            return False
-        return True
-
     def advance(self, update: Update) -> bool:
         """One step in phase `restart`; whether it is over. It may have aborted the transaction."""
         for member in list(update.members.values()):
             slot = member.worker.slot
-            if member.restart == "leaving" and (update.at_once or update.recalls_now or not working([member.worker])):
+            if member.restart == "leaving" and (update.at_once or update.recalls_now or not member.worker.busy):
                 self._end(update, member)
             elif member.restart == "starting" and slot is not None and slot.on_uncommitted and slot.state is not SlotState.UP:
                 self._failed(update, member, slot.end_reason)
@@ -97,12 +74,9 @@ class Restarts:
         update.recalled_batches += len(worker.batches)
         self.fleet.recall(worker)
         member.restart = "starting"
-        slot.uncommitted_weights, slot.on_uncommitted, slot.loss_excused = self.weights(update, member), False, True
+        slot.uncommitted_weights = self.ending.new_weights(update, member.digest)
+        slot.on_uncommitted, slot.loss_excused = False, True
         self.fleet.lose(worker, f"it starts on weight version {update.offer.version}", kill=True)
-
-    def weights(self, update: Update, member: Member) -> GroupWeights:
-        """What a slot is to start on."""
-        return self.ending.new_weights(update, member.digest)
 
     def loaded(self, worker: Worker) -> None:
         """A worker is ready: perhaps a member on the new checkpoint, under another name than before."""
@@ -143,3 +117,18 @@ class Restarts:
         slot = member.worker.slot
         if slot is not None:
             slot.uncommitted_weights, slot.on_uncommitted = None, False
+
+
+def why_not_restarted(update: Update) -> Refusal | None:
+    """Why not all members can be restarted on the same checkpoint."""
+    members = list(update.members.values())
+    for member in members:
+        name = member.worker.name
+        if member.worker.slot is None:
+            return Refusal("unsupported", f"{name} takes weights only at its start, and this pool did not start it")
+        if not member.digest:
+            return Refusal("unsupported", f"{name} takes weights without a restart, and others of its group do not")
+        if member.digest != members[0].digest:
+            text = f"{members[0].worker.name} and {name} see different files in {update.offer.path}: "
+            return Refusal("weights_refused", text + "copy the same checkpoint to each of their hosts")
+    return update.version_conflict(members[0].digest)

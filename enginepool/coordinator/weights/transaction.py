@@ -20,6 +20,7 @@ from enginepool.coordinator.weights.update import (
     Member,
     Update,
 )
+from enginepool.coordinator.weights.verification import ask_for_zeros
 from enginepool.protocol.messages.weights import Joined, Prepared, ReleaseWeights, Sent, Staged, WeightsLoaded
 
 #: codes with which a member may refuse, that are the publisher's to hear; all others become `update_aborted`
@@ -109,7 +110,7 @@ class Transactions:
         if update is not None and worker.incarnation in update.pending:
             ask(self.core, update, update.pending[worker.incarnation])
         if update is not None and update.inspecting is not None and update.inspecting[1] is worker:
-            self.phases.verifying.ask(update)
+            ask_for_zeros(self.core, update)
 
     def lost(self, worker: Worker, reason: str) -> None:
         """A worker is lost. No other worker becomes a member in its stead."""

@@ -1,7 +1,7 @@
 """The state of one transaction: its members, how far each of them is, and what must hold."""
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from enginepool.coordinator.core.events import PublishAsked
 from enginepool.coordinator.core.group import Group
@@ -23,6 +23,15 @@ LOAD: Final = "load"
 JOURNAL: Final = "journal"
 Phase = PhaseName | Literal["journal"]
 PHASES: Final = (OPEN, JOIN, TRANSFER, STAGED, RESTART, HOLD, LOAD, JOURNAL)
+
+
+class Refusal(NamedTuple):
+    """Why a transaction is aborted, as its publisher is told."""
+
+    code: str
+    reason: str
+    field: str = ""
+    limit: str = ""
 
 
 class Member:
@@ -161,8 +170,8 @@ class Update:
         """The phase that it is in ends."""
         self.times["drain" if self.phase == HOLD else self.phase] = int((now - self.phase_began) * 1e6)
 
-    def version_conflict(self, digest: str) -> str:
-        """Why weights of this digest cannot have this version, or "". A version names one set of weights: the committed one may
+    def version_conflict(self, digest: str) -> Refusal | None:
+        """Why weights of this digest cannot have this version. A version names one set of weights: the committed one may
         be published again when it is lost, and nothing else under its name. What is not known cannot be compared."""
         committed, offer = self.group.weights, self.offer
         if self.group.journal_behind:
@@ -171,9 +180,10 @@ class Update:
         else:
             present, same = committed.version, committed.digest in ("", digest)
         if offer.new_run or offer.version != present or same:
-            return ""
+            return None
         # Without the digests: a publisher that names bytes of others must not learn what they are.
-        return f"version {present} is committed with other weights; publish these as {present + 1} or higher"
+        text = f"version {present} is committed with other weights; publish these as {present + 1} or higher"
+        return Refusal("version_backwards", text, "version", str(self.group.version))
 
     def __repr__(self) -> str:
         offer = self.offer
