@@ -88,7 +88,7 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     #: a checkpoint directory, or a name that SGLang can load: of the model hub, NAME or OWNER/NAME; for engine "sim" any name
     model: str
     engine: Literal["sglang", "sim"] = "sglang"
-    #: workers that this pool starts itself; 0: only workers that dial in
+    #: workers that this pool starts itself; 0: only external workers
     workers: int = 1
     #: of them, the last so many score packed and nothing else: items that share a query in one sequence (multi-item scoring)
     packed_workers: int = 0
@@ -108,8 +108,8 @@ class GroupConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_batch_rows: int | None = None
     #: forwards of tokens in flight at a worker; where its pace is known, and with cached queries, as many batches
     forwards_in_flight: int = 2
-    #: take memory of each GPU for a staged weight update before the engine takes what there is; false where weights only ever
-    #: come by `ipc`, `direct`, or not at all: the KV cache has it, and a staged update what it finds, on the host at last
+    #: reserve memory of each GPU for a staged weight update before the engine takes the rest. False gives that memory to the KV
+    #: cache, for groups whose weights come by `ipc`, `direct` or never; a staged update then takes free memory of GPU or host
     reserve_staging: bool = True
     #: where committed weights are kept for workers that start: in shared memory of their node, in `state_dir`, or nowhere
     snapshot: Literal["memory", "disk", "none"] = "memory"
@@ -128,7 +128,7 @@ class PoolConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     groups: dict[str, GroupConfig]
     #: where clients connect; empty: the ipc socket at which they look by default, `address.default_address`
     listen: str = ""
-    #: where workers dial in; empty: an ipc socket in `state_dir`
+    #: where workers connect; empty: an ipc socket in `state_dir`
     listen_workers: str = ""
     #: journal, worker records and logs; one pool at a time
     state_dir: str = STATE_DIR

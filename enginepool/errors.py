@@ -1,6 +1,6 @@
 """What the Python API raises: one exception for each code of the wire protocol, and a few that never travel.
 
-All derive from `EnginepoolError`, so that one `except` catches whatever the pool says and no more.
+All derive from `EnginepoolError`, so that one `except` catches all errors of the pool and no others.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,7 @@
-"""Folders that a process has for itself: removed at its end, or, where it was killed, by whoever makes the next one; and those
-of a pool.
+"""Folders that a process has for itself, and the folders of a pool.
+
+A process removes its private folder when it ends. Where the process was killed, the next process that makes such a folder
+removes the old one.
 
 A private folder has a file that is locked for as long as its process, or a child that it forked, lives: a process id says
 nothing where containers share a file system.
@@ -34,7 +36,7 @@ class PrivateFolder:
         # It has its name only when it is locked.
         unheld = self.path / f"{_HELD}.new"
         self._lock = os.open(unheld, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody finds out that it is aborted
+        with contextlib.suppress(OSError):  # on a file system without locks the folder of a dead process is not found
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unheld.rename(self.path / _HELD)
 
@@ -48,7 +50,7 @@ class PrivateFolder:
 
 def _remove_aborted(parent: Path, prefix: str, forget: Callable[[Path], object]) -> None:
     for held in parent.glob(f"{prefix}*/{_HELD}"):
-        with contextlib.suppress(OSError):  # somebody else's, or gone meanwhile, or held
+        with contextlib.suppress(OSError):  # of another user, already removed, or locked
             lock = os.open(held, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid == os.geteuid():
@@ -79,7 +81,7 @@ def exposed(folder: Path) -> str:
 
     The folder itself is this user's, and neither to be read, written nor entered by others, with any umask. What leads
     there, symbolic links too, is this user's or the system's; others may write to none of it, but for a folder like /tmp,
-    in which they cannot rename what is not theirs.
+    in which they cannot rename the files of other users.
     """
     whole = Path.cwd() / folder  # with its `..`, which may stand behind a link
     trusted = {os.geteuid(), 0, Path("/").stat().st_uid}

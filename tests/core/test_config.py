@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_anything_is_refused(
     with pytest.raises(ConfigError) as caught:
         check_models(of_model(model), "pool.toml")
     assert str(caught.value) == f"pool.toml: groups.g.model = {model!r}: {wrong.format(here=tmp_path)}"
-    # No worker here looks for it: one that dials in does, where it is.
+    # No worker here looks for it: an external worker does, on its own host.
     for config in (of_model(model, workers=0), of_model(model, engine="sim")):
         assert check_models(config, "pool.toml") is config
 

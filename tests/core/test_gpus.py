@@ -10,7 +10,7 @@ from enginepool.config_loader import check_config
 from enginepool.coordinator.launchers.gpus import allocate_gpus, visible_gpus
 from enginepool.errors import ConfigError
 
-#: what stands beside the GPUs' own files
+#: what lies next to the GPUs' own files
 OTHERS = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset", "nvidia-caps", "null")
 
 
@@ -84,7 +84,7 @@ FOUR = ["0", "1", "2", "3"]
         ({"a": group(1), "b": group(1, gpus=["GPU-5f"])}, ["GPU-5f29", "GPU-1a00"], {"a": ["GPU-1a00"], "b": ["GPU-5f"]}),
         # A shared GPU is shared because it is named twice.
         ({"a": group(2, gpus=["0", "0"]), "b": group(1, gpus=["0"])}, ["0"], {"a": ["0", "0"], "b": ["0"]}),
-        # Engines on the CPU and simulated ones take none; nor do workers that somebody else starts.
+        # Engines on the CPU and simulated ones take none; nor do workers that another program starts.
         ({"a": group(9, device="cpu"), "b": group(9, engine="sim"), "c": group(0), "d": group(1)}, ["0"], {"d": ["0"]}),
         ({"a": group(2, engine="sim", gpus=["0", "1"]), "b": group(1)}, ["0"], {"a": ["0", "1"], "b": ["0"]}),
         # Nothing is known of GPUs: workers see what CUDA finds.

@@ -1,4 +1,4 @@
-"""The journal holds the old record or the new one, whatever happens to a write, and says so when it holds neither."""
+"""The journal holds the old record or the new one, also when a write fails or is cut off, and says so when it holds neither."""
 
 import errno
 import os

@@ -245,7 +245,7 @@ def test_a_worker_whose_log_cannot_be_made_names_the_file_and_is_one_that_could_
 def test_the_end_of_a_worker_is_found_out_although_no_file_descriptor_is_left_for_a_while(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice each: nobody can be watched, and nobody can be looked for."""
+    """Twice each: no process can be watched, and none can be looked for."""
     monkeypatch.setattr(records, "RETRY_S", 0.01)
     failed: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Stagers in a real pool: one beside each worker; it outlives its worker and its coordinator, and not its pool."""
+"""Stagers in a real pool: one for each worker; it outlives its worker and its coordinator, and not its pool."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def pids(directory: Path, what: str) -> dict[str, int]:
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Nobody tells a test when a process of another process is there."""
+    """A test is not told when a process has started another one."""
     end = time.monotonic() + PATIENCE_S
     while not true():
         assert time.monotonic() < end
@@ -78,12 +78,12 @@ def started(processes: Processes, config: PoolConfig, directory: Path) -> tuple[
 
 
 def connected(directory: Path) -> dict[str, int]:
-    """The stagers to which somebody holds a connection."""
+    """The stagers to which a process holds a connection."""
     found: dict[str, int] = {}
     for name, pid in pids(directory, "stagers").items():
         with suppress(psutil.NoSuchProcess):
             ends = [str(end.laddr) for end in psutil.Process(pid).net_connections("unix")]
-            if ends.count(str(directory / "state" / "stagers" / f"{name}.sock")) > 1:  # beside the one that listens
+            if ends.count(str(directory / "state" / "stagers" / f"{name}.sock")) > 1:  # one more than the one that listens
                 found[name] = pid
     return found
 

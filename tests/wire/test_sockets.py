@@ -83,7 +83,7 @@ def test_a_message_that_a_send_swallowed_the_news_of_is_received_in_the_same_tur
         worker.send(b"hello")
         await bench.until(1)
         link = bench.taken[0][1]
-        # Nobody looks at the loop from here on: the message arrives, and the send takes the news of it.
+        # The loop does not run from here on: the message arrives, and the send takes the news of it.
         worker.send(b"swallowed")
         readable, _, _ = select.select([bench.workers.fd], [], [], PATIENCE_S)
         assert readable

@@ -11,7 +11,7 @@ from enginepool.errors import ConfigError
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
     """The NVIDIA GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them.
 
-    Where that is not set, they are counted: CUDA numbers those that it finds from 0, whatever their numbers are on the host,
+    Where that is not set, they are counted: CUDA numbers the GPUs that it finds from 0. Their numbers on the host differ,
     and a container has the device files of its own GPUs alone. Instances of a divided GPU (MIG) have no such files: they are
     used where they are named. Hosts without such files (WSL) have none, and their workers see what CUDA finds.
     """

@@ -9,7 +9,7 @@ after the first miss, then two, four, up to MOST_SKIPPED. One wait that found so
 
 #: how long one wait lasts, in seconds; the shell keeps it
 WAIT_S = 150e-6
-#: with more requests than this in the pool nobody waits: the next message is there before anybody sleeps
+#: with more requests than this in the pool the shell does not wait: the next message arrives before the loop would sleep
 FEW = 2
 MOST_SKIPPED = 256
 

@@ -117,7 +117,7 @@ class Connections:
                 continue
             self._open.add(descriptor)
             if len(self._open) > self.most:
-                _shut(descriptor)
+                _end(descriptor)
         if len(self._open) < self.most * 9 // 10:
             self._full = False
         elif len(self._open) >= self.most and not self._full:
@@ -134,8 +134,8 @@ class Connections:
             self._events.close()
 
 
-def _shut(descriptor: int) -> None:
-    """Shut a connection down; libzmq sees its end and closes it. No descriptor is made for that: there may be none."""
+def _end(descriptor: int) -> None:
+    """End a connection; libzmq notices the end and closes the descriptor. No new descriptor is needed: there may be none."""
     with contextlib.suppress(OSError):
         connection = sockets.socket(fileno=descriptor)
         try:
@@ -162,7 +162,7 @@ def is_open(fd: int, inode: int) -> bool:
 
 
 def disconnect(fd: int, inode: int) -> None:
-    """Shut a connection down. ZeroMQ has no call for this. It notices the end, and frees what it holds for the peer."""
+    """End a connection. ZeroMQ has no call for this. It notices the end, and frees what it holds for the peer."""
     # The copy keeps the descriptor from becoming another file between the check and the call.
     with contextlib.suppress(OSError), sockets.socket(fileno=os.dup(fd)) as connection:
         if os.fstat(connection.fileno()).st_ino == inode:

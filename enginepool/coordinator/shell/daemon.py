@@ -37,7 +37,7 @@ from enginepool.coordinator.shell.router import CLIENT_PROOF, WORKER_PROOF, Rout
 from enginepool.coordinator.shell.snapshots import SnapshotFolders
 from enginepool.coordinator.shell.sockets import Sockets
 from enginepool.coordinator.shell.startup import fit_to_host, keys_folder, listen_address, state_directory, workers_endpoint
-from enginepool.coordinator.shell.stop_signals import StopSignals
+from enginepool.coordinator.shell.stop_signals import on_stop_signals
 from enginepool.errors import ConfigError
 from enginepool.host import os_error
 from enginepool.host.restart_policy import BAD_CONFIG, HOST_FAULT, RESTART, STOPPED
@@ -107,9 +107,7 @@ class Daemon:
         """Take up the epoch, adopt or start workers, listen."""
         self.loop.set_exception_handler(lambda _, what: on_loop_error(what, self.machine.core))
         # Before a worker is started: a signal with its default action would leave workers behind.
-        StopSignals(self.machine.core, self.config.timing.drain_s, self.handle, self._end_now, self._end_alone).install(
-            self.loop
-        )
+        on_stop_signals(self.loop, self.machine.core, self.config.timing.drain_s, self.handle, self._end_now, self._end_alone)
         epoch = max(self.journal.record.epoch + 1, time.time_ns() // 1000)
         if self.journal.torn:
             log("the journal was cut off in the middle of a write: what it held before holds")
@@ -251,7 +249,7 @@ class Daemon:
 
     def _still_finishing(self) -> None:
         if not self.ended.done():
-            log("the workers have ended; committed weights are being written for those who come after them")
+            log("the workers have ended; committed weights are being written for later workers")
 
     def _finished(self) -> None:
         if not self.ended.done():
@@ -283,7 +281,7 @@ class Daemon:
         self._set_timer(self.machine.wake_at())
 
     def close(self) -> None:
-        """Let go of sockets and locks."""
+        """Close the sockets and release the locks."""
         if self._timer is not None:
             self._timer.cancel()
         self._pauses.stop()

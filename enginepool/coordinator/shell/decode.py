@@ -11,7 +11,7 @@ import msgspec
 
 from enginepool.coordinator.core import events as ev
 from enginepool.coordinator.core.events import Buffer, Link
-from enginepool.coordinator.operations.base import check_request
+from enginepool.coordinator.operations.base import bad, check_request
 from enginepool.coordinator.operations.table import OPERATIONS
 from enginepool.coordinator.shell.peers import SAME_USER, Peer
 from enginepool.coordinator.weights.publish_validation import check_names, check_regions, open_publish
@@ -76,7 +76,7 @@ def refusal(frame: Buffer, error: WireError) -> m.ErrorReply:
 
 
 def worker_event(now: float, link: Link, frames: Sequence[Buffer], peer: Peer = SAME_USER) -> ev.Event:
-    """The event that a worker's message is; nonsense is the event `WorkerBroken`.
+    """The event that a worker's message is; an invalid message is the event `WorkerBroken`.
 
     Raises:
         WireError: `protocol_version`: a worker that cannot be talked to; `forbidden`: a peer that is no worker.
@@ -101,15 +101,15 @@ def _hello(now: float, link: Link, hello: m.Hello, frames: Sequence[Buffer]) -> 
     for field in ("client", "token"):
         value = getattr(hello, field)
         if len(value) != 16:
-            raise WireError("bad_request", f"{field}: {len(value)} bytes; exactly 16", field=field, limit="16")
+            raise bad(field, f"{field}: {len(value)} bytes; exactly 16", "16")
     if not 0 <= hello.incarnation <= m.MAX_ID:
-        raise WireError("bad_request", f"incarnation: outside 0..{m.MAX_ID}", field="incarnation", limit=str(m.MAX_ID))
+        raise bad("incarnation", f"incarnation: {hello.incarnation} is outside 0..{m.MAX_ID}", str(m.MAX_ID))
     most = hello.max_message_bytes
     if most and most < m.MAX_HEADER_BYTES:
         text = f"max_message_bytes: {most}; 0, or at least {m.MAX_HEADER_BYTES}, which is the longest header"
-        raise WireError("bad_request", text, field="max_message_bytes", limit=str(m.MAX_HEADER_BYTES))
+        raise bad("max_message_bytes", text, str(m.MAX_HEADER_BYTES))
     if not 0 <= hello.epoch <= m.MAX_ID:
-        raise WireError("bad_request", f"epoch: {hello.epoch}; 0 to {m.MAX_ID}", field="epoch", limit=str(m.MAX_ID))
+        raise bad("epoch", f"epoch: {hello.epoch} is outside 0..{m.MAX_ID}", str(m.MAX_ID))
     return ev.ClientHello(now, link, hello.client, hello.token, hello.incarnation, most, hello.epoch)
 
 

@@ -50,7 +50,7 @@ class Incoming:
             )
             failure.retry_after_ms = NO_MEMORY_MS
             self._clients.send(link, [encode_header(failure)])
-            log("no memory for a message of a client: it is told to send it again", "client")
+            log("no memory for a message of a client: the client is told to send it again", "client")
             return
         clients = self._clients
         if type(event) is ev.Submit:

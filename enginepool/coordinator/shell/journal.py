@@ -1,7 +1,7 @@
 """The journal: what must survive the coordinator. One small file of two slots, written in turn; one pool at a time.
 
-It holds the epoch and, for each group, the committed weights. Writing it is the commit point of whatever changes it, and a held
-group waits for it. The queue is not journaled: clients resend.
+It holds the epoch and, for each group, the committed weights. To write it is to commit: a held group waits until it is
+written. The queue is not journaled: clients resend.
 
 `journal.json` has two lines of equal length, a record in each, as JSON. A write goes over the older one, in place, and is
 synced: nothing but these bytes has to reach the disk, no directory and no new file. One that a crash has torn shows in its
@@ -265,7 +265,7 @@ class Journal:
             os.close(file)
 
     def close(self) -> None:
-        """Let go of the file and the locks."""
+        """Close the file and release the locks."""
         self._leave()
         while self._locks:
             self._locks.pop().close()

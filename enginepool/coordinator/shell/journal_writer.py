@@ -122,7 +122,7 @@ class JournalWriter:
             act()
         except OSError as error:
             why = os_error(error)
-        except Exception as error:  # whatever it is: a group is held until it is answered
+        except Exception as error:  # of any kind: a group is held until the write is answered
             why = f"{type(error).__name__}: {error}"
         moved, self._journal.moved = self._journal.moved, ""
         self._loop.call_soon_threadsafe(self._done, what, then, why, moved)

@@ -31,7 +31,7 @@ from enginepool.protocol.messages import Ping
 COPY_UP_TO = 64 * 1024
 #: messages received from one socket before the other one has its turn
 ROUND = 64
-#: and bytes: what was received is held until all that came together is acted upon, whatever becomes of it then
+#: and bytes: all messages of a round are held until the round is acted upon
 ROUND_BYTES = 1 << 20
 #: messages of one peer that ZeroMQ holds before they are received; behind them the peer waits
 UNHANDLED = 16
@@ -176,7 +176,7 @@ class Router:
                 try:
                     data = frame.bytes
                 except MemoryError:
-                    # The rest of the message is received all the same: what follows would be taken for another one.
+                    # The rest of the message must be received: its next frame would be taken for a new message.
                     frames[1:] = []
                     data, lost = LOST, True
                 nbytes += len(data)
@@ -250,7 +250,7 @@ class Router:
         return True
 
     def sweep(self) -> None:
-        """About once a second: ask those who were sent little whether they have read it, and cut those who never answer."""
+        """About once a second: ask peers that were sent little whether they have read it, and cut peers that never answer."""
         now = time.monotonic()
         for link, outbox in list(self._outboxes.items()):
             if outbox.token:

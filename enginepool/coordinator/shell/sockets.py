@@ -49,7 +49,7 @@ class Sockets:
         self._settle()
 
     def turn(self) -> None:
-        """Receive and act until both sockets were found empty, whatever the loop knows of them."""
+        """Receive and act until both sockets were found empty, also where the loop was not told of a message."""
         self.clients.unsure = self.workers.unsure = True
         self._settle()
 
