@@ -3,25 +3,29 @@
 from math import inf
 
 from enginepool.client.session.events import SendMessage, SessionEffect
+from enginepool.client.session.link_state import LinkState
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.messages import MAX_ACKS, Ack
 
 
 class Acknowledgements:
-    """The ids of final answers that are not acknowledged yet."""
+    """The ids of final answers that are not acknowledged yet. They are sent while the `link` stands."""
 
-    def __init__(self, settings: SessionSettings) -> None:
+    def __init__(self, settings: SessionSettings, link: LinkState) -> None:
         self.settings = settings
+        self._link = link
         self._ids: list[int] = []
         #: when `flush` is due; inf: nothing waits on a standing link
         self.wake_at = inf
 
-    def add(self, id_: int, now: float, out: list[SessionEffect], *, stands: bool) -> None:
+    def add(self, id_: int, now: float, out: list[SessionEffect]) -> None:
         """`id_` has its final answer. Without a standing link it waits for the next one."""
         self._ids.append(id_)
-        if stands and len(self._ids) >= self.settings.ack_batch:
+        if not self._link.stands:
+            return
+        if len(self._ids) >= self.settings.ack_batch:
             self.flush(out)
-        elif stands and self.wake_at == inf:
+        elif self.wake_at == inf:
             self.wake_at = now + self.settings.ack_delay_s
 
     def flush(self, out: list[SessionEffect]) -> None:

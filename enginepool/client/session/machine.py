@@ -85,7 +85,7 @@ class ClientSession:
         self.settings = settings
         self.link = LinkState(client, token, settings, agent)
         self.calls = PendingRequests(settings, jitter)
-        self.questions = PendingQuestions(settings)
+        self.questions = PendingQuestions(settings, self.link)
         self.updates = Updates(settings)
         #: why it ended
         self.end: ErrorReply | None = None
@@ -94,7 +94,7 @@ class ClientSession:
         self._now = -inf
         self._out: list[SessionEffect] = []
         self._last_id = 0
-        self._acks = Acknowledgements(settings)
+        self._acks = Acknowledgements(settings, self.link)
         #: when unanswered requests are looked through; inf: the link is lost
         self._sweep_at = inf
         self._on: dict[type[SessionEvent], Callable[[Any], None]] = {
@@ -261,7 +261,7 @@ class ClientSession:
         self.calls.answered(id_, effect, self._now, self._out)
 
     def _acknowledge(self, id_: int) -> None:
-        self._acks.add(id_, self._now, self._out, stands=self.link.stands)
+        self._acks.add(id_, self._now, self._out)
 
     # --- time ----------------------------------------------------------------------------------------------------------
 
@@ -292,7 +292,6 @@ class ClientSession:
 
     def _greet(self, open_link: bool) -> None:
         self.calls.shelve()
-        self.questions.shelve()
         self.updates.shelve()
         self._acks.shelve()
         self._sweep_at = inf

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from math import inf
 
 from enginepool.client.session.events import Answer, Ask, Fail, Question, SendMessage, SessionEffect
+from enginepool.client.session.link_state import LinkState
 from enginepool.client.session.settings import SessionSettings
 from enginepool.protocol.frames import Buffer
 from enginepool.protocol.messages import ErrorReply, Status, StatusReport
@@ -28,14 +29,13 @@ class PendingQuestion:
 
 
 class PendingQuestions:
-    """All questions of one client without an answer."""
+    """All questions of one client without an answer. They are sent while its `link` stands."""
 
-    def __init__(self, settings: SessionSettings) -> None:
+    def __init__(self, settings: SessionSettings, link: LinkState) -> None:
         self.settings = settings
         #: when `tick` has something to do
         self.wake_at = inf
-        #: the link stands: questions may be sent
-        self._open = False
+        self._link = link
         self.by_id: dict[int, PendingQuestion] = {}
 
     def ask(self, event: Ask, now: float, out: list[SessionEffect]) -> None:
@@ -66,13 +66,8 @@ class PendingQuestions:
 
     def welcome(self, out: list[SessionEffect]) -> None:
         """The link stands: ask everything."""
-        self._open = True
         for question in self.by_id.values():
             self._send(question.message, out)
-
-    def shelve(self) -> None:
-        """The link is lost."""
-        self._open = False
 
     def tick(self, now: float, out: list[SessionEffect]) -> None:
         for id_, question in list(self.by_id.items()):
@@ -90,14 +85,13 @@ class PendingQuestions:
         """`failure` is the answer of everything."""
         out.extend(Fail(id_, failure) for id_ in self.by_id)
         self.by_id.clear()
-        self._open = False
         self._time()
 
     def _again_s(self, message: Question) -> float:
         return self.settings.status_s if isinstance(message, Status) else self.settings.question_s
 
     def _send(self, message: Question, out: list[SessionEffect]) -> None:
-        if self._open:
+        if self._link.stands:
             out.append(SendMessage(message))
 
     def _time(self) -> None:
