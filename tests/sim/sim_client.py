@@ -52,6 +52,8 @@ class SimClient:
         self._commands: dict[int, SimCommand] = {}
         self._held: list[Sequence[Buffer]] = []
         self._wanted: list[tuple[Call, bool]] = []
+        #: events that the session took
+        self._taken = 0
         self._timer_at = float("inf")
 
     def start(self) -> None:
@@ -128,7 +130,9 @@ class SimClient:
     def _take(self, event: SessionEvent) -> None:
         self.world.note(self.name, event)
         effects = self.session.handle(event)
-        check_session(self.session)
+        self._taken += 1
+        if self._taken % self.world.check_every == 0:
+            check_session(self.session)
         for effect in effects:
             if type(effect) is SendMessage:
                 assert self.dealer is not None

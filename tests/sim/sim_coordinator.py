@@ -46,8 +46,8 @@ class SimCoordinator:
         self.prompt = prompt
         #: numbers of the checkpoints' weights
         self.base: dict[str, int] = {}
-        self.machine = CheckedMachine(config)
-        self.watch = Watch(self.machine, oracle)
+        self.machine = CheckedMachine(config, self.world.check_every)
+        self.watch = Watch(self.machine, oracle, self.world.check_every)
         self.alive = True
         self.drained = False
         #: called once it has ended on purpose
@@ -120,7 +120,7 @@ class SimCoordinator:
 
     def _ahead(self, events: Sequence[ev.Event]) -> set[bytes]:
         """Links of peers that have heard a higher epoch."""
-        said = [event for event in events if isinstance(event, ev.WorkerRegistered | ev.ClientHello)]
+        said = [event for event in events if isinstance(event, (ev.WorkerRegistered, ev.ClientHello))]
         return {event.link for event in said if event.epoch > self.machine.core.epoch and not self.machine.core.draining}
 
     def _link_cut(self, link: bytes) -> None:
@@ -138,9 +138,10 @@ class SimCoordinator:
         effects = self._effects(events)
         if effects is None:
             return
-        for effect in effects:
-            if isinstance(effect, ef.ToClient | ef.ToWorker) and isinstance(effect.message, Accept | Welcome):
-                assert effect.link not in ahead, f"it takes no word from this epoch: {effect}"
+        if ahead:
+            for effect in effects:
+                if isinstance(effect, ef.ToClient | ef.ToWorker) and isinstance(effect.message, Accept | Welcome):
+                    assert effect.link not in ahead, f"it takes no word from this epoch: {effect}"
         self.watch.after(len(events), effects)
         for event in events:
             if type(event) is ev.WorkerRegistered:

@@ -83,6 +83,8 @@ class SimWorker:
         self.engine = SimEngine(self.world, oracle, profile, self)
         self.dealer: Dealer | None = None
         #: what the link thread, and the main thread, have not taken yet
+        #: events that the machine took
+        self._taken = 0
         self._unread: list[Sequence[Buffer]] = []
         self._untaken: list[WorkerEvent] = []
         self.world.after(self.world.between(0.01, 0.3), self._boot)
@@ -158,7 +160,9 @@ class SimWorker:
         world = self.world
         world.note(self.name, event)
         effects = self.machine.handle(event)
-        self.machine.check()
+        self._taken += 1
+        if self._taken % world.check_every == 0:
+            self.machine.check()
         for effect in effects:
             if self.doomed and world.chance(0.5):
                 self.kill()

@@ -40,11 +40,10 @@ from enginepool.protocol.packing import Packing
 from enginepool.workers.events import EndProcess, Exit, SendToCoordinator
 from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.machine import WorkerMachine
-from tests.sim.simulation import Failed, simulate
+from tests.sim.planted import Mutate, find
+from tests.sim.simulation import simulate
 
-SEEDS = 400
-
-Mutate = Callable[[pytest.MonkeyPatch], None]
+SEEDS = range(1, 401)
 
 
 def rows_in_any_order(patch: pytest.MonkeyPatch) -> None:
@@ -235,13 +234,7 @@ def a_worker_that_was_ready_is_given_up_like_one_that_never_was(patch: pytest.Mo
     [failures_are_never_the_same, failures_are_always_the_same, a_worker_that_was_ready_is_given_up_like_one_that_never_was],
 )
 def test_a_bug_planted_in_giving_up_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, unloadable=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, unloadable=True))
 
 
 def labels_are_not_counted_in_headers(patch: pytest.MonkeyPatch) -> None:
@@ -326,13 +319,7 @@ def a_new_incarnation_takes_the_work_of_the_old_one_along(patch: pytest.MonkeyPa
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_external_workers_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, external=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, external=True))
 
 
 @pytest.mark.parametrize(
@@ -346,13 +333,7 @@ def test_a_bug_planted_in_external_workers_is_found(mutate: Mutate, monkeypatch:
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_the_bounds_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, wide=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, wide=True))
 
 
 def embeddings_share_batches_with_scores(patch: pytest.MonkeyPatch) -> None:
@@ -373,13 +354,7 @@ def normalizing_is_forgotten_where_rows_are_cut(patch: pytest.MonkeyPatch) -> No
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_operations_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, embedding=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, embedding=True))
 
 
 def a_planned_stop_fails_what_it_refuses(patch: pytest.MonkeyPatch) -> None:
@@ -443,13 +418,7 @@ def a_loss_for_want_of_memory_counts(patch: pytest.MonkeyPatch) -> None:
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_losses_for_want_of_memory_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, starved=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, starved=True))
 
 
 def work_is_started_by_a_coordinator_that_ends_alone(patch: pytest.MonkeyPatch) -> None:
@@ -471,26 +440,14 @@ def work_is_started_by_a_coordinator_that_ends_alone(patch: pytest.MonkeyPatch) 
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_a_planned_stop_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, stops=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, stops=True))
 
 
 @pytest.mark.parametrize(
     "mutate", [packed_workers_get_everything, a_query_is_counted_once_too_rarely, every_query_is_believed_to_be_computed_once]
 )
 def test_a_bug_planted_in_packing_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 2 + seed % 8, packed=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 2 + seed % 8, packed=True))
 
 
 @pytest.mark.parametrize(
@@ -514,13 +471,7 @@ def test_a_bug_planted_in_packing_is_found(mutate: Mutate, monkeypatch: pytest.M
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_planted_bug_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8))
 
 
 def a_full_queue_sheds_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -571,13 +522,7 @@ def busy_is_kept_as_the_answer(patch: pytest.MonkeyPatch) -> None:
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_admission_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, crowded=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, crowded=True))
 
 
 def _nothing(*_: object) -> float:
@@ -618,15 +563,7 @@ def short_rows_weigh_their_tokens_alone(patch: pytest.MonkeyPatch) -> None:
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_fair_queueing_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8)
-        except Failed as failed:
-            found = str(failed)
-            break
-    else:
-        pytest.fail(f"{SEEDS} schedules did not show it")
+    found = find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8))
     assert " batches before " in found, "it is the invariant of fairness that finds it"
 
 
@@ -698,10 +635,4 @@ def a_command_has_no_time_limit(patch: pytest.MonkeyPatch) -> None:
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_commands_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, commanding=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, commanding=True))

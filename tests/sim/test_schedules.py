@@ -14,12 +14,21 @@ from tests.sim.simulation import simulate
 FIRST = int(os.environ.get("SIM_SEED", "1"))
 CHUNKS, SEEDS = 16, 60
 
+#: every answer that a schedule without updates can have
+ANSWERS = {"result", "bad_request", "busy", "unknown_group"} | {
+    "cancelled", "deadline_exceeded", "engine_error", "poisoned", "pool_down", "closed"
+}  # fmt: skip
+#: ends of updates
+UPDATES = {"published", "update_aborted", "publishing", "version_backwards", "weights_refused", "unsupported"}
+
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_call_gets_exactly_one_final_answer(chunk: int) -> None:
     events = 0
     for seed in range(FIRST + chunk * SEEDS, FIRST + (chunk + 1) * SEEDS):
-        events += simulate(seed, 1 + seed % 8).events
+        outcome = simulate(seed, 1 + seed % 8)
+        events += outcome.events
+        assert outcome.answers.keys() <= ANSWERS, outcome
     assert events > SEEDS * 100, "schedules in which nothing happens show nothing"
 
 
@@ -140,16 +149,18 @@ def test_the_schedules_show_every_answer_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):
         seen |= simulate(seed, 1 + seed % 8).answers.keys()
-    refused = {"bad_request", "busy", "unknown_group"}
-    failed = {"cancelled", "deadline_exceeded", "engine_error", "poisoned", "pool_down", "closed"}
-    assert seen == {"result"} | refused | failed
+        if seen >= ANSWERS:
+            return
+    pytest.fail(f"no schedule shows {ANSWERS - seen}")
 
 
 def test_the_schedules_show_every_end_of_an_update_that_there_is() -> None:
     seen: set[str] = set()
     for seed in range(1, 121):
         seen |= simulate(seed, 1 + seed % 8, updates=True).updates.keys()
-    assert seen >= {"published", "update_aborted", "publishing", "version_backwards", "weights_refused", "unsupported"}
+        if seen >= UPDATES:
+            return
+    pytest.fail(f"no schedule shows {UPDATES - seen}")
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + 20))

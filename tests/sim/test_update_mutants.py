@@ -1,6 +1,5 @@
 """The simulator finds what it is for in weight updates too: each bug that is planted here is seen within a few schedules."""
 
-from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -30,11 +29,10 @@ from enginepool.workers.events import SendToCoordinator
 from enginepool.workers.ledger import TaskLedger
 from enginepool.workers.weights.machine import WorkerUpdates
 from tests.sim.plan import Plan
+from tests.sim.planted import Mutate, find
 from tests.sim.simulation import Failed, simulate
 
-SEEDS = 500
-
-Mutate = Callable[[pytest.MonkeyPatch], None]
+SEEDS = range(1, 501)
 
 
 def digests_are_not_compared(patch: pytest.MonkeyPatch) -> None:
@@ -318,13 +316,13 @@ def who_has_no_staging_memory_aborts(patch: pytest.MonkeyPatch) -> None:
 
 
 def gentle_schedules() -> None:
-    for seed in range(1, SEEDS + 1):
+    for seed in SEEDS:
         if Plan(Random(seed), 1 + seed % 8, updates=Random(seed + 1)).gentle:
             simulate(seed, 1 + seed % 8, updates=True)
 
 
 def external_schedules() -> None:
-    for seed in range(1, SEEDS + 1):
+    for seed in SEEDS:
         simulate(seed, 1 + seed % 8, updates=True, external=True)
 
 
@@ -374,13 +372,7 @@ def test_an_abort_without_a_reason_is_found_where_nothing_but_links_breaks(
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_updates_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, updates=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, updates=True))
 
 
 @pytest.mark.parametrize(
@@ -394,13 +386,7 @@ def test_a_bug_planted_in_updates_is_found(mutate: Mutate, monkeypatch: pytest.M
     ids=lambda mutate: mutate.__name__,
 )
 def test_a_bug_planted_in_restarts_is_found(mutate: Mutate, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch)
-    for seed in range(1, SEEDS + 1):
-        try:
-            simulate(seed, 1 + seed % 8, updates=True, restarts=True)
-        except Failed:
-            return
-    pytest.fail(f"{SEEDS} schedules did not show it")
+    find(mutate, monkeypatch, SEEDS, lambda seed: simulate(seed, 1 + seed % 8, updates=True, restarts=True))
 
 
 @pytest.mark.parametrize(

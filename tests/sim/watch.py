@@ -1,7 +1,8 @@
-"""What must hold in the coordinator after every event, read off its state from outside.
+"""What must hold in the coordinator, read off its state from outside.
 
-`CheckedMachine` checks what a turn was about; this adds what no entity can know of itself: order of dispatch, no idle
-worker beside waiting work, bounded memory, and every 1,000 events the whole machine.
+`CheckedMachine` checks what its turns were about; this adds what no entity can know of itself. After every turn: the order of
+dispatch, fair shares, no idle worker next to waiting work. On every few turns, and where an update enters a phase: the members
+of updates, workers that leave, windows. Every 1,000 events: the whole machine.
 """
 
 from array import array
@@ -36,12 +37,16 @@ EVERY = 1000
 class Watch:
     """Looks at one machine after each event."""
 
-    def __init__(self, machine: Machine, oracle: Oracle) -> None:
+    def __init__(self, machine: Machine, oracle: Oracle, check_every: int) -> None:
         self.machine = machine
         watch_admission(machine)
         self.commands = CommandWatch(machine, machine.core.config.timing.update_inspect_s)
         self.oracle = oracle
         self.events = 0
+        self._check_every = check_every
+        self._turns = 0
+        #: by group: the phase of its update
+        self._phases: dict[str, str] = {}
         self._sent: set[m.TaskId] = set()
         self._trials: dict[str, RunningBatch] = {}
         self._shares = Shares()
@@ -56,53 +61,53 @@ class Watch:
         """So many events were handled together, with these effects."""
         before = self.events
         self.events += events
+        self._turns += 1
+        due = self._turns % self._check_every == 0
         core = self.machine.core
         new: list[RunningBatch] = []
         texts: list[tuple[Worker, Request]] = []
         for effect in effects:
             if type(effect) is ToClient:
                 self.commands.sent(effect)
-            if type(effect) is ToWorker and type(effect.message) is m.Tokenize and effect.message.task not in self._sent:
-                self._sent.add(effect.message.task)
+            if type(effect) is not ToWorker:
+                continue
+            message = effect.message
+            if type(message) is m.Tokenize and message.task not in self._sent:
+                self._sent.add(message.task)
                 worker = core.worker_links[effect.link]
-                texts.append((worker, worker.texts[effect.message.task][0]))
-            if type(effect) is ToWorker and type(effect.message) is m.Batch and effect.message.batch not in self._sent:
-                self._sent.add(effect.message.batch)
-                header = len(encode_header(effect.message))
-                assert header <= core.header_bytes + 150 or len(effect.message.parts) == 1, f"a header of {header} bytes"
-                new.append(core.worker_links[effect.link].batches[effect.message.batch])
+                texts.append((worker, worker.texts[message.task][0]))
+            elif type(message) is m.Batch and message.batch not in self._sent:
+                self._sent.add(message.batch)
+                header = len(encode_header(message))
+                assert header <= core.header_bytes + 150 or len(message.parts) == 1, f"a header of {header} bytes"
+                new.append(core.worker_links[effect.link].batches[message.batch])
         self.commands.after()
         for group in core.groups.values():
             self._no_idle_worker(group)
             self._trial(group)
+            mine = [batch for batch in new if batch.worker.group is group]
             if self.fair:
-                self._shares.after(group, [batch for batch in new if batch.worker.group is group])
+                self._shares.after(group, mine)
+            if mine and not group.on_hold:
+                self._in_order(group, mine)
             if group.down or group.retired_classes:
                 self.oracle.down.add(group.name)
             if group.weights_lost:
                 self.oracle.needed.add(group.name)
             update = core.update_of(group)
-            if update is not None:
-                check_update(update)
-                self._in_time(update)
+            phase = "" if update is None else update.phase
+            if due or phase != self._phases.get(group.name, ""):
+                self._phases[group.name] = phase
+                self._members(group, update)
             assert group.on_hold == (core.keep_workers or (update is not None and update.holds_group)), group.name
-            for worker in group.workers.values():
-                leaves = worker.state is WorkerState.LEAVING
-                member = update.members.get(worker.incarnation) if leaves and update is not None else None
-                planned = worker.slot is not None and worker.slot.planned_restart == "draining"
-                assert not leaves or planned or (member is not None and member.restart == "leaving"), f"{worker} leaves"
         for batch in new:
             update = core.update_of(batch.worker.group)
             assert batch.worker.holds, f"{batch} is for weights that are not committed: {batch.worker}"
             assert update is None or not update.loading, f"{batch} was sent during a hand-over"
             assert update is None or not update.holds_group, f"{batch} was sent although its group is held"
-        if new:
-            for group in core.groups.values():
-                if not group.on_hold:
-                    self._in_order(group, [batch for batch in new if batch.worker.group is group])
         for worker, request in texts:
             self._text_in_order(worker, request)
-        if self.oracle.bounded:
+        if due and self.oracle.bounded:
             self.within_windows()
         if self.events // EVERY > before // EVERY:
             self.check()
@@ -156,6 +161,17 @@ class Watch:
 
         self.machine.ending.abort = abort
 
+    def _members(self, group: Group, update: Update | None) -> None:
+        """The members of an update, and the workers that leave."""
+        if update is not None:
+            check_update(update)
+            self._in_time(update)
+        for worker in group.workers.values():
+            if worker.state is WorkerState.LEAVING:
+                member = update.members.get(worker.incarnation) if update is not None else None
+                planned = worker.slot is not None and worker.slot.planned_restart == "draining"
+                assert planned or (member is not None and member.restart == "leaving"), f"{worker} leaves"
+
     def _in_time(self, update: Update) -> None:
         members = [member.worker for member in update.members.values()]
         assert update.phase != "hold" or any(w.batches or w.texts for w in members), f"held for nothing in flight: {update}"
@@ -190,19 +206,20 @@ class Watch:
 
     def _in_order(self, group: Group, batches: Sequence[RunningBatch]) -> None:
         """No request was passed over by a later one of its client, and where priority is strict, by a lower one."""
-        waiting = group.queue.waiting()
+        waiting = sorted(group.queue.waiting(), key=_age)
+        oldest = {_flow(request): request for request in waiting}
         for batch in batches:
             class_, slices = batch.worker.class_, batch.slices
             assert all(request.classes & class_ for request, _, _ in slices), f"{batch} is for another class"
             if batch.trial:
                 assert len(slices) == 1 and len(batch.worker.batches) == 1 and not batch.worker.texts, batch
                 continue
-            oldest = {_flow(request): request for request in sorted(waiting, key=lambda request: -request.seq)}
             for request, _, _ in slices:
                 first = oldest.get(_flow(request), request)
                 assert first.seq >= request.seq, f"{batch} passed over {first}, which is of the client of {request}"
-            first = min((request for request in waiting if request.classes & class_), key=_rank, default=None)
-            if first is not None and group.config.ageing_s is None:
+            if group.config.ageing_s is None:
+                able = (request for request in waiting if request.classes & class_)
+                first = min(able, key=_rank, default=slices[0][0])
                 assert _rank(slices[0][0]) <= _rank(first), f"{batch} was sent before {first}"
 
     def _trial(self, group: Group) -> None:
@@ -269,6 +286,11 @@ class Watch:
 def _rank(request: Request) -> tuple[bool, int]:
     """Smaller ones run first, where priority is strict: clients without a link are last, whatever priority they asked for."""
     return (False, -request.priority) if request.client.link is not None else (True, 0)
+
+
+def _age(request: Request) -> int:
+    """The newest ones first."""
+    return -request.seq
 
 
 def _flow(request: Request) -> tuple[bytes, int, int, int]:

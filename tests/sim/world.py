@@ -12,6 +12,8 @@ from typing import Any
 
 #: lines that a failure shows
 RECENT = 60
+#: a state machine is checked as a whole on every so many of its events
+SPARSE = 8
 
 
 class World:
@@ -23,13 +25,15 @@ class World:
         self.digest = 0
         self.recent: deque[tuple[float, str, object]] = deque(maxlen=RECENT)
         self._say = say
+        #: SPARSE, but each event where a trace is wanted: it ends at the event that broke something
+        self.check_every = SPARSE if say is None else 1
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = 0
 
     def at(self, time: float, action: Callable[..., None], *args: Any) -> None:
         """Run `action` at `time`; actions of one time run in the order in which they were asked for."""
         self._order += 1
-        heappush(self._heap, (max(time, self.now), self._order, action, args))
+        heappush(self._heap, (time if time > self.now else self.now, self._order, action, args))
 
     def after(self, delay: float, action: Callable[..., None], *args: Any) -> None:
         self.at(self.now + delay, action, *args)
