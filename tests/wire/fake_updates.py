@@ -1,10 +1,8 @@
 """The coordinator's side of an update in a few lines, with receivers that are real processes; faults by ending those."""
 
-import json
-import subprocess
-import sys
+import os
+import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,29 +23,30 @@ from enginepool.protocol.messages.weights import (
     WeightsNeeded,
 )
 from tests.wire.fake_coordinator import PATIENCE_S, FakeCoordinator
-
-ROOT = Path(__file__).parents[2]
+from tests.wire.forked import fork
+from tests.wire.receiver import main as receive
 
 
 class Receiver:
     """One process; its words are told to `heard` as they come."""
 
     def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.wire.receiver"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
+        self.process, self._orders = fork(receive)
         self.read()
 
     def tell(self, **order: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
+        self._orders.send(order)
 
     def read(self) -> dict[str, Any]:
         """Its next word; {"failed"} when it has ended."""
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else {"failed": "the receiver ended"}
+        try:
+            return self._orders.recv()
+        except (EOFError, OSError):
+            return {"failed": "the receiver ended"}
+
+    def signal(self, sign: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, sign)
 
     def sums(self) -> dict[str, float]:
         self.tell(sums=True)
@@ -56,11 +55,8 @@ class Receiver:
     def end(self) -> None:
         """End it, whatever it does, stopped or not."""
         self.process.kill()
-        self.process.wait()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
+        self.process.join()
+        self._orders.close()
 
 
 class FakeUpdates:

@@ -1,12 +1,11 @@
 """A receiver of broadcasts as a process of its own: what a stager is to a publisher, and no more.
 
-Reads orders as lines of JSON on stdin: {"address", "name", "world", "rank"} joins a group and says `joined`; {"manifest",
+Takes orders from its connection: {"address", "name", "world", "rank"} joins a group and says `joined`; {"manifest",
 "bucket_bytes"} receives an update, keeps its bytes, and says `staged` with their digest; {"manifest", "space"} opens what a
 publisher lends, and does the same; {"sums"} says the sum of each tensor.
 """
 
-import json
-import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -23,18 +22,21 @@ from enginepool.transfer.shared_memory import open_space, verified
 TIMEOUT_S = 30.0
 
 
-def say(**what: Any) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
-    sys.stdout.flush()
-
-
-def main() -> None:
+def main(orders: Connection) -> None:
+    """Carry out orders until the tests end this process, or their end of the connection is closed."""
     group: ProcessGroup | None = None
     space: Any = None
     manifest: Any = []
+
+    def say(**what: Any) -> None:
+        orders.send(what)
+
     say(ready=True)
-    for line in sys.stdin:
-        order = json.loads(line)
+    while True:
+        try:
+            order = orders.recv()
+        except EOFError:
+            return
         try:
             if "address" in order:
                 group = join(
@@ -58,7 +60,3 @@ def main() -> None:
                 say(sums={described.name: float(tensor.double().sum()) for described, tensor in tensors})
         except (CollectiveError, OSError, RuntimeError) as error:
             say(failed=str(error))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,6 @@ Each fault: the right error, in time, and a further update that succeeds.
 """
 
 import asyncio
-import os
 import signal
 import threading
 import time
@@ -53,7 +52,7 @@ def updates(tmp_path: Path, processes: list[Receiver]) -> Iterator[FakeUpdates]:
 def heal(processes: list[Receiver]) -> None:
     """Start those again that have ended."""
     for i, receiver in enumerate(processes):
-        if receiver.process.poll() is not None:
+        if not receiver.process.is_alive():
             receiver.end()
             processes[i] = Receiver()
 
@@ -296,7 +295,7 @@ def test_a_worker_that_is_killed_does_not_end_the_run(updates: FakeUpdates) -> N
         def source() -> Iterator[tuple[str, torch.Tensor]]:
             if len(updates.published) == 2:
                 updates.receivers[0].process.kill()
-                updates.receivers[0].process.wait()
+                updates.receivers[0].process.join()
             yield from model(2).state_dict().items()
 
         await publisher.publish(model(1), 1)
@@ -416,8 +415,8 @@ def test_a_receiver_that_is_lost_in_the_middle_aborts_the_update(updates: FakeUp
         gate = Gate()
         handle = await publisher.start(gate, 2, manifest=gate.manifest)
         await reached(gate.reached)
-        victim = updates.receivers[1].process
-        os.kill(victim.pid, sign)
+        victim = updates.receivers[1]
+        victim.signal(sign)
         gate.opened.set()
         if sign == signal.SIGSTOP:
             # What the coordinator's own deadline would say.
@@ -427,8 +426,6 @@ def test_a_receiver_that_is_lost_in_the_middle_aborts_the_update(updates: FakeUp
         with pytest.raises(errors.UpdateAborted):
             await handle.finish()
         assert time.monotonic() - began < PATIENCE_S
-        victim.kill()
-        victim.wait()
         for receiver in updates.receivers:
             receiver.end()
 
@@ -441,7 +438,7 @@ def test_a_receiver_that_is_stopped_is_noticed_without_the_coordinator_too(updat
         gate = Gate()
         handle = await publisher.start(gate, 1, manifest=gate.manifest)
         await reached(gate.reached)
-        os.kill(updates.receivers[0].process.pid, signal.SIGSTOP)
+        updates.receivers[0].signal(signal.SIGSTOP)
         gate.opened.set()
         with pytest.raises(errors.UpdateAborted):
             await handle.finish()
@@ -454,7 +451,7 @@ def test_a_receiver_that_is_stopped_is_noticed_without_the_coordinator_too(updat
 
 def test_a_receiver_that_never_joins_ends_the_update_in_time(updates: FakeUpdates) -> None:
     async def scene(pool: Pool, publisher: WeightPublisher, updates: FakeUpdates) -> None:
-        os.kill(updates.receivers[0].process.pid, signal.SIGSTOP)
+        updates.receivers[0].signal(signal.SIGSTOP)
         with pytest.raises(errors.UpdateAborted):
             await publisher.publish(model(1), 1)
         for receiver in updates.receivers:

@@ -1,8 +1,5 @@
 """Trainers of several ranks: the gathers run in step, and an update that ends early ends on every rank, before the next one."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +8,9 @@ import pytest
 
 from enginepool.protocol.messages.weight_reports import UpdateRecord
 from tests.wire.fake_coordinator import FakeCoordinator
-from tests.wire.fake_updates import ROOT, FakeUpdates, Receiver
-from tests.wire.trainer import GONE
+from tests.wire.fake_updates import FakeUpdates, Receiver
+from tests.wire.forked import fork
+from tests.wire.trainer import GONE, main
 
 LIMIT_S = 200.0
 NAMES = ["0.weight", "1.weight", "2.weight", "3.weight"]
@@ -30,30 +28,27 @@ def updates(tmp_path: Path) -> Iterator[FakeUpdates]:
 def train(updates: FakeUpdates, fault: str = "") -> list[dict[str, Any]]:
     """What each of two ranks says at its end, and nothing where it leaves without a word; neither may hang."""
     meeting = f"{updates.coordinator.address.removeprefix('ipc://')}-{len(updates.published)}-ranks"
-    command = [sys.executable, "-m", "tests.wire.trainer"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), "2", meeting, updates.coordinator.address, fault],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    files = [Path(f"{meeting}-{rank}.stderr") for rank in range(2)]
+    address = updates.coordinator.address
+    ranks = [fork(main, rank, meeting, address, fault, str(file)) for rank, file in enumerate(files)]
     said: list[dict[str, Any]] = []
     try:
-        for rank in ranks:
-            out, err = rank.communicate(timeout=LIMIT_S)
-            assert rank.returncode == (GONE if fault == "gone" and rank is ranks[1] else 0), err
+        for rank, ((process, connection), file) in enumerate(zip(ranks, files, strict=True)):
+            assert connection.poll(LIMIT_S), f"rank {rank} hangs"
+            try:
+                said.append(connection.recv())
+            except EOFError:
+                said.append({})
+            process.join(LIMIT_S)
+            assert process.exitcode == (GONE if fault == "gone" and rank == 1 else 0), file.read_text()
             if fault == "stopped":
-                ranks[1].kill()
-                ranks[1].communicate()
-                return [json.loads(out.splitlines()[-1])]
-            assert "Traceback" not in err, err
-            said.append(json.loads(out.splitlines()[-1]) if out else {})
-            said[-1].pop("took", None)
+                return said
+            assert "Traceback" not in file.read_text(), file.read_text()
     finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+        for process, connection in ranks:
+            process.kill()
+            process.join()
+            connection.close()
     return said
 
 
