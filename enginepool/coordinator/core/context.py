@@ -1,5 +1,6 @@
 """What the parts of the machine share: the clock of the present event, the effects so far, the entities, the counters."""
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from enginepool.config import PoolConfig
@@ -10,6 +11,7 @@ from enginepool.coordinator.core.request import Client, Request
 from enginepool.coordinator.core.request_state import DONE
 from enginepool.coordinator.core.secondary import SecondaryEvent
 from enginepool.coordinator.core.worker import Worker
+from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.coordinator.requests.reply_cache import ReplyCache
 from enginepool.coordinator.requests.shedding import AdmissionLevels
 from enginepool.coordinator.weights.update import Update
@@ -127,6 +129,11 @@ class Context:
     def update_of(self, group: Group) -> Update | None:
         """The open transaction of `group`."""
         return self.updates.get(group.name)
+
+    @property
+    def slots(self) -> Iterator[WorkerSlot]:
+        """The worker slots of all groups."""
+        return (slot for group in self.groups.values() for slot in group.slots)
 
     def log(self, text: str, kind: str = "") -> None:
         """A line for the operator."""

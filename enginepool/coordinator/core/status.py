@@ -33,10 +33,7 @@ def report(core: Context, asked: StatusAsked) -> StatusReport:
 
 def _group(core: Context, group: Group) -> GroupStatus:
     update = core.update_of(group)
-    own = [
-        _worker(core, group.workers[slot.incarnation]) if slot.incarnation in group.workers else _absent(slot)
-        for slot in group.slots
-    ]
+    own = [_worker(core, slot.worker) if slot.worker is not None else _absent(slot) for slot in group.slots]
     external = [_worker(core, worker) for worker in group.workers.values() if worker.slot is None]
     items = core.config.limits.queue_items // 2
     return GroupStatus(

@@ -10,6 +10,7 @@ from enginepool.coordinator.core.states import SlotState
 
 if TYPE_CHECKING:
     from enginepool.coordinator.core.group import Group
+    from enginepool.coordinator.core.worker import Worker
 
 
 class WorkerSlot:
@@ -60,6 +61,11 @@ class WorkerSlot:
         #: not committed: what the next process starts on, of an update by restart; whether the present one has
         self.uncommitted_weights: GroupWeights | None = None
         self.on_uncommitted = False
+
+    @property
+    def worker(self) -> "Worker | None":
+        """The worker that its process has registered as; None before that, and when it is lost."""
+        return self.group.workers.get(self.incarnation)
 
     @property
     def name(self) -> str:

@@ -57,7 +57,7 @@ class PlannedRestarts:
         self.core.refuse(e.link, e.id, "bad_request", text, field="worker")
 
     def _begin(self, slot: WorkerSlot) -> None:
-        worker = slot.group.workers.get(slot.incarnation)
+        worker = slot.worker
         if slot.state in (SlotState.BACKOFF, SlotState.RETIRED):
             self._revive(slot)
         elif slot.state is SlotState.UP and worker is not None and worker.stage == "ready":
@@ -69,16 +69,14 @@ class PlannedRestarts:
 
     def watch(self) -> None:
         """Advance the restarts of workers that finish their work."""
-        for group in self.core.groups.values():
-            for slot in group.slots:
-                if slot.planned_restart == "draining":
-                    self._drain(slot)
+        for slot in self.core.slots:
+            if slot.planned_restart == "draining":
+                self._drain(slot)
 
     def _drain(self, slot: WorkerSlot) -> None:
         """Advance the restart of one worker that finishes its work."""
-        core, group = self.core, slot.group
-        worker = group.workers.get(slot.incarnation)
-        if worker is None or core.update_of(group) is not None:
+        core, worker = self.core, slot.worker
+        if worker is None or core.update_of(slot.group) is not None:
             return  # a worker that has ended is reported to its slot; a worker in an open transaction ends after it
         leave(core, worker)
         if not worker.busy or core.now >= slot.due:
@@ -86,7 +84,7 @@ class PlannedRestarts:
 
     def _end(self, slot: WorkerSlot) -> None:
         slot.planned_restart = "ending"
-        worker = slot.group.workers.get(slot.incarnation)
+        worker = slot.worker
         if worker is None:
             self.slots.end(slot, _WHY)
         else:

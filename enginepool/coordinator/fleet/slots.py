@@ -179,40 +179,36 @@ class WorkerSlots:
     def watch(self) -> None:
         """Start processes whose backoff is over, and kill processes that did not register in time."""
         now = self.core.now
-        for group in self.core.groups.values():
-            for slot in group.slots:
-                if now < slot.due:
-                    continue
-                if slot.state is SlotState.BACKOFF and not self.core.draining:
-                    self._start(slot)
-                elif slot.state is SlotState.UP and slot.incarnation not in group.workers:
-                    why = f"its process did not register within {now - slot.started_at:.0f} s"
-                    self.end(slot, slot.end_reason or why, own=bool(slot.end_reason))
+        for slot in self.core.slots:
+            if now < slot.due:
+                continue
+            if slot.state is SlotState.BACKOFF and not self.core.draining:
+                self._start(slot)
+            elif slot.state is SlotState.UP and slot.worker is None:
+                why = f"its process did not register within {now - slot.started_at:.0f} s"
+                self.end(slot, slot.end_reason or why, own=bool(slot.end_reason))
 
     def extend(self, gap: float) -> None:
         """The coordinator itself was suspended for `gap` seconds: move the deadlines."""
-        for group in self.core.groups.values():
-            for slot in group.slots:
-                slot.due += gap
+        for slot in self.core.slots:
+            slot.due += gap
 
     def drain(self) -> None:
         """Start no more processes, and end those that have not registered."""
-        for group in self.core.groups.values():
-            for slot in group.slots:
-                if slot.state is SlotState.BACKOFF:
-                    retire(slot)
-                elif slot.state is SlotState.UP and slot.incarnation not in group.workers:
-                    self.end(slot, "the pool ends")
+        for slot in self.core.slots:
+            if slot.state is SlotState.BACKOFF:
+                retire(slot)
+            elif slot.worker is None:
+                self.end(slot, "the pool ends")
 
     def kill_all(self) -> None:
         """Kill every worker that this pool started."""
-        for group in self.core.groups.values():
-            for slot in group.slots:
-                self.end(slot, "the pool ends")
+        for slot in self.core.slots:
+            self.end(slot, "the pool ends")
 
     def ended(self) -> bool:
         """Whether no process that this pool started is left."""
-        return not any(slot.incarnation for group in self.core.groups.values() for slot in group.slots)
+        return not any(slot.incarnation for slot in self.core.slots)
 
 
 def _alike(slot: WorkerSlot, other: WorkerSlot) -> str:

@@ -165,25 +165,24 @@ class WorkerRegistry:
 
     def exited(self, e: ev.WorkerExited) -> None:
         """The whole process group of a worker has ended. Its slot may start the next process."""
-        for group in self.core.groups.values():
-            for slot in group.slots:
-                if slot.incarnation == e.incarnation:
-                    worker = group.workers.get(e.incarnation)
-                    if e.failed and not slot.start_failure and (worker is None or worker.capabilities is None):
-                        slot.start_failure = e.reason
-                    if worker is not None:
-                        if e.out_of_memory:
-                            self._out_of_memory(worker)
-                        self.lose(worker, e.reason, kill=False)
-                    # The last message of a worker may be read after its end was seen.
-                    self._remember(e.incarnation)
-                    if not slot.end_reason:
-                        slot.end_reason = e.reason
-                    if e.unstarted and not self.core.draining:
-                        self.slots.postpone(slot)
-                    else:
-                        self.slots.vacate(slot, e.permanent or slot.unstartable)
-                    return
+        slot = next((slot for slot in self.core.slots if slot.incarnation == e.incarnation), None)
+        if slot is None:
+            return
+        worker = slot.worker
+        if e.failed and not slot.start_failure and (worker is None or worker.capabilities is None):
+            slot.start_failure = e.reason
+        if worker is not None:
+            if e.out_of_memory:
+                self._out_of_memory(worker)
+            self.lose(worker, e.reason, kill=False)
+        # The last message of a worker may be read after its end was seen.
+        self._remember(e.incarnation)
+        if not slot.end_reason:
+            slot.end_reason = e.reason
+        if e.unstarted and not self.core.draining:
+            self.slots.postpone(slot)
+        else:
+            self.slots.vacate(slot, e.permanent or slot.unstartable)
 
     # --- the end -------------------------------------------------------------------------------------------------------
 

@@ -158,9 +158,8 @@ class UpdateOutcomes:
             self._replace(worker, "the weights that it started on were not committed")
         elif slot.on_uncommitted:
             slot.loss_excused = True
-            now = worker.group.workers.get(slot.incarnation)
-            if now is not None:
-                self.fleet.lose(now, "the weights that it starts on were not committed", kill=True)
+            if slot.worker is not None:
+                self.fleet.lose(slot.worker, "the weights that it starts on were not committed", kill=True)
             else:
                 self.fleet.slots.end(slot, "the weights that it starts on were not committed")
         slot.on_uncommitted = False

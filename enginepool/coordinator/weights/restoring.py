@@ -151,7 +151,7 @@ class Restoring:
             return
         for slot in group.slots:
             mine = slot.packed == (class_ == PACKED)
-            if mine and slot.state is not SlotState.RETIRED and slot.incarnation not in group.workers:
+            if mine and slot.state is not SlotState.RETIRED and slot.worker is None:
                 return
         why = next(w.missing_weights for w in group.workers.values() if w.missing_weights and w.class_ == class_)
         group.weights_lost = (
