@@ -1,7 +1,7 @@
 """What the coordinator wants done: the outputs of `Machine.handle`, performed in order by the shell.
 
-Messages are protocol structs with their payload frames; the shell encodes frame 0 and sends. A send may fail silently: whatever
-matters is repeated by its sender, or noticed by silence.
+Messages are protocol structs with their payload frames; the shell encodes frame 0 and sends. A send may fail silently: its
+sender repeats what matters, or a deadline notices the silence.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ from enginepool.coordinator.core.worker import Worker
 from enginepool.coordinator.core.worker_slot import WorkerSlot
 from enginepool.protocol.messages import TaskId
 
-#: states that hold until a transition of their own ends them, whatever the facts about the worker
+#: states that no fact about the worker ends, but only a transition of their own
 _DECIDED = frozenset({WorkerState.RESTORING, WorkerState.LEAVING, WorkerState.LOST})
 
 

@@ -53,7 +53,7 @@ class WorkerDeadlines:
         allowed = {"starting": timing.starting_s, "loading": timing.loading_s, "compiling": timing.compiling_s}.get(
             worker.stage
         )
-        if worker.stage == "draining" and not worker.batches and not worker.texts:
+        if worker.stage == "draining" and not worker.busy:
             # The worker has no work left, so it should have said goodbye.
             allowed = timing.drain_s + GOODBYE_S
         if allowed is not None and now - worker.since > allowed:

@@ -1,14 +1,14 @@
 """Admission: a request that comes in becomes one that waits, or is refused at once.
 
-The order of the checks in `submit` is a promise: who are you (link), have I answered this already (duplicate), can anybody
+The order of the checks in `submit` is a promise: who are you (link), have I answered this already (duplicate), can a worker
 serve it (group, limits), is there room (window, queue). So a resend is attached to its request even while the pool is full.
 
 Who gets room, in items and in bytes:
 
-1. A client may have as much as is left when it has it, not counting requests of lower priorities. So n clients that want all
-   have a share of 1/(n + 1) each, and as much is left for the next one; a client that has more waits while others take up
-   what becomes free.
-2. Where that is so and the queue is full of lower priorities, requests of those are shed that no engine was given.
+1. A request of a client is admitted if the client then has at most as much as is left. Requests of lower priorities do not
+   count against what is left. So n clients that want everything get a share of 1/(n + 1) each, and the same share is left for
+   the next client. A client with more than that waits until other clients have their share.
+2. If the queue is full of lower priorities, requests of lower priorities that were never sent to an engine are shed.
 """
 
 from enginepool.coordinator.core import events as ev

@@ -118,14 +118,14 @@ class RequestLifecycle:
                 self.died_alone(request, reason)
 
     def returned(self, batch: RunningBatch) -> None:
-        """A worker did not take a batch: its rows wait again, and nobody is suspected."""
+        """A worker did not take a batch: its rows wait again, and no request becomes a suspect."""
         for request, start, end in batch.slices:
             if request.state != DONE:
                 request.flying -= end - start
                 self.put_back(request, [(start, end)])
 
     def blame(self, recalled: list[tuple[Request, bool]], reason: str) -> None:
-        """What a worker ran when it was to empty its engine, and never did: those requests run alone from now on."""
+        """Requests that a worker ran when it was to empty its engine, and did not: they run alone from now on."""
         for request, alone in recalled:
             if request.state == DONE:
                 continue
@@ -281,8 +281,8 @@ class RequestLifecycle:
             group.texts.sort()
 
     def refit(self, group: Group) -> None:
-        """Budgets are smaller than they were: what no worker takes any more is told so, also while it runs, or it would wait
-        for ever should it come back."""
+        """Budgets are smaller than they were: a request that no worker takes any more is refused, also while it runs. It would
+        wait without end if it came back to the queue."""
         self.recheck(group)
         for request in [request for request in group.live if request.state == RUNNING]:
             self.classify(request)

@@ -7,8 +7,8 @@ order, again and again. Text that waits to be tokenized goes to the open workers
 2. The head of what packed workers can serve fits the least loaded of them: it opens a batch, followers of its lane fill what
    is left.
 3. The same for what plain workers can serve, which is nearly all.
-4. Nothing waits, no worker is open, or the heads do not fit yet: nothing happens. Nobody overtakes, at its class of workers, a
-   head that does not fit, or it would wait for ever.
+4. Nothing waits, no worker is open, or the heads do not fit yet: nothing happens. No request overtakes, at its class of
+   workers, a head that does not fit: the head could wait without end.
 """
 
 from heapq import heapify, heappop, heapreplace
@@ -77,9 +77,9 @@ def _try_suspect(core: Context, group: Group) -> None:
             continue
         worker = _quietest(group, routing)
         mine = kept if kept is not None and kept.routing is routing else None
-        if mine is not None and (worker is None or worker.batches or worker.texts):
+        if mine is not None and (worker is None or worker.busy):
             worker = mine
-        if worker is not None and (found is None or (_busy(found[1]) and (worker is kept or not _busy(worker)))):
+        if worker is not None and (found is None or (found[1].busy and (worker is kept or not worker.busy))):
             found = lane, worker
     if kept is not None and (found is None or found[1] is not kept):
         # Another one is idle first, the kept one drains, or the suspect is no longer first in line.
@@ -88,7 +88,7 @@ def _try_suspect(core: Context, group: Group) -> None:
         return
     lane, worker = found
     reserve(core, worker)
-    if _busy(worker):
+    if worker.busy:
         return
     request = lane.head
     assert request is not None
@@ -109,15 +109,11 @@ def _try_suspect(core: Context, group: Group) -> None:
     send_batch(core, trial)
 
 
-def _busy(worker: Worker) -> bool:
-    return bool(worker.batches or worker.texts)
-
-
 def _quietest(group: Group, routing: Routing[Worker]) -> Worker | None:
     """The least loaded open worker of a class; one without texts to tokenize, if such a one is idle."""
     worker = routing.least()
     if worker is not None and worker.texts and not worker.batches:
-        idle = (w for w in group.workers.values() if w.open and w.routing is routing and not _busy(w))
+        idle = (w for w in group.workers.values() if w.open and w.routing is routing and not w.busy)
         worker = next(idle, worker)
     return worker
 

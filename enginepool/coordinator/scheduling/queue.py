@@ -4,7 +4,7 @@ Only requests of one signature share a batch: that of their work, and the classe
 has a line for each priority, and a line has a flow for each client: its requests, oldest first. Who is next:
 
 1. Between priorities, the line with the smallest key. `keys` of a line are those of its requests, and each request that leaves
-   takes the oldest one with it. So a priority ages as if it were first in, first out, whoever in it was served.
+   takes the oldest one with it. So a priority ages as if it were first in, first out, in any order of its clients.
 2. Within a priority, the client with the smallest start (start-time fair queueing). Virtual time is counted in what a worker
    computes, in tokens: a row weighs at least as many as it has of a batch that is full of rows. A client that is served begins
    that much later next time, in each lane. A client that had nothing waiting begins at the present virtual time: it has no
