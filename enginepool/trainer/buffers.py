@@ -30,8 +30,10 @@ def copied(device: Any) -> bool:
 
 
 def stand_behind(device: Any = None) -> None:
-    """What other threads do on a GPU comes after what this one's current stream still has to do there: theirs is the default
-    stream. `device`: a GPU; else the current one, if this process uses any."""
+    """Make later work of other threads on a GPU, which is on its default stream, wait for this thread's current stream.
+
+    `device`: a GPU; else the current one, if this process uses any.
+    """
     if (device is None or device.type != "cuda") and not torch.cuda.is_initialized():
         return
     gpu = device if device is not None and device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())

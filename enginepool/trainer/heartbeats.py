@@ -61,7 +61,7 @@ class RankWatch:
         self._ranks = range(1, size) if rank == 0 else range(1)
         self._last, self._timeout_s, self._began = last.turn, timeout_s, now
         self.word = Word(last.turn + 1 if rank == 0 else 0, -1 if version is None else version)
-        #: by rank: its last beat in this update, and when it came
+        #: by rank: its last beat in this update, and when this rank saw it
         self._heard: dict[int, tuple[int, float]] = {}
         self._suspects_since = float("inf")
         self.here = False

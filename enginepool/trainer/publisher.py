@@ -139,7 +139,7 @@ class WeightPublisher:
         self._asking: asyncio.Task[None] | None = None
         if pool is not None:
             pool.connection.wanted.append(self._hear_wanted)
-            # It may have been said before there was anybody to hear it.
+            # The pool may have said so before this publisher existed.
             self._asking = self._context.loop.create_task(self._ask_whether_wanted(pool))
 
     def __repr__(self) -> str:

@@ -95,7 +95,9 @@ class TensorFeed:
     def _check_end(self) -> None:
         found = self._next("the end of the source")
         if found is not None:
-            raise BadRequest(f"source: {found[0]} came after the last tensor that was announced", field=f"source[{found[0]}]")
+            raise BadRequest(
+                f"source: {found[0]} follows the last announced tensor; expected the end", field=f"source[{found[0]}]"
+            )
 
     def _next(self, what: str) -> tuple[str, Any] | None:
         with self._ranks.reading(what):

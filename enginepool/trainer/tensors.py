@@ -125,7 +125,7 @@ def _untied(pairs: list[tuple[str, Any]], tied: set[str]) -> list[tuple[str, Any
 def _place(value: Any) -> tuple[Any, ...] | None:
     """Where a tensor's bytes are, and how it sees them. None: nowhere, or unknown.
 
-    The storage and not the address: a rank's shard may be empty, and all ranks have to come to the same end.
+    The storage and not the address: a rank's shard may be empty, and all ranks must get the same result.
     """
     local = getattr(value, "_local_tensor", value)
     if not isinstance(local, torch.Tensor) or local.layout != torch.strided or (local is value and not local.numel()):
@@ -173,7 +173,7 @@ class HeldTensors:
         before = self._at.setdefault(at, (name, writes))
         if before[1] != writes:
             raise BadRequest(
-                f"source: {name} came in the memory of {before[0]}, which is not sent yet and has changed; each in its own",
+                f"source: {name} lies in the memory of {before[0]}, which is not sent yet and has changed; use memory for each",
                 field=f"source[{before[0]}]",
             )
 
@@ -306,9 +306,9 @@ def _dtype_name(dtype: Any) -> str:
 def fits(name: str, tensor: Any, described: Tensor) -> str:
     """Why a tensor is not the one that was described, or ""."""
     if name != described.name:
-        return f"{name} came where {described.name} was to come"
+        return f"expected {described.name} as announced, got {name}"
     if tuple(tensor.shape) != described.shape:
-        return f"{name}: shape {list(tensor.shape)} came, {list(described.shape)} was announced"
+        return f"{name}: expected the announced shape {list(described.shape)}, got {list(tensor.shape)}"
     if _dtype_name(tensor.dtype) != described.dtype:
-        return f"{name}: dtype {_dtype_name(tensor.dtype)} came, {described.dtype} was announced"
+        return f"{name}: expected the announced dtype {described.dtype}, got {_dtype_name(tensor.dtype)}"
     return ""

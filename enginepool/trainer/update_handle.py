@@ -271,8 +271,8 @@ class UpdateHandle:
         of_pool = self._cause is None or isinstance(self._cause, CollectiveError)
         if self._again is not None and of_pool and not (self._aborted or self._final.done()):
             self.again_s = None if isinstance(outcome, Published) else self._again(outcome)
-        assert self._sender is not None
-        self._sender.end(RoundEnd(outcome, self.again_s))
+        if self._sender is not None:
+            self._sender.end(RoundEnd(outcome, self.again_s))
         self._settle(outcome)
 
     def _settle(self, outcome: Published | ErrorReply) -> None:

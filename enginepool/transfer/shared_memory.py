@@ -83,7 +83,7 @@ def _pin(space: Any, flags: int = 0) -> bool:
     """Have a GPU copy from it at full speed; whether it can."""
     if int(torch.cuda.cudart().cudaHostRegister(space.data_ptr(), space.numel(), flags)) == 0:
         return True
-    # CUDA keeps the error, and tells it to the next kernel: to this one, and not to somebody's who has nothing to do with it.
+    # CUDA reports the error to the next kernel: to this one, and not to an unrelated one.
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
     return False
@@ -131,7 +131,7 @@ class DeviceSpace:
 
 
 def _uncounted(shared: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What torch shares, for users that it is not to count. It does not mind a counter that is gone: its maker may be, too."""
+    """What torch shares, for users that torch does not count. Torch accepts that the counter does not exist."""
     return (*shared[:4], _UNCOUNTED, 0, *shared[6:])
 
 

@@ -1,7 +1,7 @@
 """Threads that nothing may wait for long, and that the program's end nevertheless does not cut off in the middle of torch.
 
 A daemon thread that comes back from torch into an interpreter that is being taken down is ended there by force, which aborts
-the whole process: the last thing such a thread does is often to let go of a process group, after it has said that it is done.
+the whole process. Such a thread often releases a process group as its last step, after it has reported that it is done.
 """
 
 import atexit
@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-#: The program's end waits so long for all of them together; what hangs beside a dead peer is left.
+#: Seconds that the end of the program waits for all of them together. A thread that still waits for a dead peer is left.
 _END_S = 2.0
 
 _running: weakref.WeakSet[threading.Thread] = weakref.WeakSet()

@@ -272,10 +272,10 @@ def test_the_space_holds_every_tensor_and_its_digest_is_that_of_what_was_sent(se
 @pytest.mark.parametrize(
     ("manifest", "words"),
     [
-        ([("a", "float32", [2]), ("c", "float32", [3, 1])], "b came where c was to come"),
-        ([("a", "float32", [2]), ("b", "float32", [1, 3])], r"b: shape \[3, 1\] came, \[1, 3\] was announced"),
-        ([("a", "bfloat16", [2]), ("b", "float32", [3, 1])], "a: dtype float32 came, bfloat16 was announced"),
-        ([("a", "float32", [2])], "b came after the last tensor"),
+        ([("a", "float32", [2]), ("c", "float32", [3, 1])], "expected c as announced, got b"),
+        ([("a", "float32", [2]), ("b", "float32", [1, 3])], r"b: expected the announced shape \[1, 3\], got \[3, 1\]"),
+        ([("a", "bfloat16", [2]), ("b", "float32", [3, 1])], "a: expected the announced dtype bfloat16, got float32"),
+        ([("a", "float32", [2])], "b follows the last announced tensor"),
         ([("a", "float32", [2]), ("b", "float32", [3, 1]), ("c", "float32", [1])], "ended after 2 of 3 tensors; c is missing"),
     ],
 )
@@ -294,7 +294,7 @@ def test_a_source_with_one_buffer_for_all_its_tensors_is_stopped(ahead: bool) ->
             yield name, buffer.view(2, 4)
 
     described = [(name, "float32", (2, 4)) for name in "abc"]
-    with pytest.raises(BadRequest, match="source: b came in the memory of a, which is not sent yet") as caught:
+    with pytest.raises(BadRequest, match="source: b lies in the memory of a, which is not sent yet") as caught:
         send(make_plan(reused()) if ahead else make_plan(reused, manifest=described), 1024, Tape())
     assert caught.value.field == "source[a]"
 

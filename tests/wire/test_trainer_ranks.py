@@ -84,7 +84,7 @@ def test_a_source_that_fails_on_rank_0_ends_the_update_on_all(updates: FakeUpdat
 def test_a_tensor_that_rank_0_did_not_announce_holds_up_no_gather_of_those_after_it(updates: FakeUpdates) -> None:
     updates.renew_receivers = True
     first, second = train(updates, "manifest")
-    assert first["done"]["1"].startswith("BadRequest: source: 1.weight: shape [40, 40] came, [40, 41] was announced")
+    assert first["done"]["1"].startswith("BadRequest: source: 1.weight: expected the announced shape [40, 41], got [40, 40]")
     assert second["done"]["1"].startswith("UpdateAborted: ")
     assert [rank["done"]["2"] for rank in (first, second)] == ["committed"] * 2
     assert [rank["gathered"] for rank in (first, second)] == [NAMES * 2] * 2
