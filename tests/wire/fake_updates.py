@@ -94,6 +94,7 @@ class FakeUpdates:
         self._sent: Sent | None = None
         self._allowed: set[int] = set()
         self._lock = threading.RLock()
+        self._renewing: threading.Thread | None = None
         coordinator.others = self.hear
 
     def hear(self, link: bytes, message: FromClient, payload: list[bytes]) -> None:
@@ -131,10 +132,15 @@ class FakeUpdates:
                 self._write(ErrorReply("update_aborted", why, id=self._open.id))
                 self._open = None
                 if self.renew_receivers:
-                    for i, receiver in enumerate(self.receivers):
-                        receiver.end()
-                        self.receivers[i] = Receiver()
+                    # It takes seconds, and the answer must not wait for it.
                     self._group = ""
+                    self._renewing = threading.Thread(target=self._renew, daemon=True)
+                    self._renewing.start()
+
+    def _renew(self) -> None:
+        for i, receiver in enumerate(self.receivers):
+            receiver.end()
+            self.receivers[i] = Receiver()
 
     def restart(self, last: UpdateRecord) -> None:
         """Be a coordinator of a new epoch, whose journal ends with `last`."""
@@ -176,6 +182,8 @@ class FakeUpdates:
 
     def _lead(self, publish: Publish, manifest: str) -> None:
         """Bring all receivers through one update."""
+        if self._renewing is not None:
+            self._renewing.join()
         group = f"{publish.peer}-{len(self.receivers)}"
         self._write(Join(group, len(self.receivers) + 1, id=publish.id))
         if group != self._group:
