@@ -87,12 +87,11 @@ class Daemon:
             most, timing = 2 * limits.max_message_bytes, config.timing
             # A client's window bounds what it will be sent for its requests; what else it asks for is little.
             window = limits.window_bytes * 9 // 8
-            clients = stack.enter_context(
-                Router(most, CLIENT_PROOF, window, timing.client_silence_s, self._client_cut, connections.clients)
-            )
-            workers = stack.enter_context(
-                Router(most, WORKER_PROOF, limits.buffer_bytes, timing.client_silence_s, self._worker_cut, connections.workers)
-            )
+            silence = timing.client_silence_s
+            clients = Router(most, CLIENT_PROOF, window, silence, self._client_cut, connections.clients)
+            stack.callback(clients.close)
+            workers = Router(most, WORKER_PROOF, limits.buffer_bytes, silence, self._worker_cut, connections.workers)
+            stack.callback(workers.close)
             self._gate = Authenticator(folder, context()) if (folder := keys_folder(config)) else None
             if self._gate is not None:
                 stack.callback(self._gate.close)

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import IO, Self, cast
+from typing import IO, cast
 
 import zmq
 
@@ -299,9 +299,3 @@ class Router:
         self._socket.close()
         if self._lock is not None:
             self._lock.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
