@@ -1,5 +1,7 @@
 """Promises about workers: loss is noticed, nothing is lost with them, poison is found, restarts are bounded."""
 
+from typing import Literal
+
 import msgspec
 import pytest
 
@@ -95,7 +97,7 @@ def test_a_forward_that_takes_too_long_loses_a_worker_that_still_answers_pings()
 
 
 @pytest.mark.parametrize(("stage", "allowed"), [("loading", 1800), ("compiling", 900), ("draining", 40)])
-def test_each_stage_has_its_own_deadline(stage: str, allowed: int) -> None:
+def test_each_stage_has_its_own_deadline(stage: Literal["loading", "compiling", "draining"], allowed: int) -> None:
     pool = Pool()
     link = pool.worker(ready=False)
     pool.do(ev.WorkerSaid(0, link, Stage(stage, "")))
