@@ -15,7 +15,7 @@ import numpy.typing as npt
 from enginepool.protocol.manifest import Tensor, overflow
 from enginepool.protocol.messages import Capabilities, Part
 from enginepool.protocol.messages.weight_reports import Finding
-from enginepool.protocol.messages.weights import MemoryRegion
+from enginepool.protocol.messages.weights import Join, MemoryRegion
 
 Ids = npt.NDArray[np.int32]
 Lengths = npt.NDArray[np.uint32]
@@ -183,13 +183,8 @@ class Chunk(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Engine(Protocol):
-    """One model on one device set, in this process."""
-
-    async def start(self, report: Report, halvings: int = 0) -> Capabilities:
-        """Load the model, warm it up and say what it can do, with budgets that are halved so many times. Raises EngineDied with
-        the reason when it cannot."""
-        ...
+class EngineWeights(Protocol):
+    """The weights of one engine. A call that asks the engine raises EngineDied when it is gone."""
 
     @property
     def version(self) -> int:
@@ -211,8 +206,8 @@ class Engine(Protocol):
         """Processes of the engine that hold weights, each on a GPU of its own."""
         ...
 
-    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
-        """Be ranks `rank` to `rank + ranks - 1` of process group `name`; rank 0 listens at `address`. Raises EngineError."""
+    async def join(self, request: Join) -> None:
+        """Be ranks `rank` to `rank + ranks - 1` of the process group that `request` names. Raises EngineError."""
         ...
 
     async def prepare_load(self, weights: NewWeights) -> float:
@@ -247,6 +242,20 @@ class Engine(Protocol):
 
     async def tensor(self, name: str, offset: int, count: int) -> Chunk:
         """Elements of one weight by its checkpoint name. Raises EngineError: no such name."""
+        ...
+
+
+class Engine(Protocol):
+    """One model on one device set, in this process."""
+
+    async def start(self, report: Report, halvings: int = 0) -> Capabilities:
+        """Load the model, warm it up and say what it can do, with budgets that are halved so many times. Raises EngineDied with
+        the reason when it cannot."""
+        ...
+
+    @property
+    def weights(self) -> EngineWeights:
+        """Its weights. Raises EngineError before it is started."""
         ...
 
     async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:

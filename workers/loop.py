@@ -202,7 +202,8 @@ class WorkerProcess:
         self._listen_to_signals()
         gc.collect()
         gc.freeze()
-        self.feed(EngineReady(time.monotonic(), capabilities, self.engine.version, self.engine.digest))
+        weights = self.engine.weights
+        self.feed(EngineReady(time.monotonic(), capabilities, weights.version, weights.digest))
 
     def _checkpoint(self) -> str:
         """The directory that the engine starts on in place of its model, or "". Raises CheckpointError."""
@@ -213,7 +214,7 @@ class WorkerProcess:
         digest = await asyncio.to_thread(checkpoint_digest, path)
         if digest != self.spec.checkpoint_digest:
             raise CheckpointError(f"{path}: no longer holds version {self.spec.version}: its files have changed")
-        await self.engine.load_weights(NewWeights(), self.spec.version, digest)
+        await self.engine.weights.load_weights(NewWeights(), self.spec.version, digest)
 
     async def _make_room(self) -> None:
         revision = self.spec.options.get("revision")

@@ -15,7 +15,7 @@ from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weights import MemoryRegion, Restore, Restored
 from enginepool.transfer.checksum import digest_of_bytes
-from enginepool.workers.engine import Engine, EngineDied, EngineError, NewWeights
+from enginepool.workers.engine import EngineDied, EngineError, EngineWeights, NewWeights
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, StagerHolds
 from enginepool.workers.stager.snapshot import Footer, write_footer
@@ -65,7 +65,7 @@ HOLDS = StagerHolds(3, DIGEST, MANIFEST, SPACES)
 def restored(engine: FakeEngine, held: StagerHolds | None, message: Restore) -> Restored:
     """The answer; without a code the engine has the weights."""
     stager = FakeStager(held)
-    answer = asyncio.run(restore(cast(Engine, engine), cast(StagerLink, stager), message, ["/"]))
+    answer = asyncio.run(restore(cast(EngineWeights, engine), cast(StagerLink, stager), message, ["/"]))
     assert stager.asked in ([], [message.digest])
     assert answer.version == message.version and answer.code in ("", "needs_weights")
     if not answer.code:

@@ -16,6 +16,7 @@ import pytest
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import Join
 from enginepool.transfer import collective
 from enginepool.transfer.digest import digest_of, views
 from enginepool.workers.engine import EngineDied, EngineError, MemoryRegion, NewWeights, NotComparable, OnlyAtStart
@@ -27,7 +28,7 @@ from enginepool.workers.sglang.weights import lent_memory
 from enginepool.workers.sglang.weights import loader as sglang_weights
 from enginepool.workers.sglang.weights import updates as sglang_updates
 from enginepool.workers.sglang.weights.load_plan import LoadPlan
-from enginepool.workers.sglang.weights.updates import EngineWeights
+from enginepool.workers.sglang.weights.updates import SglangWeights
 from tests.core.test_sglang_plan import TENSORS, Model, drawn, same, state
 
 torch: Any = importlib.import_module("torch")
@@ -101,7 +102,8 @@ class Engine:
         self.before: Callable[[], None] = lambda: None
         #: why SGLang takes no updates of this model, or ""
         self.refuses = ""
-        self.weights = EngineWeights(self, SimpleNamespace(UpdateWeightsFromTensorReqInput=SimpleNamespace), ranks, self._over)
+        requests = SimpleNamespace(UpdateWeightsFromTensorReqInput=SimpleNamespace)
+        self.weights = SglangWeights(self, requests, ranks, self._over, lambda: None)
 
     async def _over(self, work: Any) -> Any:
         return await work
@@ -369,7 +371,7 @@ def test_the_model_is_looked_through_when_a_group_is_joined_and_not_while_the_en
     monkeypatch.setattr(LoadPlan, "_look", lambda plan: looks.append("whole") or look(plan))  # type: ignore[reportUnknownLambdaType]
 
     async def story() -> None:
-        await engine.weights.join("g", "address", 2, 1, "gloo")
+        await engine.weights.join(Join("g", 2, 1, "address"))
         assert looks == ["whole"]
         await engine.weights.load_weights(NewWeights(tuple(TENSORS), group="g", bucket_bytes=512), 1, "")
 
@@ -558,13 +560,13 @@ def test_of_groups_that_are_joined_at_a_time_the_last_one_asked_for_is_kept(
     engine = make(1)
 
     async def story() -> None:
-        first = asyncio.create_task(engine.weights.join("first", "nowhere", 2, 1, "gloo"))
+        first = asyncio.create_task(engine.weights.join(Join("first", 2, 1, "nowhere")))
         assert await asyncio.to_thread(begun.wait, PATIENCE_S)
-        await engine.weights.join("second", "nowhere", 2, 1, "gloo")
+        await engine.weights.join(Join("second", 2, 1, "nowhere"))
         may.set()
         with pytest.raises(EngineError, match="group first: another one is joined by now"):
             await first
-        await engine.weights.join("second", "nowhere", 2, 1, "gloo")  # it is in it
+        await engine.weights.join(Join("second", 2, 1, "nowhere"))  # it is in it
 
     asyncio.run(story())
     assert (groups["first"].aborted, groups["second"].aborted) == (True, False)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages import Part
+from enginepool.protocol.messages.weights import Join
 from enginepool.transfer.process_group import CollectiveError
 from enginepool.workers.engine import (
     BatchOutcome,
@@ -374,16 +375,16 @@ def test_new_weights_may_be_slow_to_take_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("asyncio.sleep", sleep)
     sim = faulty("slow_on_take", at_take=2, seconds=7.0)
     for version in (1, 2, 3):
-        work(sim.load_weights(NewWeights(), version, ""))
-    assert (slept, sim.version) == ([7.0], 3)
+        work(sim.weights.load_weights(NewWeights(), version, ""))
+    assert (slept, sim.weights.version) == ([7.0], 3)
 
 
 def test_a_tensor_of_float16_is_held_as_such_unless_told_otherwise() -> None:
     came = [Tensor("a", "float32", (2,)), Tensor("b", "float32", (2,))]
     own: list[Any] = [["a", "float16", [2]], ["b", "float32", [2]]]
-    assert engine(tensors=own).model_tensors().targets(came) == ["float16", ""]
-    assert engine(tensors=own, held="bfloat16").model_tensors().targets(came) == ["bfloat16", "bfloat16"]
-    assert engine(tensors=own, held="float32").model_tensors().targets(came) == []
+    assert engine(tensors=own).weights.model_tensors().targets(came) == ["float16", ""]
+    assert engine(tensors=own, held="bfloat16").weights.model_tensors().targets(came) == ["bfloat16", "bfloat16"]
+    assert engine(tensors=own, held="float32").weights.model_tensors().targets(came) == []
 
 
 def test_a_broadcast_that_breaks_leaves_the_engine_on_its_old_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,12 +401,12 @@ def test_a_broadcast_that_breaks_leaves_the_engine_on_its_old_weights(monkeypatc
     sim = engine(tensors=[["norm", "float32", [4]]])
 
     async def scenario() -> None:
-        await sim.join("ring", "127.0.0.1:1", 2, 1, "gloo")
-        await sim.load_weights(NewWeights((Tensor("norm", "float32", (4,)),), group="ring", bucket_bytes=256), 1, "")
+        await sim.weights.join(Join("ring", 2, 1, "127.0.0.1:1"))
+        await sim.weights.load_weights(NewWeights((Tensor("norm", "float32", (4,)),), group="ring", bucket_bytes=256), 1, "")
 
     with pytest.raises(EngineError, match="rank 0 is gone"):
         work(scenario())
-    assert (sim.version, sim.digest) == (0, "")
+    assert (sim.weights.version, sim.weights.digest) == (0, "")
 
 
 def test_of_the_groups_that_it_joins_it_is_in_the_last_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,15 +419,15 @@ def test_of_the_groups_that_it_joins_it_is_in_the_last_one_alone(monkeypatch: py
         def abort(self) -> None:
             left.append(self.name)
 
-    def join(name: str, *told: Any) -> Ring:
-        return Ring(name)
+    def join(request: Join) -> Ring:
+        return Ring(request.rendezvous)
 
     monkeypatch.setattr("enginepool.workers.sim.weights._join", join)
     sim = engine(tensors=[["norm", "float32", [4]]])
 
     async def scenario() -> None:
         for name in ("first", "first", "second", "third"):
-            await sim.join(name, "127.0.0.1:1", 2, 1, "gloo")
+            await sim.weights.join(Join(name, 2, 1, "127.0.0.1:1"))
 
     work(scenario())
     assert left == ["first", "second"]

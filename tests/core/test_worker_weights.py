@@ -25,6 +25,7 @@ class HangingEngine:
 
     def __init__(self, hangs_in: str) -> None:
         self._hangs_in = hangs_in
+        self.weights = self
 
     async def _maybe(self, call: str) -> None:
         if call == self._hangs_in:

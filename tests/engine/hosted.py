@@ -178,8 +178,8 @@ class _Host:
         )
 
     async def do(self, name: str, *args: Any) -> Any:
-        """What the engine's method or property of this name gives."""
-        found = getattr(self._engine, name)
+        """What the method or property of this name gives, of the engine or of its weights."""
+        found = getattr(self._engine if hasattr(self._engine, name) else self._engine.weights, name)
         if not callable(found):
             return found
         outcome = found(*args)

@@ -15,6 +15,7 @@ from enginepool.cli.tiny_model_files import make_tiny_model
 from enginepool.protocol.layout import ALIGNMENT, buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import Join
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.workers.engine import EngineError, LoadTimes, MemoryRegion, ModelTensors, NewWeights, RowBatch
@@ -228,7 +229,7 @@ def test_weights_are_received_straight_into_the_engine(subject: Subject, referen
 
     trainer = threading.Thread(target=send)
     trainer.start()
-    subject.engine.call("do", "join", name, rendezvous.address, 2, 1, "gloo")
+    subject.engine.call("do", "join", Join(name, 2, 1, rendezvous.address, "gloo"))
     subject.load_weights(NewWeights(given.manifest, group=name, bucket_bytes=BUCKET), 5)
     trainer.join()
     assert subject.holds() == (5, given.digest)

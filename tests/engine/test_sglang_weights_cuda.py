@@ -315,7 +315,7 @@ def test_direct_weights_are_in_the_engine_bit_by_bit(subject: Subject, backend: 
     for version in (1, 2):
         given = subject.drawn(10 + version, torch.bfloat16)
         thread = trainer.begin(given)
-        subject.engine.call("do", "join", trainer.name, trainer.rendezvous.address, 2, 1, backend)
+        subject.engine.call("do", "join", Join(trainer.name, 2, 1, trainer.rendezvous.address, backend))
         times = subject.load_weights(NewWeights(given.manifest, group=trainer.name, bucket_bytes=BUCKET), version)
         thread.join()
         print(f"direct {backend}: load {times.load_s * 1e3:.1f} ms, flush {times.flush_s * 1e3:.1f} ms")  # noqa: T201

@@ -41,8 +41,7 @@ from enginepool.protocol.messages.weights import (
 from enginepool.transfer.collective import Rendezvous
 from enginepool.transfer.digest import digest_of, views
 from enginepool.transfer.shared_memory import open_space
-from enginepool.workers.engine import EngineDied, EngineError, LoadTimes, NewWeights
-from enginepool.workers.engine_settings import EngineSettings
+from enginepool.workers.engine import Engine, EngineDied, EngineError, LoadTimes, NewWeights
 from enginepool.workers.events import (
     EngineLost,
     RunWeights,
@@ -51,7 +50,9 @@ from enginepool.workers.events import (
     WorkerEffect,
     WorkerEvent,
 )
-from enginepool.workers.sim.engine import SimEngine
+from enginepool.workers.sim.faults import suffer
+from enginepool.workers.sim.options import read_options
+from enginepool.workers.sim.weights import SimWeights
 from enginepool.workers.stager import memory as stager_memory
 from enginepool.workers.stager import messages as staging
 from enginepool.workers.stager import receiving, stager
@@ -111,10 +112,11 @@ class Worker:
 
     def __init__(self, socket: str, **options: Any) -> None:
         options = {"tensors": msgspec.to_builtins(MODEL), **options}
-        self.engine = NotedEngine(options)
+        self.engine = NotedWeights(options)
         self.events: asyncio.Queue[WorkerEvent] = asyncio.Queue()
         self.tasks: set[asyncio.Task[None]] = set()
-        self.weights = WeightExecutor(socket, self.engine, self._feed, self._spawn)
+        engine = cast(Engine, SimpleNamespace(weights=self.engine))
+        self.weights = WeightExecutor(socket, engine, self._feed, self._spawn)
         self.updates = WorkerUpdates()
         self.update = (1, 0)
 
@@ -190,21 +192,21 @@ def has_taken(event: WorkerEvent) -> bool:
     return isinstance(event, WeightsAnswered) and isinstance(event.answer, Restored) and not event.answer.code
 
 
-class NotedEngine(SimEngine):
+class NotedWeights(SimWeights):
     """Notes what it is asked to have ready; an update waits for it until `may` is set."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        SimEngine.__init__(self, EngineSettings(model="sim", options=options))
+        SimWeights.__init__(self, read_options(options), lambda: None, suffer)
         self.asked: list[NewWeights | str] = []
         self.joining = asyncio.Event()
         self.may = asyncio.Event()
         self.may.set()
         self.fails: Exception | None = None
 
-    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+    async def join(self, request: Join) -> None:
         self.joining.set()
         await self.may.wait()
-        await SimEngine.join(self, name, address, world, rank, backend)
+        await SimWeights.join(self, request)
 
     async def prepare_load(self, weights: NewWeights) -> float:
         self.asked.append(weights)
@@ -218,7 +220,7 @@ class NotedEngine(SimEngine):
 
     async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
         self.asked.append(weights)
-        return await SimEngine.load_weights(self, weights, version, digest)
+        return await SimWeights.load_weights(self, weights, version, digest)
 
 
 #: a stager whose snapshots are written when the file of this name is there

@@ -9,7 +9,6 @@ costs anything, a batch is answered at once.
 import asyncio
 import heapq
 import random
-import time
 from typing import Any
 
 import msgspec
@@ -17,15 +16,10 @@ import msgspec
 from enginepool.protocol.capabilities import halved
 from enginepool.protocol.errors import WireError
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import (
     BatchOutcome,
-    Chunk,
     EngineDied,
     EngineError,
-    LoadTimes,
-    ModelTensors,
-    NewWeights,
     Report,
     RowBatch,
 )
@@ -33,7 +27,7 @@ from enginepool.workers.engine_settings import EngineSettings
 from enginepool.workers.forward_time import forward_ms, pace
 from enginepool.workers.packed import MAX_ITEM, packed_cost, refuse_unpackable
 from enginepool.workers.sglang.host.settings import CACHED_ROOM
-from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faults_on_load, faults_on_take, spoil, suffer
+from enginepool.workers.sim.faults import faults_of, faults_of_first_batch, faults_on_load, spoil, suffer
 from enginepool.workers.sim.operation import Weights
 from enginepool.workers.sim.options import Fault, SimOptions, read_options
 from enginepool.workers.sim.table import OPERATIONS
@@ -55,10 +49,10 @@ class SimEngine:
     def __init__(self, settings: EngineSettings) -> None:
         self.options = o = read_options(settings.options)
         try:
-            self._weights = SimWeights(o.tensors, o.version, o.held, only_at_start=o.only_at_start)
+            self.weights = SimWeights(o, self._must_live, self._suffer)
         except WireError as error:
             raise ValueError(f"options of engine sim: tensors: {error.message}") from None
-        self._taken = self.flushes = 0
+        self.flushes = 0
         tokens = min(o.batch_tokens, settings.max_batch_tokens or o.batch_tokens)
         rows = min(o.batch_rows, settings.max_batch_rows or o.batch_rows)
         self._operations = {one.name: one for one in OPERATIONS if one.serves(o)}
@@ -105,63 +99,6 @@ class SimEngine:
         wanted_ms = forward_ms(o.forward_s + o.row_s + o.token_s)
         seconds = o.forward_s + rows * o.row_s + tokens * o.token_s
         return msgspec.structs.replace(can, pace=pace(tokens, seconds, wanted_ms, can.batch_tokens), forward_ms=wanted_ms)
-
-    @property
-    def version(self) -> int:
-        """The version of the weights; at first that of the options."""
-        return self._weights.version
-
-    @property
-    def digest(self) -> str:
-        """The digest of the weights that were taken; "" at first."""
-        return self._weights.digest
-
-    @property
-    def ranks(self) -> int:
-        """One."""
-        return 1
-
-    def model_tensors(self) -> ModelTensors:
-        """Those of the options. Raises EngineError: there are none."""
-        return self._weights.model_tensors()
-
-    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
-        """Join a process group. Raises EngineError."""
-        await self._weights.join(name, address, world, rank, backend)
-
-    async def prepare_load(self, weights: NewWeights) -> float:
-        """It has nothing to get ready."""
-        return 0.0
-
-    async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open `weights.regions` and look at every byte. Raises EngineError."""
-        return await self._weights.verify(weights)
-
-    async def release_buffers(self) -> None:
-        """Close what was verified."""
-        self._weights.release_buffers()
-
-    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
-        """Take `take_s`, and read all bytes: what scores depend on is what really arrived."""
-        self._must_live()
-        self._taken += 1
-        for fault in faults_on_take(self.options.faults, self._taken):
-            await self._suffer(fault)
-        began = time.monotonic()
-        if self.options.take_s:
-            await asyncio.sleep(self.options.take_s)
-        await self._weights.load_weights(weights, version, digest)
-        return LoadTimes(time.monotonic() - began, 0.0)
-
-    async def inspect(self, what: str) -> tuple[str, list[Finding]]:
-        """The digest of the bytes that it holds, and no findings."""
-        self._must_live()
-        return self._weights.inspect()
-
-    async def tensor(self, name: str, offset: int, count: int) -> Chunk:
-        """Elements of a float32 tensor that was taken. Raises EngineError: no such."""
-        self._must_live()
-        return self._weights.tensor(name, offset, count)
 
     async def start(self, report: Report, halvings: int = 0) -> Capabilities:
         """Take `load_s` and say what the options say."""
@@ -287,9 +224,9 @@ class SimEngine:
         o, operation = self.options, self._operations[batch.operation]
         if batch.hidden and not o.hidden:
             raise EngineError("hidden states are not available: options.hidden is 0")
-        weights = Weights(o.seed, self.version, self.digest)
+        weights = Weights(o.seed, self.weights.version, self.weights.digest)
         parts = tuple(operation.outputs(part, o, weights, hidden=batch.hidden) for part in batch.parts)
-        return BatchOutcome(parts, self._forwards(batch), self.version)
+        return BatchOutcome(parts, self._forwards(batch), self.weights.version)
 
     def _forwards(self, batch: RowBatch) -> int:
         """Greedy admission of rows: how many forwards the batch takes under the budget."""

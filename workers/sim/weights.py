@@ -1,6 +1,8 @@
 """The weights of the sim engine: bytes without meaning, of which the digest enters every score."""
 
 import asyncio
+import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -10,28 +12,34 @@ import numpy.typing as npt
 from enginepool.protocol.layout import layout
 from enginepool.protocol.manifest import Tensor, decode_manifest, overflow
 from enginepool.protocol.messages.weight_reports import Finding
-from enginepool.protocol.messages.weights import MemoryRegion
+from enginepool.protocol.messages.weights import Join, MemoryRegion
 from enginepool.transfer.checksum import digest_of_bytes
-from enginepool.workers.engine import Chunk, EngineDied, EngineError, ModelTensors, NewWeights, OnlyAtStart
+from enginepool.workers.engine import Chunk, EngineDied, EngineError, LoadTimes, ModelTensors, NewWeights, OnlyAtStart
+from enginepool.workers.sim.faults import faults_on_take
+from enginepool.workers.sim.options import Fault, SimOptions
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_space
 
 
 class SimWeights:
-    """What a sim engine holds.
+    """What a sim engine holds, an `EngineWeights`.
 
     Args:
-        tensors: what an update consists of, as a manifest; empty: this engine takes no updates.
-        version: of what it starts with, whose digest is "".
-        held: the dtype in which a real engine would hold its tensors; "": their own.
+        options: of the engine: `tensors` is what an update consists of, as a manifest; empty: it takes no updates.
+        must_live: raises EngineDied when the engine has died.
+        suffer: has the engine suffer a fault.
     """
 
-    def __init__(self, tensors: list[Any], version: int, held: str = "", *, only_at_start: bool = False) -> None:
-        """Raises ValueError: `tensors` is no manifest."""
-        self._model = tuple(decode_manifest(msgspec.json.encode(tensors))) if tensors else ()
-        self._held = {tensor.name: held or tensor.dtype for tensor in self._model}
-        self._only_at_start = only_at_start
-        self.version = version
-        self.digest = ""
+    def __init__(self, options: SimOptions, must_live: Callable[[], None], suffer: Callable[[Fault], Awaitable[None]]) -> None:
+        """Raises WireError: `tensors` is no manifest."""
+        self._options, self._must_live, self._suffer = options, must_live, suffer
+        self._model = tuple(decode_manifest(msgspec.json.encode(options.tensors))) if options.tensors else ()
+        self._held = {tensor.name: options.held or tensor.dtype for tensor in self._model}
+        self._only_at_start = options.only_at_start
+        #: how often weights were taken
+        self._taken = 0
+        self.ranks = 1
+        #: of what it starts with the digest is ""
+        self.version, self.digest = options.version, ""
         self._tensors: tuple[Tensor, ...] = ()
         self._space: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
         self._group: Any = None
@@ -48,14 +56,14 @@ class SimWeights:
             raise EngineError("sim engine: options.tensors is empty, so it takes no updates")
         return ModelTensors(self._model, held=self._held)
 
-    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+    async def join(self, request: Join) -> None:
         """Join a process group, with torch. Raises EngineError."""
-        self._joining = name
+        self._joining = name = request.rendezvous
         if self._group is None or self._group.name != name:
             left, self._group = self._group, None
             if left is not None:
                 await asyncio.to_thread(left.abort)
-            group = await asyncio.to_thread(_join, name, address, world, rank, backend)
+            group = await asyncio.to_thread(_join, request)
             if self._joining != name:
                 await asyncio.to_thread(group.abort)
                 raise EngineError(f"group {name}: another one was joined meanwhile")
@@ -63,16 +71,32 @@ class SimWeights:
 
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
         """Open regions, and look at them. Raises EngineError."""
-        self.release_buffers()
         self._opened = weights.regions, await asyncio.to_thread(_open, weights)
         limits = [overflow(tensor.dtype, self._held.get(tensor.name, "")) for tensor in weights.tensors]
         return await asyncio.to_thread(_verified, weights.tensors, self._opened[1], limits)
 
-    def release_buffers(self) -> None:
+    async def prepare_load(self, weights: NewWeights) -> float:
+        """It has nothing to prepare."""
+        return 0.0
+
+    async def release_buffers(self) -> None:
         """Close what was verified."""
         self._opened = None
 
-    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> None:
+    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
+        """Take `take_s`, and read all bytes: what scores depend on is what really arrived. Raises EngineError, EngineDied."""
+        self._must_live()
+        self._taken += 1
+        for fault in faults_on_take(self._options.faults, self._taken):
+            await self._suffer(fault)
+        began = time.monotonic()
+        if self._options.take_s:
+            await asyncio.sleep(self._options.take_s)
+        await self._take(weights, digest)
+        self.version = version
+        return LoadTimes(time.monotonic() - began, 0.0)
+
+    async def _take(self, weights: NewWeights, digest: str) -> None:
         """Hold these weights. Raises EngineError: the old ones stay; EngineDied: what was copied out of may have changed."""
         if self._only_at_start and (weights.regions or weights.checkpoint or weights.group):
             self.model_tensors()
@@ -92,7 +116,6 @@ class SimWeights:
                 self.digest = digest
         except (OSError, CheckpointError) as error:
             raise EngineError(f"sim engine: {error}") from None
-        self.version = version
 
     def _load(self, tensors: tuple[Tensor, ...], space: npt.NDArray[np.uint8]) -> None:
         nbytes = layout(tensors).nbytes
@@ -112,12 +135,14 @@ class SimWeights:
             raise EngineError(str(error)) from None
         return memory.tensors[0].numpy().copy()
 
-    def inspect(self) -> tuple[str, list[Finding]]:
+    async def inspect(self, what: str) -> tuple[str, list[Finding]]:
         """(digest, nothing): bytes without meaning are never wrong."""
+        self._must_live()
         return self.digest, []
 
-    def tensor(self, name: str, offset: int, count: int) -> Chunk:
+    async def tensor(self, name: str, offset: int, count: int) -> Chunk:
         """Elements of a float32 tensor by its name. Raises EngineError."""
+        self._must_live()
         for tensor, at in zip(self._tensors, layout(self._tensors).offsets, strict=True):
             if tensor.name == name and tensor.dtype == "float32":
                 values = self._space[at : at + tensor.nbytes].view(np.float32)[offset : offset + count]
@@ -125,13 +150,13 @@ class SimWeights:
         raise EngineError(f"sim engine: no float32 tensor {name!r} is loaded")
 
 
-def _join(name: str, address: str, world: int, rank: int, backend: str) -> Any:
+def _join(request: Join) -> Any:
     # Importing torch takes seconds, which the worker's loop has better uses for.
     from enginepool.transfer.collective import join
     from enginepool.transfer.process_group import CollectiveError
 
     try:
-        return join(address, name, world, rank, backend=backend)
+        return join(request.address, request.rendezvous, request.world, request.rank, backend=request.backend)
     except CollectiveError as error:
         raise EngineError(str(error)) from None
 

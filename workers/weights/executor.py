@@ -111,7 +111,7 @@ class WeightExecutor:
         elif isinstance(message, Committed):
             self._close_buffers(effect.update)
             self._stager.tell(message)
-            if self._engine.version == message.version and self._engine.digest != message.digest:
+            if self._engine.weights.version == message.version and self._engine.weights.digest != message.digest:
                 self._in_turn("Committed", self._set_digest, message)
         elif isinstance(message, Inspect):
             self._spawn(self._inspect(message))
@@ -139,7 +139,7 @@ class WeightExecutor:
         message, update = effect.message, effect.update
         if isinstance(message, Restore):
             await self._buffers.close()  # of an update that another coordinator knows nothing of
-            self._answer(await restore(self._engine, self._stager, message, self._roots))
+            self._answer(await restore(self._engine.weights, self._stager, message, self._roots))
             return
         assert update is not None, "the machine answers requests of updates that are not open"
         if isinstance(message, Prepare):
@@ -156,7 +156,9 @@ class WeightExecutor:
 
     async def _set_digest(self, message: Committed) -> None:
         """The same weights, by the digest that the coordinator knows."""
-        await _aside("set the digest of its weights", self._engine.load_weights, NewWeights(), message.version, message.digest)
+        await _aside(
+            "set the digest of its weights", self._engine.weights.load_weights, NewWeights(), message.version, message.digest
+        )
 
     def _close_buffers(self, update: WorkerUpdate | None) -> None:
         """The update is committed or aborted."""
@@ -168,11 +170,11 @@ class WeightExecutor:
     async def _prepare(self, update: WorkerUpdate, frames: tuple[Frame, ...]) -> None:
         prepare = update.prepare
         try:
-            weights = await offered_weights(self._engine, prepare, frames, self._roots)
+            weights = await offered_weights(self._engine.weights, prepare, frames, self._roots)
             if prepare.transfer == "staged":
                 answer, weights = await self._reserve(prepare, weights)
             elif prepare.transfer == "direct":
-                answer = Prepared(prepare.update, peer=update.peer or secrets.token_hex(8), ranks=self._engine.ranks)
+                answer = Prepared(prepare.update, peer=update.peer or secrets.token_hex(8), ranks=self._engine.weights.ranks)
             else:
                 answer = Prepared(prepare.update)
         except UpdateRefusal as refusal:
@@ -195,7 +197,7 @@ class WeightExecutor:
         if not self._stager.exists:
             raise refusal("unsupported", "this worker has no stager", no_staging=True)
         await self._buffers.close_smaller(layout(weights.tensors).nbytes)
-        targets = self._engine.model_tensors().targets(weights.tensors)
+        targets = self._engine.weights.model_tensors().targets(weights.tensors)
         try:
             await self._stager.alive()
             request = Reserve(prepare.update, list(weights.tensors), prepare.bucket_bytes, targets)
@@ -222,7 +224,7 @@ class WeightExecutor:
 
     async def _join_engine(self, message: Join) -> None:
         try:
-            await self._engine.join(message.rendezvous, message.address, message.world, message.rank, message.backend)
+            await self._engine.weights.join(message)
         except EngineError as error:
             self._answer(Joined(message.update, "update_aborted", str(error)))
         else:
@@ -259,17 +261,17 @@ class WeightExecutor:
 
     async def _load(self, update: WorkerUpdate, message: LoadWeights) -> WeightsLoaded:
         weights = update.weights
-        digest = self._engine.digest if update.prepare.transfer == "set_version" else update.digest
+        digest = self._engine.weights.digest if update.prepare.transfer == "set_version" else update.digest
         try:
             if weights.checkpoint:
                 # Again: a link in it may lead elsewhere by now.
                 path = await asyncio.to_thread(checkpoint_under, weights.checkpoint, self._roots)
                 weights = replace(weights, checkpoint=path)
-            times = await self._engine.load_weights(weights, message.version, digest)
+            times = await self._engine.weights.load_weights(weights, message.version, digest)
         except (CheckpointError, EngineError) as error:
             return WeightsLoaded(message.update, code="engine_error", message=str(error))
         load_us, flush_us, prepare_us = (int(each * 1e6) for each in (times.load_s, times.flush_s, update.prepared_s or 0.0))
-        return WeightsLoaded(message.update, message.version, self._engine.digest, load_us, flush_us, prepare_us)
+        return WeightsLoaded(message.update, message.version, self._engine.weights.digest, load_us, flush_us, prepare_us)
 
     # --- inspections ----------------------------------------------------------------------------------------------------
 
@@ -277,12 +279,12 @@ class WeightExecutor:
         try:
             if message.what == "tensor":
                 count = min(message.count or MAX_CHUNK, MAX_CHUNK)
-                chunk = await self._engine.tensor(message.name, message.offset, count)
+                chunk = await self._engine.weights.tensor(message.name, message.offset, count)
                 spec = FrameSpec("tensor", "float32", (chunk.values.size,))
                 answer = Inspected(message.task, dtype=chunk.dtype, frames=[spec], shape=list(chunk.shape))
                 self._answer(answer, (chunk.values.tobytes(),))
                 return
-            digest, findings = await self._engine.inspect(message.what)
+            digest, findings = await self._engine.weights.inspect(message.what)
             self._answer(Inspected(message.task, digest=digest, findings=worst(findings)))
         except EngineError as error:
             code = "unsupported" if isinstance(error, NotComparable) else "engine_error"

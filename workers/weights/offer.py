@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enginepool.host import host_identity
 from enginepool.protocol.manifest import decode_manifest, difference
 from enginepool.protocol.messages.weights import Prepare, Prepared
-from enginepool.workers.engine import Engine, NewWeights, OnlyAtStart
+from enginepool.workers.engine import EngineWeights, NewWeights, OnlyAtStart
 from enginepool.workers.events import Frame
 from enginepool.workers.weights.checkpoint import checkpoint_digest, checkpoint_tensors, checkpoint_under
 
@@ -19,7 +19,9 @@ class UpdateRefusal(Exception):
         self.answer = answer
 
 
-async def offered_weights(engine: Engine, prepare: Prepare, frames: tuple[Frame, ...], roots: Sequence[str]) -> NewWeights:
+async def offered_weights(
+    engine: EngineWeights, prepare: Prepare, frames: tuple[Frame, ...], roots: Sequence[str]
+) -> NewWeights:
     """What the engine will load, as far as it is known now.
 
     Raises:
@@ -47,7 +49,7 @@ async def offered_weights(engine: Engine, prepare: Prepare, frames: tuple[Frame,
     return weights
 
 
-def _only_at_start(engine: Engine) -> bool:
+def _only_at_start(engine: EngineWeights) -> bool:
     try:
         engine.model_tensors()
     except OnlyAtStart:
@@ -55,7 +57,7 @@ def _only_at_start(engine: Engine) -> bool:
     return False
 
 
-def _out_of_reach(engine: Engine, prepare: Prepare) -> str:
+def _out_of_reach(engine: EngineWeights, prepare: Prepare) -> str:
     """Why the engine cannot open the publisher's memory, or ""."""
     if prepare.host != host_identity():
         return "the publisher is on another host than this worker, or in another container"

@@ -28,7 +28,7 @@ class OpenBuffers:
         """Have the engine prepare to load these while it serves; for how many seconds that kept it from its work."""
         self._regions, self._sharded = weights.regions, weights.sharded
         with contextlib.suppress(EngineError):  # the load takes longer then, and reports what is wrong
-            return await self._engine.prepare_load(weights)
+            return await self._engine.weights.prepare_load(weights)
         return 0.0
 
     def pin(self, regions: Sequence[MemoryRegion]) -> tuple[MemoryRegion, ...]:
@@ -49,7 +49,7 @@ class OpenBuffers:
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
         """Have the engine open these and read every byte, while it serves: (digest, findings). Raises EngineError."""
         self._regions, self._sharded = weights.regions, weights.sharded
-        return await self._engine.verify(weights)
+        return await self._engine.weights.verify(weights)
 
     async def close_smaller(self, nbytes: int) -> None:
         """Close them if they are smaller: memory that is open anywhere cannot be freed for a larger space."""
@@ -64,7 +64,7 @@ class OpenBuffers:
             return
         self._regions = ()
         with contextlib.suppress(EngineError):  # it has refused to open it, too
-            await self._engine.release_buffers()
+            await self._engine.weights.release_buffers()
 
     def _close_descriptors(self) -> None:
         for descriptor in self._descriptors:

@@ -6,14 +6,14 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from enginepool.protocol.layout import layout
 from enginepool.protocol.messages.weights import Restore, Restored
-from enginepool.workers.engine import Engine, EngineDied, EngineError, MemoryRegion, NewWeights, OnlyAtStart
+from enginepool.workers.engine import EngineDied, EngineError, EngineWeights, MemoryRegion, NewWeights, OnlyAtStart
 from enginepool.workers.stager.link import StagerGone, StagerLink
 from enginepool.workers.stager.messages import AskHeld, StagerHolds
 from enginepool.workers.stager.snapshot import SnapshotError, check_folder, digest_of_file, read_footer
 from enginepool.workers.weights.checkpoint import CheckpointError, checkpoint_tensors, checkpoint_under
 
 
-async def restore(engine: Engine, stager: StagerLink, message: Restore, roots: Sequence[str] = ()) -> Restored:
+async def restore(engine: EngineWeights, stager: StagerLink, message: Restore, roots: Sequence[str] = ()) -> Restored:
     """The answer: without a code if one of them had the weights and the engine took them. Raises EngineDied."""
     done = Restored(message.version, code="", message="")
     reasons: list[str] = []

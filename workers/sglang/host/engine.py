@@ -13,16 +13,11 @@ from typing import Any
 
 from enginepool.protocol.capabilities import halved
 from enginepool.protocol.messages import Capabilities
-from enginepool.protocol.messages.weight_reports import Finding
 from enginepool.workers.engine import (
     BatchOutcome,
-    Chunk,
     EngineDied,
     EngineError,
     EngineUnusable,
-    LoadTimes,
-    ModelTensors,
-    NewWeights,
     Report,
     RowBatch,
 )
@@ -38,7 +33,7 @@ from enginepool.workers.sglang.score.forward_counter import Entries
 from enginepool.workers.sglang.score.scoring import EngineScoring
 from enginepool.workers.sglang.score.token_types import send_token_types
 from enginepool.workers.sglang.score.warmup import warm_up
-from enginepool.workers.sglang.weights.updates import EngineWeights
+from enginepool.workers.sglang.weights.updates import SglangWeights
 
 #: how long SGLang may take to become idle, of which a worker that has no batch inside needs nothing
 FLUSH_S = 10.0
@@ -56,7 +51,7 @@ class SglangEngine:
         #: None until it is warm
         self._scoring: EngineScoring | None = None
         self._end = EngineEnd()
-        self._weights: EngineWeights | None = None
+        self._weights: SglangWeights | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
         #: One thread: the tokenizer's state may not be borrowed twice.
@@ -94,7 +89,7 @@ class SglangEngine:
             capabilities = halved(capabilities, halvings)
             scoring = EngineScoring(self._tm, prepared.requests, entries, capabilities, running)
             ranks = prepared.settings.options.get("tp_size") or 1
-            self._weights = EngineWeights(self._tm, prepared.requests, ranks, self._end.unless_over)
+            self._weights = SglangWeights(self._tm, prepared.requests, ranks, self._end.unless_over, scoring.cached.clear)
             # Before the first forward: an incomplete model is refused with the reason, not with what its forward runs into.
             await self._weights.describe()
             report("compiling", "the first forward")
@@ -150,59 +145,10 @@ class SglangEngine:
     # --- work ------------------------------------------------------------------------------------------------------
 
     @property
-    def version(self) -> int:
-        """The version of the weights that are loaded now; 0: those of the checkpoint that it started with."""
-        return 0 if self._weights is None else self._weights.version
-
-    @property
-    def digest(self) -> str:
-        """The digest of the weights that are loaded now; "" for those that it started with."""
-        return "" if self._weights is None else self._weights.digest
-
-    @property
-    def ranks(self) -> int:
-        """Schedulers that hold weights: one for each GPU of the engine."""
-        return 1 if self._weights is None else self._weights.ranks
-
-    def model_tensors(self) -> ModelTensors:
-        """What the engine's own load took. Raises EngineError when this engine takes no updates."""
-        return self._updates().model_tensors()
-
-    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
-        """Join a process group while the engine serves. Raises EngineError."""
-        await self._updates().join(name, address, world, rank, backend)
-
-    async def prepare_load(self, weights: NewWeights) -> float:
-        """Prepare to load from these regions; seconds that this kept it from forwards. Raises EngineError."""
-        return await self._updates().prepare_load(weights)
-
-    async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
-        """Open `weights.regions` and read every byte, while the engine serves. Raises EngineError."""
-        return await self._updates().verify(weights)
-
-    async def release_buffers(self) -> None:
-        """Refer to no memory of regions any more. Raises EngineError."""
-        await self._updates().release_buffers()
-
-    async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
-        """Run on these weights from now on; the engine is empty. Raises EngineError: the old ones stay; EngineDied."""
-        try:
-            return await self._updates().load_weights(weights, version, digest)
-        finally:
-            if self._scoring is not None:
-                self._scoring.cached.clear()
-
-    async def inspect(self, what: str) -> tuple[str, list[Finding]]:
-        """(digest, findings) of what is in the schedulers. Raises EngineError."""
-        return await self._updates().inspect(what)
-
-    async def tensor(self, name: str, offset: int, count: int) -> Chunk:
-        """Elements of one weight by its checkpoint name. Raises EngineError."""
-        return await self._updates().tensor(name, offset, count)
-
-    def _updates(self) -> EngineWeights:
-        self._serving()
-        assert self._weights is not None
+    def weights(self) -> SglangWeights:
+        """The weights in its schedulers. Raises EngineError before it is started."""
+        if self._weights is None:
+            raise EngineError("the engine is not started")
         return self._weights
 
     async def tokenize(self, pairs: list[tuple[str, str]], raw: bool = False) -> list[list[int]]:
@@ -230,7 +176,7 @@ class SglangEngine:
         Raises EngineError when the whole batch is refused, EngineDied when the engine is lost.
         """
         parts, forwards, cached = await self._end.unless_over(self._serving().score(batch))
-        return BatchOutcome(parts, forwards, self.version, cached)
+        return BatchOutcome(parts, forwards, self.weights.version, cached)
 
     async def flush(self) -> None:
         """Have SGLang empty its prefix cache; no batch is inside. Raises EngineError: it refused."""

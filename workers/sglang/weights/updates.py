@@ -23,6 +23,7 @@ from enginepool.host.folders import PrivateFolder
 from enginepool.protocol.layout import digest_sums, joined_digest
 from enginepool.protocol.manifest import Tensor, encode_manifest
 from enginepool.protocol.messages.weight_reports import Finding
+from enginepool.protocol.messages.weights import Join
 from enginepool.workers.engine import (
     Chunk,
     EngineDied,
@@ -52,19 +53,23 @@ _LOOKS_S = 0.02
 UnlessOver = Callable[[Awaitable[Any]], Awaitable[Any]]
 
 
-class EngineWeights:
-    """The weights of one engine.
+class SglangWeights:
+    """The weights of one SGLang engine, an `EngineWeights`.
 
     Args:
         tokenizer_manager: SGLang's, which talks to the schedulers.
         requests: SGLang's module of request classes.
         ranks: schedulers that hold weights.
+        forget_cached: called when what was computed on the old weights is of no use any more.
     """
 
-    def __init__(self, tokenizer_manager: Any, requests: Any, ranks: int, unless_over: UnlessOver) -> None:
+    def __init__(
+        self, tokenizer_manager: Any, requests: Any, ranks: int, unless_over: UnlessOver, forget_cached: Callable[[], None]
+    ) -> None:
         self._tm = tokenizer_manager
         self._requests = requests
         self._unless_over = unless_over
+        self._forget_cached = forget_cached
         self._numbers = itertools.count()
         #: where answers are left: in memory, where the host has a place for that
         shared = SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())
@@ -110,10 +115,11 @@ class EngineWeights:
             raise OnlyAtStart(f"this engine takes weights only at its start: {self._refused}")
         return self._model
 
-    async def join(self, name: str, address: str, world: int, rank: int, backend: str) -> None:
+    async def join(self, request: Join) -> None:
         """Join a process group while the engine serves. Raises EngineError."""
-        ticket = {"do": "join", "group": name, "address": address, "world": world, "backend": backend}
-        tickets = [ticket | {"rank": rank + i} for i in range(self.ranks)]
+        name = request.rendezvous
+        ticket = {"do": "join", "group": name, "address": request.address, "world": request.world, "backend": request.backend}
+        tickets = [ticket | {"rank": request.rank + i} for i in range(self.ranks)]
         await self._ask_for_later(tickets, JOIN_S, f"group {name}: the engine did not join")
 
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
@@ -178,6 +184,7 @@ class EngineWeights:
 
     async def load_weights(self, weights: NewWeights, version: int, digest: str) -> LoadTimes:
         """Run on these weights from now on. Raises EngineError: the old ones stay; EngineDied: what is loaded is unknown."""
+        self._forget_cached()  # the engine is empty, so nothing is computed until it has them
         if not (weights.regions or weights.checkpoint or weights.group):
             # The tokenizer's side keeps the version; 0.5.17 to 0.5.23 have this method for it.
             self._tm._update_weight_version_if_provided(str(version))
