@@ -105,13 +105,10 @@ class WeightExecutor:
     def run(self, effect: RunWeights) -> None:
         """Carry it out; its answer arrives through `feed`."""
         message = effect.message
-        if isinstance(message, ReleaseWeights):
+        if isinstance(message, ReleaseWeights | Committed):
             self._close_buffers(effect.update)
             self._stager.tell(message)
-        elif isinstance(message, Committed):
-            self._close_buffers(effect.update)
-            self._stager.tell(message)
-            if self._engine.weights.version == message.version and self._engine.weights.digest != message.digest:
+            if isinstance(message, Committed):
                 self._in_turn("Committed", self._set_digest, message)
         elif isinstance(message, Inspect):
             self._spawn(self._inspect(message))
@@ -156,9 +153,10 @@ class WeightExecutor:
 
     async def _set_digest(self, message: Committed) -> None:
         """The same weights, by the digest that the coordinator knows."""
-        await _aside(
-            "set the digest of its weights", self._engine.weights.load_weights, NewWeights(), message.version, message.digest
-        )
+        weights = self._engine.weights
+        if weights.version == message.version and weights.digest != message.digest:
+            same = NewWeights()
+            await _aside("set the digest of its weights", weights.load_weights, same, message.version, message.digest)
 
     def _close_buffers(self, update: WorkerUpdate | None) -> None:
         """The update is committed or aborted."""

@@ -18,15 +18,14 @@ class OpenBuffers:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        #: of the weights that it has open
-        self._regions: tuple[MemoryRegion, ...] = ()
-        self._sharded = False
+        #: those of which the engine has the regions open
+        self._opened = NewWeights()
         #: of lent memory, which the engine opens by them
         self._descriptors: list[int] = []
 
     async def prepare_load(self, weights: NewWeights) -> float:
         """Have the engine prepare to load these while it serves; for how many seconds that kept it from its work."""
-        self._regions, self._sharded = weights.regions, weights.sharded
+        self._opened = weights
         with contextlib.suppress(EngineError):  # the load takes longer then, and reports what is wrong
             return await self._engine.weights.prepare_load(weights)
         return 0.0
@@ -48,23 +47,22 @@ class OpenBuffers:
 
     async def verify(self, weights: NewWeights) -> tuple[str, list[Finding]]:
         """Have the engine open these and read every byte, while it serves: (digest, findings). Raises EngineError."""
-        self._regions, self._sharded = weights.regions, weights.sharded
+        self._opened = weights
         return await self._engine.weights.verify(weights)
 
     async def close_smaller(self, nbytes: int) -> None:
         """Close them if they are smaller: memory that is open anywhere cannot be freed for a larger space."""
-        sizes = [space.nbytes for space in self._regions]
-        if sizes and (sum(sizes) if self._sharded else min(sizes)) < nbytes:
+        sizes = [space.nbytes for space in self._opened.regions]
+        if sizes and (sum(sizes) if self._opened.sharded else min(sizes)) < nbytes:
             await self.close()
 
     async def close(self) -> None:
         """Have the engine close them."""
         self._close_descriptors()
-        if not self._regions:
-            return
-        self._regions = ()
-        with contextlib.suppress(EngineError):  # it has refused to open it, too
-            await self._engine.weights.release_buffers()
+        opened, self._opened = self._opened, NewWeights()
+        if opened.regions:
+            with contextlib.suppress(EngineError):  # it has refused to open it, too
+                await self._engine.weights.release_buffers()
 
     def _close_descriptors(self) -> None:
         for descriptor in self._descriptors:

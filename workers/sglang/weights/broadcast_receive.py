@@ -8,8 +8,8 @@ from typing import Any
 from enginepool.protocol.layout import buckets, layout
 from enginepool.protocol.manifest import Tensor
 from enginepool.transfer.digest import Digest, make_ready
-from enginepool.transfer.process_group import QUEUED
-from enginepool.workers.sglang.weights.ticket_answers import write_answer
+from enginepool.transfer.process_group import QUEUED, CollectiveError
+from enginepool.workers.sglang.weights.ticket_answers import answer_later
 
 torch: Any = importlib.import_module("torch")
 
@@ -27,37 +27,34 @@ class GroupMember:
         self._lock = threading.Lock()
 
     def join(self, ticket: dict[str, Any]) -> None:
-        """Begin to join; the thread writes the ticket's later answer."""
-        device = f"cuda:{torch.cuda.current_device()}" if ticket["backend"] == "nccl" else "cpu"
+        """Begin to join. The ticket's second answer says when it is done."""
         self._ticket = ticket
-        threading.Thread(target=self._join, args=(ticket, device), name="join", daemon=True).start()
+        answer_later(ticket, self._join)
 
-    def _join(self, ticket: dict[str, Any], device: str) -> None:
+    def _join(self, ticket: dict[str, Any]) -> dict[str, Any]:
         from enginepool.transfer.collective import join
-        from enginepool.transfer.process_group import CollectiveError
 
-        answer: dict[str, Any] = {}
+        name, device = ticket["group"], f"cuda:{torch.cuda.current_device()}" if ticket["backend"] == "nccl" else "cpu"
         with self._lock:
             group, self.group = self.group, None
         try:
-            if group is not None and group.name != ticket["group"]:
+            if group is not None and group.name != name:
                 group.abort()
                 group = None
             if device != "cpu":
-                torch.cuda.set_device(device)  # a thread begins on the first one
                 make_ready(device)
             group = group or join(
-                ticket["address"], ticket["group"], ticket["world"], ticket["rank"], backend=ticket["backend"], device=device
+                ticket["address"], name, ticket["world"], ticket["rank"], backend=ticket["backend"], device=device
             )
-            with self._lock:
-                latest = self._ticket is ticket
-                self.group = group if latest else self.group
-            if not latest:
-                group.abort()
-                raise CollectiveError(f"group {ticket['group']}: another one is joined by now")
-        except (CollectiveError, RuntimeError, ValueError) as error:
-            answer = {"error": str(error)}
-        write_answer(ticket["later"], answer)
+        except CollectiveError as error:
+            return {"error": str(error)}
+        with self._lock:
+            latest = self._ticket is ticket
+            self.group = group if latest else self.group
+        if latest:
+            return {}
+        group.abort()
+        return {"error": f"group {name}: another one is joined by now"}
 
 
 def received(group: Any, manifest: list[Tensor], bucket_bytes: int, digest: Digest, own: bool) -> Iterator[tuple[str, Any]]:
@@ -84,11 +81,11 @@ def received(group: Any, manifest: list[Tensor], bucket_bytes: int, digest: Dige
     begin(1)
     for k, bucket in enumerate(cuts):
         (ways[k].wait if own else ways[k].order)(BUCKET_S)
-        came = ring[k % 2][: bucket.nbytes]
-        digest.add(came, bucket.at)
+        arrived = ring[k % 2][: bucket.nbytes]
+        digest.add(arrived, bucket.at)
         for piece in bucket.pieces:
             tensor = manifest[piece.tensor]
-            part = came[piece.bucket_at : piece.bucket_at + piece.nbytes]
+            part = arrived[piece.bucket_at : piece.bucket_at + piece.nbytes]
             if piece.nbytes < tensor.nbytes:
                 if piece.tensor not in torn:
                     torn[piece.tensor] = torch.empty(tensor.nbytes, dtype=torch.uint8, device=device)
